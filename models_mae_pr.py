@@ -1,0 +1,168 @@
+"""MAE (He et al., CVPR 2022) with PR-MIM: an asymmetric encoder-decoder that reconstructs the pixels of masked patches.
+
+`throw_ratio=0` is MAE; with `progressive=False` it is MAE with plain partial reconstruction.
+"""
+
+import torch
+
+from models_vit import BASE, HUGE, LARGE, MINI, SMALL, TINY, ViTEncoder, unpatchify
+from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from util.checkpoint import load_strict
+
+__all__ = [
+    "MaskedAutoencoderViT",
+    "mae_vit_mini_patch4",
+    "mae_vit_tiny_patch16",
+    "mae_vit_small_patch16",
+    "mae_vit_base_patch16",
+    "mae_vit_large_patch16",
+    "mae_vit_huge_patch14",
+]
+
+# Parameter names of MAE's releases -> ours.
+OFFICIAL_NAMES = {
+    "mask_token": "decoder.mask_token",
+    "decoder_pos_embed": "decoder.pos_embed",
+    "decoder_embed.": "decoder.embed.",
+    "decoder_blocks.": "decoder.blocks.",
+    "decoder_norm.": "decoder.norm.",
+    "decoder_pred.": "decoder.pred.",
+}
+
+
+class MaskedAutoencoderViT(ViTEncoder):
+    """A ViT encoder that owns a progressive decoder. Arguments are MAE's, then PR-MIM's (see `prmim`)."""
+
+    mask_unit = 1  # tokens are masked one by one
+    shared_visible = False  # each image draws its own visible tokens
+
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=16,
+        in_chans=3,
+        embed_dim=1024,
+        depth=24,
+        num_heads=16,
+        decoder_embed_dim=512,
+        decoder_depth=8,
+        decoder_num_heads=16,
+        mlp_ratio=4.0,
+        norm_pix_loss=False,
+        mask_ratio=0.75,
+        throw_ratio=0.5,
+        progressive=True,
+        kernel_size=7,
+        aggregation="dwconv",
+        applies_to="thrown",
+    ):
+        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
+        self.norm_pix_loss = norm_pix_loss
+        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
+        self.decoder = ProgressiveDecoder(
+            self.grid_size,
+            self.counts,
+            embed_dim,
+            out_dim=patch_size**2 * in_chans,
+            decoder_embed_dim=decoder_embed_dim,
+            decoder_depth=decoder_depth,
+            decoder_num_heads=decoder_num_heads,
+            mlp_ratio=mlp_ratio,
+            progressive=progressive,
+            kernel_size=kernel_size,
+            aggregation=aggregation,
+            applies_to=applies_to,
+        )
+
+    def forward(self, imgs, ids_shuffle):
+        """imgs [B, C, H, W], normalised, and ids_shuffle int64 [B, N] -> {"pixel": scalar loss}."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        patches = self.cut(imgs)  # [B, N, p*p*C]
+        pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
+        return {"pixel": self.forward_loss(patches, pred, order)}
+
+    def forward_encoder(self, patches, order):
+        """All patches [B, N, p*p*C] -> latent of the visible ones [B, 1 + num_visible, D], class token first."""
+        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:])
+        return self.norm(self.encode(tokens))
+
+    def forward_loss(self, patches, pred, order):
+        """Mean squared error over the supervised tokens, in float32 at least.
+
+        Every image supervises the same number of tokens, so the plain mean is MAE's sum over masked / number masked.
+        """
+        first = self.counts.num_visible
+        target = order.take(patches, order.ids_shuffle[:, first : first + pred.shape[1]])
+        if self.norm_pix_loss:
+            mean, std = patch_statistics(target)
+            target = (target - mean) / std
+        return (pred.to(torch.promote_types(pred.dtype, torch.float32)) - target).square().mean()
+
+    @torch.no_grad()
+    def reconstruct(self, imgs, ids_shuffle):
+        """-> (pred [B, N, p*p*C] in raster order and MAE's patch layout, mask bool [B, N] of the predicted tokens).
+
+        Plain partial reconstruction predicts no thrown token: its mask is False there and pred is zero.
+        """
+        order = TokenOrder(ids_shuffle, self.counts)
+        latent = self.forward_encoder(self.cut(imgs), order)
+        pred = order.restore(self.decoder.predict(self.decoder.reconstruct(latent, order)))
+        predicts_thrown = self.decoder.num_supervised == self.counts.num_masked
+        return pred, order.mask if predicts_thrown else order.mask & ~order.thrown
+
+    @torch.no_grad()
+    def reconstruct_image(self, imgs, ids_shuffle):
+        """-> (images [B, C, H, W]: true patches where visible, predictions where predicted, zeros elsewhere; mask [B, N]).
+
+        Per-patch normalisation is undone with the true patch's own mean and variance, which the model never predicts.
+        """
+        pred, mask = self.reconstruct(imgs, ids_shuffle)
+        patches = self.cut(imgs)
+        if self.norm_pix_loss:
+            mean, std = patch_statistics(patches)
+            pred = pred * std + mean
+        visible = ~TokenOrder(ids_shuffle, self.counts).mask
+        patches = torch.where(mask.unsqueeze(-1), pred.to(patches.dtype), patches * visible.unsqueeze(-1))
+        return unpatchify(patches, self.patch_size, self.grid_size), mask
+
+    def load_official(self, state_dict):
+        """Loads the weights of MAE's `mae_pretrain_vit_*_full` releases: their content, or its `model` dict.
+
+        Strict, apart from the aggregator, which MAE does not have. ValueError names missing, unexpected and mis-shaped
+        keys: the encoder-only files, for instance, lack the decoder.
+        """
+        renamed = {}
+        for name, value in state_dict.get("model", state_dict).items():
+            prefix = next((old for old in OFFICIAL_NAMES if name.startswith(old)), "")
+            renamed[OFFICIAL_NAMES.get(prefix, "") + name[len(prefix) :]] = value
+        load_strict(self, renamed, "MAE weights", optional_prefix="decoder.aggregation.")
+
+
+def patch_statistics(patches):
+    """Mean and standard deviation of each patch [B, n, P] -> two of [B, n, 1], as norm_pix_loss uses them (unbiased)."""
+    return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def mae_vit_mini_patch4(**kwargs):
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+    return MaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
+
+
+def mae_vit_tiny_patch16(**kwargs):
+    return MaskedAutoencoderViT(**{**TINY, **kwargs})
+
+
+def mae_vit_small_patch16(**kwargs):
+    return MaskedAutoencoderViT(**{**SMALL, **kwargs})
+
+
+def mae_vit_base_patch16(**kwargs):
+    return MaskedAutoencoderViT(**{**BASE, **kwargs})
+
+
+def mae_vit_large_patch16(**kwargs):
+    return MaskedAutoencoderViT(**{**LARGE, **kwargs})
+
+
+def mae_vit_huge_patch14(**kwargs):
+    return MaskedAutoencoderViT(**{**HUGE, **kwargs})

@@ -1,0 +1,227 @@
+"""The plain Vision Transformer (Dosovitskiy et al., ICLR 2021) as MAE uses it: the encoder that every pre-training
+framework inherits, and the model that is fine-tuned.
+
+State-dict names are those of MAE's releases and of timm's `VisionTransformer`. Features in three lines:
+
+    model = vit_base_patch16()
+    print(util.checkpoint.load_encoder(model, "checkpoint.pth"))
+    tokens = model.eval().forward_features(imgs)  # [B, 1 + N, 768], class token first; imgs ImageNet-normalised
+"""
+
+import math
+
+import torch
+from timm.layers import DropPath, Mlp
+from torch import nn
+from torch.nn import functional as F
+
+from util.pos_embed import sincos_pos_embed
+
+__all__ = [
+    "VisionTransformer",
+    "vit_mini_patch4",
+    "vit_tiny_patch16",
+    "vit_small_patch16",
+    "vit_base_patch16",
+    "vit_large_patch16",
+    "vit_huge_patch14",
+]
+
+# Encoder sizes by their usual names. "Mini" is ours, for 32-px images: depth 6, 64 tokens of 4 px.
+MINI = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
+TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
+BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
+HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
+
+
+def layer_norm(dim):
+    return nn.LayerNorm(dim, eps=1e-6)
+
+
+def init_weights(module):
+    """MAE's initialisation of `module` and all inside it: Linear Xavier-uniform (qkv as one matrix) with zero bias,
+    patch embedding Xavier-uniform on its flattened view; everything else keeps the framework's default."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.xavier_uniform_(m.weight)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+        elif isinstance(m, PatchEmbed):
+            nn.init.xavier_uniform_(m.proj.weight.view(m.proj.weight.shape[0], -1))
+
+
+def patchify(imgs, patch_size):
+    """[B, C, H, W] -> [B, N, p*p*C]: patches in raster order, values ordered (row, column, channel), channel fastest."""
+    B, C, H, W = imgs.shape
+    rows, columns = H // patch_size, W // patch_size
+    x = imgs.reshape(B, C, rows, patch_size, columns, patch_size)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, rows * columns, patch_size**2 * C)
+
+
+def unpatchify(patches, patch_size, grid_size):
+    """Inverse of `patchify`: [B, N, p*p*C] -> [B, C, H, W]."""
+    rows, columns = grid_size
+    x = patches.reshape(len(patches), rows, columns, patch_size, patch_size, -1)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, rows * patch_size, columns * patch_size)
+
+
+class PatchEmbed(nn.Module):
+    """The patch convolution as a linear layer on cut patches, so that it can run on the visible ones alone.
+
+    The parameters are the convolution's (`proj.weight` [D, C, p, p], `proj.bias` [D]): checkpoints fit both ways.
+    """
+
+    def __init__(self, patch_size, in_chans, embed_dim):
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+
+    def forward(self, patches):
+        """Patches [B, n, p*p*C] as `patchify` cuts them -> [B, n, D]."""
+        return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on torch's fused kernel."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"width {dim} does not divide into {num_heads} heads")
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, heads, d]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, d]
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual."""
+
+    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0):
+        super().__init__()
+        self.norm1 = layer_norm(dim)
+        self.attn = Attention(dim, num_heads)
+        self.norm2 = layer_norm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x):
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class ViTEncoder(nn.Module):
+    """Patch embedding, class token, sine-cosine positions, blocks and final norm.
+
+    img_size: pixels, an integer or (height, width), a multiple of patch_size. The position table is frozen.
+    """
+
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=16,
+        in_chans=3,
+        embed_dim=768,
+        depth=12,
+        num_heads=12,
+        mlp_ratio=4.0,
+        drop_path_rate=0.0,
+    ):
+        super().__init__()
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        if patch_size < 1 or height < 1 or width < 1 or height % patch_size or width % patch_size:
+            near = [max(1, round(side / patch_size)) * patch_size if patch_size > 0 else side for side in (height, width)]
+            raise ValueError(
+                f"img_size {height} x {width} is not divisible by patch_size {patch_size}; "
+                f"the nearest size that is: {near[0]} x {near[1]}"
+            )
+        self.img_size, self.patch_size, self.embed_dim = (height, width), patch_size, embed_dim
+        self.grid_size = (height // patch_size, width // patch_size)
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
+        drop_path = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in drop_path)
+        self.norm = layer_norm(embed_dim)
+        init_weights(self)
+        nn.init.normal_(self.cls_token, std=0.02)
+
+    @property
+    def num_tokens(self):
+        return math.prod(self.grid_size)
+
+    def cut(self, imgs):
+        """imgs [B, C, H, W] of the model's size -> patches [B, N, p*p*C]."""
+        if tuple(imgs.shape[-2:]) != self.img_size:
+            raise ValueError(f"the model is built for images of {self.img_size} px, got {tuple(imgs.shape[-2:])}")
+        return patchify(imgs, self.patch_size)
+
+    def encode(self, tokens):
+        """Embedded tokens with positions [B, n, D] -> [B, 1 + n, D] after the blocks, class token first, before the norm."""
+        cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
+        x = torch.cat([cls_token, tokens], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward_features(self, imgs):
+        """Images [B, C, H, W], normalised -> token features [B, 1 + N, D], class token first, after the norm."""
+        return self.norm(self.encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
+
+
+class VisionTransformer(ViTEncoder):
+    """The encoder with a classification head, as MAE fine-tunes it.
+
+    global_pool "avg": mean of the patch tokens, then a fresh norm `fc_norm` (the encoder's `norm` is left out);
+    "token": the class token after the encoder's norm. The position table is trained.
+    """
+
+    def __init__(self, num_classes=1000, global_pool="avg", **kwargs):
+        super().__init__(**kwargs)
+        if global_pool not in ("avg", "token"):
+            raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
+        self.global_pool = global_pool
+        self.pos_embed.requires_grad_(True)
+        if global_pool == "avg":
+            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
+        else:
+            self.fc_norm = nn.Identity()
+        self.head = nn.Linear(self.embed_dim, num_classes)
+        nn.init.trunc_normal_(self.head.weight, std=2e-5)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, imgs):
+        """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
+        x = self.forward_features(imgs)
+        x = x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x[:, 0]
+        return self.head(self.fc_norm(x))
+
+
+def vit_mini_patch4(**kwargs):
+    return VisionTransformer(**{**MINI, **kwargs})
+
+
+def vit_tiny_patch16(**kwargs):
+    return VisionTransformer(**{**TINY, **kwargs})
+
+
+def vit_small_patch16(**kwargs):
+    return VisionTransformer(**{**SMALL, **kwargs})
+
+
+def vit_base_patch16(**kwargs):
+    return VisionTransformer(**{**BASE, **kwargs})
+
+
+def vit_large_patch16(**kwargs):
+    return VisionTransformer(**{**LARGE, **kwargs})
+
+
+def vit_huge_patch14(**kwargs):
+    return VisionTransformer(**{**HUGE, **kwargs})

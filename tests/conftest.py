@@ -1,0 +1,32 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+torch.set_num_threads(1)  # the models are tiny; threads that wait for each other would cost more than they give
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def write_photo(path, size=(48, 40), seed=0):
+    """A smooth random picture, so that crops and resizes have something to show."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+    coarse.resize(size, Image.BICUBIC).save(path)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """ROOT/train/{cat,dog}/*.jpg, 24 images of several sizes."""
+    root = tmp_path_factory.mktemp("photos")
+    for label, name in enumerate(("cat", "dog")):
+        folder = root / "train" / name
+        folder.mkdir(parents=True)
+        for i in range(12):
+            write_photo(folder / f"{i}.jpg", size=(36 + 4 * i, 60 - 2 * i), seed=100 * label + i)
+    return root

@@ -1,0 +1,58 @@
+"""The import order of the code base, and the limits that keep its files readable."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "output", "data"} & set(p.relative_to(ROOT).parts))
+FRAMEWORKS = {p.stem for p in ROOT.glob("models_*_pr.py")}
+
+# file -> what of this project it may import, beside `util`
+ALLOWED = {
+    "recipes": set(),
+    "models_vit": set(),
+    "models_swin": set(),
+    "prmim": {"models_vit", "models_swin"},
+    "engine_pretrain": set(),
+    "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
+} | {name: {"prmim", "models_vit", "models_swin"} for name in FRAMEWORKS}
+ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
+
+
+def imports(path):
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add((node.module or "").split(".")[0])
+    return modules
+
+
+def project_modules():
+    return {p.stem for p in ROOT.glob("*.py")} | {"util", "scripts", "tests", "downstream"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent == ROOT], ids=lambda p: p.name)
+def test_imports_run_one_way(path):
+    ours = imports(path) & project_modules() - {"util"}
+    assert ours <= ALLOWED[path.stem]
+    assert path.stem != "recipes" or not imports(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "util").glob("*.py")), ids=lambda p: p.name)
+def test_util_imports_nothing_outside_util(path):
+    assert not imports(path) & project_modules() - {"util"}
+
+
+def test_files_and_functions_stay_short():
+    long = [f"{p.name}: {n} lines" for p in FILES if (n := len(p.read_text().splitlines())) > 500]
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = node.end_lineno - node.lineno + 1
+                most = 80 if node.name in ("main", "__init__") else 60
+                long += [f"{path.name}: {node.name} has {lines} lines"] if lines > most else []
+    assert not long

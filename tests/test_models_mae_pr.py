@@ -1,0 +1,167 @@
+import numpy as np
+import pytest
+import torch
+
+import models_mae_pr
+from models_mae_pr import OFFICIAL_NAMES, MaskedAutoencoderViT
+from prmim import TokenOrderSampler, addressed_noise
+from tests.slow_mae import slow_loss
+
+SIZES = dict(
+    img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2
+)
+
+
+def official_state_dict(model):
+    """The model's weights under MAE's names, the aggregator left out."""
+    ours = {new: old for old, new in OFFICIAL_NAMES.items()}
+    renamed = {}
+    for name, value in model.state_dict().items():
+        prefix = next((new for new in ours if name.startswith(new)), "")
+        if not name.startswith("decoder.aggregation."):
+            renamed[ours.get(prefix, "") + name[len(prefix) :]] = value.clone()
+    return renamed
+
+
+def perturbed(model):
+    """Weights as after some training: norms and biases differ from their first values, too."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.double()
+
+
+def orders(model, batch):
+    sampler = TokenOrderSampler(model.grid_size, model.counts, "furthest")
+    return torch.from_numpy(sampler(addressed_noise(0, 0, np.arange(batch), model.counts.num_tokens)))
+
+
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+@pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize("img_size", [32, (16, 40)])
+def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, norm_pix_loss, img_size):
+    torch.manual_seed(0)
+    sizes = SIZES | dict(img_size=img_size)
+    model = perturbed(
+        MaskedAutoencoderViT(**sizes, throw_ratio=throw_ratio, progressive=progressive, norm_pix_loss=norm_pix_loss, kernel_size=3)
+    )
+    imgs = torch.randn(2, 3, *model.img_size, dtype=torch.float64)
+    ids = orders(model, 2)
+    aggregation = dict(model.decoder.aggregation.operator.named_parameters()) if throw_ratio and progressive else None
+    losses, predictions = zip(
+        *(
+            slow_loss(
+                official_state_dict(model), img, *_segments(row, model.counts), 8, 3, 2, norm_pix_loss, aggregation=aggregation
+            )
+            for img, row in zip(imgs, ids, strict=True)
+        ),
+        strict=True,
+    )
+    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+    pred, mask = model.reconstruct(imgs, ids)
+    for b in range(2):
+        assert mask[b].nonzero().flatten().tolist() == sorted(predictions[b])
+        for token, value in predictions[b].items():
+            torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
+
+
+def _segments(row, counts):
+    row = row.tolist()
+    return row[: counts.num_visible], row[counts.num_visible : counts.num_kept], row[counts.num_kept :]
+
+
+def test_reconstruct_image_undoes_the_target_normalisation():
+    """A perfect prediction of the normalised target must give back the image; visible patches are the image's own."""
+    model = MaskedAutoencoderViT(**SIZES, norm_pix_loss=True, throw_ratio=0.5)
+    imgs, ids = torch.randn(2, 3, 32, 32), orders(model, 2)
+    target = model.cut(imgs)
+    target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6) ** 0.5
+    model.reconstruct = lambda imgs, ids: (target, MaskedAutoencoderViT.reconstruct(model, imgs, ids)[1])
+    torch.testing.assert_close(model.reconstruct_image(imgs, ids)[0], imgs, rtol=1e-5, atol=1e-5)
+
+
+def test_plain_reconstruction_leaves_thrown_patches_black():
+    model = MaskedAutoencoderViT(**SIZES, throw_ratio=0.5, progressive=False)
+    imgs, ids = torch.randn(1, 3, 32, 32), orders(model, 1)
+    image, mask = model.reconstruct_image(imgs, ids)
+    patches, (visible, retained, thrown) = model.cut(image)[0], _segments(ids[0], model.counts)
+    assert mask[0].nonzero().flatten().tolist() == retained
+    assert torch.equal(patches[visible], model.cut(imgs)[0][visible])
+    assert patches[thrown].abs().max() == 0 and patches[retained].abs().min() > 0
+
+
+@pytest.mark.parametrize("throw_ratio", [0.0, 0.5])
+def test_load_official(throw_ratio):
+    source = perturbed(MaskedAutoencoderViT(**SIZES, throw_ratio=0.0)).float()
+    model = MaskedAutoencoderViT(**SIZES, throw_ratio=throw_ratio)
+    model.load_official(official_state_dict(source))
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    model.load_official({"model": official_state_dict(source), "epoch": 799})  # the file as it is
+
+
+def test_load_official_names_what_does_not_fit():
+    model = MaskedAutoencoderViT(**SIZES)
+    weights = official_state_dict(model)
+    encoder_only = {k: v for k, v in weights.items() if not k.startswith(("decoder", "mask_token"))}
+    with pytest.raises(ValueError, match=r"MAE weights do not fit this MaskedAutoencoderViT: \d+ missing: decoder\."):
+        model.load_official(encoder_only)
+    with pytest.raises(ValueError, match="1 unexpected: head.weight"):
+        model.load_official(weights | {"head.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"cls_token is \[1, 1, 768\], the model's \[1, 1, 24\]"):
+        model.load_official(weights | {"cls_token": torch.zeros(1, 1, 768)})
+
+
+def test_official_names_and_shapes_of_vit_base():
+    """Spot checks against the published `mae_pretrain_vit_base_full` layout."""
+    with torch.device("meta"):
+        model = models_mae_pr.mae_vit_base_patch16(throw_ratio=0.0)
+    shapes = {k: tuple(v.shape) for k, v in official_state_dict(model).items()}
+    assert shapes["cls_token"] == (1, 1, 768) and shapes["pos_embed"] == (1, 197, 768)
+    assert shapes["patch_embed.proj.weight"] == (768, 3, 16, 16)
+    assert shapes["blocks.11.attn.qkv.weight"] == (2304, 768) and shapes["blocks.0.mlp.fc1.bias"] == (3072,)
+    assert shapes["decoder_embed.weight"] == (512, 768) and shapes["mask_token"] == (1, 1, 512)
+    assert shapes["decoder_pos_embed"] == (1, 197, 512) and shapes["decoder_blocks.7.norm2.weight"] == (512,)
+    assert shapes["decoder_pred.weight"] == (768, 512)
+    assert sum(v.numel() for v in model.state_dict().values()) == 111_907_840  # with both position tables
+
+
+def test_ablation_arms_share_their_first_weights():
+    arms = []
+    for options in (dict(throw_ratio=0.0), dict(throw_ratio=0.5, progressive=False), dict(throw_ratio=0.5)):
+        torch.manual_seed(0)
+        arms.append(MaskedAutoencoderViT(**SIZES, **options).state_dict())
+    for name, value in arms[0].items():
+        assert torch.equal(value, arms[1][name]) and torch.equal(value, arms[2][name])
+
+
+@pytest.mark.parametrize("factory", [name for name in models_mae_pr.__all__ if name.islower()])
+def test_factories(factory):
+    dims = {"mini": (192, 6), "tiny": (192, 12), "small": (384, 12), "base": (768, 12), "large": (1024, 24), "huge": (1280, 32)}
+    with torch.device("meta"):
+        model = getattr(models_mae_pr, factory)(throw_ratio=0.25)
+    assert (model.embed_dim, len(model.blocks)) == dims[factory.split("_")[2]]
+    assert model.patch_size == int(factory.partition("patch")[2])
+    assert model.counts.num_tokens == {4: 64, 14: 256, 16: 196}[model.patch_size]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(img_size=30), "30 x 30 is not divisible by patch_size 8.*32 x 32"),
+        (dict(img_size=(32, 20)), "32 x 20 is not divisible by patch_size 8.*32 x 16"),
+        (dict(throw_ratio=0.8), "throw_ratio 0.8 and mask_ratio 0.75"),
+        (dict(num_heads=5), "width 24 does not divide into 5 heads"),
+        (dict(embed_dim=30, num_heads=3), "multiple of 4, got 30"),
+    ],
+)
+def test_constructor_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        MaskedAutoencoderViT(**(SIZES | options))
+
+
+def test_wrong_image_size_is_named():
+    model = MaskedAutoencoderViT(**SIZES)
+    with pytest.raises(ValueError, match=r"\(32, 32\) px, got \(48, 48\)"):
+        model(torch.zeros(1, 3, 48, 48), orders(model, 1))

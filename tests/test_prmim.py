@@ -1,0 +1,369 @@
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+
+from prmim import (
+    SAMPLING,
+    MaskCollator,
+    SpatialAggregation,
+    TokenCounts,
+    TokenOrder,
+    TokenOrderSampler,
+    addressed_noise,
+    furthest_sampling,
+    random_sampling,
+)
+
+# ---------------------------------------------------------------------------------------------------------- counts
+
+
+@pytest.mark.parametrize(
+    ("throw_ratio", "visible", "retained", "thrown"), [(0, 49, 147, 0), (0.25, 49, 98, 49), (0.5, 49, 49, 98), (0.65, 49, 20, 127)]
+)
+def test_counts_of_the_paper(throw_ratio, visible, retained, thrown):
+    counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
+    assert (counts.num_visible, counts.num_retained, counts.num_thrown) == (visible, retained, thrown)
+    assert (counts.num_tokens, counts.num_masked, counts.num_kept) == (196, 147, visible + retained)
+
+
+@pytest.mark.parametrize(
+    ("mask_ratio", "throw_ratio"), [(0.75, 0.75), (0.75, 0.8), (0.75, -0.1), (1.0, 0.5), (0.0, 0.0), (1.2, 0.5)]
+)
+def test_impossible_ratios_are_refused_by_name(mask_ratio, throw_ratio):
+    with pytest.raises(ValueError, match=f"throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"):
+        TokenCounts.from_ratios(196, mask_ratio, throw_ratio)
+
+
+def test_nothing_retained_is_refused():
+    with pytest.raises(ValueError, match="retained >= 1"):
+        TokenCounts(4, 0, 12)
+
+
+# ----------------------------------------------------------------------------------------------------------- noise
+
+
+def test_noise_is_uniform_and_uncorrelated():
+    noise = addressed_noise(3, 5, np.arange(4000), 196)
+    assert noise.shape == (4000, 196)
+    assert noise.min() >= 0 and noise.max() < 1
+    counts, _ = np.histogram(noise, bins=64, range=(0, 1))
+    expected = noise.size / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 120  # chi-squared, 63 degrees: P(> 120) is 2e-5
+    deviations = noise - 0.5
+    for other in (np.roll(deviations, 1, axis=1), np.roll(deviations, 1, axis=0)):  # next token, next sample
+        assert abs((deviations * other).mean()) < 5 / 12 / noise.size**0.5
+    next_epoch = addressed_noise(3, 6, np.arange(4000), 196) - 0.5
+    assert abs((deviations * next_epoch).mean()) < 5 / 12 / noise.size**0.5
+
+
+def test_noise_depends_on_the_address_alone():
+    whole = addressed_noise(1, 2, np.arange(100), 16)
+    assert np.array_equal(addressed_noise(1, 2, [7, 93, 7], 16), whole[[7, 93, 7]])
+    assert np.array_equal(addressed_noise(1, [2, 3], [7, 7], 16)[0], whole[7])
+    for other in (addressed_noise(0, 2, [7], 16), addressed_noise(1, 3, [7], 16), addressed_noise(1, 2, [8], 16)):
+        assert not np.isin(other, whole[7]).any()
+
+
+def test_noise_is_splitmix64_of_the_hashed_address():
+    """In plain integers. The numbers are part of what a seed means: another value here is another run for every user."""
+    step, last = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mix(z):
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & last
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & last
+        return z ^ z >> 31
+
+    key = 0
+    for part in (3, 11, 4, 1234567):  # the stream of masks, seed, epoch, index
+        key = mix((key ^ part) + step & last)
+    expected = [(mix(key + j * step & last) >> 11) / 2**53 for j in (1, 2, 3)]
+    assert addressed_noise(11, 4, [1234567], 3)[0].tolist() == expected
+    assert addressed_noise(0, 0, [0], 2)[0].tolist() == [0.7177539261763675, 0.35372306989588875]
+
+
+# -------------------------------------------------------------------------------------------------------- sampling
+
+
+def literal_algorithm_1(coords, num_retained):
+    """The supplementary's Algorithm 1 on one shuffled list: slice the distance matrix, minimum, first arg max."""
+    distances = np.sqrt(((coords[:, None].astype(np.float64) - coords[None]) ** 2).sum(-1))
+    tokens = [0]
+    while len(tokens) < num_retained:
+        tokens.append(int(np.argmax(distances[:, tokens].min(axis=1))))
+    return tokens
+
+
+def shuffled_cells(rng, side, num_masked, batch):
+    cells = np.stack(np.divmod(np.arange(side * side), side), axis=-1)
+    return np.stack([cells[rng.permutation(side * side)[:num_masked]] for _ in range(batch)])
+
+
+@pytest.mark.parametrize(
+    ("side", "num_masked", "num_retained", "batch"),
+    [
+        (14, 147, 98, 40),
+        (14, 147, 49, 40),
+        (14, 147, 20, 40),
+        (8, 48, 16, 40),
+        (4, 12, 12, 40),
+        (32, 768, 256, 3),
+        (160, 300, 40, 3),
+    ],
+)
+def test_furthest_sampling_is_algorithm_1_pick_by_pick(side, num_masked, num_retained, batch):
+    coords = shuffled_cells(np.random.default_rng(side + num_retained), side, num_masked, batch)
+    picks = furthest_sampling(coords, num_retained)
+    assert picks.tolist() == [literal_algorithm_1(c, num_retained) for c in coords]
+
+
+def test_furthest_sampling_takes_real_valued_coordinates():
+    coords = np.random.default_rng(0).random((5, 30, 2))
+    assert furthest_sampling(coords, 9).tolist() == [literal_algorithm_1(c, 9) for c in coords]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_samplings_pick_exactly_and_without_repeats(sampling):
+    coords = shuffled_cells(np.random.default_rng(0), 14, 147, 50)
+    picks = SAMPLING[sampling](coords, 49)
+    assert picks.shape == (50, 49)
+    assert all(len(set(row)) == 49 for row in picks.tolist())
+
+
+@pytest.mark.parametrize("num_retained", [0, 13])
+def test_samplings_refuse_impossible_counts(num_retained):
+    for sample in (random_sampling, furthest_sampling):
+        with pytest.raises(ValueError, match=f"between 1 and the 12 listed tokens, got {num_retained}"):
+            sample(np.zeros((1, 12, 2), int), num_retained)
+
+
+@pytest.mark.parametrize("throw_ratio", [0.25, 0.5, 0.65])
+def test_furthest_sampling_favours_no_side(throw_ratio):
+    """P(retained | masked) is the same in opposite halves; with raster ties the upper half would win twofold."""
+    counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
+    ids = TokenOrderSampler(14, counts)(addressed_noise(0, 0, np.arange(4000), 196))
+    retained = np.zeros(196)
+    np.add.at(retained, ids[:, counts.num_visible : counts.num_kept].ravel(), 1)
+    retained = retained.reshape(14, 14)
+    for half, other in ((retained[:7], retained[7:]), (retained[:, :7], retained[:, 7:])):
+        assert abs(half.sum() / other.sum() - 1) < 0.015
+
+
+def test_furthest_sampling_disperses_more_than_random():
+    counts = TokenCounts.from_ratios(196, 0.75, 0.5)
+    noise = addressed_noise(0, 0, np.arange(200), 196)
+    spread = {}
+    for name in SAMPLING:
+        ids = TokenOrderSampler(14, counts, name)(noise)[:, counts.num_visible : counts.num_kept]
+        cells = np.stack(np.divmod(ids, 14), -1)
+        distances = np.sqrt(((cells[:, :, None] - cells[:, None]) ** 2).sum(-1)) + 99 * np.eye(counts.num_retained)
+        spread[name] = distances.min(axis=2).mean()
+    assert spread["random"] == pytest.approx(1.25, abs=0.03)
+    assert spread["furthest"] == pytest.approx(1.76, abs=0.03)
+
+
+# ----------------------------------------------------------------------------------------------------------- order
+
+
+def segments(ids, counts):
+    return np.split(np.asarray(ids), [counts.num_visible, counts.num_kept], axis=1)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("grid", [14, (6, 10)])
+def test_order_is_a_permutation_with_ascending_segments(sampling, grid):
+    num_tokens = 196 if grid == 14 else 60
+    counts = TokenCounts.from_ratios(num_tokens, 0.75, 0.5)
+    noise = addressed_noise(0, 0, np.arange(20), num_tokens)
+    ids = TokenOrderSampler(grid, counts, sampling)(noise)
+    assert ids.dtype == np.int64
+    assert np.array_equal(np.sort(ids, axis=1), np.tile(np.arange(num_tokens), (20, 1)))
+    for segment in segments(ids, counts):
+        assert (np.diff(segment, axis=1) > 0).all()
+    # The head of the sorted noise is visible, as in MAE, and the tail feeds the sampling in its shuffled order.
+    columns = 14 if grid == 14 else 10
+    for row, shuffled in zip(ids, noise.argsort(axis=1), strict=True):
+        visible, masked = shuffled[: counts.num_visible], shuffled[counts.num_visible :]
+        assert set(row[: counts.num_visible]) == set(visible)
+        cells = np.stack(np.divmod(masked, columns), -1)
+        picks = range(counts.num_retained) if sampling == "random" else literal_algorithm_1(cells, counts.num_retained)
+        assert set(row[counts.num_visible : counts.num_kept]) == set(masked[list(picks)])
+
+
+def test_order_sampler_is_pure():
+    sampler = TokenOrderSampler(14, TokenCounts.from_ratios(196, 0.75, 0.5))
+    noise = addressed_noise(0, 0, np.arange(8), 196)
+    before = noise.copy()
+    assert np.array_equal(sampler(noise), sampler(noise)) and np.array_equal(noise, before)
+    assert np.array_equal(sampler(noise[3:5]), sampler(noise)[3:5])
+
+
+def test_mask_units_are_masked_whole_and_thrown_by_token():
+    counts = TokenCounts(76, 62, 58)  # SimMIM at 224 px: 19 of 49 units visible, rho_d .30
+    sampler = TokenOrderSampler(14, counts, mask_unit=2)
+    ids = sampler(addressed_noise(0, 0, np.arange(500), 196))
+    order = TokenOrder(torch.from_numpy(ids), counts)
+    units = order.mask.view(500, 7, 2, 7, 2).float().mean(dim=(2, 4))
+    assert set(units.unique().tolist()) == {0.0, 1.0}
+    assert units.sum(dim=(1, 2)).eq(30).all()
+    thrown = order.thrown.view(500, 7, 2, 7, 2).float().mean(dim=(2, 4))
+    assert ((thrown > 0) & (thrown < 1)).any()
+    corners = order.thrown.view(500, 7, 2, 7, 2).float().mean(dim=(0, 1, 3))
+    assert (corners / corners.mean()).sub(1).abs().max() < 0.06  # no corner of a unit is thrown more than another
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((14, TokenCounts(16, 16, 32)), "14 x 14"),
+        ((8, TokenCounts(16, 16, 32), "nearest"), "unknown sampling 'nearest', choose from furthest, random"),
+        ((8, TokenCounts(18, 14, 32), "random", 2), "mask_unit 2"),
+        ((8, TokenCounts(16, 16, 32), "random", 3), "mask_unit 3"),
+    ],
+)
+def test_order_sampler_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TokenOrderSampler(*arguments)
+
+
+def test_order_sampler_refuses_noise_of_another_length():
+    with pytest.raises(ValueError, match=r"\[B, 64\]"):
+        TokenOrderSampler(8, TokenCounts(16, 16, 32))(np.zeros((2, 196)))
+
+
+def test_token_order_round_trips():
+    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
+    ids = torch.from_numpy(TokenOrderSampler(8, counts)(addressed_noise(0, 0, np.arange(3), 64)))
+    order, x = TokenOrder(ids, counts), torch.randn(3, 64, 5)
+    assert torch.equal(order.ids_shuffle.gather(1, order.ids_restore), torch.arange(64).expand(3, -1))
+    for b in range(3):
+        visible, kept = ids[b, :16].tolist(), ids[b, :32].tolist()
+        assert torch.equal(order.take_visible(x)[b], x[b, visible])
+        assert torch.equal(order.take_kept(x)[b], x[b, kept])
+        assert order.mask[b].nonzero().flatten().tolist() == sorted(set(range(64)) - set(visible))
+        assert order.thrown[b].nonzero().flatten().tolist() == sorted(set(range(64)) - set(kept))
+    assert torch.equal(order.take_visible(x[:1]), order.take_visible(x[:1].expand(3, -1, -1)))
+    restored = order.restore(order.take_kept(x))
+    assert torch.equal(restored, x.masked_fill(order.thrown.unsqueeze(-1), 0))
+    assert torch.equal(order.restore(order.take(x, ids)), x)
+    appended = order.append_mask_tokens(order.take_visible(x), torch.full((1, 1, 5), 7.0))
+    assert torch.equal(order.restore(appended)[order.mask & ~order.thrown], torch.full((48, 5), 7.0))
+
+
+def test_token_order_refuses_another_grid():
+    with pytest.raises(ValueError, match="64 columns"):
+        TokenOrder(torch.arange(196).view(1, -1), TokenCounts(16, 16, 32))
+
+
+# -------------------------------------------------------------------------------------------------------- collator
+
+
+def sample(epoch, index):
+    return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10, (epoch, index)
+
+
+def test_collator_addresses_each_sample():
+    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
+    collate = MaskCollator(sampler, seed=3)
+    imgs, labels, ids = collate([sample(2, i) for i in (5, 9, 40)])
+    assert imgs.dtype == torch.uint8 and imgs.is_contiguous() and imgs.shape == (3, 3, 8, 8)
+    assert labels.tolist() == [5, 9, 0] and ids.dtype == torch.int64
+    assert torch.equal(ids, torch.from_numpy(sampler(addressed_noise(3, 2, [5, 9, 40], 64))))
+    assert torch.equal(collate([sample(2, 9)])[2][0], ids[1])
+    assert not torch.equal(collate([sample(3, 9)])[2][0], ids[1])
+
+
+def test_collator_shares_the_visible_set_but_not_the_thrown():
+    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
+    ids = MaskCollator(TokenOrderSampler(8, counts), seed=0, shared_visible=True)([sample(0, i) for i in range(6)])[2]
+    visible, retained, _ = segments(ids, counts)
+    assert (visible == visible[0]).all()
+    assert len({tuple(row) for row in retained.tolist()}) == 6
+
+
+def _collate_in_child(queue):
+    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
+    queue.put(MaskCollator(sampler, seed=3)([sample(2, i) for i in (5, 9, 40)])[2].numpy())
+
+
+def test_collator_gives_the_same_order_in_a_fresh_interpreter():
+    """Hashes of the interpreter, for instance, would differ there."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=_collate_in_child, args=(queue,))
+    child.start()
+    theirs = queue.get(timeout=120)
+    child.join()
+    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
+    assert np.array_equal(theirs, sampler(addressed_noise(3, 2, [5, 9, 40], 64)))
+
+
+# ----------------------------------------------------------------------------------------------------- aggregation
+
+
+def an_order(side=6, throw_ratio=0.5, batch=2):
+    counts = TokenCounts.from_ratios(side * side, 0.75, throw_ratio)
+    noise = addressed_noise(0, 0, np.arange(batch), side * side)
+    return TokenOrder(torch.from_numpy(TokenOrderSampler(side, counts)(noise)), counts)
+
+
+@pytest.mark.parametrize("applies_to", SpatialAggregation.APPLIES_TO)
+def test_dwconv_against_a_loop_over_cells(applies_to):
+    """Every thrown (or every) cell: bias + sum over the window of the kept tokens around it, per channel."""
+    order, side, dim, kernel = an_order(), 6, 4, 3
+    aggregate = SpatialAggregation(dim, kernel, "dwconv", applies_to).double()
+    kept = torch.randn(2, order.counts.num_kept, dim, dtype=torch.float64)
+    weight, bias = aggregate.operator.weight, aggregate.operator.bias  # [dim, 1, 3, 3], [dim]
+    expected = torch.zeros(2, side * side, dim, dtype=torch.float64)
+    for b in range(2):
+        at = {int(cell): kept[b, rank] for rank, cell in enumerate(order.ids_kept[b])}
+        for rank, cell in enumerate(order.ids_shuffle[b].tolist()):
+            if applies_to == "thrown" and cell in at:
+                expected[b, rank] = at[cell]
+                continue
+            r, c = divmod(cell, side)
+            total = bias.clone()
+            for i in range(-1, 2):
+                for j in range(-1, 2):
+                    inside = 0 <= r + i < side and 0 <= c + j < side
+                    if inside and (r + i) * side + c + j in at:
+                        total = total + weight[:, 0, i + 1, j + 1] * at[(r + i) * side + c + j]
+            expected[b, rank] = total
+    torch.testing.assert_close(aggregate(kept, order, (side, side)), expected)
+
+
+@pytest.mark.parametrize("kind", SpatialAggregation.KINDS)
+def test_aggregation_kinds(kind):
+    order = an_order()
+    aggregate = SpatialAggregation(32, 5, kind)
+    kept = torch.randn(2, order.counts.num_kept, 32, requires_grad=True)
+    out = aggregate(kept, order, (6, 6))
+    assert out.shape == (2, 36, 32)
+    assert torch.equal(out[:, : order.counts.num_kept], kept)  # applies to the thrown: the kept are the decoder's own
+    thrown = out[:, order.counts.num_kept :]
+    assert thrown.std(dim=1).min() > 1e-4  # not one value for all thrown cells
+    thrown.square().sum().backward()
+    assert kept.grad.abs().sum() > 0
+    assert (len(list(aggregate.parameters())) == 0) == (kind == "avgpool")
+
+
+def test_average_pool_is_the_convolution_with_a_uniform_kernel():
+    order, kept = an_order(), torch.randn(2, 18, 8)
+    conv = SpatialAggregation(8, 5, "dwconv")
+    torch.nn.init.constant_(conv.operator.weight, 1 / 25)
+    torch.nn.init.zeros_(conv.operator.bias)
+    torch.testing.assert_close(SpatialAggregation(8, 5, "avgpool")(kept, order, (6, 6)), conv(kept, order, (6, 6)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(kernel_size=4), "odd.*got 4"),
+        (dict(kind="conv"), "unknown aggregation 'conv', choose from dwconv"),
+        (dict(applies_to="kept"), "unknown applies_to 'kept', choose from thrown, all"),
+    ],
+)
+def test_aggregation_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SpatialAggregation(8, **arguments)

@@ -1,0 +1,1 @@
+"""Leaves of the code base: nothing in here knows about PR-MIM or imports anything outside `util`."""

@@ -1,0 +1,196 @@
+"""Checkpoints that survive: written atomically, verified by hash, read without executing anything.
+
+A run's folder holds pairs `checkpoint-<step>.pth` (tensors, plain Python numbers and one JSON string `meta`) and
+`checkpoint-<step>.json` (size and SHA-256 of the former, and the same meta). Each file is written under a temporary
+name, synced and renamed, the `.json` last: a pair either exists whole or does not count. Which one is the newest is
+computed from what is there, never stored in a link that could dangle.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+
+def save_checkpoint(output_dir, step, state, meta):
+    """Writes `state` (a dict of tensors and plain values) and `meta` (JSON-able) as the checkpoint of `step`; its path.
+
+    OSError (disk full, say) leaves no partial file and no older checkpoint harmed.
+    """
+    path = Path(output_dir) / f"checkpoint-{step}.pth"
+    _write_atomically(path, lambda file: torch.save({**state, "meta": json.dumps(meta)}, file))
+    record = {"size": path.stat().st_size, "sha256": _sha256(path), "meta": meta}
+    _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
+    return path
+
+
+def newest_checkpoint(output_dir):
+    """-> (path of the newest intact checkpoint or None, [why each newer one was skipped])."""
+    skipped = []
+    for path in sorted(Path(output_dir).glob("checkpoint-*.pth"), key=_step, reverse=True):
+        problem = _problem(path)
+        if problem is None:
+            return path, skipped
+        skipped.append(f"{path.name}: {problem}")
+    return None, skipped
+
+
+def prune_checkpoints(output_dir, keep, keep_last=2):
+    """Deletes all but the last `keep_last` checkpoints and those whose meta satisfies `keep(meta)`."""
+    paths = sorted(Path(output_dir).glob("checkpoint-*.pth"), key=_step)
+    for path in paths[:-keep_last]:
+        record = path.with_suffix(".json")
+        if record.exists() and keep(json.loads(record.read_text())["meta"]):
+            continue
+        path.unlink()
+        record.unlink(missing_ok=True)
+
+
+def read_checkpoint(path):
+    """The content of a `.pth` file, on the CPU, with `meta` decoded. Nothing in the file can run code.
+
+    Besides tensors and plain values one class is let through: the `argparse.Namespace` inside MAE's releases.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth file")
+    problem = _problem(path) if path.with_suffix(".json").exists() else None
+    if problem:
+        raise ValueError(f"checkpoint {str(path)!r} is damaged: {problem}")
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen types for files that are not its own
+        raise ValueError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
+    if isinstance(content.get("meta"), str):
+        content["meta"] = json.loads(content["meta"])
+    return content
+
+
+def load_strict(model, state_dict, what, optional_prefix=None):
+    """Loads `state_dict` into `model`; ValueError names every key that is missing, unexpected or of another shape.
+
+    Keys of the model that start with `optional_prefix` may be missing and then keep their values.
+    """
+    own = model.state_dict()
+    missing = [k for k in own if k not in state_dict and not (optional_prefix and k.startswith(optional_prefix))]
+    unexpected = [k for k in state_dict if k not in own]
+    misshaped = [
+        f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}"
+        for k, v in state_dict.items()
+        if k in own and v.shape != own[k].shape
+    ]
+    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped)]
+    if any(keys for _, keys in problems):
+        text = "; ".join(f"{len(keys)} {kind}: {_shorten(keys)}" for kind, keys in problems if keys)
+        raise ValueError(f"{what} do not fit this {type(model).__name__}: {text}")
+    model.load_state_dict(state_dict, strict=False)
+
+
+class LoadReport(NamedTuple):
+    """What `load_encoder` did, as lists of keys."""
+
+    loaded: list
+    resized: list
+    missing: list
+    unexpected: list
+
+    def __str__(self):
+        return "; ".join(
+            f"{len(keys)} {name}" + (f" ({_shorten(keys)})" if keys and name != "loaded" else "")
+            for name, keys in self._asdict().items()
+        )
+
+
+def load_encoder(model, path):
+    """Loads a pre-trained encoder into a fine-tune model; -> LoadReport.
+
+    Takes this project's checkpoints, MAE's releases and timm's files (the weights may lie under `model` or
+    `state_dict`). Position tables of another grid are resized (bicubic, class row kept). Only the head and the pooling
+    norm may be missing; anything else missing or mis-shaped raises ValueError.
+    """
+    content = read_checkpoint(path)
+    weights = content.get("model", content.get("state_dict", content))
+    own = model.state_dict()
+    found = {k: v for k, v in weights.items() if k in own and torch.is_tensor(v)}
+    # A head made for other classes is left out, as MAE's fine-tuning does.
+    found = {k: v for k, v in found.items() if not (k.startswith("head.") and v.shape != own[k].shape)}
+    resized = []
+    if "pos_embed" in found and found["pos_embed"].shape != own["pos_embed"].shape:
+        found["pos_embed"] = _resize_pos_embed(found["pos_embed"], model.grid_size, own["pos_embed"].shape)
+        resized = ["pos_embed"]
+    missing = [k for k in own if k not in found]
+    needed = [k for k in missing if not k.startswith(("head.", "fc_norm."))]
+    misshaped = [f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}" for k, v in found.items() if v.shape != own[k].shape]
+    if needed or misshaped:
+        text = "; ".join([f"missing: {_shorten(needed)}"] * bool(needed) + [_shorten(misshaped)] * bool(misshaped))
+        raise ValueError(f"{str(path)!r} does not hold the encoder of this {type(model).__name__}: {text}")
+    model.load_state_dict(found, strict=False)
+    return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
+
+
+def _resize_pos_embed(table, grid_size, shape):
+    """[1, 1 + n*n, D] -> [1, 1 + rows*columns, D]: the class row stays, the grid is interpolated."""
+    side = round((table.shape[1] - 1) ** 0.5)
+    if table.ndim != 3 or side * side != table.shape[1] - 1 or table.shape[2] != shape[2]:
+        raise ValueError(
+            f"pos_embed {list(table.shape)} cannot be resized to {list(shape)}: a square grid plus a class row is needed"
+        )
+    grid = table[:, 1:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=tuple(grid_size), mode="bicubic", align_corners=False)
+    return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
+
+
+def _write_atomically(path, write):
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk, too
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _problem(path):
+    """Why the checkpoint cannot be trusted, or None."""
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        return "its .json is missing, so it was never finished"
+    except ValueError:
+        return "its .json is not readable"
+    if path.stat().st_size != record["size"]:
+        return f"{path.stat().st_size} bytes instead of {record['size']}"
+    return None if _sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
+
+
+def _sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _step(path):
+    match = re.fullmatch(r"checkpoint-(\d+)", path.stem)
+    return int(match[1]) if match else -1
+
+
+def _shorten(keys, most=6):
+    return ", ".join(keys[:most]) + (f", ... ({len(keys) - most} more)" if len(keys) > most else "")
