@@ -1,0 +1,187 @@
+"""One epoch of pre-training. Knows batches, losses and steps, but no framework and no model.
+
+The device is never waited for, except where values are printed: losses and gradient norms add up on it, and whether a
+step is finite is decided there, too. A non-finite gradient leaves the weights as they were (GradScaler's skip inside
+the fused AdamW); DDP has averaged the gradients before that, so all processes skip alike.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from util.distributed import all_reduce_sum
+from util.logging import RunLog, duration
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_BAD_STEPS = 20  # so many non-finite steps in a row, as seen at a report, end the run
+
+
+def precision(name, device):
+    """-> (autocast() -> context, GradScaler). "auto" is bf16 where the GPU has it, else fp16, and fp32 on the CPU.
+
+    bf16 and fp32 need no scaling; their scaler only decides, on the device, whether a step is finite.
+    """
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    dtype = PRECISIONS[name]
+    scaling = {} if dtype is torch.float16 else dict(init_scale=1.0, growth_interval=2**31 - 1)
+    scaler = torch.amp.GradScaler(device.type, **scaling)
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler
+
+
+class Meter:
+    """Running sums that stay on the device: losses and gradient norms of the finite steps."""
+
+    def __init__(self, device):
+        self.device, self.names = device, None
+
+    def add(self, losses, grad_norm):
+        """losses: dict of scalars of one step; grad_norm: scalar."""
+        if self.names is None:
+            self._start([*losses, "grad_norm"])
+        finite = torch.isfinite(grad_norm)
+        values = torch.stack([*losses.values(), grad_norm, torch.ones_like(grad_norm)])
+        self.sums += torch.where(finite, values, 0.0)  # into both rows
+        self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
+
+    def read(self, whole_epoch=False):
+        """-> (means over processes and finite steps, number of finite steps), since the last such call. Waits."""
+        row = int(whole_epoch)
+        *sums, finite = (all_reduce_sum(self.sums[row].clone()) / _world_size()).tolist()
+        self.sums[row] = 0
+        means = {name: total / max(finite, 1) for name, total in zip(self.names, sums, strict=True)}
+        return means, round(finite)
+
+    def _start(self, names):
+        self.names = names
+        self.sums = torch.zeros(2, len(names) + 1, device=self.device)  # rows: since the last report; since the epoch began
+        self.bad_streak = torch.zeros((), device=self.device)
+
+    def state_dict(self):
+        return {"names": self.names, "sums": self.sums.cpu(), "bad_streak": self.bad_streak.cpu()}
+
+    def load_state_dict(self, state):
+        self._start(state["names"])
+        self.sums.copy_(state["sums"])
+        self.bad_streak.copy_(state["bad_streak"])
+
+
+class Clock:
+    """Wall time since the last lap, and how much of it went into waiting for data."""
+
+    def __init__(self):
+        self.start, self.waited, self.num_steps = time.perf_counter(), 0.0, 0
+
+    def next(self, batches):
+        before = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - before
+        return batch
+
+    def lap(self, images_per_step):
+        seconds = time.perf_counter() - self.start
+        rates = {
+            "seconds_per_step": seconds / self.num_steps,
+            "images_per_s": self.num_steps * images_per_step / seconds,
+            "data_share": self.waited / seconds,
+        }
+        self.__init__()
+        return rates
+
+
+@dataclass
+class PretrainEngine:
+    """What stays the same from step to step.
+
+    model(imgs, ids_shuffle) -> dict of scalar losses; `learning_rate(step)` -> float; `normalize` turns uint8 batches
+    into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: Callable
+    normalize: torch.nn.Module
+    learning_rate: Callable
+    accum_iter: int
+    images_per_step: int
+    steps_per_epoch: int
+    last_step: int
+    log: RunLog
+    print_freq: int = 20
+
+    def __post_init__(self):
+        self.device = self.normalize.mean.device
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.meter, self.clock = Meter(self.device), Clock()
+
+    def train_one_epoch(self, epoch, steps, batches, after_step):
+        """Runs the optimizer steps `steps`, a range of global step numbers.
+
+        batches: iterator of (imgs uint8, labels, ids_shuffle), `accum_iter` of them a step, standing at `steps.start`.
+        after_step(number of steps done) is called after each step; it may save.
+        """
+        self.model.train()
+        self.clock = Clock()
+        for step in steps:
+            self.train_step(batches, self.learning_rate(step))
+            self.log.advance()
+            epoch_ends = (step + 1) % self.steps_per_epoch == 0
+            if (step + 1) % self.print_freq == 0 or epoch_ends:
+                self.report(epoch, step + 1, epoch_ends)
+            after_step(step + 1)
+
+    def train_step(self, batches, lr):
+        """One optimizer step over `accum_iter` micro-batches."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums = {}
+        for micro in range(1, self.accum_iter + 1):
+            imgs, _, ids_shuffle = self.clock.next(batches)
+            imgs = self.normalize(imgs.to(self.device, non_blocking=True))
+            ids_shuffle = ids_shuffle.to(self.device, non_blocking=True)
+            # Only the last micro-batch's backward all-reduces: the earlier gradients wait in the process.
+            waits = micro < self.accum_iter and hasattr(self.model, "no_sync")
+            with self.model.no_sync() if waits else nullcontext():
+                with self.autocast():
+                    losses = self.model(imgs, ids_shuffle)
+                self.scaler.scale(sum(losses.values()) / self.accum_iter).backward()
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, 0) + loss.detach() / self.accum_iter
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.meter.add(sums, grad_norm)
+        self.clock.num_steps += 1
+
+    def report(self, epoch, step, epoch_ends):
+        """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more."""
+        means, num_finite = self.meter.read()
+        bad_streak = int(self.meter.bad_streak)
+        if bad_streak >= MAX_BAD_STEPS:
+            raise FloatingPointError(
+                f"the gradient was not finite in each of the last {bad_streak} steps before step {step}; their updates "
+                f"were skipped, so weights and checkpoints are good. Lower --blr, or try --precision bf16 or fp32"
+            )
+        grad_norm = means.pop("grad_norm")
+        scalars = {"epoch": epoch, "loss": sum(means.values())}
+        if len(means) > 1:
+            scalars |= {f"loss_{name}": value for name, value in means.items()}
+        scalars |= {"grad_norm": grad_norm, "lr": self.learning_rate(step - 1), "bad_streak": bad_streak}
+        scalars |= self.clock.lap(self.images_per_step)
+        if epoch_ends:
+            means, _ = self.meter.read(whole_epoch=True)
+            scalars["epoch_loss"] = sum(value for name, value in means.items() if name != "grad_norm")
+        eta = duration((self.last_step - step) * scalars["seconds_per_step"])
+        values = f"loss {scalars['loss']:.4f}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
+        line = f"epoch {epoch}, step {step}/{self.last_step}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
+        self.log.report(step, scalars, line, values)
+
+
+def _world_size():
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

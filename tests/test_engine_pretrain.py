@@ -1,0 +1,215 @@
+import pytest
+import torch
+from torch import nn
+
+import engine_pretrain
+from engine_pretrain import Meter, PretrainEngine, precision
+from tests.two_processes import run_in_two_processes
+from util.transforms import Normalize
+
+
+class SilentLog:
+    def __init__(self):
+        self.reports = []
+
+    def advance(self):
+        pass
+
+    def report(self, step, scalars, line, postfix):
+        self.reports.append({"step": step, **scalars})
+
+
+class TwoLosses(nn.Module):
+    """The smallest model that meets the contract: two named losses, no sampling, images of one pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        nn.init.constant_(self.linear.weight, 0.1)
+        nn.init.constant_(self.linear.bias, 0.3)
+
+    def forward(self, imgs, ids_shuffle):
+        out = self.linear(imgs.flatten(1))
+        return {"square": out.square().mean(), "sum": 0.1 * (out * ids_shuffle).mean()}
+
+
+def an_engine(precision_name="fp32", accum_iter=1, model=None, print_freq=2, device="cpu"):
+    model = (model or TwoLosses()).to(device)
+    autocast, scaler = precision(precision_name, torch.device(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
+    normalize = Normalize().to(device)
+    return PretrainEngine(
+        model,
+        optimizer,
+        scaler,
+        autocast,
+        normalize,
+        lambda step: 1e-2 * (step + 1),
+        accum_iter,
+        8,
+        25,
+        100,
+        SilentLog(),
+        print_freq,
+    )
+
+
+def stream(num, size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num):
+        imgs = torch.randint(0, 256, (size, 3, 1, 1), dtype=torch.uint8, generator=generator)
+        yield imgs, torch.zeros(size), torch.ones(size, 4, dtype=torch.int64)
+
+
+def weights(engine):
+    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+
+
+def test_steps_are_adamw_s_on_the_summed_losses():
+    engine = an_engine()
+    engine.train_one_epoch(0, range(3, 6), stream(3), lambda step: None)
+    model = TwoLosses()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    for step, (imgs, _, ids) in zip((3, 4, 5), stream(3), strict=True):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1)
+        optimizer.zero_grad()
+        sum(model(Normalize()(imgs), ids).values()).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(weights(engine), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_accumulation_equals_the_whole_batch():
+    whole, parts = an_engine(), an_engine(accum_iter=4)
+    whole.train_one_epoch(0, range(5), stream(5), lambda step: None)
+    cut = ([t[i : i + 2] for t in batch] for batch in stream(5) for i in range(0, 8, 2))
+    parts.train_one_epoch(0, range(5), cut, lambda step: None)
+    torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(parts.log.reports, whole.log.reports, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_reports_are_means_of_all_steps_since_the_last():
+    engine, seen = an_engine(print_freq=2), []
+    engine.model.register_forward_hook(lambda *args: seen.append({k: v.item() for k, v in args[2].items()}))
+    after = []
+    engine.train_one_epoch(4, range(20, 25), stream(5), after.append)
+    reports = engine.log.reports
+    assert after == [21, 22, 23, 24, 25] and [r["step"] for r in reports] == [22, 24, 25]
+    totals = [sum(losses.values()) for losses in seen]
+    assert reports[0]["loss"] == pytest.approx(sum(totals[:2]) / 2)
+    assert reports[2]["loss"] == pytest.approx(totals[4])
+    assert reports[0]["loss_square"] == pytest.approx((seen[0]["square"] + seen[1]["square"]) / 2)
+    assert "epoch_loss" not in reports[1] and reports[2]["epoch_loss"] == pytest.approx(sum(totals) / 5)
+    assert reports[2]["lr"] == pytest.approx(0.25) and reports[2]["epoch"] == 4
+
+
+def spoil(engine, steps):
+    """Makes the losses of the given forward passes NaN."""
+    calls = iter(range(10**6))
+
+    def hook(module, args, losses):
+        return {k: v * float("nan") for k, v in losses.items()} if next(calls) in steps else losses
+
+    engine.model.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name):
+    engine, clean = an_engine(name), an_engine(name)
+    spoil(engine, {1})
+    history = []
+    engine.train_one_epoch(0, range(4), stream(4), lambda step: history.append(weights(engine)))
+    assert torch.equal(history[0], history[1]) and not torch.equal(history[1], history[2])
+    assert all(w.isfinite().all() for w in history)
+    state = engine.optimizer.state_dict()["state"][0]
+    assert state["step"] == 3 and state["exp_avg"].isfinite().all()
+    assert all(0 < r["loss"] < 100 for r in engine.log.reports)  # means over the finite steps
+    clean.train_one_epoch(0, range(1), stream(1), lambda step: None)
+    assert torch.equal(weights(clean), history[0])
+
+
+def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
+    monkeypatch.setattr(engine_pretrain, "MAX_BAD_STEPS", 4)
+    engine = an_engine()
+    spoil(engine, range(3, 10**6))
+    with pytest.raises(FloatingPointError, match="last 5 steps before step 8; their updates were skipped"):
+        engine.train_one_epoch(0, range(20), stream(20), lambda step: None)
+    assert weights(engine).isfinite().all()
+
+
+def test_fp16_scales_and_backs_off():
+    engine = an_engine("fp16")
+    assert engine.scaler.get_scale() == 65536
+    spoil(engine, {0})
+    engine.train_one_epoch(0, range(1), stream(1), lambda step: None)
+    assert engine.scaler.get_scale() == 32768
+    assert an_engine("fp32").scaler.get_scale() == 1
+
+
+READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
+
+
+def test_a_step_never_reads_from_the_device(monkeypatch):
+    engine, read = an_engine(accum_iter=2), []
+    batches = stream(20)
+    engine.train_step(batches, 0.1)  # state is made in the first step
+    for name in READS:
+        original = getattr(torch.Tensor, name)
+
+        def spy(self, *args, _name=name, _original=original, **kwargs):
+            read.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    engine.train_step(batches, 0.1)
+    assert read == []
+    engine.report(0, 2, epoch_ends=False)
+    assert read  # the spy works: a report does read
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_a_step_never_waits_for_the_gpu(name):
+    engine = an_engine(name, accum_iter=2, device="cuda")
+    batches = iter([[t.pin_memory() for t in batch] for batch in stream(4)])
+    engine.train_step(batches, 0.1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.train_step(batches, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_meter_survives_a_checkpoint():
+    meter, other = Meter(torch.device("cpu")), Meter(torch.device("cpu"))
+    for value in (1.0, 2.0):
+        meter.add({"a": torch.tensor(value)}, torch.tensor(3.0))
+    meter.read()
+    meter.add({"a": torch.tensor(6.0)}, torch.tensor(3.0))
+    other.load_state_dict(meter.state_dict())
+    assert other.read() == ({"a": 6.0, "grad_norm": 3.0}, 1)
+    assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 3)
+
+
+def _train_half(rank):
+    engine = an_engine()
+    engine.model = nn.parallel.DistributedDataParallel(engine.model, gradient_as_bucket_view=True)
+    engine.accum_iter = 2
+    if rank == 1:
+        spoil(engine, {3})  # one micro-batch of one process: both must skip that step
+    own = ([t[4 * rank + i : 4 * rank + i + 2] for t in batch] for batch in stream(4) for i in (0, 2))
+    engine.train_one_epoch(0, range(4), own, lambda step: None)
+    return {"weights": weights(engine), "losses": [r["loss"] for r in engine.log.reports]}
+
+
+def test_two_processes_skip_alike_and_report_the_same():
+    first, second = run_in_two_processes(_train_half)
+    assert (first["weights"] == second["weights"]).all()
+    assert first["losses"] == second["losses"]
+    whole = an_engine()
+    spoil(whole, {1})
+    whole.train_one_epoch(0, range(4), stream(4), lambda step: None)
+    torch.testing.assert_close(torch.from_numpy(first["weights"]), weights(whole), rtol=1e-5, atol=1e-6)
+    assert first["losses"] == pytest.approx([r["loss"] for r in whole.log.reports], rel=1e-5)

@@ -1,0 +1,183 @@
+"""What every framework behind `main_pretrain.MODELS` must satisfy; a new one is tested without a new test."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import main_pretrain
+from models_vit import VisionTransformer
+from prmim import ProgressiveDecoder, TokenOrder, TokenOrderSampler, addressed_noise
+from tests.two_processes import run_in_two_processes
+from util.checkpoint import load_encoder, save_checkpoint
+
+SIZES = dict(img_size=32, patch_size=4, embed_dim=32, depth=3, num_heads=2)
+DECODER = dict(decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2)
+
+CLASSES = {
+    name: getattr(module, name)
+    for module in main_pretrain.FRAMEWORKS
+    for name in module.__all__
+    if inspect.isclass(getattr(module, name))
+}
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    options = {"norm_pix_loss": True, "mask_ratio": 0.75, "throw_ratio": 0.5, **SIZES, **DECODER, **options}
+    return CLASSES[name](**options)
+
+
+def a_batch(model, size=4, seed=0):
+    sampler = TokenOrderSampler(model.grid_size, model.counts, "furthest", model.mask_unit)
+    noise = addressed_noise(seed, 0, np.arange(size), model.counts.num_tokens)
+    visible = sampler.visible_tokens(noise[:1]) if model.shared_visible else None
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 3, *model.img_size, generator=generator), torch.from_numpy(sampler(noise, visible))
+
+
+def total(losses):
+    return sum(losses.values())
+
+
+def pixels_of(model, tokens):
+    """Bool [B, N] -> bool [B, 1, H, W]."""
+    grid = tokens.view(-1, 1, *model.grid_size).float()
+    return nn.functional.interpolate(grid, size=model.img_size, mode="nearest").bool()
+
+
+def predictions(model, imgs, ids_shuffle):
+    pred, mask = model.reconstruct(imgs, ids_shuffle)
+    return (pred if isinstance(pred, (list, tuple)) else [pred]), mask
+
+
+frameworks = pytest.mark.parametrize("name", CLASSES)
+arms = pytest.mark.parametrize(
+    "arm",
+    [dict(throw_ratio=0.0), dict(throw_ratio=0.5, progressive=False), dict(throw_ratio=0.5)],
+    ids=["throw 0", "plain", "progressive"],
+)
+
+
+@frameworks
+@arms
+def test_losses_are_named_finite_scalars(name, arm):
+    model = build(name, **arm)
+    losses = model(*a_batch(model))
+    assert losses and all(loss.ndim == 0 and loss.isfinite() for loss in losses.values())
+    assert total(losses).dtype == torch.float32
+
+
+@frameworks
+@arms
+def test_masked_pixels_never_change_a_prediction(name, arm):
+    model = build(name, **arm).eval()
+    imgs, ids = a_batch(model)
+    masked = pixels_of(model, TokenOrder(ids, model.counts).mask)
+    before, mask = predictions(model, imgs, ids)
+    after, _ = predictions(model, torch.where(masked, torch.randn_like(imgs) * 9, imgs), ids)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    changed, _ = predictions(model, torch.where(masked, imgs, imgs + 0.5 * torch.randn_like(imgs)), ids)
+    assert not any(torch.equal(a, b) for a, b in zip(before, changed, strict=True))
+
+
+@frameworks
+@arms
+def test_decoder_blocks_see_exactly_the_class_token_and_the_kept_tokens(name, arm):
+    model = build(name, **arm)
+    lengths = []
+    decoders = [m for m in model.modules() if isinstance(m, ProgressiveDecoder)]
+    for module in (m for decoder in decoders or [model] for m in decoder.blocks):
+        module.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    model(*a_batch(model))
+    assert set(lengths) == {1 + model.counts.num_kept}
+
+
+@frameworks
+@arms
+def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm):
+    """The loss's gradient with respect to the pixels of a masked patch exists through the target alone."""
+    model = build(name, **arm)
+    imgs, ids = a_batch(model)
+    imgs.requires_grad_()
+    total(model(imgs, ids)).backward()
+    order = TokenOrder(ids, model.counts)
+    supervised = order.mask if arm.get("progressive", True) else order.mask & ~order.thrown
+    touched = nn.functional.adaptive_max_pool2d(imgs.grad.abs().amax(1, keepdim=True), model.grid_size).flatten(1) > 0
+    assert torch.equal(touched & order.mask, supervised)
+    assert torch.equal(predictions(model, imgs.detach(), ids)[1], supervised)
+
+
+@frameworks
+@arms
+def test_gradients_reach_every_trainable_parameter(name, arm):
+    model = build(name, **arm)
+    total(model(*a_batch(model))).backward()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert not without
+    aggregates = any("aggregation" in n for n, _ in model.named_parameters())
+    assert aggregates == (arm["throw_ratio"] > 0 and arm.get("progressive", True))
+
+
+@frameworks
+def test_the_order_of_tokens_inside_a_segment_does_not_matter(name):
+    model = build(name).double()
+    imgs, ids = a_batch(model)
+    counts = model.counts
+    mixed = torch.cat([part.flip(1) for part in ids.split([counts.num_visible, counts.num_retained, counts.num_thrown], 1)], 1)
+    torch.testing.assert_close(total(model(imgs.double(), ids)), total(model(imgs.double(), mixed)))
+
+
+@frameworks
+@arms
+def test_bf16_autocast_is_finite_and_close(name, arm):
+    model = build(name, **arm)
+    batch = a_batch(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = total(model(*batch))
+    loss.backward()
+    assert loss.dtype == torch.float32  # pixels and statistics are never halved
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert loss.item() == pytest.approx(total(model(*batch)).item(), rel=0.02)
+
+
+@frameworks
+@arms
+def test_compiles_without_graph_breaks_to_the_same_loss(name, arm):
+    """Captured by Dynamo and differentiated by AOTAutograd; the kernels of the default backend need a compiler."""
+    model = build(name, **arm)
+    batch = a_batch(model)
+    expected = total(model(*batch))
+    model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(total(model(*batch)), expected, rtol=1e-5, atol=1e-6)
+
+
+@frameworks
+def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
+    model = build(name)
+    path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {})
+    tuned = VisionTransformer(num_classes=3, **SIZES)
+    report = load_encoder(tuned, path)
+    assert set(report.missing) == {"head.weight", "head.bias", "fc_norm.weight", "fc_norm.bias"}
+    assert all(key.startswith(("decoder.", "norm.")) for key in report.unexpected)
+    assert torch.equal(tuned.blocks[2].mlp.fc2.weight, model.blocks[2].mlp.fc2.weight)
+
+
+def _gradients(rank, name):
+    """Gradient of a rank's half of the batch through DDP."""
+    model = build(name)
+    imgs, ids = a_batch(model)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    total(ddp(imgs[2 * rank : 2 * rank + 2], ids[2 * rank : 2 * rank + 2])).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+@frameworks
+def test_two_processes_give_the_gradient_of_one(name):
+    model = build(name)
+    total(model(*a_batch(model))).backward()
+    for theirs in run_in_two_processes(_gradients, name):
+        for parameter, gradient in theirs.items():
+            torch.testing.assert_close(torch.from_numpy(gradient), model.get_parameter(parameter).grad, rtol=1e-4, atol=1e-6)

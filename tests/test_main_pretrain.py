@@ -1,0 +1,244 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import main_pretrain
+from util.checkpoint import newest_checkpoint, read_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+
+
+def command(photos, output_dir, *flags):
+    return [*SMALL.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *map(str, flags)]
+
+
+def run(photos, output_dir, *flags):
+    main_pretrain.main(command(photos, output_dir, *flags))
+    return read_checkpoint(newest_checkpoint(output_dir)[0])
+
+
+def reports(output_dir):
+    return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def fails(capsys, photos, output_dir, *flags):
+    """The error message of a command that must stop before its first step."""
+    with pytest.raises(SystemExit) as stop:
+        main_pretrain.main(command(photos, output_dir, *flags))
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("main_pretrain.py: error: ") and "Traceback" not in message and len(message) < 900
+    return message
+
+
+def assert_same_state(ours, theirs):
+    for name, value in theirs["model"].items():
+        assert torch.equal(ours["model"][name], value), name
+    for index, state in theirs["optimizer"]["state"].items():
+        assert all(torch.equal(ours["optimizer"]["state"][index][k], v) for k, v in state.items())
+    assert ours["meta"]["step"] == theirs["meta"]["step"] and ours["scaler"] == theirs["scaler"]
+
+
+@pytest.mark.parametrize(
+    "arm", ["", "--throw_ratio 0", "--no-progressive --sampling random", "--precision bf16", "--input_size 32 48 --throw_ratio 0.6"]
+)
+def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys, arm):
+    content = run(photos, tmp_path / "out", *arm.split())
+    assert content["meta"]["step"] == 6
+    log = reports(tmp_path / "out")
+    assert [r["step"] for r in log] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "lr", "grad_norm", "images_per_s", "data_share", "epoch"} <= log[0].keys()
+    assert [("epoch_loss" in r) for r in log] == [False, False, True] * 2
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert settings["lr"] == pytest.approx(1.5e-4 * 8 / 256) and settings["accum_iter"] == 1
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [e.step for e in events.Images("reconstruction")] == [6]
+    out = capsys.readouterr().out
+    assert "epoch 1, step 6/6: loss" in out and "in the first epoch" in out
+    assert (tmp_path / "out" / "log.txt").read_text().count("epoch 0, step") == 3
+
+
+def test_loss_falls(photos, tmp_path):
+    run(photos, tmp_path / "out", "--epochs", 12, "--lr", 2e-3)
+    losses = [r["epoch_loss"] for r in reports(tmp_path / "out") if "epoch_loss" in r]
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("stops", [[1], [2, 4], [3]])
+def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, stops):
+    """Stopped in mid-epoch and at its end, resumed with other workers: weights, moments, losses and logs."""
+    expected = run(photos, tmp_path / "whole", "--print_freq", 2)
+    for stop, workers in zip(stops, (2, 1), strict=False):
+        run(photos, tmp_path / "parts", "--print_freq", 2, "--max_steps", stop, "--num_workers", workers)
+    assert_same_state(run(photos, tmp_path / "parts", "--print_freq", 2), expected)
+    keys = ("step", "loss", "epoch_loss", "grad_norm", "lr")
+    whole, parts = ([{k: r.get(k) for k in keys} for r in reports(tmp_path / name)] for name in ("whole", "parts"))
+    assert parts == whole and [r["step"] for r in whole] == [2, 3, 4, 6]
+
+
+def test_a_lost_step_is_logged_once(photos, tmp_path):
+    """Killed after step 5 with the checkpoint of step 3: steps 4 and 5 are run and reported again, once."""
+    run(photos, tmp_path / "out")
+    for path in (tmp_path / "out").glob("checkpoint-6.*"):
+        path.unlink()
+    with open(tmp_path / "out" / "log.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 1')  # a line cut off by the kill
+    run(photos, tmp_path / "out")
+    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
+    expected = run(photos, tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoint-6.pth"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert_same_state(run(photos, tmp_path / "out"), expected)
+    out = capsys.readouterr().out
+    assert "skipped a checkpoint, checkpoint-6.pth: " in out and "checkpoint-3.pth at step 3" in out
+    for path in (tmp_path / "out").glob("*.pth"):
+        path.write_bytes(b"")
+    assert "no checkpoint in" in fails(capsys, photos, tmp_path / "out")
+
+
+def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out")
+    capsys.readouterr()
+    before = sorted(os.listdir(tmp_path / "out"))
+    run(photos, tmp_path / "out")
+    assert "in the first epoch" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path / "out")) == before and len(reports(tmp_path / "out")) == 6
+
+
+def test_changed_settings_are_pointed_out(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", "--max_steps", 2)
+    run(photos, tmp_path / "out", "--weight_decay", 0.1)
+    out = capsys.readouterr().out
+    assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
+
+
+def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
+    save = main_pretrain.checkpoint.save_checkpoint
+
+    def full(output_dir, step, *args):
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        return save(output_dir, step, *args)
+
+    monkeypatch.setattr(main_pretrain.checkpoint, "save_checkpoint", full)
+    run(photos, tmp_path / "out")
+    assert "the checkpoint of step 3 could not be written" in capsys.readouterr().out
+
+
+def test_total_batch_size_derives_accumulation(photos, tmp_path):
+    accumulated = run(photos, tmp_path / "a", "--batch_size", 4, "--total_batch_size", 8)
+    whole = run(photos, tmp_path / "b", "--batch_size", 8)
+    assert accumulated["meta"]["settings"]["accum_iter"] == 2
+    for name, value in whole["model"].items():
+        torch.testing.assert_close(accumulated["model"][name], value, rtol=1e-3, atol=1e-5)
+
+
+def torchrun(photos, output_dir, *flags):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "main_pretrain.py"]
+    return subprocess.run(
+        [*map(str, launch), *command(photos, output_dir, *flags)], env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
+    """The same global batches, the same losses, one writer; resumed at the exact step."""
+    first = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--max_steps", 4)
+    assert first.returncode == 0, first.stderr[-3000:]
+    second = torchrun(photos, tmp_path / "two", "--batch_size", 4)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "2 process(es) on cpu, total batch 8 = 4 x 2 x 1" in second.stdout and "at step 4" in second.stdout
+    run(photos, tmp_path / "one")
+    ours, theirs = reports(tmp_path / "two"), reports(tmp_path / "one")
+    assert [r["step"] for r in ours] == [1, 2, 3, 4, 5, 6]
+    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--data_path {tmp}/nowhere", "nowhere' is not a folder; expected are images in class folders"),
+        ("--data_path {tmp}/empty", "empty' holds no image"),
+        ("--data_path {tmp}/hollow", "no valid file for the classes dog"),
+        ("--data_path {tmp}/fake", "1.jpg' is not a readable image"),
+        ("--data_path {tmp}/fake/1.jpg", "1.jpg' is not a folder"),
+        ("--dataset cifar10 --data_path {tmp}/empty", "cifar10 is not in --data_path"),
+        ("--input_size 30", "30 x 30 is not divisible by patch_size 4; the nearest size that is: 32 x 32"),
+        ("--input_size 32 32 32", "--input_size takes one or two numbers, got [32, 32, 32]"),
+        ("--patch_size 0", "not divisible by patch_size 0"),
+        ("--throw_ratio 0.75", "got throw_ratio 0.75 and mask_ratio 0.75"),
+        ("--mask_ratio 1.5", "got throw_ratio 0.5 and mask_ratio 1.5"),
+        ("--mask_ratio 0.99", "leaves none of the 64 tokens visible"),
+        ("--model mae_vit_giant", "invalid choice: 'mae_vit_giant'"),
+        ("--sampling grid", "invalid choice: 'grid'"),
+        ("--recipe prmim", "unknown recipe 'prmim'; close to it: prmim"),
+        ("--kernel_size 4", "kernel_size must be odd"),
+        ("--batch_size 0", "--batch_size must be at least 1, got 0"),
+        ("--batch_size 25", "24 images, fewer than one total batch of 25"),
+        ("--total_batch_size 12", "a total batch of 12 cannot be split into --batch_size 8 on 1 processes: try --batch_size 6"),
+        ("--total_batch_size 16 --accum_iter 3", "--accum_iter 3, but a total batch of 16"),
+        ("--warmup_epochs 3", "--warmup_epochs 3.0 must lie between 0 and --epochs 2"),
+        ("--crop_scale 0 1", "--crop_scale must be two areas"),
+        ("--device cuda", "torch sees no GPU"),
+        ("--resume {tmp}/nowhere.pth", "no checkpoint at"),
+        ("--output_dir {tmp}/fake/1.jpg", "--output_dir"),
+        ("--epoch 3 --frobnicate", "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, capsys, monkeypatch, flags, message):
+    import torchvision
+
+    def no_network(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", no_network)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("empty", "hollow/cat", "hollow/dog", "fake"):
+        (tmp_path / name).mkdir(parents=True)
+    picture = next((photos / "train" / "cat").iterdir()).read_bytes()
+    (tmp_path / "hollow" / "cat" / "0.jpg").write_bytes(picture)
+    (tmp_path / "fake" / "0.jpg").write_bytes(picture)
+    (tmp_path / "fake" / "1.jpg").write_text("hello")
+    assert message in fails(capsys, photos, tmp_path / "out", *flags.format(tmp=tmp_path).split())
+    assert not list((tmp_path / "out").glob("checkpoint*"))
+
+
+def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", "--max_steps", 1)
+    message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8)
+    assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [192, 3, 4, 4]" in message
+    torch.save({"model": read_checkpoint(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
+    assert "holds weights but no run to resume" in fails(capsys, photos, tmp_path / "b", "--resume", tmp_path / "weights.pth")
+
+
+def test_starting_over_never_overwrites(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", "--max_steps", 1)
+    assert "--resume none, but" in fails(capsys, photos, tmp_path / "out", "--resume", "none")
+
+
+@pytest.mark.parametrize("names", [["RANK"], ["RANK", "WORLD_SIZE", "LOCAL_RANK"], ["WORLD_SIZE"]])
+def test_half_an_environment_is_named(photos, tmp_path, capsys, monkeypatch, names):
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert "start with torchrun, or unset them" in fails(capsys, photos, tmp_path / "out")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_on_the_gpu(photos, tmp_path, precision):
+    content = run(photos, tmp_path / "out", "--device", "cuda", "--precision", precision, "--epochs", 4, "--lr", 1e-3)
+    losses = [r["epoch_loss"] for r in reports(tmp_path / "out") if "epoch_loss" in r]
+    assert content["meta"]["step"] == 12 and losses[-1] < losses[0]

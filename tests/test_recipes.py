@@ -1,0 +1,111 @@
+import re
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import main_pretrain
+from main_pretrain import build_model, get_args_parser
+from recipes import RECIPES
+from util.cli import parse_with_recipe
+
+COUNTS = {0.0: (49, 147, 0), 0.25: (49, 98, 49), 0.5: (49, 49, 98), 0.65: (49, 20, 127)}  # of 196 tokens, mask ratio .75
+BASE, LARGE = "mae_vit_base_patch16", "mae_vit_large_patch16"
+# Multiply-adds of one forward relative to throw_ratio 0, counted analytically over all 196 embedded and predicted tokens.
+COST = {(BASE, 0.25): 0.860, (BASE, 0.5): 0.724, (BASE, 0.65): 0.645, (LARGE, 0.5): 0.870}
+
+
+def settings_of(recipe, **changes):
+    return vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", recipe])) | changes
+
+
+def forward_multiply_adds(settings):
+    with torch.device("meta"):
+        model = build_model(settings)
+        imgs = torch.empty(1, 3, *model.img_size)
+        ids_shuffle = torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(imgs, ids_shuffle)
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_builds_and_counts(recipe):
+    settings = settings_of(recipe)
+    with torch.device("meta"):
+        model = build_model(settings)
+    if model.counts.num_tokens == 196:
+        counts = (model.counts.num_visible, model.counts.num_retained, model.counts.num_thrown)
+        assert counts == COUNTS[settings["throw_ratio"]]
+    assert model.norm_pix_loss == settings["norm_pix_loss"]
+    assert (model.decoder.aggregation is not None) == (settings["progressive"] and settings["throw_ratio"] > 0)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if "_vit_" in name])
+def test_recipe_trains_by_the_supplementary(recipe):
+    """Table of pre-training details: lr 2.4e-3 at batch 4096, 40 warm-up epochs, weight decay .05, per-patch targets."""
+    s = settings_of(recipe)
+    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(2.4e-3)
+    assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"]) == (4096, 40, 0.05)
+    assert (s["mask_ratio"], s["norm_pix_loss"], s["min_lr"], s["crop_scale"]) == (0.75, True, 0, (0.2, 1.0))
+    assert s["epochs"] == int(re.search(r"_(\d+)ep$", recipe)[1])
+    kind, percent = re.match(r"([a-z]+)(\d*)", recipe).groups()
+    expected = {
+        "mae": (0.0, True, "furthest"),
+        "plain": (None, False, "random"),
+        "progressive": (None, True, "random"),
+        "furthest": (None, False, "furthest"),
+    }.get(kind, (None, True, "furthest"))
+    throw_ratio = expected[0] if kind == "mae" else int(percent or 50) / 100 if kind != "kernel" else 0.5
+    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == (throw_ratio, *expected[1:])
+
+
+@pytest.mark.parametrize(("model", "throw_ratio"), COST)
+def test_forward_cost_relative_to_mae(model, throw_ratio):
+    """Ours embeds the visible and predicts the masked tokens alone, which moves the ratios by less than .005."""
+    recipe = "prmim50_vit_base_100ep"
+    full = forward_multiply_adds(settings_of(recipe, model=model, throw_ratio=0.0))
+    thrown = forward_multiply_adds(settings_of(recipe, model=model, throw_ratio=throw_ratio))
+    assert thrown / full == pytest.approx(COST[model, throw_ratio], abs=0.005)
+
+
+def test_cost_of_mae_itself_and_of_the_convolution():
+    """9.781 G with all tokens embedded and predicted; 4.92e-3 G for 49 taps x 196 cells x 512 channels."""
+    recipe = "prmim50_vit_base_100ep"
+    full = forward_multiply_adds(settings_of(recipe, throw_ratio=0.0))
+    lean = 147 * 768 * 768 + 50 * 512 * 768  # patches not embedded; class and visible tokens not predicted
+    assert full + lean == pytest.approx(9.781e9, rel=1e-3)
+    plain = forward_multiply_adds(settings_of(recipe, progressive=False))
+    progressive = forward_multiply_adds(settings_of(recipe))
+    assert progressive - plain - 98 * 512 * 768 == pytest.approx(49 * 196 * 512, rel=1e-6)
+
+
+def test_the_ablation_table_is_complete():
+    arms = {"plain", "progressive", "furthest", "prmim"}
+    names = {f"{arm}{rho}_vit_base_100ep" for arm in arms for rho in (25, 50, 65)} | {"mae_vit_base_100ep"}
+    assert names <= set(RECIPES)
+    distinct = {tuple(sorted((k, str(v)) for k, v in RECIPES[name].items())) for name in RECIPES}
+    assert len(distinct) == len(RECIPES)
+
+
+def test_explicit_flags_win_and_unknown_recipes_are_named(capsys):
+    args = parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", "cifar10", "--epochs", "7"])
+    assert args.epochs == 7 and args.model == "mae_vit_mini_patch4"
+    with pytest.raises(SystemExit):
+        parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", "prmim50_vit_bas"])
+    assert "unknown recipe 'prmim50_vit_bas'; close to it: prmim50_vit_base" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_with_recipe(get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])
+    assert "recipe 'odd' sets depth, which main_pretrain.py does not know" in capsys.readouterr().err
+
+
+def test_flags_are_frozen():
+    """Users' scripts depend on these names: a removal or renaming must be deliberate."""
+    flags = {action.dest for action in get_args_parser()._actions} - {"help"}
+    assert flags == set(
+        "recipe model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size "  # noqa: SIM905
+        "applies_to norm_pix_loss batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay "
+        "seed dataset data_path crop_scale num_workers output_dir resume device precision compile max_steps save_every "
+        "save_steps picture_every print_freq".split()
+    )
+    assert flags >= main_pretrain.MACHINE_FLAGS

@@ -1,0 +1,163 @@
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from prmim import MaskCollator, TokenCounts, TokenOrderSampler
+from tests.conftest import write_photo
+from util.datasets import AddressedDataset, CifarImages, FolderImages, StepBatchSampler, batches, open_images, steps_per_epoch
+from util.transforms import RandomResizedCropFlip
+
+
+def test_class_folders_under_train(photos):
+    images = FolderImages(photos)
+    assert len(images) == 24 and images.classes == ["cat", "dog"]
+    img, label = images.load(13)
+    assert img.mode == "RGB" and label == 1 and images.path(13).startswith(str(photos / "train" / "dog"))
+    assert len(FolderImages(photos / "train")) == 24  # the split folder itself
+
+
+def test_flat_folder_needs_no_classes(tmp_path):
+    for i in range(3):
+        write_photo(tmp_path / f"{i}.png", seed=i)
+    (tmp_path / "notes.txt").write_text("not listed: not an image's extension")
+    images = FolderImages(tmp_path)
+    assert len(images) == 3 and images.classes == [] and images.load(2)[1] == 0
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
+def test_every_mode_becomes_rgb(tmp_path, mode):
+    name = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+    Image.new(mode, (9, 7)).save(name)
+    img, _ = FolderImages(tmp_path).load(0)
+    assert img.mode == "RGB" and img.size == (9, 7)
+
+
+def test_bad_folders_are_named(tmp_path, photos):
+    with pytest.raises(ValueError, match="nowhere' is not a folder; expected are images in class folders"):
+        FolderImages(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no image"):
+        FolderImages(tmp_path)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "dog").mkdir()
+    write_photo(tmp_path / "cat" / "0.jpg")
+    with pytest.raises(ValueError, match="no valid file for the classes dog"):
+        FolderImages(tmp_path)
+    with pytest.raises(ValueError, match="unknown dataset 'mnist', choose from folder, cifar10, cifar100"):
+        open_images("mnist", photos)
+
+
+def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
+    write_photo(tmp_path / "0.jpg")
+    (tmp_path / "1.jpg").write_text("hello")
+    with pytest.raises(ValueError, match=r"1\.jpg' is not a readable image"):
+        FolderImages(tmp_path)
+
+
+def test_a_truncated_file_is_named_when_it_is_read(tmp_path):
+    write_photo(tmp_path / "0.jpg", size=(200, 200))
+    data = (tmp_path / "0.jpg").read_bytes()
+    (tmp_path / "0.jpg").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"0\.jpg' cannot be decoded"):
+        FolderImages(tmp_path).load(0)
+
+
+def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
+    """torchvision's own file layout, with make-believe pictures."""
+    import torchvision
+
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [3, 1, 4, 1]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
+    images = CifarImages("cifar10", tmp_path)
+    assert len(images) == 20 and images.load(2)[1] == 4
+    assert np.array_equal(np.asarray(images.load(5)[0]), pixels[1].reshape(3, 32, 32).transpose(1, 2, 0))
+
+
+def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch):
+    import torchvision
+
+    def no_network(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", no_network)
+    with pytest.raises(ValueError, match="cifar100 is not in --data_path .*no route to host.*cifar-100-python"):
+        CifarImages("cifar100", tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------- step batches
+
+
+def steps(num_samples=100, batch_size=4, accum_iter=1, rank=0, world_size=1, seed=0, start=0, end=50):
+    return list(StepBatchSampler(num_samples, batch_size, accum_iter, rank, world_size, seed, start, end))
+
+
+def test_an_epoch_is_a_permutation_cut_into_steps():
+    all_steps = steps()
+    assert len(all_steps) == 50 and all(len(batch) == 4 for batch in all_steps)
+    first, second = sum(all_steps[:25], []), sum(all_steps[25:], [])
+    assert {e for e, _ in first} == {0} and {e for e, _ in second} == {1}
+    assert sorted(i for _, i in first) == sorted(i for _, i in second) == list(range(100))
+    assert [i for _, i in first] != [i for _, i in second] != list(range(100))
+    assert steps(seed=1) != all_steps
+
+
+def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step():
+    whole = [sorted(batch) for batch in steps(batch_size=12, end=16)]
+    for world_size, accum_iter in ((2, 1), (1, 3), (2, 3), (4, 1)):
+        batch_size = 12 // (world_size * accum_iter)
+        ranks = [steps(100, batch_size, accum_iter, rank, world_size, end=16) for rank in range(world_size)]
+        for step, expected in enumerate(whole):
+            parts = [batch for r in ranks for batch in r[step * accum_iter : (step + 1) * accum_iter]]
+            assert sorted(sum(parts, [])) == expected
+
+
+def test_starting_later_skips_exactly():
+    assert steps(start=37) == steps()[37:]
+    assert steps(accum_iter=2, end=24)[2 * 13 :] == steps(accum_iter=2, start=13, end=24)
+
+
+def test_too_few_images_for_one_step():
+    with pytest.raises(ValueError, match="5 images, fewer than one total batch of 64"):
+        steps_per_epoch(5, 64)
+
+
+def all_batches(photos, num_workers, start=0):
+    images = FolderImages(photos)
+    dataset = AddressedDataset(images, RandomResizedCropFlip(32, seed=2))
+    collator = MaskCollator(TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5)), seed=2)
+    sampler = StepBatchSampler(len(images), 4, 1, 0, 1, 2, start, 12)
+    return [[t.clone() for t in batch] for batch in batches(dataset, sampler, collator, num_workers, pin_memory=False)]
+
+
+def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photos):
+    expected = all_batches(photos, num_workers=0)
+    assert len(expected) == 12 and expected[0][0].shape == (4, 3, 32, 32)
+    for other, offset in ((all_batches(photos, 2), 0), (all_batches(photos, 1, start=7), 7)):
+        assert len(other) == 12 - offset
+        for ours, theirs in zip(expected[offset:], other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(expected[0][0], expected[6][0])  # the second epoch crops anew
+
+
+def test_paths_survive_odd_names(tmp_path):
+    name = "ünïcode \N{SNOWMAN}.jpg"
+    write_photo(tmp_path / name)
+    images = FolderImages(tmp_path)
+    assert os.path.basename(images.path(0)) == name and images.load(0)[0].size == (48, 40)
+
+
+def test_tar_is_not_mistaken_for_an_image(tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w"):
+        pass
+    with pytest.raises(ValueError, match="holds no image"):
+        FolderImages(tmp_path)

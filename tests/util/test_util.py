@@ -1,0 +1,118 @@
+"""Position tables, schedules and random boxes against closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.functional as TF
+from PIL import Image
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+
+from util.lr_sched import warmup_cosine
+from util.pos_embed import sincos_pos_embed
+from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
+
+
+@pytest.mark.parametrize("grid", [(3, 5), (4, 4)])
+def test_position_table_cell_by_cell(grid):
+    dim = 16
+    table = sincos_pos_embed(dim, grid, cls_token=True)
+    assert table.shape == (1 + grid[0] * grid[1], dim) and table.dtype == torch.float64
+    assert not table[0].any()
+    for r in range(grid[0]):
+        for c in range(grid[1]):
+            omegas = [10000 ** (-k / (dim / 4)) for k in range(dim // 4)]
+            expected = [f(p * w) for p in (c, r) for f in (math.sin, math.cos) for w in omegas]
+            assert table[1 + r * grid[1] + c].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_position_table_needs_a_multiple_of_four():
+    with pytest.raises(ValueError, match="multiple of 4, got 30"):
+        sincos_pos_embed(30, (2, 2))
+
+
+def test_schedule_against_closed_forms():
+    def lr(step):
+        return warmup_cosine(step, steps_per_epoch=10, epochs=100, warmup_epochs=40, lr=2.0, min_lr=0.5)
+
+    assert lr(0) == 0
+    assert lr(200) == pytest.approx(1.0)  # half the warm-up
+    assert lr(400) == pytest.approx(2.0)  # its end
+    assert lr(700) == pytest.approx(1.25)  # half the cosine
+    assert lr(999) == pytest.approx(0.5 + 1.5 * 0.5 * (1 + math.cos(math.pi * 59.9 / 60)))
+    assert all(lr(i) < lr(i + 1) for i in range(400)) and all(lr(i) > lr(i + 1) for i in range(400, 999))
+    assert warmup_cosine(0, 10, 5, 0, 1.0) == 1.0  # no warm-up
+
+
+def boxes(height, width, count=4000):
+    augment = RandomResizedCropFlip(32, seed=0)
+    uniform = np.random.default_rng(0).random((count, 23))
+    return np.array([augment.box(height, width, draws) for draws in uniform])
+
+
+@pytest.mark.parametrize("size", [(60, 80), (500, 333)])
+def test_boxes_are_distributed_as_torchvision_s(size):
+    height, width = size
+    torch.manual_seed(0)
+    image = torch.empty(3, height, width)
+    theirs = np.array([RandomResizedCrop.get_params(image, (0.2, 1.0), (3 / 4, 4 / 3)) for _ in range(4000)])
+    ours = boxes(height, width)
+    for of in (lambda b: b[:, 2] * b[:, 3] / (height * width), lambda b: b[:, 3] / b[:, 2], lambda b: b[:, 0], lambda b: b[:, 1]):
+        a, b = np.sort(of(ours)), np.sort(of(theirs))
+        grid = np.concatenate([a, b])
+        gap = np.abs(np.searchsorted(a, grid, "right") - np.searchsorted(b, grid, "right")).max() / 4000
+        assert gap < 0.044  # two-sample Kolmogorov-Smirnov, P(>) about 1e-3
+    assert (ours[:, 0] + ours[:, 2] <= height).all() and (ours[:, 1] + ours[:, 3] <= width).all() and (ours >= 0).all()
+
+
+def test_extreme_shapes_fall_back_to_a_central_crop():
+    assert (boxes(10, 1000, 50) == [0, 493, 10, 13]).all()
+    assert (boxes(1000, 10, 50) == [493, 0, 13, 10]).all()
+    assert (boxes(1, 1, 5) == [0, 0, 1, 1]).all()
+
+
+def test_crops_are_pil_s_to_a_twentieth_of_a_level():
+    """Bicubic with antialias: the reference is PIL, which torchvision's RandomResizedCrop uses on JPEGs."""
+    rng, errors = np.random.default_rng(0), []
+    augment = RandomResizedCropFlip(64, seed=0)
+    for _ in range(30):
+        coarse = Image.fromarray(rng.integers(0, 256, (24, 30, 3), dtype=np.uint8))
+        pil = coarse.resize((int(rng.integers(80, 400)), int(rng.integers(80, 400))), Image.BICUBIC)
+        img = torch.from_numpy(np.array(pil)).permute(2, 0, 1)
+        top, left, h, w = augment.box(*img.shape[1:], rng.random(23))
+        expected = TF.resized_crop(pil, top, left, h, w, (64, 64), InterpolationMode.BICUBIC)
+        ours = resize(img[:, top : top + h, left : left + w], (64, 64))
+        errors.append(np.abs(ours.permute(1, 2, 0).numpy().astype(float) - np.asarray(expected)).mean())
+    assert np.mean(errors) < 0.05
+
+
+def test_augmentation_is_a_function_of_the_address():
+    augment = RandomResizedCropFlip((16, 24), seed=5)
+    img = torch.randint(0, 256, (3, 40, 50), dtype=torch.uint8)
+    first = augment(img, 3, 7)
+    assert first.shape == (3, 16, 24) and first.dtype == torch.uint8 and first.is_contiguous()
+    assert torch.equal(first, augment(img, 3, 7))
+    assert not torch.equal(first, augment(img, 4, 7)) and not torch.equal(first, augment(img, 3, 8))
+    assert not torch.equal(first, RandomResizedCropFlip((16, 24), seed=6)(img, 3, 7))
+
+
+def test_half_of_the_crops_are_flipped():
+    augment = RandomResizedCropFlip(8, seed=0, scale=(1.0, 1.0), ratio=(1.0, 1.0))
+    img = torch.arange(8, dtype=torch.uint8).expand(3, 8, 8)
+    flipped = [bool(augment(img, 0, i)[0, 0, 0] == 7) for i in range(1000)]
+    assert 430 < sum(flipped) < 570
+
+
+def test_center_crop():
+    img = torch.randint(0, 256, (3, 256, 256), dtype=torch.uint8)
+    assert torch.equal(ResizeCenterCrop(224)(img), img[:, 16:240, 16:240])
+    assert ResizeCenterCrop((32, 48))(torch.zeros(3, 30, 200, dtype=torch.uint8)).shape == (3, 32, 48)
+
+
+def test_normalize_and_back():
+    imgs = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    normalize = Normalize()
+    expected = TF.normalize(imgs / 255, IMAGENET_MEAN, IMAGENET_STD)
+    torch.testing.assert_close(normalize(imgs), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(normalize.undo(normalize(imgs)), imgs / 255, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,184 @@
+"""Images by address: `dataset[(epoch, index)]`, and the sampler that hands the addresses out.
+
+Labels are optional here: a folder of images without classes pre-trains as well as ImageNet does.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image, UnidentifiedImageError
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+from util.addressed import SHUFFLE, addressed_uniform
+
+DATASETS = ("folder", "cifar10", "cifar100")
+
+
+class FolderImages:
+    """Images of ROOT/<split>/ or, where that does not exist, of ROOT itself: class folders, or no classes at all.
+
+    `load(i) -> (PIL image, label)`; without classes every label is 0. ValueError names a path that is missing, empty,
+    or holds a class without images, and a file that is not an image (all headers are read up to `check_files`, evenly
+    spaced ones beyond).
+    """
+
+    def __init__(self, data_path, split="train", check_files=1000):
+        root = Path(data_path)
+        if not root.is_dir():
+            raise ValueError(f"--data_path {str(data_path)!r} is not a folder; {_LAYOUT}")
+        self.root = root / split if (root / split).is_dir() else root
+        if any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(self.root)):
+            self.classes, class_to_idx = find_classes(self.root)
+            try:
+                samples = make_dataset(self.root, class_to_idx, extensions=IMG_EXTENSIONS)
+            except FileNotFoundError as error:  # torchvision names the classes and the extensions
+                raise ValueError(f"in --data_path {str(self.root)!r}: {error}") from error
+        else:
+            self.classes = []
+            names = sorted(e.name for e in os.scandir(self.root) if e.name.lower().endswith(IMG_EXTENSIONS))
+            samples = [(str(self.root / name), 0) for name in names]
+        if not samples:
+            raise ValueError(f"--data_path {str(self.root)!r} holds no image; {_LAYOUT}")
+        # Arrays instead of a list of tuples: forked workers then share the memory of a million paths.
+        self.paths = np.array([os.fsencode(os.path.relpath(path, self.root)) for path, _ in samples])
+        self.labels = np.array([label for _, label in samples], np.int64)
+        for i in np.unique(np.linspace(0, len(self) - 1, min(check_files, len(self))).astype(int)):
+            self._open(i).close()
+
+    def __len__(self):
+        return len(self.paths)
+
+    def load(self, i):
+        with self._open(i) as img:
+            try:
+                return img.convert("RGB"), int(self.labels[i])
+            except OSError as error:
+                raise ValueError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove the file") from error
+
+    def path(self, i):
+        return os.path.join(self.root, os.fsdecode(bytes(self.paths[i])))
+
+    def _open(self, i):
+        try:
+            return Image.open(self.path(i))
+        except (UnidentifiedImageError, OSError) as error:
+            raise ValueError(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
+
+
+class CifarImages:
+    """CIFAR-10 or -100 by name, from `data_path`; downloaded into it where it is absent. `load(i)` as above."""
+
+    def __init__(self, name, data_path, split="train"):
+        make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+        try:
+            self.images = make(data_path, train=split == "train", download=False)
+        except RuntimeError:
+            try:
+                self.images = make(data_path, train=split == "train", download=True)
+            except (OSError, RuntimeError) as error:
+                raise ValueError(
+                    f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error}); "
+                    f"put torchvision's {make.base_folder} there, or choose another --data_path"
+                ) from error
+        self.classes = self.images.classes
+
+    def __len__(self):
+        return len(self.images)
+
+    def load(self, i):
+        return self.images[i]
+
+
+def open_images(dataset, data_path, split="train"):
+    """`dataset`: one of DATASETS; -> FolderImages or CifarImages."""
+    if dataset not in DATASETS:
+        raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
+    return FolderImages(data_path, split) if dataset == "folder" else CifarImages(dataset, data_path, split)
+
+
+class AddressedDataset(torch.utils.data.Dataset):
+    """`dataset[(epoch, index)] -> (img uint8 [3, H, W], label, (epoch, index))`.
+
+    `transform(img uint8 [3, H, W], epoch, index) -> uint8 [3, h, w]` draws what it needs from the address.
+    """
+
+    def __init__(self, images, transform):
+        self.images, self.transform = images, transform
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, address):
+        epoch, index = address
+        img, label = self.images.load(index)
+        img = torch.from_numpy(np.array(img)).permute(2, 0, 1)  # a view: the crop will copy, once
+        return self.transform(img, epoch, index), label, (epoch, index)
+
+
+class StepBatchSampler:
+    """The addresses of this process's micro-batches, from one optimizer step to another, across epochs.
+
+    An epoch is the permutation of (seed, epoch), cut into `len(dataset) // total_batch` steps; the rest waits for
+    another epoch. Within a step, micro-batch a of process r takes the next `batch_size` samples: any split of the same
+    total over processes and accumulation sees the same samples in the same step. Starting at `start_step` is all that
+    resuming takes, and one iterator over the whole run keeps the workers busy across epochs.
+    """
+
+    def __init__(self, num_samples, batch_size, accum_iter, rank, world_size, seed, start_step, end_step):
+        self.total_batch = batch_size * accum_iter * world_size
+        self.steps_per_epoch = steps_per_epoch(num_samples, self.total_batch)
+        self.num_samples, self.batch_size, self.accum_iter = num_samples, batch_size, accum_iter
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.start_step, self.end_step = start_step, end_step
+
+    def __len__(self):
+        return max(0, self.end_step - self.start_step) * self.accum_iter
+
+    def __iter__(self):
+        epoch_of_order = None
+        for step in range(self.start_step, self.end_step):
+            epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+            if epoch != epoch_of_order:
+                order, epoch_of_order = self.permutation(epoch), epoch
+            for micro in range(self.accum_iter):
+                first = step_in_epoch * self.total_batch + (micro * self.world_size + self.rank) * self.batch_size
+                yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
+
+    def permutation(self, epoch):
+        return addressed_uniform(SHUFFLE, self.seed, epoch, [0], self.num_samples)[0].argsort(kind="stable")
+
+
+def steps_per_epoch(num_samples, total_batch):
+    if num_samples < total_batch:
+        raise ValueError(
+            f"the data set has {num_samples} images, fewer than one total batch of {total_batch}; "
+            f"lower --batch_size, --accum_iter or --total_batch_size"
+        )
+    return num_samples // total_batch
+
+
+def batches(dataset, sampler, collator, num_workers, pin_memory):
+    """The DataLoader's iterator over all of `sampler`'s micro-batches."""
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=4 if num_workers else None,
+    )
+    return iter(loader)
+
+
+def available_cores():
+    """The cores this process may use, which on a cluster are fewer than the node has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+_LAYOUT = (
+    "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg) or directly in ROOT; "
+    f"extensions {', '.join(IMG_EXTENSIONS)}"
+)

@@ -1,0 +1,69 @@
+"""One process or many: what the environment says, and the few collectives that training needs."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among all of the run's."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def init_process(device="auto", timeout_minutes=30):
+    """Joins the process group that torchrun's environment describes (nccl on GPUs, else gloo); -> Process.
+
+    Without such an environment the run is this one process. ValueError for half an environment or a device that is
+    not there.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"unknown device {device!r}, choose from auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU: check nvidia-smi, or use --device cpu")
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    found = [name for name in names if name in os.environ]
+    if "RANK" not in found and "WORLD_SIZE" not in found:
+        return Process(torch.device("cuda", 0) if use_cuda else torch.device("cpu"))
+    if len(found) < len(names):
+        absent = ", ".join(name for name in names if name not in found)
+        raise ValueError(f"the environment sets {', '.join(found)} but not {absent}: start with torchrun, or unset them")
+    rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise ValueError(f"LOCAL_RANK {local_rank}, but this node has {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    return Process(place, rank, local_rank, world_size, local_world_size)
+
+
+def all_reduce_sum(tensor):
+    """The sum over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def shut_down():
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""Pictures for people: reconstructions and token patterns, drawn with Pillow."""
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+VISIBLE, RETAINED, THROWN = 0, 1, 2
+# Paul Tol's high-contrast blue and yellow: told apart by every reader, and in grey.
+COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
+_GAP, _INK, _PAPER = 6, (40, 40, 40), (255, 255, 255)
+
+
+def reconstruction_grid(imgs, reconstructions, states, columns=None):
+    """One row an image: image | its tokens | reconstruction; two images side by side where there are four or more.
+
+    imgs: uint8 [B, 3, H, W]; reconstructions: float [B, 3, H, W] in [0, 1]; states: int [B, rows, columns] of VISIBLE,
+    RETAINED, THROWN. -> uint8 array [H', W', 3].
+    """
+    imgs = imgs.cpu().numpy().transpose(0, 2, 3, 1)
+    reconstructions = (reconstructions.float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
+    states = np.asarray(states.cpu())
+    panels = [
+        [img, paint_tokens(img, state), reconstruction]
+        for img, state, reconstruction in zip(imgs, states, reconstructions, strict=True)
+    ]
+    scale = max(1, -(-112 // imgs.shape[1]))  # small images are enlarged, pixel by pixel
+    panels = [[panel.repeat(scale, 0).repeat(scale, 1) for panel in row] for row in panels]
+    columns = columns or (2 if len(panels) >= 4 else 1)
+    titles = ["image", "visible, retained, thrown", "reconstruction"] * columns
+    panels += [[np.full_like(panels[0][0], 255)] * 3] * (-len(panels) % columns)
+    rows = [sum(panels[i : i + columns], []) for i in range(0, len(panels), columns)]
+    return table(rows, titles)
+
+
+def paint_tokens(img, state):
+    """The visible pixels of uint8 [H, W, 3], and flat colours where `state` [rows, columns] is retained or thrown."""
+    cells = np.asarray(state).repeat(img.shape[0] // state.shape[0], 0).repeat(img.shape[1] // state.shape[1], 1)
+    painted = img.copy()
+    for value, color in COLORS.items():
+        painted[cells == value] = color
+    return painted
+
+
+def pattern(state, cell=12):
+    """A token grid as squares: visible white, retained blue, thrown yellow. -> uint8 [rows * cell, columns * cell, 3]."""
+    picture = paint_tokens(np.full((*(np.array(state.shape) * cell), 3), 255, np.uint8), state)
+    picture[::cell], picture[:, ::cell] = 200, 200
+    return picture
+
+
+def table(rows, titles):
+    """Lists of equally large uint8 panels [h, w, 3] with a title over each column -> uint8 [H, W, 3]."""
+    height, width = rows[0][0].shape[:2]
+    font = ImageFont.load_default(size=11)
+    head = 20
+    size = (len(rows[0]) * (width + _GAP) + _GAP, head + len(rows) * (height + _GAP))
+    canvas = Image.new("RGB", size, _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    for j, title in enumerate(titles):
+        draw.text((_GAP + j * (width + _GAP), 4), title, fill=_INK, font=_fitting(title, width, font))
+    for i, row in enumerate(rows):
+        for j, panel in enumerate(row):
+            canvas.paste(Image.fromarray(panel), (_GAP + j * (width + _GAP), head + i * (height + _GAP)))
+    return np.asarray(canvas)
+
+
+def _fitting(text, width, font):
+    return font if font.getlength(text) <= width else ImageFont.load_default(size=max(6, 11 * width / font.getlength(text)))
