@@ -1,0 +1,36 @@
+# Sourced by quickstart.sh and test.sh: makes the project's virtual environment and puts it on PATH.
+# PRMIM_VENV moves it elsewhere; PYTHON names an interpreter. A second call finds everything installed.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${PRMIM_VENV:-$root/.venv}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python3.14}; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "No Python >= 3.10 with the venv module found. On Debian or Ubuntu: apt install python3-venv; or set PYTHON." >&2
+    return 1
+}
+
+# install FILE...: pip installs the requirement files unless exactly these contents are installed already.
+install() {
+    local wanted stamp="$venv/.installed-$(basename "$1")"
+    wanted=$(cd "$root" && cat "$@" | cksum)
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        echo "Installing $* into $venv (torch is large: a few minutes on the first run) ..."
+        local file arguments=()
+        for file in "$@"; do arguments+=(-r "$root/$file"); done
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${arguments[@]}"
+        echo "$wanted" >"$stamp"
+    fi
+}
+
+if [ ! -x "$venv/bin/python" ]; then
+    python=$(find_python)
+    "$python" -m venv "$venv"
+fi
+export PATH="$venv/bin:$PATH"
+unset PYTHONPATH PYTHONHOME

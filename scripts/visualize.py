@@ -1,0 +1,120 @@
+"""Looks at a pre-trained model: its reconstructions and errors, or the sampling patterns.
+
+    python scripts/visualize.py output/photos --images data/photos/val --out reconstruction.png
+    python scripts/visualize.py --patterns patterns.png
+
+The first argument is a checkpoint or a run's folder (its newest good checkpoint). The errors are over the masked
+pixels, in [0, 1], of centre crops, with retained and thrown tokens apart. With norm_pix_loss pictures and errors take
+each patch's mean and contrast from the true patch, as MAE's do.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from main_pretrain import build_model, reconstruction_picture
+from prmim import MaskCollator, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
+from util import checkpoint, pictures
+from util.cli import Parser
+from util.datasets import AddressedDataset, open_images
+from util.transforms import Normalize, ResizeCenterCrop
+
+
+def load_run(path):
+    """-> (model in eval mode, settings) of a checkpoint of main_pretrain, or of the newest in a run's folder."""
+    if Path(path).is_dir():
+        found, skipped = checkpoint.newest_checkpoint(path)
+        if found is None:
+            raise ValueError(f"{str(path)!r} holds no intact checkpoint{': ' + '; '.join(skipped) if skipped else ''}")
+        path = found
+    content = checkpoint.read_checkpoint(path)
+    if not isinstance(content.get("meta"), dict):
+        raise ValueError(f"{str(path)!r} is not a checkpoint of main_pretrain.py: it does not say which model it holds")
+    settings = content["meta"]["settings"]
+    model = build_model(settings)
+    checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
+    return model.eval(), settings
+
+
+def crops(model, settings, images, indices, batch_size=64):
+    """Centre crops of the images at `indices` with their token orders, in batches (imgs uint8, ids_shuffle)."""
+    dataset = AddressedDataset(images, ResizeCenterCrop(model.img_size))
+    sampler = TokenOrderSampler(model.grid_size, model.counts, settings["sampling"], model.mask_unit)
+    collator = MaskCollator(sampler, settings["seed"], model.shared_visible)
+    for first in range(0, len(indices), batch_size):
+        imgs, _, ids_shuffle = collator([dataset[(0, int(i))] for i in indices[first : first + batch_size]])
+        yield imgs, ids_shuffle
+
+
+def measure(model, settings, images, indices):
+    """-> {"retained" | "thrown": masked MSE of pixels in [0, 1]}; plain models predict, and so measure, no thrown tokens."""
+    normalize, totals = Normalize(), {}
+    for imgs, ids_shuffle in crops(model, settings, images, indices):
+        reconstruction, predicted = model.reconstruct_image(normalize(imgs), ids_shuffle)
+        error = (imgs / 255 - normalize.undo(reconstruction)).square().mean(dim=1)  # [B, H, W]
+        error = torch.nn.functional.adaptive_avg_pool2d(error, model.grid_size).flatten(1)  # [B, N]
+        order = TokenOrder(ids_shuffle, model.counts)
+        for name, tokens in (("retained", order.mask & ~order.thrown), ("thrown", order.thrown & predicted)):
+            total, count = totals.get(name, (0.0, 0))
+            totals[name] = total + error[tokens].sum().item(), count + int(tokens.sum())
+    return {name: total / count for name, (total, count) in totals.items() if count}
+
+
+def draw_patterns(path, grid=14, mask_ratio=0.75, throw_ratios=(0.25, 0.5, 0.65), num_images=3):
+    """The paper's figure of sampling patterns: random against furthest, the same visible tokens in each column."""
+    noise = addressed_noise(0, 0, np.arange(num_images), grid * grid)
+    rows = []
+    for throw_ratio in throw_ratios:
+        counts = TokenCounts.from_ratios(grid * grid, mask_ratio, throw_ratio)
+        row = []
+        for sampling in ("random", "furthest"):
+            order = TokenOrder(torch.from_numpy(TokenOrderSampler(grid, counts, sampling)(noise)), counts)
+            states = (order.mask.int() + order.thrown.int()).view(-1, grid, grid).numpy()
+            row += [pictures.pattern(state) for state in states]
+        rows.append(row)
+    blank = [""] * (num_images - 1)
+    Image.fromarray(pictures.table(rows, ["random", *blank, "furthest", *blank])).save(path)
+
+
+def main(argv=None):
+    parser = Parser("visualize.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", help="a checkpoint or a run's folder")
+    parser.add_argument("--images", help="class folders or a flat folder (default: the run's data; val/ where there is one)")
+    parser.add_argument("--out", default="reconstruction.png")
+    parser.add_argument("--rows", type=int, default=8, help="images to draw, evenly spaced")
+    parser.add_argument("--max_images", type=int, default=1000, help="images to measure, evenly spaced")
+    parser.add_argument("--patterns", help="draw the sampling patterns to this PNG")
+    args = parser.parse_args(argv)
+    if args.patterns:
+        draw_patterns(args.patterns)
+        print(f"sampling patterns: {args.patterns}")
+    elif args.run is None:
+        parser.error("give a checkpoint or a run's folder, or --patterns")
+    if args.run is None:
+        return
+    try:
+        model, settings = load_run(args.run)
+        images = open_images("folder" if args.images else settings["dataset"], args.images or settings["data_path"], "val")
+    except ValueError as error:
+        parser.error(str(error))
+    drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
+    (imgs, ids_shuffle), *_ = crops(model, settings, images, drawn, batch_size=len(drawn))
+    Image.fromarray(reconstruction_picture(model, Normalize(), imgs, ids_shuffle)).save(args.out)
+    print(f"reconstructions of {len(drawn)} images: {args.out}")
+    for name, mse in measure(model, settings, images, measured).items():
+        print(f"{name} tokens of {len(measured)} images: masked MSE {mse:.5f}, PSNR {-10 * math.log10(mse):.2f} dB")
+
+
+def evenly_spaced(length, most):
+    return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
+
+
+if __name__ == "__main__":
+    main()
