@@ -12,24 +12,31 @@ from dataclasses import dataclass
 
 import torch
 
-from util.distributed import all_reduce_sum
+from util.distributed import all_reduce_sum, rank_and_world_size
 from util.logging import RunLog, duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_BAD_STEPS = 20  # so many non-finite steps in a row, as seen at a report, end the run
 
 
-def precision(name, device):
-    """-> (autocast() -> context, GradScaler). "auto" is bf16 where the GPU has it, else fp16, and fp32 on the CPU.
+class FiniteGuard(torch.amp.GradScaler):
+    """A GradScaler for bf16 and fp32: the scale stays 1, and only its skip of non-finite steps is used."""
 
-    bf16 and fp32 need no scaling; their scaler only decides, on the device, whether a step is finite.
-    """
+    def __init__(self, device):
+        super().__init__(device, init_scale=1.0)
+
+    def update(self, new_scale=None):
+        super().update(1.0)
+
+
+def precision(name, device):
+    """-> (name, autocast() -> context, GradScaler). "auto" is bf16 where the GPU has it, else fp16; fp32 on the CPU."""
     if name == "auto":
-        name = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
     dtype = PRECISIONS[name]
-    scaling = {} if dtype is torch.float16 else dict(init_scale=1.0, growth_interval=2**31 - 1)
-    scaler = torch.amp.GradScaler(device.type, **scaling)
-    return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler
+    scaler = torch.amp.GradScaler(device.type) if name == "fp16" else FiniteGuard(device.type)
+    return name, lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler
 
 
 class Meter:
@@ -44,28 +51,39 @@ class Meter:
             self._start([*losses, "grad_norm"])
         finite = torch.isfinite(grad_norm)
         values = torch.stack([*losses.values(), grad_norm, torch.ones_like(grad_norm)])
-        self.sums += torch.where(finite, values, 0.0)  # into both rows
+        self.sums[:, :-1] += torch.where(finite, values, 0.0)  # into both rows
+        self.sums[:, -1] += 1
         self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
 
     def read(self, whole_epoch=False):
-        """-> (means over processes and finite steps, number of finite steps), since the last such call. Waits."""
+        """-> (means over processes and finite steps, number of skipped steps), since the last such call. Waits.
+
+        Without any finite step the means are None.
+        """
         row = int(whole_epoch)
-        *sums, finite = (all_reduce_sum(self.sums[row].clone()) / _world_size()).tolist()
+        *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / rank_and_world_size()[1]).tolist()
         self.sums[row] = 0
-        means = {name: total / max(finite, 1) for name, total in zip(self.names, sums, strict=True)}
-        return means, round(finite)
+        means = {name: total / finite if finite else None for name, total in zip(self.names, sums, strict=True)}
+        return means, round(steps - finite)
 
     def _start(self, names):
         self.names = names
-        self.sums = torch.zeros(2, len(names) + 1, device=self.device)  # rows: since the last report; since the epoch began
+        # Rows: since the last report, since the epoch began. Columns: the names, finite steps, all steps.
+        self.sums = torch.zeros(2, len(names) + 2, device=self.device)
         self.bad_streak = torch.zeros((), device=self.device)
 
     def state_dict(self):
-        return {"names": self.names, "sums": self.sums.cpu(), "bad_streak": self.bad_streak.cpu()}
+        """Every process must ask for it, since each has sums of its own."""
+        rank, world_size = rank_and_world_size()
+        sums = self.sums.new_zeros(world_size, *self.sums.shape)
+        sums[rank] = self.sums
+        return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
 
     def load_state_dict(self, state):
+        rank, world_size = rank_and_world_size()
         self._start(state["names"])
-        self.sums.copy_(state["sums"])
+        sums = state["sums"]
+        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(dim=0))
         self.bad_streak.copy_(state["bad_streak"])
 
 
@@ -161,7 +179,7 @@ class PretrainEngine:
 
     def report(self, epoch, step, epoch_ends):
         """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more."""
-        means, num_finite = self.meter.read()
+        means, skipped = self.meter.read()
         bad_streak = int(self.meter.bad_streak)
         if bad_streak >= MAX_BAD_STEPS:
             raise FloatingPointError(
@@ -169,19 +187,22 @@ class PretrainEngine:
                 f"were skipped, so weights and checkpoints are good. Lower --blr, or try --precision bf16 or fp32"
             )
         grad_norm = means.pop("grad_norm")
-        scalars = {"epoch": epoch, "loss": sum(means.values())}
+        scalars = {"epoch": epoch, "loss": _total(means)}
         if len(means) > 1:
             scalars |= {f"loss_{name}": value for name, value in means.items()}
-        scalars |= {"grad_norm": grad_norm, "lr": self.learning_rate(step - 1), "bad_streak": bad_streak}
+        scalars |= {"grad_norm": grad_norm, "lr": self.learning_rate(step - 1), "skipped_steps": skipped}
         scalars |= self.clock.lap(self.images_per_step)
         if epoch_ends:
             means, _ = self.meter.read(whole_epoch=True)
-            scalars["epoch_loss"] = sum(value for name, value in means.items() if name != "grad_norm")
+            del means["grad_norm"]
+            scalars["epoch_loss"] = _total(means)
         eta = duration((self.last_step - step) * scalars["seconds_per_step"])
-        values = f"loss {scalars['loss']:.4f}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
+        loss = "not finite" if scalars["loss"] is None else f"{scalars['loss']:.4f}"
+        values = f"loss {loss}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
+        values += f", {skipped} steps skipped" if skipped else ""
         line = f"epoch {epoch}, step {step}/{self.last_step}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
         self.log.report(step, scalars, line, values)
 
 
-def _world_size():
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+def _total(means):
+    return None if None in means.values() else sum(means.values())

@@ -26,6 +26,7 @@ from util.cli import Parser, parse_with_recipe
 from util.datasets import (
     DATASETS,
     AddressedDataset,
+    ImageError,
     StepBatchSampler,
     available_cores,
     batches,
@@ -93,7 +94,7 @@ def get_args_parser():
 
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = {
-    *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device", "precision"),
+    *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
     *("compile", "max_steps", "save_every", "save_steps", "picture_every", "print_freq"),
 }
 
@@ -119,9 +120,13 @@ def build_model(settings):
 
 def resolve(args, process):
     """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
-    for name in ("batch_size", "epochs", "print_freq", "save_every"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    least = dict.fromkeys(("batch_size", "epochs", "print_freq", "save_every", "accum_iter", "total_batch_size", "max_steps"), 1)
+    least |= dict.fromkeys(("num_workers", "save_steps", "picture_every", "seed", "weight_decay", "min_lr"), 0)
+    for name, value in least.items():
+        if getattr(args, name) is not None and getattr(args, name) < value:
+            raise ValueError(f"--{name} must be at least {value}, got {getattr(args, name)}")
+    if args.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2^63, got {args.seed}")
     if not 0 <= args.warmup_epochs <= args.epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
     if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
@@ -156,27 +161,19 @@ def writable_folder(path):
         raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
 
 
-def checkpoint_to_resume(args, say):
-    """The content of the checkpoint that --resume means, or None for a new run."""
-    present = any(Path(args.output_dir).glob("checkpoint-*.pth"))
+def find_checkpoint(args):
+    """-> (path of the checkpoint that --resume means, or None for a new run; what to say about it)."""
+    present = bool(checkpoint.list_checkpoints(args.output_dir))
     if args.resume == "none":
         if present:
             raise ValueError(f"--resume none, but {args.output_dir!r} holds a run: choose another --output_dir, or --resume auto")
-        return None
-    path = args.resume
-    if args.resume == "auto":
-        path, skipped = checkpoint.newest_checkpoint(args.output_dir)
-        for reason in skipped:
-            say(f"skipped a checkpoint, {reason}")
-        if path is None and present:
-            raise ValueError(f"no checkpoint in {args.output_dir!r} is intact ({'; '.join(skipped)}); remove them to start over")
-        if path is None:
-            return None
-    content = checkpoint.read_checkpoint(path)
-    if "optimizer" not in content or not isinstance(content.get("meta"), dict):
-        raise ValueError(f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program")
-    say(f"resuming {path} at step {content['meta']['step']}")
-    return content
+        return None, []
+    if args.resume != "auto":
+        return args.resume, []
+    path, skipped = checkpoint.newest_checkpoint(args.output_dir)
+    if path is None and present:
+        raise ValueError(f"no checkpoint in {args.output_dir!r} is intact ({'; '.join(skipped)}); remove them to start over")
+    return path, [f"skipped a checkpoint, {reason}" for reason in skipped]
 
 
 class PretrainRun:
@@ -187,11 +184,9 @@ class PretrainRun:
         self.process = process = distributed.init_process(args.device)
         resolve(args, process)
         self.output_dir = writable_folder(args.output_dir)
-        if args.dataset != "folder" and process.local_rank:
-            distributed.barrier()  # one process a node may have to download
+        if args.dataset != "folder":  # one process downloads what is missing, and all hear it if that fails
+            distributed.from_main(lambda: open_images(args.dataset, args.data_path) and None)
         self.images = open_images(args.dataset, args.data_path)
-        if args.dataset != "folder" and not process.local_rank:
-            distributed.barrier()
         self.steps_per_epoch = steps_per_epoch(len(self.images), args.total_batch_size)
         self.last_step = min(args.epochs * self.steps_per_epoch, args.max_steps or sys.maxsize)
 
@@ -200,16 +195,15 @@ class PretrainRun:
         args.input_size, args.patch_size = list(self.model.img_size), self.model.patch_size
         self.order_sampler = TokenOrderSampler(self.model.grid_size, self.model.counts, args.sampling, self.model.mask_unit)
         self.normalize = Normalize().to(process.device)
-        autocast, self.scaler = precision(args.precision, process.device)
+        args.device = process.device.type
+        args.precision, autocast, self.scaler = precision(args.precision, process.device)
         groups = param_groups_weight_decay(self.model, args.weight_decay)  # none on biases and other 1-D tensors
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
-        content = checkpoint_to_resume(args, say=print if process.is_main else lambda _: None)
+        # The main process chooses, so that all resume from the same file.
+        path, remarks = distributed.from_main(lambda: find_checkpoint(args))
+        content = self.restore(path) if path else None
         self.start_step = content["meta"]["step"] if content else 0
-        if content:
-            checkpoint.load_strict(self.model, content["model"], "the checkpoint's weights")
-            self.optimizer.load_state_dict(content["optimizer"])
-            self.scaler.load_state_dict(content["scaler"])
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
         model = self.model
         if args.compile:
@@ -232,16 +226,49 @@ class PretrainRun:
         )
         if content:
             self.engine.meter.load_state_dict(content["meter"])
-        self.announce(content)
+            remarks += [f"resuming {path} at step {self.start_step}", *self.changes(content["meta"])]
+        self.announce(remarks)
+
+    def restore(self, path):
+        """Loads weights, moments and loss scale; -> the checkpoint's content."""
+        content = checkpoint.read_checkpoint(path)
+        if "optimizer" not in content or not isinstance(content.get("meta"), dict):
+            raise ValueError(f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program")
+        before, now = content["meta"]["settings"]["total_batch_size"], self.args.total_batch_size
+        if before != now:
+            raise ValueError(f"the run's total batch was {before} and now is {now}, so its steps would no longer mean the same")
+        checkpoint.load_strict(self.model, content["model"], "the checkpoint's weights")
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(content["optimizer"])
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay  # the setting of today
+        if content["meta"]["settings"]["precision"] == self.args.precision:
+            self.scaler.load_state_dict(content["scaler"])
+        return content
+
+    def changes(self, meta):
+        """Warnings where a resumed run no longer is the old one."""
+        settings, before = self.settings(), meta["settings"]
+        changed = [name for name in sorted(settings.keys() - MACHINE_FLAGS) if before.get(name) != settings[name]]
+        warnings = [f"warning: --{name} was {before.get(name)} and now is {settings[name]}" for name in changed]
+        if meta["num_images"] != len(self.images):
+            warnings.append(
+                f"warning: the data had {meta['num_images']} images and now has {len(self.images)}: "
+                f"order and schedule follow the new number"
+            )
+        return warnings
+
+    def settings(self):
+        """The resolved settings as JSON knows them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self.args).items()}
 
     def learning_rate(self, step):
         args = self.args
         return warmup_cosine(step, self.steps_per_epoch, args.epochs, args.warmup_epochs, args.lr, args.min_lr)
 
-    def announce(self, resumed):
-        """Says what runs, saves the resolved settings, and warns where a resumed run no longer is the old one."""
-        args, process, counts = self.args, self.process, self.model.counts
-        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(args).items()}
+    def announce(self, remarks):
+        """Says what runs, and saves the resolved settings."""
+        args, process, counts, settings = self.args, self.process, self.model.counts, self.settings()
         if process.is_main:
             (self.output_dir / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
         self.log.info(json.dumps(settings))
@@ -251,15 +278,13 @@ class PretrainRun:
             f"trainable parameters; {len(self.images)} images, {self.steps_per_epoch} steps an epoch"
         )
         self.log.info(
-            f"{process.world_size} process(es) on {process.device.type}, total batch {args.total_batch_size} = "
+            f"{process.world_size} process(es) on {args.device} in {args.precision}, total batch {args.total_batch_size} = "
             f"{args.batch_size} x {process.world_size} x {args.accum_iter} accumulated, lr {args.lr:.3g} at its peak"
         )
-        if torch.cuda.device_count() > 1 and process.world_size == 1 and process.device.type == "cuda":
-            self.log.info(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
-        before = resumed["meta"]["settings"] if resumed else settings
-        for name in sorted(settings.keys() - MACHINE_FLAGS):
-            if before.get(name) != settings[name]:
-                self.log.info(f"warning: --{name} was {before.get(name)} and now is {settings[name]}")
+        if args.device == "cuda" and torch.cuda.device_count() > 1 and process.world_size == 1:
+            remarks = [*remarks, f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more"]
+        for remark in remarks:
+            self.log.info(remark)
 
     def train(self):
         args = self.args
@@ -314,15 +339,22 @@ class PretrainRun:
             self.draw(step)
 
     def save(self, step):
+        meter = self.engine.meter.state_dict()  # of all processes
         if not self.process.is_main:
             return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "meter": self.engine.meter.state_dict(),
+            "meter": meter,
         }
-        meta = {"step": step, "epoch": step / self.steps_per_epoch, "settings": vars(self.args), "torch": torch.__version__}
+        meta = {
+            "step": step,
+            "epoch": step / self.steps_per_epoch,
+            "settings": self.settings(),
+            "num_images": len(self.images),
+            "torch": torch.__version__,
+        }
         try:
             checkpoint.save_checkpoint(self.output_dir, step, state, meta)
             checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
@@ -362,7 +394,12 @@ def main(argv=None):
     except ValueError as error:
         distributed.shut_down()
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    run.train()
+    try:
+        run.train()
+    except ImageError as error:  # a worker's comes with its traceback before the message
+        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
+    except FloatingPointError as error:
+        parser.exit(3, f"{parser.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

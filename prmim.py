@@ -177,8 +177,10 @@ class TokenOrderSampler:
         # Visible tokens sort below 0 and come first; the masked ones keep the order of their noise.
         shuffled = np.argsort(noise if visible is None else noise - visible, axis=1)
         masked = shuffled[:, counts.num_visible :]  # [B, num_masked]
-        picks = SAMPLING[self.sampling](self.coords[masked], counts.num_retained)
-        retained = np.take_along_axis(masked, picks, axis=1)
+        retained = masked
+        if counts.num_thrown:
+            picks = SAMPLING[self.sampling](self.coords[masked], counts.num_retained)
+            retained = np.take_along_axis(masked, picks, axis=1)
         state = np.full(noise.shape, 2, np.int8)  # 0 visible, 1 retained, 2 thrown
         np.put_along_axis(state, shuffled[:, : counts.num_visible], 0, axis=1)
         np.put_along_axis(state, retained, 1, axis=1)
@@ -383,9 +385,9 @@ class ProgressiveDecoder(nn.Module):
         self.pred = nn.Linear(decoder_embed_dim, out_dim)
         init_weights(self)
         nn.init.normal_(self.mask_token, std=0.02)
-        # Built last, whatever the switches: the same seed then gives every arm of an ablation the same first weights.
-        operator = SpatialAggregation(decoder_embed_dim, kernel_size, aggregation, applies_to)
-        self.aggregation = operator if progressive and counts.num_thrown else None
+        self.aggregation = None
+        if progressive and counts.num_thrown:  # last: the same seed gives every arm of an ablation the same first weights
+            self.aggregation = SpatialAggregation(decoder_embed_dim, kernel_size, aggregation, applies_to)
 
     @property
     def num_supervised(self):

@@ -7,7 +7,11 @@ install requirements.txt requirements-quickstart.txt
 
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/quickstart}" && cd "${OUTPUT_DIR:-$root/output/quickstart}" && pwd)
 cd "$root"
-[ -d "$output/photos/val" ] || python scripts/sample_photos.py "$output/photos"
+if [ ! -d "$output/photos" ]; then
+    rm -rf "$output/photos.part" # of an interrupted run
+    python scripts/sample_photos.py "$output/photos.part"
+    mv "$output/photos.part" "$output/photos"
+fi
 python main_pretrain.py --recipe quickstart --data_path "$output/photos" --output_dir "$output/pretrain" "$@"
 python scripts/visualize.py "$output/pretrain" --images "$output/photos/val" --out "$output/reconstruction.png"
 echo "Open $output/reconstruction.png: unseen parts of the photographs; retained tokens blue, thrown ones yellow."

@@ -25,7 +25,8 @@ def crop(photo, side, rng, left, right):
     height, width = photo.height, right - left
     size = int(rng.uniform(0.6, 1.0) * min(height, width))
     x, y = left + int(rng.integers(width - size + 1)), int(rng.integers(height - size + 1))
-    return photo.resize((side, side), Image.BICUBIC, box=(x, y, x + size, y + size))
+    # Cropped first: a resize of a box would read beyond its edges, into the other split.
+    return photo.crop((x, y, x + size, y + size)).resize((side, side), Image.BICUBIC)
 
 
 def write_photos(output_dir, side=96, num_train=100, num_val=10):

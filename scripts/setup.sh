@@ -28,9 +28,10 @@ install() {
     fi
 }
 
-if [ ! -x "$venv/bin/python" ]; then
-    python=$(find_python)
-    "$python" -m venv "$venv"
-fi
-export PATH="$venv/bin:$PATH"
 unset PYTHONPATH PYTHONHOME
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # absent, or left half-made by an interrupted run
+    python=$(find_python)
+    "$python" -m venv --clear "$venv"
+fi
+venv=$(cd "$venv" && pwd)
+export PATH="$venv/bin:$PATH"

@@ -5,5 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 install requirements.txt requirements-quickstart.txt
 install requirements-dev.txt requirements.txt
 cd "$root"
-ruff check . && ruff format --check .
+ruff check .
+ruff format --check .
 python -m pytest -q "$@"

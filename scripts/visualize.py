@@ -92,18 +92,24 @@ def main(argv=None):
     parser.add_argument("--max_images", type=int, default=1000, help="images to measure, evenly spaced")
     parser.add_argument("--patterns", help="draw the sampling patterns to this PNG")
     args = parser.parse_args(argv)
-    if args.patterns:
-        draw_patterns(args.patterns)
-        print(f"sampling patterns: {args.patterns}")
-    elif args.run is None:
+    if args.run is None and not args.patterns:
         parser.error("give a checkpoint or a run's folder, or --patterns")
-    if args.run is None:
-        return
+    if min(args.rows, args.max_images) < 1:
+        parser.error(f"--rows and --max_images must be at least 1, got {args.rows} and {args.max_images}")
     try:
-        model, settings = load_run(args.run)
-        images = open_images("folder" if args.images else settings["dataset"], args.images or settings["data_path"], "val")
-    except ValueError as error:
+        if args.patterns:
+            draw_patterns(args.patterns)
+            print(f"sampling patterns: {args.patterns}")
+        if args.run:
+            look(args)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+
+
+def look(args):
+    """Draws and measures the run's reconstructions."""
+    model, settings = load_run(args.run)
+    images = open_images("folder" if args.images else settings["dataset"], args.images or settings["data_path"], "val")
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     (imgs, ids_shuffle), *_ = crops(model, settings, images, drawn, batch_size=len(drawn))
     Image.fromarray(reconstruction_picture(model, Normalize(), imgs, ids_shuffle)).save(args.out)

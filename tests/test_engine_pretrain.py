@@ -35,7 +35,7 @@ class TwoLosses(nn.Module):
 
 def an_engine(precision_name="fp32", accum_iter=1, model=None, print_freq=2, device="cpu"):
     model = (model or TwoLosses()).to(device)
-    autocast, scaler = precision(precision_name, torch.device(device))
+    _, autocast, scaler = precision(precision_name, torch.device(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
     normalize = Normalize().to(device)
     return PretrainEngine(
@@ -130,6 +130,25 @@ def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name):
     assert torch.equal(weights(clean), history[0])
 
 
+def test_skipped_steps_are_counted_and_poison_no_mean():
+    engine = an_engine(print_freq=2)
+    spoil(engine, {1, 2, 3})
+    engine.train_one_epoch(0, range(19, 25), stream(6), lambda step: None)  # reports after steps 20, 22, 24, 25
+    reports = engine.log.reports
+    assert [r["skipped_steps"] for r in reports] == [0, 2, 1, 0]
+    assert reports[1]["loss"] is None and reports[1]["grad_norm"] is None
+    assert all(0 < r["loss"] < 100 for r in (reports[0], reports[2], reports[3])) and reports[3]["epoch_loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_many_skips_in_all_do_not_wear_the_guard_out(name):
+    """A scaler that halved its scale at each would pass infinite reciprocals on after 128 skips."""
+    engine = an_engine(name)
+    spoil(engine, set(range(0, 300, 2)))
+    engine.train_one_epoch(0, range(300), stream(300), lambda step: None)
+    assert weights(engine).isfinite().all() and engine.scaler.get_scale() == 1
+
+
 def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
     monkeypatch.setattr(engine_pretrain, "MAX_BAD_STEPS", 4)
     engine = an_engine()
@@ -146,6 +165,7 @@ def test_fp16_scales_and_backs_off():
     engine.train_one_epoch(0, range(1), stream(1), lambda step: None)
     assert engine.scaler.get_scale() == 32768
     assert an_engine("fp32").scaler.get_scale() == 1
+    assert precision("auto", torch.device("cpu"))[0] == "fp32"
 
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
@@ -189,8 +209,8 @@ def test_meter_survives_a_checkpoint():
     meter.read()
     meter.add({"a": torch.tensor(6.0)}, torch.tensor(3.0))
     other.load_state_dict(meter.state_dict())
-    assert other.read() == ({"a": 6.0, "grad_norm": 3.0}, 1)
-    assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 3)
+    assert other.read() == ({"a": 6.0, "grad_norm": 3.0}, 0)
+    assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 0)
 
 
 def _train_half(rank):

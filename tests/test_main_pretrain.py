@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,11 +119,48 @@ def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path / "out")) == before and len(reports(tmp_path / "out")) == 6
 
 
-def test_changed_settings_are_pointed_out(photos, tmp_path, capsys):
+def test_changed_settings_are_pointed_out_and_take_effect(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 2)
-    run(photos, tmp_path / "out", "--weight_decay", 0.1)
+    content = run(photos, tmp_path / "out", "--weight_decay", 0.1)
     out = capsys.readouterr().out
     assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
+    assert sorted(group["weight_decay"] for group in content["optimizer"]["param_groups"]) == [0.0, 0.1]
+    assert "total batch was 8 and now is 4" in fails(capsys, photos, tmp_path / "out", "--batch_size", 4)
+
+
+def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
+    content = run(photos, tmp_path / "out", "--precision", "bf16")
+    assert content["scaler"]["scale"] == 1 and content["meta"]["settings"]["precision"] == "bf16"
+    assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
+
+
+def test_changed_data_is_pointed_out(photos, tmp_path, capsys):
+    shutil.copytree(photos, tmp_path / "photos")
+    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
+    (tmp_path / "photos" / "train" / "cat" / "0.jpg").unlink()
+    run(tmp_path / "photos", tmp_path / "out")
+    assert "warning: the data had 24 images and now has 23" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_stops_the_run_with_its_name_and_keeps_the_checkpoint(photos, tmp_path, capsys, workers):
+    shutil.copytree(photos, tmp_path / "photos")
+    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 3)
+    broken = tmp_path / "photos" / "train" / "cat" / "5.jpg"
+    broken.write_bytes(broken.read_bytes()[:-200])  # its header is good
+    message = fails(capsys, tmp_path / "photos", tmp_path / "out", "--num_workers", workers)
+    assert "5.jpg' cannot be decoded" in message and message.count("\n") == 1
+    assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
+
+
+def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        main_pretrain.PretrainEngine, "train_step", lambda *_: (_ for _ in ()).throw(FloatingPointError("not finite"))
+    )
+    with pytest.raises(SystemExit) as stop:
+        main_pretrain.main(command(photos, tmp_path / "out"))
+    assert stop.value.code == 3 and "error: not finite" in capsys.readouterr().err
 
 
 def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
@@ -156,15 +194,16 @@ def torchrun(photos, output_dir, *flags):
 
 def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     """The same global batches, the same losses, one writer; resumed at the exact step."""
-    first = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--max_steps", 4)
+    first = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--max_steps", 4, "--print_freq", 5)
     assert first.returncode == 0, first.stderr[-3000:]
-    second = torchrun(photos, tmp_path / "two", "--batch_size", 4)
+    second = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert "2 process(es) on cpu, total batch 8 = 4 x 2 x 1" in second.stdout and "at step 4" in second.stdout
-    run(photos, tmp_path / "one")
+    assert "2 process(es) on cpu in fp32, total batch 8 = 4 x 2 x 1" in second.stdout and "at step 4" in second.stdout
+    run(photos, tmp_path / "one", "--print_freq", 5)
     ours, theirs = reports(tmp_path / "two"), reports(tmp_path / "one")
-    assert [r["step"] for r in ours] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in ours] == [3, 5, 6]  # the report of step 5 spans the stop after step 4
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-4)
+    assert ours[2]["epoch_loss"] == pytest.approx(theirs[2]["epoch_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +226,11 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
         ("--recipe prmim", "unknown recipe 'prmim'; close to it: prmim"),
         ("--kernel_size 4", "kernel_size must be odd"),
         ("--batch_size 0", "--batch_size must be at least 1, got 0"),
+        ("--total_batch_size 0", "--total_batch_size must be at least 1, got 0"),
+        ("--accum_iter -1", "--accum_iter must be at least 1, got -1"),
+        ("--max_steps 0", "--max_steps must be at least 1, got 0"),
+        ("--num_workers -1", "--num_workers must be at least 0, got -1"),
+        ("--seed 9223372036854775808", "--seed must be below 2^63"),
         ("--batch_size 25", "24 images, fewer than one total batch of 25"),
         ("--total_batch_size 12", "a total batch of 12 cannot be split into --batch_size 8 on 1 processes: try --batch_size 6"),
         ("--total_batch_size 16 --accum_iter 3", "--accum_iter 3, but a total batch of 16"),

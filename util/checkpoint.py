@@ -24,16 +24,33 @@ def save_checkpoint(output_dir, step, state, meta):
     OSError (disk full, say) leaves no partial file and no older checkpoint harmed.
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
-    _write_atomically(path, lambda file: torch.save({**state, "meta": json.dumps(meta)}, file))
+
+    def write(file):
+        try:
+            torch.save({**state, "meta": json.dumps(meta)}, file)
+        except RuntimeError as error:  # how torch's zip writer reports some failed writes
+            raise OSError(f"torch.save failed: {error}") from error
+
+    _write_atomically(path, write)
     record = {"size": path.stat().st_size, "sha256": _sha256(path), "meta": meta}
-    _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
+    try:
+        _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
+    except OSError:
+        path.unlink()
+        raise
     return path
+
+
+def list_checkpoints(output_dir):
+    """Paths of all `checkpoint-<step>.pth`, oldest first, intact or not; files of other names are not ours to touch."""
+    steps = {p: re.fullmatch(r"checkpoint-(\d+)\.pth", p.name) for p in Path(output_dir).glob("checkpoint-*.pth")}
+    return sorted((p for p, match in steps.items() if match), key=lambda p: int(steps[p][1]))
 
 
 def newest_checkpoint(output_dir):
     """-> (path of the newest intact checkpoint or None, [why each newer one was skipped])."""
     skipped = []
-    for path in sorted(Path(output_dir).glob("checkpoint-*.pth"), key=_step, reverse=True):
+    for path in reversed(list_checkpoints(output_dir)):
         problem = _problem(path)
         if problem is None:
             return path, skipped
@@ -42,14 +59,20 @@ def newest_checkpoint(output_dir):
 
 
 def prune_checkpoints(output_dir, keep, keep_last=2):
-    """Deletes all but the last `keep_last` checkpoints and those whose meta satisfies `keep(meta)`."""
-    paths = sorted(Path(output_dir).glob("checkpoint-*.pth"), key=_step)
-    for path in paths[:-keep_last]:
+    """Deletes all but the last `keep_last` finished checkpoints and those whose meta satisfies `keep(meta)`.
+
+    Also goes what a killed process left half-written.
+    """
+    present = list_checkpoints(output_dir)
+    finished = [path for path in present if path.with_suffix(".json").exists()]
+    for path in finished[:-keep_last]:
         record = path.with_suffix(".json")
-        if record.exists() and keep(json.loads(record.read_text())["meta"]):
-            continue
+        if not keep(json.loads(record.read_text())["meta"]):
+            record.unlink()
+            path.unlink()
+    leftovers = [path for path in present[: present.index(finished[-1])] if path not in finished] if finished else []
+    for path in [*leftovers, *Path(output_dir).glob(".checkpoint-*.tmp-*")]:
         path.unlink()
-        record.unlink(missing_ok=True)
 
 
 def read_checkpoint(path):
@@ -60,8 +83,8 @@ def read_checkpoint(path):
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth file")
-    problem = _problem(path) if path.with_suffix(".json").exists() else None
-    if problem:
+    record = path.with_suffix(".json")
+    if record.exists() and "sha256" in record.read_text() and (problem := _problem(path)):
         raise ValueError(f"checkpoint {str(path)!r} is damaged: {problem}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -124,8 +147,9 @@ def load_encoder(model, path):
     # A head made for other classes is left out, as MAE's fine-tuning does.
     found = {k: v for k, v in found.items() if not (k.startswith("head.") and v.shape != own[k].shape)}
     resized = []
-    if "pos_embed" in found and found["pos_embed"].shape != own["pos_embed"].shape:
-        found["pos_embed"] = _resize_pos_embed(found["pos_embed"], model.grid_size, own["pos_embed"].shape)
+    if "pos_embed" in found and _grid_of(content, found["pos_embed"]) != tuple(model.grid_size):
+        grid = _grid_of(content, found["pos_embed"])
+        found["pos_embed"] = _resize_pos_embed(found["pos_embed"], grid, model.grid_size, own["pos_embed"].shape)
         resized = ["pos_embed"]
     missing = [k for k in own if k not in found]
     needed = [k for k in missing if not k.startswith(("head.", "fc_norm."))]
@@ -137,15 +161,24 @@ def load_encoder(model, path):
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
 
 
-def _resize_pos_embed(table, grid_size, shape):
-    """[1, 1 + n*n, D] -> [1, 1 + rows*columns, D]: the class row stays, the grid is interpolated."""
+def _grid_of(content, table):
+    """(rows, columns) of a position table: from the settings of our checkpoints, else square, else None."""
+    settings = content["meta"].get("settings", {}) if isinstance(content.get("meta"), dict) else {}
+    if settings.get("input_size") and settings.get("patch_size"):
+        rows, *columns = (side // settings["patch_size"] for side in settings["input_size"])
+        return rows, *(columns or [rows])
     side = round((table.shape[1] - 1) ** 0.5)
-    if table.ndim != 3 or side * side != table.shape[1] - 1 or table.shape[2] != shape[2]:
+    return (side, side) if side * side == table.shape[1] - 1 else None
+
+
+def _resize_pos_embed(table, source, target, shape):
+    """[1, 1 + n, D] of the grid `source` -> [1, 1 + m, D] of `target`: the class row stays, the grid is interpolated."""
+    if source is None or table.shape[2] != shape[2]:
         raise ValueError(
             f"pos_embed {list(table.shape)} cannot be resized to {list(shape)}: a square grid plus a class row is needed"
         )
-    grid = table[:, 1:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, size=tuple(grid_size), mode="bicubic", align_corners=False)
+    grid = table[:, 1:].float().unflatten(1, source).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=tuple(target), mode="bicubic", align_corners=False)
     return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
 
 
@@ -174,6 +207,8 @@ def _problem(path):
         return "its .json is missing, so it was never finished"
     except ValueError:
         return "its .json is not readable"
+    if not isinstance(record, dict) or not {"size", "sha256"} <= record.keys():
+        return "its .json is not a checkpoint's record"
     if path.stat().st_size != record["size"]:
         return f"{path.stat().st_size} bytes instead of {record['size']}"
     return None if _sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
@@ -185,11 +220,6 @@ def _sha256(path):
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _step(path):
-    match = re.fullmatch(r"checkpoint-(\d+)", path.stem)
-    return int(match[1]) if match else -1
 
 
 def _shorten(keys, most=6):

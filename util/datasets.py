@@ -9,12 +9,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import torchvision
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from util.addressed import SHUFFLE, addressed_uniform
 
 DATASETS = ("folder", "cifar10", "cifar100")
+
+# What Pillow raises for files that are broken, are no images, or would unfold to gigabytes.
+_PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+class ImageError(ValueError):
+    """A file that cannot be read as an image; the message is for the user."""
 
 
 class FolderImages:
@@ -31,7 +38,8 @@ class FolderImages:
             raise ValueError(f"--data_path {str(data_path)!r} is not a folder; {_LAYOUT}")
         self.root = root / split if (root / split).is_dir() else root
         if any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(self.root)):
-            self.classes, class_to_idx = find_classes(self.root)
+            self.classes = [name for name in find_classes(self.root)[0] if not name.startswith(".")]
+            class_to_idx = {name: label for label, name in enumerate(self.classes)}
             try:
                 samples = make_dataset(self.root, class_to_idx, extensions=IMG_EXTENSIONS)
             except FileNotFoundError as error:  # torchvision names the classes and the extensions
@@ -55,8 +63,8 @@ class FolderImages:
         with self._open(i) as img:
             try:
                 return img.convert("RGB"), int(self.labels[i])
-            except OSError as error:
-                raise ValueError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove the file") from error
+            except _PILLOW_ERRORS as error:
+                raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove the file") from error
 
     def path(self, i):
         return os.path.join(self.root, os.fsdecode(bytes(self.paths[i])))
@@ -64,8 +72,8 @@ class FolderImages:
     def _open(self, i):
         try:
             return Image.open(self.path(i))
-        except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
+        except _PILLOW_ERRORS as error:
+            raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
 
 
 class CifarImages:

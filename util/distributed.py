@@ -59,9 +59,24 @@ def all_reduce_sum(tensor):
     return tensor
 
 
-def barrier():
-    if dist.is_initialized():
-        dist.barrier()
+def rank_and_world_size():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def from_main(function):
+    """The main process's `function()`, on every process; so is the ValueError that it may raise."""
+    if not dist.is_initialized():
+        return function()
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except ValueError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
 
 
 def shut_down():

@@ -26,7 +26,7 @@ class RunLog:
         output_dir = Path(output_dir)
         self.text = open(output_dir / "log.txt", "a", encoding="utf-8")
         self.reports = _continue_jsonl(output_dir / "log.jsonl", start_step)
-        self.tensorboard = SummaryWriter(output_dir / "tensorboard", purge_step=start_step + 1 if start_step else None)
+        self.tensorboard = SummaryWriter(output_dir / "tensorboard", purge_step=start_step + 1)
         self.bar = tqdm(total=end_step, initial=start_step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def info(self, message):
@@ -49,7 +49,8 @@ class RunLog:
         self.reports.write(json.dumps({"step": step, **scalars}) + "\n")
         self.reports.flush()
         for name, value in scalars.items():
-            self.tensorboard.add_scalar(name, value, step)
+            if value is not None:
+                self.tensorboard.add_scalar(name, value, step)
         if self.bar.disable:
             self.info(line)
         else:

@@ -1,6 +1,9 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,29 +56,73 @@ def test_the_newest_intact_one_is_found_and_the_reason_told(tmp_path, damage):
     assert newest_checkpoint(tmp_path)[0] is None and len(newest_checkpoint(tmp_path)[1]) == 2
 
 
-@pytest.mark.parametrize("fails_in", ["torch.save", "os.replace", "os.fsync"])
-def test_a_failed_write_costs_nothing(tmp_path, monkeypatch, fails_in):
+NO_SPACE, BAD_POSITION = OSError(28, "No space left on device"), RuntimeError("unexpected pos 576 vs 534")
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "error"),
+    [("torch.save", NO_SPACE), ("torch.save", BAD_POSITION), ("os.replace", NO_SPACE), ("os.fsync", NO_SPACE), ("json", NO_SPACE)],
+)
+def test_a_failed_write_costs_nothing(tmp_path, monkeypatch, fails_in, error):
+    """torch's zip writer reports a full disk as one or the other; the caller sees OSError."""
     before = save(tmp_path, 1, 1.0)
 
     def full(*args, **kwargs):
         if fails_in == "torch.save":
             args[1].write(b"half a checkpoint")
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr(torch if fails_in == "torch.save" else os, fails_in.split(".")[1], full)
-    with pytest.raises(OSError, match="No space left"):
+    module = {"torch": torch, "os": os}.get(fails_in.split(".")[0])
+    if module:
+        monkeypatch.setattr(module, fails_in.split(".")[1], full)
+    else:  # the record's write, after the weights stand
+        write = checkpoint._write_atomically
+        monkeypatch.setattr(checkpoint, "_write_atomically", lambda p, w: full() if p.suffix == ".json" else write(p, w))
+    with pytest.raises(OSError, match="No space left|unexpected pos"):
         save(tmp_path, 2, 2.0)
     monkeypatch.undo()
-    assert newest_checkpoint(tmp_path)[0] == before
-    assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
+    assert newest_checkpoint(tmp_path) == (before, [])
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1.json", "checkpoint-1.pth"]
+
+
+def test_a_really_full_disk(tmp_path):
+    """The kernel refuses to let a child's files grow beyond 300 kB: for some sizes torch then raises RuntimeError."""
+    save(tmp_path, 1)
+    code = """if True:
+        import resource, signal, sys, torch
+        from util.checkpoint import save_checkpoint
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        for size in (75_000, 80_000, 200_000, 1_000_000):
+            try:
+                save_checkpoint(sys.argv[1], size, {"w": torch.zeros(size)}, {})
+            except OSError:
+                print("refused")
+    """
+    root = Path(__file__).resolve().parents[2]
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=root, timeout=120)
+    assert out.stdout.split() == ["refused"] * 4, out.stderr
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1.json", "checkpoint-1.pth"]
 
 
 def test_pruning_keeps_the_last_two_and_the_marked(tmp_path):
+    for name in ("checkpoint-best.pth", "weights.pth"):
+        (tmp_path / name).touch()  # the user's own
     for step in range(1, 8):
         save(tmp_path, step, epoch=step)
         prune_checkpoints(tmp_path, keep=lambda meta: meta["epoch"] % 3 == 0)
-    assert sorted(p.stem for p in tmp_path.glob("*.pth")) == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
+    left = ["checkpoint-3", "checkpoint-6", "checkpoint-7", "checkpoint-best", "weights"]
+    assert sorted(p.stem for p in tmp_path.glob("*.pth")) == left
     assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_pruning_never_counts_an_unfinished_one(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, epoch=step)
+    (tmp_path / "checkpoint-2.json").unlink()
+    (tmp_path / ".checkpoint-2.pth.tmp-1").touch()
+    prune_checkpoints(tmp_path, keep=lambda meta: False)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == ["checkpoint-1.pth", "checkpoint-3.pth"]
 
 
 class Payload:
@@ -140,9 +187,20 @@ def test_load_encoder_resizes_positions(tmp_path):
     torch.testing.assert_close(model.pos_embed[0, 1:], expected[0].permute(1, 2, 0).reshape(16, 48))
 
 
+def test_load_encoder_resizes_a_grid_that_is_not_square(tmp_path):
+    """4 x 16 and 8 x 8 tokens have tables of the same shape; only the settings tell them apart."""
+    weights = encoder_weights(img_size=(32, 128))
+    path = save_checkpoint(tmp_path, 1, {"model": weights}, {"settings": {"input_size": [32, 128], "patch_size": 8}})
+    model = VisionTransformer(num_classes=5, **{**SIZES, "img_size": 64})
+    assert load_encoder(model, path).resized == ["pos_embed"]
+    grid = weights["pos_embed"][0, 1:].view(4, 16, 48).permute(2, 0, 1)[None]
+    expected = torch.nn.functional.interpolate(grid, size=(8, 8), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(model.pos_embed[0, 1:], expected[0].permute(1, 2, 0).reshape(64, 48))
+
+
 def test_load_encoder_refuses_what_does_not_fit(tmp_path):
     torch.save(encoder_weights(embed_dim=96), tmp_path / "wide.pth")
-    with pytest.raises(ValueError, match=r"pos_embed \[1, 17, 96\] cannot be resized"):
+    with pytest.raises(ValueError, match=r"cls_token is \[1, 1, 96\], the model's \[1, 1, 48\]"):
         load_encoder(VisionTransformer(**SIZES), tmp_path / "wide.pth")
     torch.save(encoder_weights(depth=1), tmp_path / "shallow.pth")
     with pytest.raises(ValueError, match="missing: blocks.1.norm1.weight"):

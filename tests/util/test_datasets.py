@@ -29,6 +29,13 @@ def test_flat_folder_needs_no_classes(tmp_path):
     assert len(images) == 3 and images.classes == [] and images.load(2)[1] == 0
 
 
+def test_hidden_folders_are_no_classes(tmp_path):
+    for folder in ("cat", ".ipynb_checkpoints"):
+        (tmp_path / folder).mkdir()
+    write_photo(tmp_path / "cat" / "0.jpg")
+    assert FolderImages(tmp_path).classes == ["cat"] and len(FolderImages(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
 def test_every_mode_becomes_rgb(tmp_path, mode):
     name = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
@@ -55,6 +62,12 @@ def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
     write_photo(tmp_path / "0.jpg")
     (tmp_path / "1.jpg").write_text("hello")
     with pytest.raises(ValueError, match=r"1\.jpg' is not a readable image"):
+        FolderImages(tmp_path)
+
+
+def test_a_decompression_bomb_is_named_before_it_unfolds(tmp_path):
+    Image.new("1", (20000, 20000)).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"0\.png' is not a readable image.*exceeds limit"):
         FolderImages(tmp_path)
 
 
