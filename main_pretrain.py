@@ -61,7 +61,7 @@ def get_args_parser():
     method("--norm_pix_loss", action=boolean, default=True, help="targets are pixels normalised per patch")
 
     optimisation = parser.add_argument_group("optimisation").add_argument
-    optimisation("--batch_size", type=int, default=64, help="per process and micro-batch")
+    optimisation("--batch_size", type=int, help="per process and micro-batch (default: 64, or the most below that fits the total)")
     optimisation("--accum_iter", type=int, help="micro-batches per step (default: 1, or what total_batch_size needs)")
     optimisation("--total_batch_size", type=int, help="per step over all processes; accumulation is derived from it")
     optimisation("--epochs", type=int, default=100)
@@ -131,24 +131,31 @@ def resolve(args, process):
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
     if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
-    at_once = args.batch_size * process.world_size
-    if args.total_batch_size is None:
-        args.accum_iter = args.accum_iter or 1
-        args.total_batch_size = at_once * args.accum_iter
-    split = f"--batch_size {args.batch_size} on {process.world_size} processes"
-    if args.total_batch_size % at_once:
-        per_process = args.total_batch_size // process.world_size
-        fitting = max((d for d in range(1, args.batch_size + 1) if per_process % d == 0), default=1)
-        hint = "change the number of processes" if args.total_batch_size % process.world_size else f"try --batch_size {fitting}"
-        raise ValueError(f"a total batch of {args.total_batch_size} cannot be split into {split}: {hint}")
-    accum_iter = args.total_batch_size // at_once
-    if args.accum_iter not in (None, accum_iter):
-        total = args.total_batch_size
-        raise ValueError(f"--accum_iter {args.accum_iter}, but a total batch of {total} with {split} takes {accum_iter}")
-    args.accum_iter = accum_iter
+    split_batch(args, process.world_size)
     args.lr = args.blr * args.total_batch_size / 256 if args.lr is None else args.lr
     if args.num_workers is None:
         args.num_workers = min(16, max(1, available_cores() // process.local_world_size - 1))  # one core is the trainer's
+
+
+def split_batch(args, world_size):
+    """Sets batch_size, accum_iter and total_batch_size, so that total = batch_size * world_size * accum_iter, or ValueError."""
+    total = args.total_batch_size
+    if total is None:
+        args.batch_size, args.accum_iter = args.batch_size or 64, args.accum_iter or 1
+        args.total_batch_size = args.batch_size * args.accum_iter * world_size
+        return
+    per_process, rest = divmod(total, world_size)
+    if rest:
+        raise ValueError(f"a total batch of {total} cannot be split over {world_size} processes: change one of them")
+    most = args.batch_size or (per_process // args.accum_iter if args.accum_iter else 64)
+    fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
+    if args.batch_size not in (None, fitting):
+        split = f"--batch_size {args.batch_size} on {world_size} processes"
+        raise ValueError(f"a total batch of {total} cannot be split into {split}: try --batch_size {fitting}")
+    if args.accum_iter not in (None, per_process // fitting):
+        split = f"--batch_size {fitting} on {world_size} processes takes {per_process // fitting}"
+        raise ValueError(f"--accum_iter {args.accum_iter}, but a total batch of {total} with {split}")
+    args.batch_size, args.accum_iter = fitting, per_process // fitting
 
 
 def writable_folder(path):
@@ -193,7 +200,8 @@ class PretrainRun:
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = build_model(vars(args)).to(process.device)
         args.input_size, args.patch_size = list(self.model.img_size), self.model.patch_size
-        self.order_sampler = TokenOrderSampler(self.model.grid_size, self.model.counts, args.sampling, self.model.mask_unit)
+        order_sampler = TokenOrderSampler(self.model.grid_size, self.model.counts, args.sampling, self.model.mask_unit)
+        self.collator = MaskCollator(order_sampler, args.seed, self.model.shared_visible)
         self.normalize = Normalize().to(process.device)
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
@@ -302,7 +310,7 @@ class PretrainRun:
         stream = batches(
             AddressedDataset(self.images, transform),
             addresses,
-            MaskCollator(self.order_sampler, args.seed, self.model.shared_visible),
+            self.collator,
             args.num_workers,
             pin_memory=self.process.device.type == "cuda",
         )
@@ -369,8 +377,7 @@ class PretrainRun:
             return
         indices = np.linspace(0, len(self.images) - 1, min(8, len(self.images))).astype(int)
         dataset = AddressedDataset(self.images, ResizeCenterCrop(self.model.img_size))
-        collator = MaskCollator(self.order_sampler, self.args.seed)
-        imgs, _, ids_shuffle = collator([dataset[(0, int(i))] for i in indices])
+        imgs, _, ids_shuffle = self.collator([dataset[(0, int(i))] for i in indices])
         self.log.picture("reconstruction", reconstruction_picture(self.model, self.normalize, imgs, ids_shuffle), step)
 
 

@@ -85,6 +85,6 @@ RECIPES |= {
     "cifar10_plain50": _CIFAR10 | _plain(100, 0.5),
     "cifar10_mae": _CIFAR10 | _full(100),
     "quickstart": _SMALL
-    | _progressive(24, 0.5)
-    | dict(input_size=[64], patch_size=8, total_batch_size=64, warmup_epochs=2, blr=4e-3),
+    | _progressive(16, 0.5)
+    | dict(input_size=[64], patch_size=8, total_batch_size=32, warmup_epochs=2, blr=1.2e-2),
 }

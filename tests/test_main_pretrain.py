@@ -155,9 +155,10 @@ def test_a_broken_image_stops_the_run_with_its_name_and_keeps_the_checkpoint(pho
 
 
 def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        main_pretrain.PretrainEngine, "train_step", lambda *_: (_ for _ in ()).throw(FloatingPointError("not finite"))
-    )
+    def diverge(*_):
+        raise FloatingPointError("not finite")
+
+    monkeypatch.setattr(main_pretrain.PretrainEngine, "train_step", diverge)
     with pytest.raises(SystemExit) as stop:
         main_pretrain.main(command(photos, tmp_path / "out"))
     assert stop.value.code == 3 and "error: not finite" in capsys.readouterr().err
@@ -182,6 +183,23 @@ def test_total_batch_size_derives_accumulation(photos, tmp_path):
     assert accumulated["meta"]["settings"]["accum_iter"] == 2
     for name, value in whole["model"].items():
         torch.testing.assert_close(accumulated["model"][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("total", "world_size", "batch_size", "accum_iter"),
+    [(4096, 8, 64, 8), (4096, 1, 64, 64), (96, 3, 32, 1), (None, 2, 64, 1), (134, 1, 2, 67)],
+)
+def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size, batch_size, accum_iter):
+    args = main_pretrain.get_args_parser().parse_args([] if total is None else ["--total_batch_size", str(total)])
+    main_pretrain.resolve(args, main_pretrain.distributed.Process(torch.device("cpu"), world_size=world_size))
+    assert (args.batch_size, args.accum_iter) == (batch_size, accum_iter)
+    assert args.total_batch_size == batch_size * accum_iter * world_size
+
+
+def test_a_total_that_the_processes_cannot_share_is_refused():
+    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
+    with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
+        main_pretrain.resolve(args, main_pretrain.distributed.Process(torch.device("cpu"), world_size=3))
 
 
 def torchrun(photos, output_dir, *flags):
