@@ -24,7 +24,7 @@ def main():
         label, _, path = run.rpartition("=")
         reports = [json.loads(line) for line in Path(path).read_text().splitlines()]
         axes.plot([r["step"] for r in reports], [r["loss"] for r in reports], label=label or Path(path).parent.name, lw=1.4)
-    axes.set(xlabel="optimizer step", ylabel="loss (mean over supervised tokens)", yscale="log")
+    axes.set(xlabel="optimizer step", ylabel="loss (mean over supervised tokens)")
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     figure.savefig(args.out, metadata={"Date": None})

@@ -4,8 +4,8 @@
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
 
 A step is forward, backward and AdamW on one batch that stays on the device (random, or the first crops of
-`--data_path`); loading is not in it. Each round times every recipe once; the table shows medians, and ratios to the
-first recipe. GMAC are the multiply-adds of one image's forward pass as torch's counter sees them.
+`--data_path`); loading is not in it. Each round times every recipe once, in rotating order; the table shows medians, and
+ratios to the first recipe. GMAC are the multiply-adds of one image's forward pass as torch's counter sees them.
 """
 
 import argparse
@@ -96,8 +96,12 @@ def main(argv=None):
     steps = [Step(s, args, device, images) for s in settings]
     for step in steps:
         step()  # warm-up
-    times = [[step() for step in steps] for _ in range(args.rounds)]
-    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    times = [[] for _ in steps]
+    for i in range(args.rounds):
+        for j in range(len(steps)):  # another recipe first each round: a step feels the memory its predecessor left
+            k = (i + j) % len(steps)
+            times[k].append(steps[k]())
+    medians = [statistics.median(of_step) for of_step in times]
     print(f"batch {args.batch_size}, {args.device}, {args.precision}, {args.rounds} rounds, torch {torch.__version__}\n")
     print("| recipe | GMAC | ratio | ms a step | ratio | images/s | loss after the rounds |")
     print("|---|--:|--:|--:|--:|--:|--:|")
