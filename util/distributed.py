@@ -1,6 +1,7 @@
 """One process or many: what the environment says, and the few collectives that training needs."""
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -80,5 +81,9 @@ def from_main(function):
 
 
 def shut_down():
+    """Leaves the process group, if there is one."""
     if dist.is_initialized():
+        # A gloo thread drops the tensors of the last collective under the GIL; if the interpreter is ending by then, the
+        # process aborts (pytorch#179291). Sleeping hands the GIL over.
+        time.sleep(0.2)
         dist.destroy_process_group()
