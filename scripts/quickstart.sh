@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, and PR-MIM pre-training of a small ViT on real photographs: about three minutes on two CPU cores.
+# Set-up, and PR-MIM pre-training of a small ViT on real photographs: about two minutes on two CPU cores, and the set-up before.
 # Run it again and it finds the run finished. Everything it writes is under output/quickstart (OUTPUT_DIR moves it).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -113,7 +113,7 @@ def look(args):
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     (imgs, ids_shuffle), *_ = crops(model, settings, images, drawn, batch_size=len(drawn))
     Image.fromarray(reconstruction_picture(model, Normalize(), imgs, ids_shuffle)).save(args.out)
-    print(f"reconstructions of {len(drawn)} images: {args.out}")
+    print(f"reconstructions of {len(drawn)} images of {images.root}: {args.out}")  # train/ where there is no val/
     for name, mse in measure(model, settings, images, measured).items():
         print(f"{name} tokens of {len(measured)} images: masked MSE {mse:.5f}, PSNR {-10 * math.log10(mse):.2f} dB")
 

@@ -91,7 +91,7 @@ class CifarImages:
                     f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error}); "
                     f"put torchvision's {make.base_folder} there, or choose another --data_path"
                 ) from error
-        self.classes = self.images.classes
+        self.classes, self.root = self.images.classes, f"{name}'s {split} split"
 
     def __len__(self):
         return len(self.images)
