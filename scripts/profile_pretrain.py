@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine_pretrain import PRECISIONS, precision
 from main_pretrain import build_model, get_args_parser
 from prmim import MaskCollator, TokenOrderSampler
 from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset, open_images
+from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize, RandomResizedCropFlip
 
 

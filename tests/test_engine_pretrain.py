@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-import engine_pretrain
-from engine_pretrain import Meter, PretrainEngine, precision
+from engine_pretrain import PretrainEngine
 from tests.two_processes import run_in_two_processes
+from util import train_engine
+from util.train_engine import Meter, precision
 from util.transforms import Normalize
 
 
@@ -150,7 +151,7 @@ def test_many_skips_in_all_do_not_wear_the_guard_out(name):
 
 
 def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
-    monkeypatch.setattr(engine_pretrain, "MAX_BAD_STEPS", 4)
+    monkeypatch.setattr(train_engine, "MAX_BAD_STEPS", 4)
     engine = an_engine()
     spoil(engine, range(3, 10**6))
     with pytest.raises(FloatingPointError, match="last 5 steps before step 8; their updates were skipped"):
@@ -174,7 +175,7 @@ READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "num
 def test_a_step_never_reads_from_the_device(monkeypatch):
     engine, read = an_engine(accum_iter=2), []
     batches = stream(20)
-    engine.train_step(batches, 0.1)  # state is made in the first step
+    engine.train_step(batches, 1)  # state is made in the first step
     for name in READS:
         original = getattr(torch.Tensor, name)
 
@@ -183,7 +184,7 @@ def test_a_step_never_reads_from_the_device(monkeypatch):
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
-    engine.train_step(batches, 0.1)
+    engine.train_step(batches, 1)
     assert read == []
     engine.report(0, 2, epoch_ends=False)
     assert read  # the spy works: a report does read
@@ -194,10 +195,10 @@ def test_a_step_never_reads_from_the_device(monkeypatch):
 def test_a_step_never_waits_for_the_gpu(name):
     engine = an_engine(name, accum_iter=2, device="cuda")
     batches = iter([[t.pin_memory() for t in batch] for batch in stream(4)])
-    engine.train_step(batches, 0.1)
+    engine.train_step(batches, 1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_step(batches, 0.1)
+        engine.train_step(batches, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -10,6 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_pretrain
+from util import train_run
 from util.checkpoint import newest_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,14 +166,14 @@ def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch)
 
 
 def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
-    save = main_pretrain.checkpoint.save_checkpoint
+    save = train_run.checkpoint.save_checkpoint
 
     def full(output_dir, step, *args):
         if step == 3:
             raise OSError(28, "No space left on device")
         return save(output_dir, step, *args)
 
-    monkeypatch.setattr(main_pretrain.checkpoint, "save_checkpoint", full)
+    monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full)
     run(photos, tmp_path / "out")
     assert "the checkpoint of step 3 could not be written" in capsys.readouterr().out
 
@@ -191,7 +192,7 @@ def test_total_batch_size_derives_accumulation(photos, tmp_path):
 )
 def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size, batch_size, accum_iter):
     args = main_pretrain.get_args_parser().parse_args([] if total is None else ["--total_batch_size", str(total)])
-    main_pretrain.resolve(args, main_pretrain.distributed.Process(torch.device("cpu"), world_size=world_size))
+    train_run.resolve(args, train_run.distributed.Process(torch.device("cpu"), world_size=world_size))
     assert (args.batch_size, args.accum_iter) == (batch_size, accum_iter)
     assert args.total_batch_size == batch_size * accum_iter * world_size
 
@@ -199,7 +200,7 @@ def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size,
 def test_a_total_that_the_processes_cannot_share_is_refused():
     args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
     with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
-        main_pretrain.resolve(args, main_pretrain.distributed.Process(torch.device("cpu"), world_size=3))
+        train_run.resolve(args, train_run.distributed.Process(torch.device("cpu"), world_size=3))
 
 
 def torchrun(photos, output_dir, *flags):

@@ -108,4 +108,4 @@ def test_flags_are_frozen():
         "seed dataset data_path crop_scale num_workers output_dir resume device precision compile max_steps save_every "
         "save_steps picture_every print_freq".split()
     )
-    assert flags >= main_pretrain.MACHINE_FLAGS
+    assert flags >= main_pretrain.PretrainRun.machine_flags

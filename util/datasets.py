@@ -14,7 +14,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from util.addressed import SHUFFLE, addressed_uniform
 
-DATASETS = ("folder", "cifar10", "cifar100")
+DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
+DATASETS = ("folder", *DOWNLOADED)
 
 # What Pillow raises for files that are broken, are no images, or would unfold to gigabytes.
 _PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)

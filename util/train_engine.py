@@ -1,0 +1,210 @@
+"""The training step that pre-training and fine-tuning share: accumulation, mixed precision, logging; knows no model.
+
+The device is never waited for, except where values are printed: losses and gradient norms add up on it, and whether a
+step is finite is decided there, too. A non-finite gradient leaves the weights as they were (GradScaler's skip inside
+the fused AdamW); DDP has averaged the gradients before that, so all processes skip alike.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from util.distributed import all_reduce_sum, rank_and_world_size
+from util.logging import RunLog, duration
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_BAD_STEPS = 20  # so many non-finite steps in a row, as seen at a report, end the run
+
+
+class FiniteGuard(torch.amp.GradScaler):
+    """A GradScaler for bf16 and fp32: the scale stays 1, and only its skip of non-finite steps is used."""
+
+    def __init__(self, device):
+        super().__init__(device, init_scale=1.0)
+
+    def update(self, new_scale=None):
+        super().update(1.0)
+
+
+def precision(name, device):
+    """-> (name, autocast() -> context, GradScaler). "auto" is bf16 where the GPU has it, else fp16; fp32 on the CPU."""
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
+    dtype = PRECISIONS[name]
+    scaler = torch.amp.GradScaler(device.type) if name == "fp16" else FiniteGuard(device.type)
+    return name, lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler
+
+
+class Meter:
+    """Running sums that stay on the device: losses and gradient norms of the finite steps."""
+
+    def __init__(self, device):
+        self.device, self.names = device, None
+
+    def add(self, losses, grad_norm):
+        """losses: dict of scalars of one step; grad_norm: scalar."""
+        if self.names is None:
+            self._start([*losses, "grad_norm"])
+        finite = torch.isfinite(grad_norm)
+        values = torch.stack([*losses.values(), grad_norm, torch.ones_like(grad_norm)])
+        self.sums[:, :-1] += torch.where(finite, values, 0.0)  # into both rows
+        self.sums[:, -1] += 1
+        self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
+
+    def read(self, whole_epoch=False):
+        """-> (means over processes and finite steps, number of skipped steps), since the last such call. Waits.
+
+        Without any finite step the means are None.
+        """
+        row = int(whole_epoch)
+        *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / rank_and_world_size()[1]).tolist()
+        self.sums[row] = 0
+        means = {name: total / finite if finite else None for name, total in zip(self.names, sums, strict=True)}
+        return means, round(steps - finite)
+
+    def _start(self, names):
+        self.names = names
+        # Rows: since the last report, since the epoch began. Columns: the names, finite steps, all steps.
+        self.sums = torch.zeros(2, len(names) + 2, device=self.device)
+        self.bad_streak = torch.zeros((), device=self.device)
+
+    def state_dict(self):
+        """Every process must ask for it, since each has sums of its own."""
+        rank, world_size = rank_and_world_size()
+        sums = self.sums.new_zeros(world_size, *self.sums.shape)
+        sums[rank] = self.sums
+        return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
+
+    def load_state_dict(self, state):
+        rank, world_size = rank_and_world_size()
+        self._start(state["names"])
+        sums = state["sums"]
+        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(dim=0))
+        self.bad_streak.copy_(state["bad_streak"])
+
+
+class Clock:
+    """Wall time since the last lap, and how much of it went into waiting for data."""
+
+    def __init__(self):
+        self.start, self.waited, self.num_steps = time.perf_counter(), 0.0, 0
+
+    def next(self, batches):
+        before = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - before
+        return batch
+
+    def lap(self, images_per_step):
+        seconds = time.perf_counter() - self.start
+        rates = {
+            "seconds_per_step": seconds / self.num_steps,
+            "images_per_s": self.num_steps * images_per_step / seconds,
+            "data_share": self.waited / seconds,
+        }
+        self.__init__()
+        return rates
+
+
+@dataclass
+class TrainEngine:
+    """What stays the same from step to step. A subclass says what a batch's losses are (`losses_of`).
+
+    `learning_rate(step)` -> float, multiplied by a parameter group's `lr_scale` where it has one; `normalize` turns uint8
+    batches into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: Callable
+    normalize: torch.nn.Module
+    learning_rate: Callable
+    accum_iter: int
+    images_per_step: int
+    steps_per_epoch: int
+    last_step: int
+    log: RunLog
+    print_freq: int = 20
+
+    def __post_init__(self):
+        self.device = self.normalize.mean.device
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.meter, self.clock = Meter(self.device), Clock()
+
+    def losses_of(self, batch, step, micro):
+        """The scalar losses, by name, of a micro-batch; called inside autocast."""
+        raise NotImplementedError
+
+    def train_one_epoch(self, epoch, steps, batches, after_step):
+        """Runs the optimizer steps `steps`, a range of global step numbers.
+
+        batches: iterator of the collator's batches, `accum_iter` of them a step, standing at `steps.start`.
+        after_step(number of steps done) is called after each step; it may save.
+        """
+        self.model.train()
+        self.clock = Clock()
+        for step in steps:
+            self.train_step(batches, step)
+            self.log.advance()
+            epoch_ends = (step + 1) % self.steps_per_epoch == 0
+            if (step + 1) % self.print_freq == 0 or epoch_ends:
+                self.report(epoch, step + 1, epoch_ends)
+            after_step(step + 1)
+
+    def train_step(self, batches, step):
+        """The optimizer step number `step`, over `accum_iter` micro-batches."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step) * group.get("lr_scale", 1.0)
+        sums = {}
+        for micro in range(1, self.accum_iter + 1):
+            batch = self.clock.next(batches)
+            # Only the last micro-batch's backward all-reduces: the earlier gradients wait in the process.
+            waits = micro < self.accum_iter and hasattr(self.model, "no_sync")
+            with self.model.no_sync() if waits else nullcontext():
+                with self.autocast():
+                    losses = self.losses_of(batch, step, micro - 1)
+                self.scaler.scale(sum(losses.values()) / self.accum_iter).backward()
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, 0) + loss.detach() / self.accum_iter
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.meter.add(sums, grad_norm)
+        self.clock.num_steps += 1
+
+    def report(self, epoch, step, epoch_ends):
+        """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more."""
+        means, skipped = self.meter.read()
+        bad_streak = int(self.meter.bad_streak)
+        if bad_streak >= MAX_BAD_STEPS:
+            raise FloatingPointError(
+                f"the gradient was not finite in each of the last {bad_streak} steps before step {step}; their updates "
+                f"were skipped, so weights and checkpoints are good. Lower --blr, or try --precision bf16 or fp32"
+            )
+        grad_norm = means.pop("grad_norm")
+        scalars = {"epoch": epoch, "loss": _total(means)}
+        if len(means) > 1:
+            scalars |= {f"loss_{name}": value for name, value in means.items()}
+        scalars |= {"grad_norm": grad_norm, "lr": self.learning_rate(step - 1), "skipped_steps": skipped}
+        scalars |= self.clock.lap(self.images_per_step)
+        if epoch_ends:
+            means, _ = self.meter.read(whole_epoch=True)
+            del means["grad_norm"]
+            scalars["epoch_loss"] = _total(means)
+        eta = duration((self.last_step - step) * scalars["seconds_per_step"])
+        loss = "not finite" if scalars["loss"] is None else f"{scalars['loss']:.4f}"
+        values = f"loss {loss}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
+        values += f", {skipped} steps skipped" if skipped else ""
+        line = f"epoch {epoch}, step {step}/{self.last_step}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
+        self.log.report(step, scalars, line, values)
+
+
+def _total(means):
+    return None if None in means.values() else sum(means.values())

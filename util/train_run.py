@@ -1,0 +1,359 @@
+"""What the training mains share: flags, the split of the batch, resuming, saving, the loop over epochs.
+
+A main subclasses `TrainRun`; `launch` turns what goes wrong into one paragraph and an exit code.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from util import checkpoint, distributed
+from util.datasets import (
+    DATASETS,
+    DOWNLOADED,
+    AddressedDataset,
+    ImageError,
+    StepBatchSampler,
+    available_cores,
+    batches,
+    open_images,
+    steps_per_epoch,
+)
+from util.logging import RunLog
+from util.lr_sched import warmup_cosine
+from util.train_engine import PRECISIONS, precision
+from util.transforms import Normalize
+
+# What may differ between two starts of one run without changing its results.
+MACHINE_FLAGS = {
+    *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
+    *("compile", "max_steps", "save_every", "save_steps", "print_freq"),
+}
+
+
+def add_optimisation_flags(group):
+    flag = group.add_argument
+    flag("--batch_size", type=int, help="per process and micro-batch (default: 64, or the most below that fits the total)")
+    flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what total_batch_size needs)")
+    flag("--total_batch_size", type=int, help="per step over all processes; accumulation is derived from it")
+    flag("--epochs", type=int, default=100)
+    flag("--warmup_epochs", type=float)
+    flag("--blr", type=float, help="base learning rate: lr = blr * total batch / 256")
+    flag("--lr", type=float, help="absolute learning rate, instead of --blr")
+    flag("--min_lr", type=float)
+    flag("--weight_decay", type=float, default=0.05, help="not on biases and norms")
+    flag("--seed", type=int, default=0)
+
+
+def add_data_flags(group):
+    flag = group.add_argument
+    flag("--dataset", default="folder", choices=DATASETS)
+    flag("--data_path", default="data")
+    flag("--crop_scale", type=float, nargs=2, help="area of the random crop")
+    flag("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
+
+
+def add_run_flags(group):
+    flag, boolean = group.add_argument, argparse.BooleanOptionalAction
+    flag("--output_dir")
+    flag("--resume", default="auto", help="auto: the newest good checkpoint in output_dir; none; or a checkpoint's path")
+    flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model")
+    flag("--max_steps", type=int, help="stop (and save) after this many steps of the run in all")
+    flag("--save_every", type=int, default=20, help="epochs whose checkpoints are kept for good; the last two are kept anyway")
+    flag("--save_steps", type=int, default=0, help="save every so many steps, too, not only after each epoch")
+    flag("--print_freq", type=int, default=20, help="steps between reports")
+
+
+def resolve(args, process):
+    """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
+    check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
+    check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr")
+    if args.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2^63, got {args.seed}")
+    if not 0 <= args.warmup_epochs <= args.epochs:
+        raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
+    if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
+        raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
+    split_batch(args, process.world_size)
+    args.lr = args.blr * args.total_batch_size / 256 if args.lr is None else args.lr
+    resolve_workers(args, process)
+
+
+def resolve_workers(args, process):
+    if args.num_workers is None:
+        args.num_workers = min(16, max(1, available_cores() // process.local_world_size - 1))  # one core is the trainer's
+
+
+def check_least(args, least, names):
+    """ValueError if one of the flags `names` (where the program has it and it is set) is below `least`."""
+    for name in names.split():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
+
+
+def split_batch(args, world_size):
+    """Sets batch_size, accum_iter and total_batch_size, so that total = batch_size * world_size * accum_iter, or ValueError."""
+    total = args.total_batch_size
+    if total is None:
+        args.batch_size, args.accum_iter = args.batch_size or 64, args.accum_iter or 1
+        args.total_batch_size = args.batch_size * args.accum_iter * world_size
+        return
+    per_process, rest = divmod(total, world_size)
+    if rest:
+        raise ValueError(f"a total batch of {total} cannot be split over {world_size} processes: change one of them")
+    most = args.batch_size or (per_process // args.accum_iter if args.accum_iter else 64)
+    fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
+    if args.batch_size not in (None, fitting):
+        split = f"--batch_size {args.batch_size} on {world_size} processes"
+        raise ValueError(f"a total batch of {total} cannot be split into {split}: try --batch_size {fitting}")
+    if args.accum_iter not in (None, per_process // fitting):
+        split = f"--batch_size {fitting} on {world_size} processes takes {per_process // fitting}"
+        raise ValueError(f"--accum_iter {args.accum_iter}, but a total batch of {total} with {split}")
+    args.batch_size, args.accum_iter = fitting, per_process // fitting
+
+
+def writable_folder(path):
+    """Creates the folder; ValueError where it cannot be written to."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Path(path)
+    except OSError as error:
+        raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
+
+
+def find_checkpoint(args):
+    """-> (path of the checkpoint that --resume means, or None for a new run; what to say about it)."""
+    present = bool(checkpoint.list_checkpoints(args.output_dir))
+    if args.resume == "none":
+        if present:
+            raise ValueError(f"--resume none, but {args.output_dir!r} holds a run: choose another --output_dir, or --resume auto")
+        return None, []
+    if args.resume != "auto":
+        return args.resume, []
+    path, skipped = checkpoint.newest_checkpoint(args.output_dir)
+    if path is None and present:
+        raise ValueError(f"no checkpoint in {args.output_dir!r} is intact ({'; '.join(skipped)}); remove them to start over")
+    return path, [f"skipped a checkpoint, {reason}" for reason in skipped]
+
+
+class TrainRun:
+    """A run, ready to train: building it raises ValueError for whatever the user could have got wrong.
+
+    A subclass's `__init__` calls this one, opens the data (`open_split`), sets `images`, `transform`, `collator`, `model`
+    and `optimizer`, and ends with `start`.
+    """
+
+    machine_flags = MACHINE_FLAGS
+
+    def __init__(self, args):
+        self.args = args
+        self.process = distributed.init_process(args.device)
+        resolve(args, self.process)
+        self.output_dir = writable_folder(args.output_dir)
+
+    def open_split(self, split):
+        args = self.args
+        if args.dataset in DOWNLOADED:  # one process downloads what is missing, and all hear it if that fails
+            distributed.from_main(lambda: open_images(args.dataset, args.data_path, split) and None)
+        return open_images(args.dataset, args.data_path, split)
+
+    def start(self, engine_class, **options):
+        """Makes the engine (`options` are its own fields), restores the run if there is one, and says what will happen."""
+        args, process = self.args, self.process
+        self.steps_per_epoch = steps_per_epoch(len(self.images), args.total_batch_size)
+        self.last_step = min(args.epochs * self.steps_per_epoch, args.max_steps or sys.maxsize)
+        args.device = process.device.type
+        args.precision, autocast, self.scaler = precision(args.precision, process.device)
+        self.normalize = self.make_normalize().to(process.device)
+
+        # The main process chooses, so that all resume from the same file.
+        path, remarks = distributed.from_main(lambda: find_checkpoint(args))
+        content = self.restore(path) if path else None
+        self.start_step = content["meta"]["step"] if content else 0
+        self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
+        model = self.model
+        if args.compile:
+            model.compile(fullgraph=True, dynamic=False)
+        if process.world_size > 1:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.engine = engine_class(
+            model=model,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            autocast=autocast,
+            normalize=self.normalize,
+            learning_rate=self.learning_rate,
+            accum_iter=args.accum_iter,
+            images_per_step=args.total_batch_size,
+            steps_per_epoch=self.steps_per_epoch,
+            last_step=self.last_step,
+            log=self.log,
+            print_freq=args.print_freq,
+            **options,
+        )
+        if content:
+            self.engine.meter.load_state_dict(content["meter"])
+            remarks += [f"resuming {path} at step {self.start_step}", *self.changes(content["meta"])]
+        self.announce(remarks)
+
+    def make_normalize(self):
+        return Normalize()
+
+    def restore(self, path):
+        """Loads weights, moments and loss scale; -> the checkpoint's content."""
+        content = checkpoint.read_checkpoint(path)
+        if "optimizer" not in content or not isinstance(content.get("meta"), dict):
+            raise ValueError(f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program")
+        before, now = content["meta"]["settings"]["total_batch_size"], self.args.total_batch_size
+        if before != now:
+            raise ValueError(f"the run's total batch was {before} and now is {now}, so its steps would no longer mean the same")
+        checkpoint.load_strict(self.model, content["model"], "the checkpoint's weights")
+        today = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(content["optimizer"])
+        except ValueError as error:
+            raise ValueError(f"the checkpoint's optimizer does not fit these settings ({error})") from error
+        for group, settings in zip(self.optimizer.param_groups, today, strict=True):
+            group.update(settings)  # weight decay, say, is today's
+        if content["meta"]["settings"]["precision"] == self.args.precision:
+            self.scaler.load_state_dict(content["scaler"])
+        return content
+
+    def changes(self, meta):
+        """Warnings where a resumed run no longer is the old one."""
+        settings, before = self.settings(), meta["settings"]
+        changed = [name for name in sorted(settings.keys() - self.machine_flags) if before.get(name) != settings[name]]
+        warnings = [f"warning: --{name} was {before.get(name)} and now is {settings[name]}" for name in changed]
+        if meta["num_images"] != len(self.images):
+            warnings.append(
+                f"warning: the data had {meta['num_images']} images and now has {len(self.images)}: "
+                f"order and schedule follow the new number"
+            )
+        return warnings
+
+    def settings(self):
+        """The resolved settings as JSON knows them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self.args).items()}
+
+    def learning_rate(self, step):
+        args = self.args
+        return warmup_cosine(step, self.steps_per_epoch, args.epochs, args.warmup_epochs, args.lr, args.min_lr)
+
+    def describe(self):
+        """One sentence on the model and the data."""
+        raise NotImplementedError
+
+    def announce(self, remarks):
+        """Says what runs, and saves the resolved settings."""
+        args, process, settings = self.args, self.process, self.settings()
+        if process.is_main:
+            (self.output_dir / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        self.log.info(json.dumps(settings))
+        self.log.info(self.describe())
+        self.log.info(
+            f"{process.world_size} process(es) on {args.device} in {args.precision}, total batch {args.total_batch_size} = "
+            f"{args.batch_size} x {process.world_size} x {args.accum_iter} accumulated, lr {args.lr:.3g} at its peak"
+        )
+        if args.device == "cuda" and torch.cuda.device_count() > 1 and process.world_size == 1:
+            remarks = [*remarks, f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more"]
+        for remark in remarks:
+            self.log.info(remark)
+
+    def train(self):
+        args = self.args
+        addresses = StepBatchSampler(
+            len(self.images),
+            args.batch_size,
+            args.accum_iter,
+            self.process.rank,
+            self.process.world_size,
+            args.seed,
+            self.start_step,
+            self.last_step,
+        )
+        stream = batches(
+            AddressedDataset(self.images, self.transform),
+            addresses,
+            self.collator,
+            args.num_workers,
+            pin_memory=self.process.device.type == "cuda",
+        )
+        for epoch in range(self.start_step // self.steps_per_epoch, args.epochs):
+            end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
+            steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
+            if steps:
+                self.engine.train_one_epoch(epoch, steps, stream, self.after_step)
+        self.log.info(self.summary())
+        self.log.close()
+        distributed.shut_down()
+
+    def summary(self):
+        """What the run did, from its log, so that a finished run can say it again."""
+        raise NotImplementedError
+
+    def closing_lines(self):
+        newest, _ = checkpoint.newest_checkpoint(self.output_dir) if self.process.is_main else (None, None)
+        return [f"  checkpoint   {newest}", f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}"]
+
+    def after_step(self, step):
+        """Saves when it is time; `step` optimizer steps are done."""
+        if (
+            step == self.last_step
+            or step % self.steps_per_epoch == 0
+            or (self.args.save_steps and step % self.args.save_steps == 0)
+        ):
+            self.save(step)
+
+    def save(self, step):
+        meter = self.engine.meter.state_dict()  # of all processes
+        if not self.process.is_main:
+            return
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "meter": meter,
+        }
+        meta = {
+            "step": step,
+            "epoch": step / self.steps_per_epoch,
+            "settings": self.settings(),
+            "num_images": len(self.images),
+            "torch": torch.__version__,
+            **self.extra_meta(),
+        }
+        try:
+            checkpoint.save_checkpoint(self.output_dir, step, state, meta)
+            checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
+        except OSError as error:  # disk full, say: the older checkpoints stand
+            if step == self.last_step:
+                raise
+            self.log.info(f"warning: the checkpoint of step {step} could not be written ({error}); training goes on")
+
+    def extra_meta(self):
+        """What else a checkpoint should say of itself (JSON-able)."""
+        return {}
+
+
+def launch(parser, args, run_class):
+    """Builds and trains the run. Exit code 2 with one paragraph for a user's error, 3 for divergence."""
+    try:
+        run = run_class(args)
+    except ValueError as error:
+        distributed.shut_down()
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    try:
+        run.train()
+    except ImageError as error:  # a worker's comes with its traceback before the message
+        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
+    except FloatingPointError as error:
+        parser.exit(3, f"{parser.prog}: error: {error}\n")
