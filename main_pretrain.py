@@ -19,7 +19,7 @@ from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
 from util.pictures import reconstruction_grid
-from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch
+from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch, open_everywhere
 from util.transforms import RandomResizedCropFlip, ResizeCenterCrop
 
 FRAMEWORKS = (models_mae_pr,)
@@ -79,7 +79,7 @@ class PretrainRun(TrainRun):
 
     def __init__(self, args):
         super().__init__(args)
-        self.images = self.open_split("train")
+        self.images = open_everywhere(args, "train")
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = model = build_model(vars(args)).to(self.process.device)
         args.input_size, args.patch_size = list(model.img_size), model.patch_size

@@ -179,10 +179,13 @@ class VisionTransformer(ViTEncoder):
     """The encoder with a classification head, as MAE fine-tunes it.
 
     global_pool "avg": mean of the patch tokens, then a fresh norm `fc_norm` (the encoder's `norm` is left out);
-    "token": the class token after the encoder's norm. The position table is trained.
+    "token": the class token after the encoder's norm. probe: the head of linear probing, a BatchNorm without parameters
+    before the linear layer. The position table is trained, unless `freeze_all_but` says otherwise.
     """
 
-    def __init__(self, num_classes=1000, global_pool="avg", **kwargs):
+    frozen = ()  # modules that stay in eval mode
+
+    def __init__(self, num_classes=1000, global_pool="avg", probe=False, **kwargs):
         super().__init__(**kwargs)
         if global_pool not in ("avg", "token"):
             raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
@@ -193,14 +196,45 @@ class VisionTransformer(ViTEncoder):
         else:
             self.fc_norm = nn.Identity()
         self.head = nn.Linear(self.embed_dim, num_classes)
-        nn.init.trunc_normal_(self.head.weight, std=2e-5)
+        nn.init.trunc_normal_(self.head.weight, std=0.01 if probe else 2e-5)
         nn.init.zeros_(self.head.bias)
+        if probe:
+            self.head = nn.Sequential(nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6), self.head)
 
     def forward(self, imgs):
         """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
         x = self.forward_features(imgs)
         x = x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x[:, 0]
         return self.head(self.fc_norm(x))
+
+    def freeze_all_but(self, trainable_blocks):
+        """Trains the last `trainable_blocks` blocks and what follows them; 0: the head alone, on frozen features.
+
+        What is frozen lies before what is trained, so autograd records nothing of it, and it stays in eval mode.
+        """
+        depth = len(self.blocks)
+        if not 0 <= trainable_blocks < depth:
+            raise ValueError(f"trainable_blocks must be at least 0 and below the {depth} blocks, got {trainable_blocks}")
+        if trainable_blocks == 0 and self.global_pool == "avg":
+            raise ValueError("trainable_blocks 0 needs global_pool 'token': fc_norm of 'avg' is not pre-trained")
+        self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
+        self.frozen += [self.norm] if trainable_blocks == 0 else []
+        for parameter in [self.cls_token, self.pos_embed, *(p for module in self.frozen for p in module.parameters())]:
+            parameter.requires_grad_(False)
+
+    def train(self, mode=True):
+        super().train(mode)
+        for module in self.frozen:
+            module.eval()
+        return self
+
+    def no_weight_decay(self):
+        """Parameters that weight decay leaves alone, beside the 1-D ones."""
+        return {"cls_token", "pos_embed"}
+
+    def group_matcher(self, coarse=False):
+        """timm's description of the layers, for layer-wise lr decay: embeddings, each block, then norm and head together."""
+        return {"stem": r"^cls_token|^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
 
 
 def vit_mini_patch4(**kwargs):

@@ -29,11 +29,7 @@ from util.transforms import Normalize, ResizeCenterCrop
 
 def load_run(path):
     """-> (model in eval mode, settings) of a checkpoint of main_pretrain, or of the newest in a run's folder."""
-    if Path(path).is_dir():
-        found, skipped = checkpoint.newest_checkpoint(path)
-        if found is None:
-            raise ValueError(f"{str(path)!r} holds no intact checkpoint{': ' + '; '.join(skipped) if skipped else ''}")
-        path = found
+    path = checkpoint.find_checkpoint_file(path)
     content = checkpoint.read_checkpoint(path)
     if not isinstance(content.get("meta"), dict):
         raise ValueError(f"{str(path)!r} is not a checkpoint of main_pretrain.py: it does not say which model it holds")

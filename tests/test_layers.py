@@ -16,7 +16,10 @@ ALLOWED = {
     "models_swin": set(),
     "prmim": {"models_vit", "models_swin"},
     "engine_pretrain": set(),
+    "engine_finetune": set(),
     "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
+    "main_finetune": {"engine_finetune", "recipes", "models_vit", "models_swin"},
+    "main_robustness": {"engine_finetune", "main_finetune"},
 } | {name: {"prmim", "models_vit", "models_swin"} for name in FRAMEWORKS}
 ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
 

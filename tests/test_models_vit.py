@@ -1,6 +1,7 @@
 import pytest
 import timm
 import torch
+from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from models_vit import PatchEmbed, VisionTransformer, ViTEncoder, patchify, unpatchify, vit_base_patch16, vit_huge_patch14
@@ -67,3 +68,85 @@ def test_published_sizes():
 def test_unknown_pooling_is_refused():
     with pytest.raises(ValueError, match="unknown global_pool 'max', choose from avg, token"):
         VisionTransformer(**SIZES, global_pool="max")
+
+
+def test_equals_timm_s_vit_base_at_its_real_size():
+    torch.manual_seed(0)
+    theirs = timm.create_model("vit_base_patch16_224", global_pool="avg", num_classes=10).eval()
+    ours = vit_base_patch16(num_classes=10).eval()
+    ours.load_state_dict(theirs.state_dict())
+    imgs = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(imgs), theirs(imgs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("global_pool", ["avg", "token"])
+def test_layer_scales_and_decays_are_mae_s(global_pool):
+    """Scale .65^(13 - id): id 0 for the embeddings, i + 1 for block i, 13 for what follows. No decay: 1-D, cls, positions."""
+    with torch.device("meta"):
+        model = vit_base_patch16(global_pool=global_pool)
+    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.65)
+    found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert len(found) == len(list(model.parameters()))
+    for name, p in model.named_parameters():
+        layer = 0 if name in ("cls_token", "pos_embed") or name.startswith("patch_embed") else 13
+        if name.startswith("blocks."):
+            layer = int(name.split(".")[1]) + 1
+        undecayed = p.ndim == 1 or name in ("cls_token", "pos_embed")
+        assert found[id(p)] == (pytest.approx(0.65 ** (13 - layer)), 0.0 if undecayed else 0.05), name
+    assert found[id(model.patch_embed.proj.weight)][0] == pytest.approx(0.0036972, rel=1e-4)
+
+
+DEEP = SIZES | dict(depth=4)
+
+
+@pytest.mark.parametrize("trainable_blocks", [0, 1, 3])
+def test_frozen_parts_are_frozen_in_eval_mode_and_outside_autograd(trainable_blocks):
+    torch.manual_seed(0)
+    pool = "token" if trainable_blocks == 0 else "avg"
+    model = VisionTransformer(num_classes=5, global_pool=pool, probe=pool == "token", drop_path_rate=0.5, **DEEP)
+    model.freeze_all_but(trainable_blocks)
+    trained = {f"blocks.{i}." for i in range(4 - trainable_blocks, 4)} | {"head.", "fc_norm."}
+    for name, p in model.named_parameters():
+        assert p.requires_grad == any(name.startswith(prefix) for prefix in trained), name
+    model.train()
+    assert [block.training for block in model.blocks] == [i >= 4 - trainable_blocks for i in range(4)]
+    assert not model.patch_embed.training and model.head.training and model.norm.training == (trainable_blocks > 0)
+    recorded = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: recorded.append(out.requires_grad))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=10.0, weight_decay=0.1)
+    nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    optimizer.step()
+    assert recorded == [i >= 4 - trainable_blocks for i in range(4)]
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed and all(any(k.startswith(prefix) for prefix in trained) for k in changed)
+    assert "head.1.weight" in changed or "head.weight" in changed
+
+
+def test_freezing_keeps_the_layer_ids():
+    model = VisionTransformer(num_classes=5, **DEEP)
+    model.freeze_all_but(2)
+    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
+    assert {g["lr_scale"] for g in groups} == {1.0, 0.5, 0.25}
+
+
+def test_impossible_freezes_are_refused():
+    model = VisionTransformer(**SIZES)
+    with pytest.raises(ValueError, match="at least 0 and below the 2 blocks, got 3"):
+        model.freeze_all_but(3)
+    with pytest.raises(ValueError, match="trainable_blocks 0 needs global_pool 'token'"):
+        model.freeze_all_but(0)
+
+
+def test_the_probe_s_head_is_mae_s():
+    """BatchNorm without parameters (eps 1e-6), then a linear layer of std .01; MAE's key names."""
+    torch.manual_seed(0)
+    model = VisionTransformer(num_classes=200, global_pool="token", probe=True, **SIZES)
+    norm, linear = model.head
+    assert (norm.affine, norm.eps) == (False, 1e-6) and linear.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert {"head.0.running_mean", "head.0.running_var", "head.1.weight", "head.1.bias"} <= model.state_dict().keys()
+    x = torch.randn(64, 48)
+    expected = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-6).sqrt() @ linear.weight.T
+    torch.testing.assert_close(model.head(x), expected)

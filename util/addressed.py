@@ -5,10 +5,14 @@ function of `(seed, epoch, index)`. Nothing is streamed, so nothing has to be sa
 same batches, and a run resumed in mid-epoch continues bit for bit.
 """
 
+import random
+from contextlib import contextmanager
+
 import numpy as np
+import torch
 
 # One stream per purpose, so that the crop of a sample and its mask never share a number. Part of a run's identity.
-SHUFFLE, AUGMENT, MASK = 1, 2, 3
+SHUFFLE, AUGMENT, MASK, LIBRARY, STEP = 1, 2, 3, 4, 5
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -26,6 +30,29 @@ def addressed_uniform(stream, seed, epoch, indices, num):
         key = _mix((key ^ np.asarray(part).astype(np.uint64)) + _STEP)
     counter = np.arange(1, num + 1, dtype=np.uint64) * _STEP
     return (_mix(key[:, None] + counter) >> np.uint64(11)) * 2.0**-53
+
+
+def addressed_seed(stream, seed, epoch, index):
+    """A seed of 32 bits for generators that cannot be addressed themselves."""
+    return int(addressed_uniform(stream, seed, epoch, [index], 1)[0, 0] * 2**32)
+
+
+@contextmanager
+def seeded_libraries(seed):
+    """Within it, what libraries draw from the global generators of Python, numpy and torch (CPU) follows from `seed`.
+
+    Afterwards the generators are as before: where the worker is the trainer's own process, nothing leaks into the step.
+    """
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach for CUDA, which a worker has none of
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _mix(z):

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 
 def save_checkpoint(output_dir, step, state, meta):
     """Writes `state` (a dict of tensors and plain values) and `meta` (JSON-able) as the checkpoint of `step`; its path.
 
-    OSError (disk full, say) leaves no partial file and no older checkpoint harmed.
+    `step` "best" is a name of its own, which never counts as a step. OSError (disk full, say) leaves no partial file and
+    no older checkpoint harmed.
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
 
@@ -58,6 +60,17 @@ def newest_checkpoint(output_dir):
     return None, skipped
 
 
+def find_checkpoint_file(path):
+    """`path` itself, or the newest intact checkpoint where it is a run's folder."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    found, skipped = newest_checkpoint(path)
+    if found is None:
+        raise ValueError(f"{str(path)!r} holds no intact checkpoint{': ' + '; '.join(skipped) if skipped else ''}")
+    return found
+
+
 def prune_checkpoints(output_dir, keep, keep_last=2):
     """Deletes all but the last `keep_last` finished checkpoints and those whose meta satisfies `keep(meta)`.
 
@@ -76,17 +89,19 @@ def prune_checkpoints(output_dir, keep, keep_last=2):
 
 
 def read_checkpoint(path):
-    """The content of a `.pth` file, on the CPU, with `meta` decoded. Nothing in the file can run code.
+    """The content of a `.pth` or `.safetensors` file, on the CPU, with `meta` decoded. Nothing in the file can run code.
 
     Besides tensors and plain values one class is let through: the `argparse.Namespace` inside MAE's releases.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth file")
+        raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     record = path.with_suffix(".json")
     if record.exists() and "sha256" in record.read_text() and (problem := _problem(path)):
         raise ValueError(f"checkpoint {str(path)!r} is damaged: {problem}")
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for files that are not its own
@@ -96,6 +111,11 @@ def read_checkpoint(path):
     if isinstance(content.get("meta"), str):
         content["meta"] = json.loads(content["meta"])
     return content
+
+
+def weights_of(content):
+    """The state dict in a checkpoint's content: under `model` (ours, MAE's), `state_dict`, or the content itself (timm's)."""
+    return content.get("model", content.get("state_dict", content))
 
 
 def load_strict(model, state_dict, what, optional_prefix=None):
@@ -141,7 +161,7 @@ def load_encoder(model, path):
     norm may be missing; anything else missing or mis-shaped raises ValueError.
     """
     content = read_checkpoint(path)
-    weights = content.get("model", content.get("state_dict", content))
+    weights = weights_of(content)
     own = model.state_dict()
     found = {k: v for k, v in weights.items() if k in own and torch.is_tensor(v)}
     # A head made for other classes is left out, as MAE's fine-tuning does.
@@ -156,7 +176,9 @@ def load_encoder(model, path):
     misshaped = [f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}" for k, v in found.items() if v.shape != own[k].shape]
     if needed or misshaped:
         text = "; ".join([f"missing: {_shorten(needed)}"] * bool(needed) + [_shorten(misshaped)] * bool(misshaped))
-        raise ValueError(f"{str(path)!r} does not hold the encoder of this {type(model).__name__}: {text}")
+        meta = content.get("meta")
+        made = f" (it was made as {meta['settings'].get('model')})" if isinstance(meta, dict) and "settings" in meta else ""
+        raise ValueError(f"{str(path)!r}{made} does not hold the encoder of this {type(model).__name__}: {text}")
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
 

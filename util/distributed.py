@@ -60,6 +60,13 @@ def all_reduce_sum(tensor):
     return tensor
 
 
+def broadcast_buffers(model):
+    """The main process's buffers to all: running statistics differ from process to process while training."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
 def rank_and_world_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 

@@ -145,11 +145,18 @@ def find_checkpoint(args):
     return path, [f"skipped a checkpoint, {reason}" for reason in skipped]
 
 
+def open_everywhere(args, split, labelled=False):
+    """`open_images` of the flags, in every process; one of them downloads what is missing, and all hear it if that fails."""
+    if args.dataset in DOWNLOADED:
+        distributed.from_main(lambda: open_images(args.dataset, args.data_path, split, labelled) and None)
+    return open_images(args.dataset, args.data_path, split, labelled)
+
+
 class TrainRun:
     """A run, ready to train: building it raises ValueError for whatever the user could have got wrong.
 
-    A subclass's `__init__` calls this one, opens the data (`open_split`), sets `images`, `transform`, `collator`, `model`
-    and `optimizer`, and ends with `start`.
+    A subclass's `__init__` calls this one, opens the data (`open_everywhere`), sets `images`, `transform`, `collator`,
+    `model`, `optimizer` and, unless it is ImageNet's, `normalize`, and ends with `start`.
     """
 
     machine_flags = MACHINE_FLAGS
@@ -157,14 +164,15 @@ class TrainRun:
     def __init__(self, args):
         self.args = args
         self.process = distributed.init_process(args.device)
-        resolve(args, self.process)
+        self.resolve()
         self.output_dir = writable_folder(args.output_dir)
+        self.normalize = Normalize().to(self.process.device)
+        # The main process chooses, so that all resume from the same file.
+        self.resume_path, self.remarks = distributed.from_main(lambda: find_checkpoint(args))
 
-    def open_split(self, split):
-        args = self.args
-        if args.dataset in DOWNLOADED:  # one process downloads what is missing, and all hear it if that fails
-            distributed.from_main(lambda: open_images(args.dataset, args.data_path, split) and None)
-        return open_images(args.dataset, args.data_path, split)
+    def resolve(self):
+        """Fills in what follows from other settings; ValueError for values that cannot be."""
+        resolve(self.args, self.process)
 
     def start(self, engine_class, **options):
         """Makes the engine (`options` are its own fields), restores the run if there is one, and says what will happen."""
@@ -173,11 +181,7 @@ class TrainRun:
         self.last_step = min(args.epochs * self.steps_per_epoch, args.max_steps or sys.maxsize)
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
-        self.normalize = self.make_normalize().to(process.device)
-
-        # The main process chooses, so that all resume from the same file.
-        path, remarks = distributed.from_main(lambda: find_checkpoint(args))
-        content = self.restore(path) if path else None
+        content = self.restore(self.resume_path) if self.resume_path else None
         self.start_step = content["meta"]["step"] if content else 0
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
         model = self.model
@@ -202,11 +206,8 @@ class TrainRun:
         )
         if content:
             self.engine.meter.load_state_dict(content["meter"])
-            remarks += [f"resuming {path} at step {self.start_step}", *self.changes(content["meta"])]
-        self.announce(remarks)
-
-    def make_normalize(self):
-        return Normalize()
+            self.remarks += [f"resuming {self.resume_path} at step {self.start_step}", *self.changes(content["meta"])]
+        self.announce()
 
     def restore(self, path):
         """Loads weights, moments and loss scale; -> the checkpoint's content."""
@@ -252,7 +253,7 @@ class TrainRun:
         """One sentence on the model and the data."""
         raise NotImplementedError
 
-    def announce(self, remarks):
+    def announce(self):
         """Says what runs, and saves the resolved settings."""
         args, process, settings = self.args, self.process, self.settings()
         if process.is_main:
@@ -264,8 +265,8 @@ class TrainRun:
             f"{args.batch_size} x {process.world_size} x {args.accum_iter} accumulated, lr {args.lr:.3g} at its peak"
         )
         if args.device == "cuda" and torch.cuda.device_count() > 1 and process.world_size == 1:
-            remarks = [*remarks, f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more"]
-        for remark in remarks:
+            self.remarks.append(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+        for remark in self.remarks:
             self.log.info(remark)
 
     def train(self):
@@ -323,7 +324,21 @@ class TrainRun:
             "scaler": self.scaler.state_dict(),
             "meter": meter,
         }
-        meta = {
+        self.write_checkpoint(step, state, self.meta(step), required=step == self.last_step)
+
+    def write_checkpoint(self, name, state, meta, required):
+        """Writes, prunes, and survives a full disk, unless this checkpoint is `required`: the older ones stand."""
+        try:
+            checkpoint.save_checkpoint(self.output_dir, name, state, meta)
+            checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
+        except OSError as error:
+            if required:
+                raise
+            self.log.info(f"warning: the checkpoint of step {name} could not be written ({error}); training goes on")
+
+    def meta(self, step):
+        """What a checkpoint says of itself (JSON-able)."""
+        return {
             "step": step,
             "epoch": step / self.steps_per_epoch,
             "settings": self.settings(),
@@ -331,16 +346,8 @@ class TrainRun:
             "torch": torch.__version__,
             **self.extra_meta(),
         }
-        try:
-            checkpoint.save_checkpoint(self.output_dir, step, state, meta)
-            checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
-        except OSError as error:  # disk full, say: the older checkpoints stand
-            if step == self.last_step:
-                raise
-            self.log.info(f"warning: the checkpoint of step {step} could not be written ({error}); training goes on")
 
     def extra_meta(self):
-        """What else a checkpoint should say of itself (JSON-able)."""
         return {}
 
 

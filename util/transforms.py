@@ -2,11 +2,14 @@
 
 import math
 
+import numpy as np
 import torch
+from PIL import Image
+from timm.data import create_transform
 from torch import nn
 from torch.nn import functional as F
 
-from util.addressed import AUGMENT, addressed_uniform
+from util.addressed import AUGMENT, LIBRARY, addressed_seed, addressed_uniform, seeded_libraries
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -19,12 +22,13 @@ class RandomResizedCropFlip:
 
     The box follows torchvision's RandomResizedCrop: up to 10 tries of an area in `scale` and a log-uniform aspect
     ratio in `ratio`, then the largest central crop. The resize is torch's antialiased bicubic kernel on uint8, within
-    0.05/255 of PIL's on average and three times as fast.
+    0.05/255 of PIL's on average and three times as fast. `clip`: one try only, its sides clipped to the image, as MAE
+    crops for linear probing.
     """
 
-    def __init__(self, size, seed, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3)):
+    def __init__(self, size, seed, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), clip=False):
         self.size = (size, size) if isinstance(size, int) else tuple(size)
-        self.seed, self.scale, self.ratio = seed, tuple(scale), tuple(ratio)
+        self.seed, self.scale, self.ratio, self.clip = seed, tuple(scale), tuple(ratio), clip
 
     def __call__(self, img, epoch, index):
         """uint8 [3, H, W] (any strides) -> uint8 [3, *size], contiguous."""
@@ -40,6 +44,8 @@ class RandomResizedCropFlip:
             low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
             ratio = math.exp(low + u_ratio * (high - low))
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if self.clip:
+                w, h = min(max(w, 1), width), min(max(h, 1), height)
             if 0 < w <= width and 0 < h <= height:
                 return int(draws[-3] * (height - h + 1)), int(draws[-2] * (width - w + 1)), h, w
         w = min(width, round(height * self.ratio[1]))
@@ -47,19 +53,55 @@ class RandomResizedCropFlip:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-class ResizeCenterCrop:
-    """The usual evaluation view: shorter side to size / 0.875, bicubic, then the centre crop."""
+class FinetuneAugment:
+    """MAE's augmentation for fine-tuning: random resized crop and flip, then timm's RandAugment (or colour jitter).
 
-    def __init__(self, size):
+    auto_augment: timm's policy string, as "rand-m9-mstd0.5-inc1"; color_jitter: its strength, used without a policy.
+    Both may be None. timm draws from global generators, which are seeded by the sample's address around the call.
+    """
+
+    def __init__(self, size, seed, scale=(0.08, 1.0), auto_augment=None, color_jitter=None):
+        self.crop = RandomResizedCropFlip(size, seed, scale)
+        options = dict(auto_augment=auto_augment, color_jitter=color_jitter, interpolation="bicubic")
+        try:
+            _, self.augment, _ = create_transform(self.crop.size, is_training=True, separate=True, **options)
+        except (AssertionError, KeyError, ValueError) as error:
+            raise ValueError(f"timm does not know the augmentation policy {auto_augment!r} ({error})") from error
+
+    def __call__(self, img, epoch, index):
+        """uint8 [3, H, W] -> uint8 [3, *size]."""
+        img = self.crop(img, epoch, index)
+        if not self.augment.transforms:
+            return img
+        with seeded_libraries(addressed_seed(LIBRARY, self.crop.seed, epoch, index)):
+            img = self.augment(Image.fromarray(img.permute(1, 2, 0).numpy()))
+        return torch.from_numpy(np.array(img)).permute(2, 0, 1).contiguous()
+
+
+class ResizeCenterCrop:
+    """The usual evaluation view: shorter side to int(size / crop_pct), bicubic, then the centre crop.
+
+    crop_pct None: 224 / 256 up to 224 px, 1 above, as MAE evaluates. Sizes and offsets are torchvision's to the pixel.
+    """
+
+    def __init__(self, size, crop_pct=None):
         self.size = (size, size) if isinstance(size, int) else tuple(size)
+        if crop_pct is None:
+            crop_pct = 0.875 if max(self.size) <= 224 else 1.0
+        if not 0 < crop_pct <= 1:
+            raise ValueError(f"crop_pct must lie in (0, 1], got {crop_pct}")
+        self.resized = tuple(int(side / crop_pct) for side in self.size)
 
     def __call__(self, img, epoch=0, index=0):
         """uint8 [3, H, W] -> uint8 [3, *size]."""
-        height, width = self.size
-        scale = max(height / img.shape[-2], width / img.shape[-1]) / 0.875
-        img = resize(img, (max(height, round(img.shape[-2] * scale)), max(width, round(img.shape[-1] * scale))))
-        top, left = (img.shape[-2] - height) // 2, (img.shape[-1] - width) // 2
-        return img[:, top : top + height, left : left + width].contiguous()
+        height, width = img.shape[-2:]
+        rows, columns = self.resized
+        if rows * width >= columns * height:  # the height is what is short
+            img = resize(img, (rows, rows * width // height))
+        else:
+            img = resize(img, (columns * height // width, columns))
+        top, left = (round((side - wanted) / 2) for side, wanted in zip(img.shape[-2:], self.size, strict=True))
+        return img[:, top : top + self.size[0], left : left + self.size[1]].contiguous()
 
 
 def resize(img, size):

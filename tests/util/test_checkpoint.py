@@ -10,7 +10,14 @@ import torch
 
 from models_vit import VisionTransformer
 from util import checkpoint
-from util.checkpoint import load_encoder, newest_checkpoint, prune_checkpoints, read_checkpoint, save_checkpoint
+from util.checkpoint import (
+    find_checkpoint_file,
+    load_encoder,
+    newest_checkpoint,
+    prune_checkpoints,
+    read_checkpoint,
+    save_checkpoint,
+)
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
 
@@ -208,6 +215,31 @@ def test_load_encoder_refuses_what_does_not_fit(tmp_path):
     torch.save(encoder_weights(patch_size=4, img_size=16), tmp_path / "patch4.pth")
     with pytest.raises(ValueError, match=r"patch_embed.proj.weight is \[48, 3, 4, 4\], the model's \[48, 3, 8, 8\]"):
         load_encoder(VisionTransformer(**SIZES), tmp_path / "patch4.pth")
+
+
+def test_timm_s_safetensors_files_are_read(tmp_path):
+    from safetensors.torch import save_file
+
+    weights = encoder_weights()
+    save_file(weights, tmp_path / "w.safetensors")
+    model = VisionTransformer(num_classes=5, **SIZES)
+    report = load_encoder(model, tmp_path / "w.safetensors")
+    assert len(report.missing) == 4 and all(torch.equal(model.state_dict()[k], weights[k]) for k in report.loaded)
+    (tmp_path / "text.safetensors").write_text("hello")
+    with pytest.raises(ValueError, match="text.safetensors' cannot be read as a checkpoint"):
+        read_checkpoint(tmp_path / "text.safetensors")
+
+
+def test_a_run_s_folder_stands_for_its_newest_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, "best")  # never the newest: it is no step
+    newest = save(tmp_path, 2)
+    assert find_checkpoint_file(tmp_path) == newest and find_checkpoint_file(str(newest)) == newest
+    damage_flip(newest)
+    assert find_checkpoint_file(tmp_path).name == "checkpoint-1.pth"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty' holds no intact checkpoint"):
+        find_checkpoint_file(tmp_path / "empty")
 
 
 def test_load_strict_reports_every_kind_at_once():

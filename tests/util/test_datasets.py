@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import tarfile
@@ -9,7 +10,18 @@ from PIL import Image
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests.conftest import write_photo
-from util.datasets import AddressedDataset, CifarImages, FolderImages, StepBatchSampler, batches, open_images, steps_per_epoch
+from util.datasets import (
+    AddressedDataset,
+    CifarImages,
+    FolderImages,
+    INaturalistImages,
+    StepBatchSampler,
+    batches,
+    every_image_once,
+    open_images,
+    stack,
+    steps_per_epoch,
+)
 from util.transforms import RandomResizedCropFlip
 
 
@@ -174,3 +186,73 @@ def test_tar_is_not_mistaken_for_an_image(tmp_path):
         pass
     with pytest.raises(ValueError, match="holds no image"):
         FolderImages(tmp_path)
+
+
+def test_labelled_folders_need_the_split_and_its_classes(tmp_path, photos):
+    assert FolderImages(photos, "train", labelled=True).classes == ["cat", "dog"]
+    with pytest.raises(ValueError, match=r"has no folder val/; expected is .*val/<class>"):
+        FolderImages(photos, "val", labelled=True)
+    (tmp_path / "val").mkdir()
+    write_photo(tmp_path / "val" / "0.jpg")
+    with pytest.raises(ValueError, match="val' holds no class folders, so there are no labels"):
+        FolderImages(tmp_path, "val", labelled=True)
+
+
+def write_inaturalist(root, split="val", year=2019, **changes):
+    """Three images of the categories 7, 3, 7 of {3, 5, 7}."""
+    names = [f"{split}{year}/Aves/{i}.jpg" for i in (11, 12, 13)]
+    for i, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_photo(root / name, seed=i)
+    content = {
+        "images": [{"id": i, "file_name": name} for i, name in zip((11, 12, 13), names, strict=True)],
+        "annotations": [{"id": i, "image_id": 11 + i, "category_id": c} for i, c in enumerate((7, 3, 7))],
+        "categories": [{"id": c, "name": f"species {c}"} for c in (7, 3, 5)],
+    }
+    (root / f"{split}{year}.json").write_text(json.dumps({**content, **changes}))
+    return content
+
+
+def test_inaturalist_labels_are_ranks_of_category_ids(tmp_path):
+    write_inaturalist(tmp_path)
+    images = open_images("inat19", tmp_path, "val")
+    assert images.classes == ["species 3", "species 5", "species 7"]
+    assert [images.load(i)[1] for i in range(3)] == [2, 0, 2] and images.path(1).endswith("val2019/Aves/12.jpg")
+    with pytest.raises(ValueError, match="val2018.json' does not exist; --data_path must hold iNaturalist's val2018.json"):
+        open_images("inat18", tmp_path, "val")
+
+
+ANNOTATIONS = [{"image_id": 11, "category_id": 7}, {"image_id": 12, "category_id": 3}, {"image_id": 13, "category_id": 7}]
+NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(annotations=ANNOTATIONS[:2]), r"1 images without a label \(val2019/Aves/13.jpg\)"),
+        (dict(annotations=[*ANNOTATIONS, {"image_id": 99, "category_id": 3}]), r"1 labels without an image \(99\)"),
+        (dict(annotations=[*ANNOTATIONS, {"image_id": 11, "category_id": 3}]), "1 labels beyond one an image"),
+        (dict(categories=[{"id": 3}, {"id": 5}]), r"1 labels of unknown categories \(7\)"),
+        (dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "../13.jpg"])]), "1 paths outside"),
+        (dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], NAMES[0]])]), "1 images named twice"),
+        (dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "val2019/14.jpg"])]), "14.jpg' is not a"),
+        (dict(images=[], annotations=[]), "names no image"),
+        (dict(images=[{"id": 1}]), "is not a label file of iNaturalist .*file_name"),
+    ],
+)
+def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, message):
+    write_inaturalist(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        INaturalistImages(tmp_path, "val", 2019)
+
+
+@pytest.mark.parametrize(("num", "batch_size", "world_size"), [(10, 4, 1), (10, 4, 3), (2, 4, 3), (16, 4, 2)])
+def test_an_evaluation_sees_every_image_once(num, batch_size, world_size):
+    shares = [every_image_once(num, batch_size, rank, world_size) for rank in range(world_size)]
+    assert sorted(i for share in shares for batch in share for _, i in batch) == list(range(num))
+    assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
+
+
+def test_stack():
+    imgs, labels = stack([(torch.full((3, 2, 2), i, dtype=torch.uint8), i + 5, (0, i)) for i in range(3)])
+    assert imgs.shape == (3, 3, 2, 2) and imgs.dtype == torch.uint8 and imgs[2].eq(2).all() and labels.tolist() == [5, 6, 7]

@@ -1,17 +1,20 @@
 """Position tables, schedules and random boxes against closed forms."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
 import torchvision.transforms.functional as TF
 from PIL import Image
+from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
+from util.addressed import addressed_seed
 from util.lr_sched import warmup_cosine
 from util.pos_embed import sincos_pos_embed
-from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
+from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (4, 4)])
@@ -116,3 +119,63 @@ def test_normalize_and_back():
     expected = TF.normalize(imgs / 255, IMAGENET_MEAN, IMAGENET_STD)
     torch.testing.assert_close(normalize(imgs), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(normalize.undo(normalize(imgs)), imgs / 255, rtol=1e-5, atol=1e-6)
+
+
+def test_the_clipped_crop_is_one_try():
+    """MAE's linear probing: area and log-ratio are drawn once, and sides clipped to the image."""
+    augment = RandomResizedCropFlip(32, seed=0, scale=(0.08, 1.0), clip=True)
+    for draws in np.random.default_rng(0).random((500, 23)):
+        top, left, h, w = augment.box(50, 80, draws)
+        area, ratio = 4000 * (0.08 + 0.92 * draws[0]), math.exp(math.log(3 / 4) + draws[1] * 2 * math.log(4 / 3))
+        assert (h, w) == (min(50, round(math.sqrt(area / ratio))), min(80, round(math.sqrt(area * ratio))))
+        assert 0 <= top <= 50 - h and 0 <= left <= 80 - w
+    assert augment.box(1, 1, [0.0] * 23) == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("size", [(60, 81), (333, 500), (224, 224), (75, 48), (31, 400)])
+@pytest.mark.parametrize(("target", "crop_pct"), [(224, None), (32, None), (48, 1.0), (384, None)])
+def test_evaluation_view_is_torchvision_s(size, target, crop_pct):
+    """The same pixels: size after the resize, offsets of the crop, and PIL's bicubic to a twentieth of a level on average."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8))
+    img = coarse.resize((size[1], size[0]), Image.BICUBIC)
+    pct = crop_pct or (224 / 256 if target <= 224 else 1.0)
+    resized = TF.resize(img, int(target / pct), InterpolationMode.BICUBIC)
+    expected = np.asarray(TF.center_crop(resized, [target, target]), dtype=float)
+    ours = ResizeCenterCrop(target, crop_pct)(torch.from_numpy(np.asarray(img).copy()).permute(2, 0, 1))
+    assert np.abs(ours.permute(1, 2, 0).numpy() - expected).mean() < 0.05
+
+
+def test_crop_pct_1_leaves_an_image_of_the_right_size_alone():
+    img = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(ResizeCenterCrop(32, 1.0)(img), img)
+    with pytest.raises(ValueError, match=r"crop_pct must lie in \(0, 1\], got 1.2"):
+        ResizeCenterCrop(32, 1.2)
+
+
+def test_finetune_augmentation_is_timm_s_policy_addressed():
+    """The same sample at the same address, whatever was drawn before; nothing leaks into the global generators."""
+    augment = FinetuneAugment(32, seed=3, auto_augment="rand-m9-mstd0.5-inc1")
+    reference = create_transform(
+        32, is_training=True, color_jitter=None, auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic"
+    )
+    assert repr(augment.augment.transforms[0]) == repr(reference.transforms[2])
+    assert augment.augment.transforms[0].ops[0].hparams == reference.transforms[2].ops[0].hparams
+    img = torch.randint(0, 256, (3, 50, 40), dtype=torch.uint8)
+    first = [augment(img, 1, i) for i in range(20)]
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    again = [augment(img, 1, i) for i in reversed(range(20))][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    plain = FinetuneAugment(32, seed=3)
+    assert torch.equal(plain(img, 1, 0), RandomResizedCropFlip(32, 3, (0.08, 1.0))(img, 1, 0))
+    assert sum(not torch.equal(plain(img, 1, i), first[i]) for i in range(20)) >= 10
+    with pytest.raises(ValueError, match="does not know the augmentation policy 'rnd'"):
+        FinetuneAugment(32, seed=0, auto_augment="rnd")
+
+
+def test_addressed_seeds_differ():
+    seeds = {addressed_seed(stream, 0, epoch, i) for stream in (4, 5) for epoch in range(5) for i in range(100)}
+    assert len(seeds) == 1000 and all(0 <= s < 2**32 for s in seeds)

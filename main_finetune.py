@@ -1,0 +1,347 @@
+"""Fine-tunes a pre-trained encoder: fully, its last blocks, or a linear probe; and evaluates any classifier.
+
+    torchrun --nproc_per_node 8 main_finetune.py --recipe finetune_vit_base --data_path IMAGENET --finetune output/prmim50_base
+    python main_finetune.py --recipe finetune_vit_base --trainable_blocks 2 --finetune ... # the last two blocks
+    python main_finetune.py --recipe linprobe_vit_base --finetune ...                      # the head alone
+    python main_finetune.py --eval --resume mae_finetuned_vit_base.pth --data_path IMAGENET
+
+The same command again resumes the run at the step of its newest good checkpoint.
+"""
+
+import argparse
+import json
+
+import torch
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.optim import param_groups_layer_decay
+
+import models_vit
+from engine_finetune import FinetuneEngine, evaluate
+from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
+from util import checkpoint, distributed
+from util.cli import Parser, parse_with_recipe
+from util.datasets import AddressedDataset, ImageError, batches, every_image_once, stack
+from util.lars import LARS
+from util.train_engine import precision
+from util.train_run import (
+    TrainRun,
+    add_data_flags,
+    add_optimisation_flags,
+    add_run_flags,
+    check_least,
+    launch,
+    open_everywhere,
+    resolve_workers,
+)
+from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
+
+MODELS = {name: getattr(models_vit, name) for name in models_vit.__all__ if name.islower()}
+IMAGENET_VAL = 50_000
+
+
+def get_args_parser():
+    parser = Parser("main_finetune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--recipe", help="named defaults from recipes.py; explicit flags win")
+    flag("--eval", action=boolean, default=False, help="only evaluate the classifier at --resume on val/")
+
+    model = parser.add_argument_group("model").add_argument
+    model("--model", default="vit_base_patch16", choices=MODELS)
+    model("--finetune", help="the pre-trained encoder: a checkpoint or a run's folder; without it, training is from scratch")
+    model("--input_size", type=int, help="image side in pixels (default: the model's)")
+    model("--patch_size", type=int, help="default: the model's")
+    model("--trainable_blocks", type=int, help="train the last so many blocks and the head; 0: linear probing (default: all)")
+    model("--global_pool", choices=("avg", "token"), help="what the head sees (default: avg; token for linear probing)")
+    model("--drop_path", type=float, help="rate of the last block; it grows linearly from 0")
+    model("--nb_classes", type=int, help="checked against the data, which has the say")
+
+    add_optimisation_flags(parser.add_argument_group("optimisation"))
+    optimisation = parser.add_argument_group("optimisation of fine-tuning").add_argument
+    optimisation("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
+    optimisation("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before it")
+
+    add_data_flags(parser.add_argument_group("data"))
+    augmentation = parser.add_argument_group("augmentation").add_argument
+    augmentation("--aa", help="timm's RandAugment policy; 'none': none")
+    augmentation("--color_jitter", type=float, help="strength, where there is no --aa")
+    augmentation("--smoothing", type=float, help="label smoothing")
+    augmentation("--reprob", type=float, help="probability of random erasing")
+    augmentation("--remode", default="pixel", choices=("pixel", "rand", "const"), help="what fills the erased box")
+    augmentation("--recount", type=int, default=1, help="erased boxes an image")
+    augmentation("--mixup", type=float, help="alpha; 0: off")
+    augmentation("--cutmix", type=float, help="alpha; 0: off")
+    augmentation("--mixup_prob", type=float, default=1.0, help="of mixing a batch at all")
+    augmentation("--mixup_switch_prob", type=float, default=0.5, help="of cutmix, where both are on")
+    augmentation("--mixup_mode", default="batch", choices=("batch", "pair", "elem"))
+    augmentation("--clip_crop", action=boolean, help="one try a crop, clipped to the image: MAE's linear probing, without --aa")
+
+    evaluation = parser.add_argument_group("evaluation").add_argument
+    evaluation("--crop_pct", type=float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)")
+    evaluation("--mean", type=float, nargs=3, help="of the pixels in [0, 1] (default: the checkpoint's, else ImageNet's)")
+    evaluation("--std", type=float, nargs=3)
+
+    add_run_flags(parser.add_argument_group("run"))
+    parser.set_defaults(output_dir="output/finetune", **FINETUNE_DEFAULTS)
+    return parser
+
+
+def parse_args(argv=None):
+    """-> (parser, args). A linear probe has other defaults than fine-tuning; a recipe and explicit flags win over both."""
+    parser = get_args_parser()
+    args = parse_with_recipe(parser, FINETUNE_RECIPES, argv)
+    if args.trainable_blocks == 0:
+        if args.recipe and FINETUNE_RECIPES[args.recipe].get("trainable_blocks") != 0:
+            probes = ", ".join(name for name in FINETUNE_RECIPES if "linprobe" in name)
+            parser.error(f"recipe {args.recipe!r} is for fine-tuning; a linear probe (--trainable_blocks 0) has its own: {probes}")
+        parser.set_defaults(**LINPROBE_DEFAULTS)
+        args = parse_with_recipe(parser, FINETUNE_RECIPES, argv)
+    return parser, args
+
+
+def build_model(settings):
+    """The classifier that `settings` (vars(args), or a checkpoint's) describe; what is not trained is frozen."""
+    names = {"input_size": "img_size", "patch_size": "patch_size", "drop_path": "drop_path_rate"}
+    options = {option: settings[name] for name, option in names.items() if settings.get(name) is not None}
+    probe = settings["trainable_blocks"] == 0
+    model = MODELS[settings["model"]](
+        num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=probe, **options
+    )
+    if settings["trainable_blocks"] is not None and settings["trainable_blocks"] != len(model.blocks):
+        model.freeze_all_but(settings["trainable_blocks"])
+    return model
+
+
+def load_classifier(path, args):
+    """-> (model in eval mode, settings, its classes or None) of a fine-tuned checkpoint: ours, MAE's or timm's.
+
+    Ours know what they are; for the others `args.model` says the size, and the rest is read from the weights.
+    """
+    path = checkpoint.find_checkpoint_file(path)
+    content = checkpoint.read_checkpoint(path)
+    weights = checkpoint.weights_of(content)
+    head = weights.get("head.weight", weights.get("head.1.weight"))
+    if head is None or "cls_token" not in weights:
+        raise ValueError(f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune")
+    meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
+    settings = dict(meta.get("settings", {}))
+    if not settings:
+        patch_size = weights["patch_embed.proj.weight"].shape[-1]
+        side = round((weights["pos_embed"].shape[1] - 1) ** 0.5)
+        settings = dict(
+            model=args.model,
+            input_size=side * patch_size,
+            patch_size=patch_size,
+            global_pool="avg" if "fc_norm.weight" in weights else "token",
+            trainable_blocks=0 if "head.1.weight" in weights else None,
+            nb_classes=len(head),
+        )
+    model = build_model(settings)
+    checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
+    for name in ("crop_pct", "mean", "std"):
+        settings[name] = getattr(args, name, None) or settings.get(name)
+    return model.eval(), settings, meta.get("classes")
+
+
+def check_classes(ours, theirs, what, whose):
+    """ValueError where the class lists differ, with the first that do."""
+    if list(ours) != list(theirs):
+        odd = sorted(set(ours) ^ set(theirs))
+        raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; only one of them has {', '.join(odd[:5])}")
+
+
+class FinetuneRun(TrainRun):
+    """Images, classifier and evaluation of a fine-tuning run."""
+
+    machine_flags = TrainRun.machine_flags | {"finetune", "eval"}
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.images, self.val_images = (open_everywhere(args, split, labelled=True) for split in ("train", "val"))
+        self.classes = self.images.classes
+        check_classes(self.classes, self.val_images.classes, "the training data", "the validation data")
+        if args.nb_classes not in (None, len(self.classes)):
+            raise ValueError(f"--nb_classes {args.nb_classes}, but the data has {len(self.classes)} classes; leave the flag out")
+        args.nb_classes = len(self.classes)
+
+        torch.manual_seed(args.seed)  # the same first weights in every process
+        self.model = build_model(vars(args))
+        if args.finetune and not self.resume_path:
+            path = checkpoint.find_checkpoint_file(args.finetune)
+            self.remarks.append(f"encoder from {path}: {checkpoint.load_encoder(self.model, path)}")
+        elif not args.finetune:
+            self.remarks.append("no --finetune: training from scratch")
+        model = self.model.to(self.process.device)
+        args.input_size, args.patch_size = model.img_size[0], model.patch_size
+        self.normalize = Normalize(args.mean, args.std).to(self.process.device)
+        self.transform = make_augmentation(args)
+        self.val_transform = ResizeCenterCrop(args.input_size, args.crop_pct)
+        self.collator = stack
+        self.optimizer = make_optimizer(model, args)
+        self.start(
+            FinetuneEngine,
+            seed=args.seed,
+            label_smoothing=args.smoothing,
+            mixup=make_mixup(args),
+            erase=RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=self.process.device)
+            if args.reprob
+            else None,
+        )
+
+    def resolve(self):
+        args = self.args
+        args.aa = None if args.aa == "none" else args.aa
+        args.mean, args.std = args.mean or IMAGENET_MEAN, args.std or IMAGENET_STD
+        args.global_pool = args.global_pool or ("token" if args.trainable_blocks == 0 else "avg")
+        args.optimizer = args.optimizer or ("lars" if args.trainable_blocks == 0 else "adamw")
+        super().resolve()
+        check_least(args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter")
+        check_least(args, 1, "nb_classes recount")
+        for name in ("drop_path", "smoothing", "reprob", "mixup_prob", "mixup_switch_prob"):
+            if getattr(args, name) > 1:
+                raise ValueError(f"--{name} must be at most 1, got {getattr(args, name)}")
+        if not 0 < args.layer_decay <= 1:
+            raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
+        if args.clip_crop and (args.aa or args.color_jitter):
+            raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
+        if (args.mixup or args.cutmix) and args.batch_size % 2:
+            raise ValueError(f"mixup pairs the images of a batch, so --batch_size must be even, got {args.batch_size}")
+
+    def describe(self):
+        args, trained = self.args, sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        share = {None: "all blocks", 0: "a linear probe"}.get(args.trainable_blocks, f"the last {args.trainable_blocks} block(s)")
+        return (
+            f"{args.model}, {share}: {trained / 1e6:.2f} M trainable parameters; {len(self.classes)} classes, {len(self.images)} "
+            f"images, {self.steps_per_epoch} steps an epoch; {len(self.val_images)} images to evaluate on"
+        )
+
+    def train(self):
+        step = self.start_step
+        if step and step % self.steps_per_epoch == 0 and not distributed.from_main(lambda: step in self.evaluations()):
+            self.evaluate(step)  # the run was stopped between the checkpoint and its evaluation
+        super().train()
+
+    def after_step(self, step):
+        super().after_step(step)
+        if step % self.steps_per_epoch == 0:
+            self.evaluate(step)
+
+    def evaluate(self, step):
+        """Scores val/ after an epoch, logs it, and keeps the weights if they are the best so far."""
+        distributed.broadcast_buffers(self.model)
+        result = score(self.model, self.val_images, self.val_transform, self.normalize, self.engine.autocast, self.args)
+        if not self.process.is_main:
+            return
+        best_before = max((r["val_top1"] for r in self.evaluations().values()), default=-1.0)
+        scalars = {"epoch": step // self.steps_per_epoch - 1, **{f"val_{name}": value for name, value in result.items()}}
+        line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
+        self.log.report(step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
+        if result["top1"] > best_before:
+            state = {"model": self.model.state_dict()}
+            self.write_checkpoint("best", state, {**self.meta(step), "val": result}, required=step == self.last_step)
+        write_json(self.output_dir / "results.json", self.results())
+
+    def evaluations(self):
+        """{step: report} of all evaluations so far; on the main process."""
+        return {r["step"]: r for r in self.log.history() if "val_top1" in r}
+
+    def results(self):
+        evaluations = list(self.evaluations().values())
+        return {"last": evaluations[-1], "best": max(evaluations, key=lambda r: r["val_top1"])} if evaluations else {}
+
+    def extra_meta(self):
+        return {"classes": self.classes}
+
+    def summary(self):
+        lines = [f"trained {self.args.model} for {self.last_step} steps on {len(self.images)} images"]
+        for name, r in self.results().items():
+            lines.append(f"  {name:4} epoch   top-1 {r['val_top1']:.2f} %, top-5 {r['val_top5']:.2f} % (epoch {r['epoch']})")
+        return "\n".join(lines + self.closing_lines())
+
+
+def make_augmentation(args):
+    if args.clip_crop:
+        return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, clip=True)
+    return FinetuneAugment(args.input_size, args.seed, args.crop_scale, args.aa, args.color_jitter)
+
+
+def make_mixup(args):
+    if not (args.mixup or args.cutmix):
+        return None
+    return Mixup(
+        mixup_alpha=args.mixup,
+        cutmix_alpha=args.cutmix,
+        prob=args.mixup_prob,
+        switch_prob=args.mixup_switch_prob,
+        mode=args.mixup_mode,
+        label_smoothing=args.smoothing,
+        num_classes=args.nb_classes,
+    )
+
+
+def make_optimizer(model, args):
+    groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
+    if args.optimizer == "lars":
+        return LARS(groups, lr=args.lr, weight_decay=args.weight_decay)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.999), fused=True)
+
+
+def score(model, images, transform, normalize, autocast, args, columns=None):
+    """`evaluate` on all of `images`, shared by the processes."""
+    rank, world_size = distributed.rank_and_world_size()
+    device = normalize.mean.device
+    addresses = every_image_once(len(images), args.batch_size, rank, world_size)
+    stream = batches(AddressedDataset(images, transform), addresses, stack, args.num_workers, device.type == "cuda")
+    return evaluate(model, stream, len(images), normalize, autocast, columns)
+
+
+def write_json(path, content):
+    """In one rename, so that a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def evaluate_only(args):
+    """--eval: scores val/ with the classifier at --resume; -> the result."""
+    process = distributed.init_process(args.device)
+    if args.resume in ("auto", "none"):
+        raise ValueError("--eval needs --resume: the path of a fine-tuned checkpoint, or a run's folder")
+    args.batch_size = args.batch_size or 64
+    check_least(args, 1, "batch_size")
+    check_least(args, 0, "num_workers")
+    resolve_workers(args, process)
+    model, settings, classes = load_classifier(args.resume, args)
+    images = open_everywhere(args, "val", labelled=True)
+    if classes:
+        check_classes(classes, images.classes, "the checkpoint", "the data")
+    elif len(images.classes) != settings["nb_classes"]:
+        raise ValueError(f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}")
+    normalize = Normalize(settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD).to(process.device)
+    _, autocast, _ = precision(args.precision, process.device)
+    transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"])
+    result = score(model.to(process.device), images, transform, normalize, autocast, args)
+    if process.is_main:
+        if len(images.classes) == 1000 and len(images) != IMAGENET_VAL:
+            print(f"note: {len(images)} images of 1000 classes; ImageNet's validation set has {IMAGENET_VAL}")
+        print(f"top-1 {result['top1']:.3f} %, top-5 {result['top5']:.3f} %, loss {result['loss']:.4f} on {len(images)} images")
+    distributed.shut_down()
+    return result
+
+
+def main(argv=None):
+    parser, args = parse_args(argv)
+    if not args.eval:
+        launch(parser, args, FinetuneRun)
+        return
+    try:
+        evaluate_only(args)
+    except ImageError as error:
+        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
+    except ValueError as error:
+        distributed.shut_down()
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from torch import nn
+
+from engine_finetune import FinetuneEngine, evaluate
+from tests.test_engine_pretrain import READS, SilentLog
+from tests.two_processes import run_in_two_processes
+from util.train_engine import precision
+from util.transforms import Normalize
+
+CLASSES = 6
+
+
+class Classifier(nn.Module):
+    """Linear on the pixels, with a dropout where a ViT has drop path."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.dropout = nn.Linear(48, CLASSES), nn.Dropout(dropout)
+
+    def forward(self, imgs):
+        return self.linear(self.dropout(imgs.flatten(1)))
+
+
+def an_engine(model=None, accum_iter=1, device="cpu", precision_name="fp32", lr_scales=(1.0,), **options):
+    model = (model or Classifier()).to(device)
+    groups = [{"params": [p], "lr_scale": s} for p, s in zip(model.parameters(), lr_scales * 2, strict=False)]
+    _, autocast, scaler = precision(precision_name, torch.device(device))
+    return FinetuneEngine(
+        model=model,
+        optimizer=torch.optim.AdamW(groups, lr=1.0, fused=True),
+        scaler=scaler,
+        autocast=autocast,
+        normalize=Normalize().to(device),
+        learning_rate=lambda step: 1e-3 * (step + 1),
+        accum_iter=accum_iter,
+        images_per_step=8,
+        steps_per_epoch=25,
+        last_step=100,
+        log=SilentLog(),
+        print_freq=1,
+        **options,
+    )
+
+
+def a_batch(size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    imgs = torch.randint(0, 256, (size, 3, 4, 4), dtype=torch.uint8, generator=generator)
+    return imgs, torch.randint(0, CLASSES, (size,), generator=generator)
+
+
+def mixup():
+    return Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=CLASSES)
+
+
+def test_smoothed_cross_entropy_without_mixup():
+    """(1 - s) -log p_y + s mean_c(-log p_c), written out."""
+    imgs, labels = a_batch()
+    engine = an_engine(label_smoothing=0.1)
+    loss = engine.losses_of((imgs, labels), 0, 0)["cross_entropy"]
+    logits = engine.model(Normalize()(imgs)).double()
+    logp = logits - logits.exp().sum(dim=1, keepdim=True).log()
+    expected = sum(-0.9 * logp[i, y] - 0.1 * logp[i].mean() for i, y in enumerate(labels)) / len(labels)
+    torch.testing.assert_close(loss.double(), expected)
+
+
+def test_soft_targets_with_mixup_against_a_loop():
+    """The batch is mixed with itself in reverse; both labels are smoothed once, not twice."""
+    imgs, labels = a_batch()
+    engine = an_engine(mixup=Mixup(mixup_alpha=0.8, label_smoothing=0.1, num_classes=CLASSES), label_smoothing=0.1)
+    loss = engine.losses_of((imgs, labels), 5, 0)["cross_entropy"]
+    engine.reseed(5, 0)
+    assert np.random.rand() < 1.0  # the draw of mixup_prob
+    lam, x = float(np.random.beta(0.8, 0.8)), Normalize()(imgs)
+    expected = 0.0
+    for i in range(8):
+        logp = torch.log_softmax(engine.model(lam * x[i : i + 1] + (1 - lam) * x[7 - i : 8 - i])[0], dim=0)
+        for weight, y in ((lam, labels[i]), (1 - lam, labels[7 - i])):
+            target = torch.full((CLASSES,), 0.1 / CLASSES)
+            target[y] += 0.9
+            expected -= weight * (target * logp).sum() / 8
+    torch.testing.assert_close(loss, expected)
+
+
+def test_learning_rates_follow_the_layer_scales():
+    engine = an_engine(lr_scales=(0.5, 1.0))
+    engine.train_step(iter([a_batch()]), 3)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.5 * 4e-3, 4e-3])
+
+
+def losses(engine, steps, batch):
+    return [engine.losses_of(batch, step, micro)["cross_entropy"].item() for step in steps for micro in range(2)]
+
+
+def test_erasing_mixing_and_dropping_are_drawn_anew_for_each_step_and_no_other_state():
+    options = dict(mixup=mixup(), erase=RandomErasing(0.5, mode="pixel", device="cpu"))
+    first = losses(an_engine(Classifier(0.5), **options), range(3), a_batch())
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    assert losses(an_engine(Classifier(0.5), **options), [2, 1], a_batch()) == first[4:] + first[2:4]
+    assert len(set(first)) == 6  # steps and micro-batches differ
+    other_seed = losses(an_engine(Classifier(0.5), seed=1, **options), range(3), a_batch())
+    assert not set(first) & set(other_seed)
+
+
+def test_a_step_never_reads_from_the_device(monkeypatch):
+    engine = an_engine(Classifier(0.5), accum_iter=2, mixup=mixup(), erase=RandomErasing(0.9, mode="pixel", device="cpu"))
+    stream, read = iter([a_batch(seed=i) for i in range(4)]), []
+    engine.train_step(stream, 0)
+    for name in READS:
+        original = getattr(torch.Tensor, name)
+
+        def spy(self, *args, _name=name, _original=original, **kwargs):
+            read.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    engine.train_step(stream, 1)
+    assert read == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_a_step_never_waits_for_the_gpu(name):
+    device = torch.device("cuda")
+    erase = RandomErasing(0.9, mode="pixel", device=device)
+    engine = an_engine(Classifier(0.5), 2, "cuda", name, mixup=mixup(), erase=erase)
+    stream = iter([[t.pin_memory() for t in a_batch(seed=i)] for i in range(4)])
+    engine.train_step(stream, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.train_step(stream, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+
+
+class KnownLogits(nn.Module):
+    """Logits by the value of an image's first pixel."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", torch.tensor(table))
+
+    def forward(self, imgs):
+        return self.table[Normalize().undo(imgs)[:, 0, 0, 0].mul(255).round().long()]
+
+
+def score(table, labels, indices=None, batch_size=2, **options):
+    own = range(len(labels)) if indices is None else indices
+    imgs = [torch.full((3, 4, 4), i, dtype=torch.uint8) for i in own]
+    stream = [
+        (torch.stack(imgs[i : i + batch_size]), torch.tensor([labels[j] for j in own[i : i + batch_size]]))
+        for i in range(0, len(own), batch_size)
+    ]
+    autocast = precision("fp32", torch.device("cpu"))[1]
+    return evaluate(KnownLogits(table), stream, len(labels), Normalize(), autocast, **options)
+
+
+# Image 0 is right, 1 is second best, 2 is worst of six (not in the top 5), 3 is right.
+TABLE = [[9.0, 0, 1, 2, 3, 4], [9.0, 8, 1, 2, 3, 4], [9.0, 8, 0, 2, 3, 4], [0.0, 1, 2, 9, 3, 4]]
+
+
+def test_top_1_top_5_and_loss_by_hand():
+    result = score(TABLE, [0, 1, 2, 3], batch_size=3)
+    assert (result["top1"], result["top5"], result["num_images"]) == (50.0, 75.0, 4)
+    expected = [-torch.log_softmax(torch.tensor(row), 0)[i].item() for i, row in enumerate(TABLE)]
+    assert result["loss"] == pytest.approx(sum(expected) / 4)
+
+
+def test_fewer_than_five_classes():
+    assert score([[1.0, 2.0], [1.0, 2.0]], [0, 1])["top5"] == 100
+
+
+def test_columns_restrict_the_choice():
+    """Among the columns 1, 3, 5 the best of the images are 5, 1, 1, 3, which are ranks 2, 0, 0, 1."""
+    result = score(TABLE, [2, 0, 1, 1], columns=[1, 3, 5])
+    assert (result["top1"], result["top1_unrestricted"]) == (75.0, 25.0)
+    assert "top1_unrestricted" not in score(TABLE, [0, 1, 2, 3])
+
+
+def test_a_wrong_count_is_an_error():
+    with pytest.raises(RuntimeError, match="3 images were scored instead of 4"):
+        score(TABLE, [0, 1, 2, 3], indices=[0, 1, 2])
+
+
+def test_the_model_is_scored_in_eval_mode_and_given_back():
+    model, autocast = Classifier(0.5).train(), precision("fp32", torch.device("cpu"))[1]
+    results = [evaluate(model, [a_batch()], 8, Normalize(), autocast) for _ in range(2)]
+    assert results[0] == results[1] and model.training and model.dropout.training
+
+
+def _score_share(rank):
+    labels = [i % CLASSES for i in range(7)]
+    table = torch.randn(7, CLASSES, generator=torch.Generator().manual_seed(0)).tolist()
+    return score(table, labels, indices=range(rank, 7, 2))
+
+
+def test_two_processes_count_each_image_once():
+    """Seven images on two processes: none is padded, none is left out."""
+    first, second = run_in_two_processes(_score_share)
+    labels = [i % CLASSES for i in range(7)]
+    whole = score(torch.randn(7, CLASSES, generator=torch.Generator().manual_seed(0)).tolist(), labels)
+    assert first == second and first["num_images"] == 7
+    assert first == pytest.approx(whole)

@@ -1,0 +1,393 @@
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import main_finetune
+import main_pretrain
+from models_vit import VisionTransformer
+from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
+from tests.conftest import write_photo
+from tests.test_main_pretrain import assert_same_state
+from util.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+from util.cli import parse_with_recipe
+from util.datasets import AddressedDataset, open_images
+from util.transforms import Normalize, ResizeCenterCrop
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = "--model vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu --lr 1e-3"
+PLAIN = ["--aa", "none", "--mixup", "0", "--cutmix", "0", "--reprob", "0", "--drop_path", "0"]
+
+
+@pytest.fixture(scope="session")
+def labelled(photos, tmp_path_factory):
+    """24 training images of two classes, and 4 + 3 to evaluate on."""
+    root = tmp_path_factory.mktemp("labelled")
+    shutil.copytree(photos / "train", root / "train")
+    for name, count in (("cat", 4), ("dog", 3)):
+        (root / "val" / name).mkdir(parents=True)
+        for i in range(count):
+            write_photo(root / "val" / name / f"{i}.png", seed=1000 + len(name + str(i)) + i)
+    return root
+
+
+@pytest.fixture(scope="session")
+def pretrained(photos, tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("pretrained")
+    flags = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
+    main_pretrain.main([*flags.split(), "--data_path", str(photos), "--output_dir", str(output_dir)])
+    return output_dir
+
+
+def command(data_path, output_dir, *flags):
+    return [*SMALL.split(), "--data_path", str(data_path), "--output_dir", str(output_dir), *map(str, flags)]
+
+
+def run(data_path, output_dir, *flags):
+    main_finetune.main(command(data_path, output_dir, *flags))
+    return read_checkpoint(newest_checkpoint(output_dir)[0])
+
+
+def reports(output_dir):
+    return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def fails(capsys, *arguments):
+    """The error message of a command that must stop before its first step."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main_finetune.main([str(a) for a in arguments])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("main_finetune.py: error: ") and "Traceback" not in message and len(message) < 900
+    return message
+
+
+def evaluate(data_path, path, *flags):
+    arguments = ["--eval", "--resume", str(path), "--data_path", str(data_path), "--device", "cpu", "--num_workers", "0", *flags]
+    return main_finetune.evaluate_only(main_finetune.parse_args(arguments)[1])
+
+
+def test_a_run_from_a_pretrained_encoder(labelled, pretrained, tmp_path, capsys):
+    content = run(labelled, tmp_path / "out", "--finetune", pretrained)
+    out = capsys.readouterr().out
+    assert "4 missing (fc_norm.weight, fc_norm.bias, head.weight, head.bias)" in out and "0 resized" in out
+    assert content["meta"]["classes"] == ["cat", "dog"] and content["meta"]["settings"]["nb_classes"] == 2
+    evaluations = [r for r in reports(tmp_path / "out") if "val_top1" in r]
+    assert [(r["step"], r["epoch"], r["val_num_images"]) for r in evaluations] == [(3, 0, 7), (6, 1, 7)]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["last"] == evaluations[1]
+    assert results["best"] == max(evaluations, key=lambda r: r["val_top1"])
+    assert f"last epoch   top-1 {results['last']['val_top1']:.2f} %" in out and "best epoch   top-1" in out
+    # Both checkpoints evaluate to what was logged, from the file alone.
+    for name, path in (("last", tmp_path / "out"), ("best", tmp_path / "out" / "checkpoint-best.pth")):
+        result = evaluate(labelled, path)
+        assert result["top1"] == results[name]["val_top1"] and result["loss"] == pytest.approx(results[name]["val_loss"], rel=1e-5)
+
+
+def test_the_encoder_is_really_loaded(labelled, pretrained, tmp_path):
+    """After a step of learning rate 0 the weights are the pre-trained ones."""
+    content = run(labelled, tmp_path / "out", "--finetune", pretrained, "--max_steps", 1, "--warmup_epochs", 2)
+    encoder = read_checkpoint(newest_checkpoint(pretrained)[0])["model"]
+    shared = [k for k in content["model"] if k in encoder]
+    assert len(shared) > 70 and all(torch.equal(content["model"][k], encoder[k]) for k in shared)
+
+
+def test_learning_happens(tmp_path):
+    """Dark against bright pictures."""
+    for split, count in (("train", 12), ("val", 5)):
+        for label, name in enumerate(("dark", "bright")):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("L", (32, 32), 20 + 6 * i + 120 * label).save(tmp_path / split / name / f"{i}.png")
+    run(tmp_path, tmp_path / "out", *PLAIN, *["--epochs", "6", "--smoothing", "0", "--layer_decay", "1"])
+    losses = [r["epoch_loss"] for r in reports(tmp_path / "out") if "epoch_loss" in r]
+    assert losses[-1] < 0.5 * losses[0] and reports(tmp_path / "out")[-1]["val_top1"] == 100
+
+
+@pytest.mark.parametrize("stops", [[1], [3], [2, 4]])
+@pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "0", "--precision", "bf16"]])
+def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, tmp_path, stops, flags):
+    """RandAugment, erasing, mixup and drop path all on; stopped in mid-epoch and at its end, resumed with other workers."""
+    expected = run(labelled, tmp_path / "whole", "--print_freq", 2, *flags)
+    for stop, workers in zip(stops, (2, 1), strict=False):
+        run(labelled, tmp_path / "parts", "--print_freq", 2, "--max_steps", stop, "--num_workers", workers, *flags)
+    assert_same_state(run(labelled, tmp_path / "parts", "--print_freq", 2, *flags), expected)
+    keys = ("step", "loss", "epoch_loss", "grad_norm", "lr", "val_top1", "val_loss")
+    whole, parts = ([{k: r.get(k) for k in keys} for r in reports(tmp_path / name)] for name in ("whole", "parts"))
+    assert parts == whole
+    best = [read_checkpoint(tmp_path / name / "checkpoint-best.pth") for name in ("whole", "parts")]
+    assert all(torch.equal(best[0]["model"][k], v) for k, v in best[1]["model"].items())
+
+
+def test_a_run_killed_before_its_evaluation_makes_up_for_it(labelled, tmp_path, monkeypatch):
+    expected = run(labelled, tmp_path / "whole")
+    evaluate_epoch = main_finetune.FinetuneRun.evaluate
+
+    def killed(self, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        evaluate_epoch(self, step)
+
+    monkeypatch.setattr(main_finetune.FinetuneRun, "evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(labelled, tmp_path / "parts")
+    monkeypatch.undo()
+    assert_same_state(run(labelled, tmp_path / "parts"), expected)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "parts")]
+    assert results[0] == results[1]
+
+
+def test_a_linear_probe_trains_the_head_alone(labelled, pretrained, tmp_path):
+    content = run(labelled, tmp_path / "out", "--finetune", pretrained, "--trainable_blocks", 0)
+    encoder = read_checkpoint(newest_checkpoint(pretrained)[0])["model"]
+    for name, value in content["model"].items():
+        assert name.startswith("head.") or torch.equal(value, encoder[name]), name
+    assert "norm.weight" in content["model"] and content["model"]["head.0.num_batches_tracked"] == 6
+    settings = content["meta"]["settings"]
+    assert (settings["optimizer"], settings["global_pool"], settings["mixup"], settings["clip_crop"]) == ("lars", "token", 0, True)
+    assert evaluate(labelled, tmp_path / "out")["top1"] == reports(tmp_path / "out")[-1]["val_top1"]
+
+
+def test_partial_finetuning_trains_the_last_blocks(labelled, pretrained, tmp_path):
+    content = run(labelled, tmp_path / "out", "--finetune", pretrained, "--trainable_blocks", 2, "--optimizer", "adamw")
+    encoder = read_checkpoint(newest_checkpoint(pretrained)[0])["model"]
+    changed = {k for k, v in content["model"].items() if k not in encoder or not torch.equal(v, encoder[k])}
+    assert {k.rsplit(".", 1)[0] for k in changed if not k.startswith("blocks.")} == {"fc_norm", "head"}
+    assert {k.split(".")[1] for k in changed if k.startswith("blocks.")} == {"4", "5"}
+
+
+# --------------------------------------------------------------------------------------------- classifiers of others
+
+
+def an_official_file(path, **options):
+    """A classifier of MAE's key names and pooling, beside the pickled Namespace of its releases."""
+    torch.manual_seed(3)
+    model = VisionTransformer(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3, num_classes=2, **options)
+    torch.nn.init.normal_(model.head.weight)
+    torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=0.1), "epoch": 99, "scaler": {}}, path)
+    return model.eval()
+
+
+@pytest.mark.parametrize("pool", ["avg", "token"])
+def test_eval_of_foreign_files(labelled, tmp_path, pool):
+    """MAE's fine-tuned layout (fc_norm, no norm) and timm's (norm, bare, safetensors): the pooling is read off the keys."""
+    from safetensors.torch import save_file
+
+    model = an_official_file(tmp_path / "official.pth", global_pool=pool)
+    save_file(model.state_dict(), tmp_path / "timm.safetensors")
+    theirs = timm.models.VisionTransformer(
+        img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3, num_classes=2, global_pool=pool
+    ).eval()
+    theirs.load_state_dict(model.state_dict())
+    view, normalize = ResizeCenterCrop(32), Normalize()
+    images = AddressedDataset(open_images("folder", labelled, "val"), view)
+    right = sum((theirs(normalize(images[(0, i)][0][None])).argmax() == images[(0, i)][1]).item() for i in range(7))
+    for name in ("official.pth", "timm.safetensors"):
+        result = evaluate(labelled, tmp_path / name, "--model", "vit_mini_patch4")
+        assert result["num_images"] == 7 and result["top1"] == pytest.approx(100 * right / 7)
+
+
+def test_eval_of_the_published_sizes_key_names(tmp_path, labelled, capsys):
+    """A ViT-B file is not taken for a mini one: the shapes are named."""
+    an_official_file(tmp_path / "official.pth")
+    message = fails(capsys, "--eval", "--resume", tmp_path / "official.pth", "--data_path", labelled)
+    assert "do not fit this VisionTransformer" in message and "blocks.6" in message
+
+
+def test_mean_and_std_of_the_checkpoint_are_used(labelled, tmp_path):
+    flags = [*PLAIN, "--mean", 0.5, 0.5, 0.5, "--std", 0.25, 0.25, 0.25, "--crop_pct", 1.0]
+    run(labelled, tmp_path / "out", *flags)
+    result, last = evaluate(labelled, tmp_path / "out"), reports(tmp_path / "out")[-1]
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
+    assert evaluate(labelled, tmp_path / "out", "--mean", "0", "0", "0")["loss"] != pytest.approx(last["val_loss"], rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+
+def torchrun(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "main_finetune.py"]
+    return subprocess.run([*map(str, launch), *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "2"]])
+def test_two_processes_train_and_count_as_one(labelled, tmp_path, flags):
+    """Seven validation images on two processes; training losses of the one-process run."""
+    done = torchrun(*command(labelled, tmp_path / "two", *PLAIN, "--batch_size", 4, "--print_freq", 5, *flags))
+    assert done.returncode == 0, done.stderr[-3000:]
+    run(labelled, tmp_path / "one", *PLAIN, "--print_freq", 5, *flags)
+    ours, theirs = reports(tmp_path / "two"), reports(tmp_path / "one")
+    assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm", "val_loss", "val_top1", "val_num_images"):
+            assert a.get(name) == (pytest.approx(b[name], rel=1e-3) if name in b else None), name
+
+
+def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labelled, tmp_path):
+    """BatchNorm sees other images in each process; the evaluation must use the statistics that are saved."""
+    done = torchrun(*command(labelled, tmp_path / "two", "--batch_size", 4, "--trainable_blocks", 0))
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = reports(tmp_path / "two")[-1]
+    assert evaluate(labelled, tmp_path / "two")["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--nb_classes 10", "--nb_classes 10, but the data has 2 classes"),
+        ("--data_path {tmp}/other", "the training data has 2 classes, the validation data 2; only one of them has dog, fox"),
+        ("--data_path {tmp}/fewer", "the training data has 2 classes, the validation data 1; only one of them has dog"),
+        ("--data_path {photos}", "has no folder val/"),
+        ("--dataset inat18", "does not exist; --data_path must hold iNaturalist's train2018.json"),
+        ("--finetune {tmp}/nowhere.pth", "no checkpoint at"),
+        ("--finetune {tmp}/other", "holds no intact checkpoint"),
+        ("--finetune {pretrained} --model vit_tiny_patch16", "(it was made as mae_vit_mini_patch4) does not hold the encoder"),
+        ("--finetune {pretrained} --patch_size 8", "patch_embed.proj.weight is [192, 3, 4, 4], the model's [192, 3, 8, 8]"),
+        ("--model vit_giant", "invalid choice: 'vit_giant'"),
+        ("--trainable_blocks 7", "trainable_blocks must be at least 0 and below the 6 blocks, got 7"),
+        ("--trainable_blocks -1", "--trainable_blocks must be at least 0, got -1"),
+        ("--trainable_blocks 0 --global_pool avg", "needs global_pool 'token'"),
+        ("--trainable_blocks 0 --recipe finetune_vit_base", "a linear probe (--trainable_blocks 0) has its own: linprobe_vit_base"),
+        ("--recipe finetune", "unknown recipe 'finetune'; close to it: finetune_"),
+        ("--batch_size 3", "so --batch_size must be even, got 3"),
+        ("--aa rnd-m9", "timm does not know the augmentation policy 'rnd-m9'"),
+        ("--drop_path 1.5", "--drop_path must be at most 1, got 1.5"),
+        ("--layer_decay 0", "--layer_decay must lie in (0, 1], got 0.0"),
+        ("--clip_crop", "--clip_crop goes without --aa"),
+        ("--crop_pct 2", "crop_pct must lie in (0, 1], got 2.0"),
+        ("--input_size 30", "30 x 30 is not divisible by patch_size 4"),
+        ("--eval", "--eval needs --resume"),
+        ("--eval --resume {pretrained}", "holds no classifier (no head.weight): fine-tune the encoder first"),
+        ("--eval --resume {tmp}/ten.pth", "has 10 classes, the data 2"),
+        ("--eval --resume {tmp}/ours.pth", "the checkpoint has 2 classes, the data 2; only one of them has cat, dog, fox, owl"),
+        ("--eval --resume {tmp}/ours.pth --data_path {tmp}/flat", "val' holds no class folders"),
+    ],
+)
+def test_user_errors_are_one_paragraph_before_the_first_step(labelled, photos, pretrained, tmp_path, capsys, flags, message):
+    for name in ("other", "fewer"):
+        shutil.copytree(labelled, tmp_path / name)
+    (tmp_path / "other" / "val" / "dog").rename(tmp_path / "other" / "val" / "fox")
+    shutil.rmtree(tmp_path / "fewer" / "val" / "dog")
+    (tmp_path / "flat" / "val").mkdir(parents=True)
+    write_photo(tmp_path / "flat" / "val" / "0.jpg")
+    sizes = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
+    torch.save(VisionTransformer(num_classes=10, **sizes).state_dict(), tmp_path / "ten.pth")
+    settings = dict(model="vit_mini_patch4", nb_classes=2, global_pool="avg", trainable_blocks=None)
+    meta = {"settings": settings, "classes": ["fox", "owl"]}
+    save_checkpoint(tmp_path, "ours", {"model": VisionTransformer(num_classes=2, **sizes).state_dict()}, meta)
+    (tmp_path / "checkpoint-ours.pth").rename(tmp_path / "ours.pth")
+    flags = flags.format(tmp=tmp_path, photos=photos, pretrained=pretrained).split()
+    assert message in fails(capsys, *command(labelled, tmp_path / "out", *flags))
+    assert not list((tmp_path / "out").glob("checkpoint*"))
+
+
+def test_a_broken_validation_image_keeps_the_epoch(labelled, tmp_path, capsys):
+    shutil.copytree(labelled, tmp_path / "data")
+    broken = tmp_path / "data" / "val" / "cat" / "2.png"
+    broken.write_bytes(broken.read_bytes()[:-200])  # its header is good
+    message = fails(capsys, *command(tmp_path / "data", tmp_path / "out"))
+    assert "2.png' cannot be decoded" in message
+    assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
+    shutil.copy(labelled / "val" / "cat" / "2.png", broken)
+    run(tmp_path / "data", tmp_path / "out")
+    assert [r["step"] for r in reports(tmp_path / "out") if "val_top1" in r] == [3, 6]
+
+
+def test_an_incomplete_imagenet_is_pointed_out(tmp_path, capsys):
+    """Named by its number of classes; the result says how many images it is of."""
+    for i in range(1000):
+        (tmp_path / "data" / "val" / f"n{i:08d}").mkdir(parents=True)
+        (tmp_path / "data" / "val" / f"n{i:08d}" / "0.jpg").write_bytes(b"")
+    write_photo(tmp_path / "one.jpg", size=(8, 8))
+    for path in (tmp_path / "data").rglob("0.jpg"):
+        path.write_bytes((tmp_path / "one.jpg").read_bytes())
+    model = VisionTransformer(img_size=8, patch_size=4, embed_dim=192, depth=6, num_heads=3, num_classes=1000)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    result = evaluate(tmp_path / "data", tmp_path / "w.pth", "--model", "vit_mini_patch4", "--batch_size", "250")
+    assert result["num_images"] == 1000 and result["top1"] == pytest.approx(0.1)  # the same image a thousand times
+    assert "note: 1000 images of 1000 classes; ImageNet's validation set has 50000" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------- recipes
+
+
+def settings_of(recipe):
+    parser, args = main_finetune.parse_args(["--recipe", recipe])
+    return vars(args)
+
+
+@pytest.mark.parametrize("recipe", FINETUNE_RECIPES)
+def test_recipes_build(recipe):
+    settings = settings_of(recipe)
+    settings["global_pool"] = "token" if settings["trainable_blocks"] == 0 else "avg"
+    with torch.device("meta"):
+        model = main_finetune.build_model(settings | {"nb_classes": 10, "input_size": settings["input_size"]})
+    assert settings["total_batch_size"] and any(p.requires_grad for p in model.parameters())
+
+
+TABLE = {  # spec of the protocol: epochs, lr at batch 1024, layer decay, drop path
+    "finetune_vit_base": (100, 2e-3, 0.65, 0.1),
+    "finetune_vit_large": (50, 4e-3, 0.75, 0.2),
+    "finetune_vit_huge": (50, 4e-3, 0.75, 0.3),
+    "inat18_vit_base": (360, 2e-3, 0.65, 0.1),
+    "inat19_vit_base": (360, 2e-3, 0.65, 0.1),
+    "partial2_vit_base": (100, 2e-3, 0.65, 0.1),
+}
+
+
+@pytest.mark.parametrize("recipe", TABLE)
+def test_finetuning_follows_the_supplementary(recipe):
+    s = settings_of(recipe)
+    assert (s["epochs"], s["blr"] * 1024 / 256, s["layer_decay"], s["drop_path"]) == pytest.approx(TABLE[recipe])
+    assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"], s["min_lr"]) == (1024, 5, 0.05, 1e-6)
+    assert (s["aa"], s["color_jitter"], s["reprob"], s["remode"], s["recount"]) == ("rand-m9-mstd0.5-inc1", None, 0.25, "pixel", 1)
+    assert (s["mixup"], s["cutmix"], s["mixup_prob"], s["mixup_switch_prob"], s["mixup_mode"]) == (0.8, 1.0, 1.0, 0.5, "batch")
+    assert (s["smoothing"], s["crop_scale"], s["crop_pct"], s["clip_crop"]) == (0.1, (0.08, 1.0), None, False)
+
+
+@pytest.mark.parametrize(("size", "epochs"), [("base", 90), ("large", 50), ("huge", 50)])
+def test_linear_probing_follows_mae(size, epochs):
+    s = settings_of(f"linprobe_vit_{size}")
+    assert (s["epochs"], s["warmup_epochs"], s["total_batch_size"]) == (epochs, 10, 16384)
+    assert s["blr"] * 16384 / 256 == pytest.approx(6.4) and s["weight_decay"] == s["min_lr"] == 0
+    assert all(not s[name] for name in ("aa", "mixup", "cutmix", "reprob", "smoothing", "drop_path")) and s["clip_crop"]
+
+
+def test_a_probe_without_a_recipe_has_a_probe_s_defaults_and_flags_win():
+    _, args = main_finetune.parse_args(["--trainable_blocks", "0", "--epochs", "7"])
+    assert args.epochs == 7 and args.blr == LINPROBE_DEFAULTS["blr"] and args.aa is None
+
+
+def test_flags_are_frozen():
+    """Users' scripts depend on these names: a removal or renaming must be deliberate."""
+    flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
+    assert flags == set(
+        "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
+        "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
+        "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "
+        "mixup_mode clip_crop crop_pct mean std output_dir resume device precision compile max_steps save_every save_steps "
+        "print_freq".split()
+    )
+    assert flags >= main_finetune.FinetuneRun.machine_flags
+    with pytest.raises(SystemExit):
+        parse_with_recipe(main_finetune.get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_on_the_gpu(labelled, tmp_path, precision):
+    content = run(labelled, tmp_path / "out", "--device", "cuda", "--precision", precision)
+    assert content["meta"]["step"] == 6 and reports(tmp_path / "out")[-1]["val_num_images"] == 7

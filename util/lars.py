@@ -1,0 +1,31 @@
+"""LARS for linear probing (You et al., arXiv:1708.03888), as MAE's protocol has it."""
+
+import torch
+
+
+class LARS(torch.optim.Optimizer):
+    """SGD with momentum whose step on each matrix is scaled to the matrix's norm; vectors take plain momentum steps.
+
+    For p of two or more dimensions: g <- (g + wd p) * trust_coefficient ||p|| / ||g + wd p||, where both norms are positive;
+    then for all p: mu <- momentum mu + g, p <- p - lr mu.
+    """
+
+    def __init__(self, params, lr=0.0, weight_decay=0.0, momentum=0.9, trust_coefficient=0.001):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, trust_coefficient=trust_coefficient))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                g = p.grad
+                if p.ndim > 1:
+                    g = g + group["weight_decay"] * p
+                    ratio = group["trust_coefficient"] * p.norm() / g.norm()
+                    g = g * torch.where((p.norm() > 0) & (g.norm() > 0), ratio, 1.0)
+                state = self.state[p]
+                if "mu" not in state:
+                    state["mu"] = torch.zeros_like(p)
+                state["mu"].mul_(group["momentum"]).add_(g)
+                p.sub_(state["mu"], alpha=group["lr"])
