@@ -1,0 +1,256 @@
+import argparse
+import os
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import models_mae_pr
+from models_vit import VisionTransformer, vit_mini_patch4
+from scripts import export
+from util.checkpoint import load_encoder, save_checkpoint
+
+SMALL_DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+MINI_IN_TIMM = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
+
+
+def shake(model):
+    """Moves all biases, norms and tokens from their first values, so that none can be lost unnoticed."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.ndim == 1 or name in ("cls_token", "pos_embed", "head.weight", "head.1.weight"):
+                value.add_(0.05 * torch.randn_like(value))
+    return model.eval()
+
+
+def pretrained(folder, model="mae_vit_mini_patch4", **options):
+    """A checkpoint as main_pretrain.py writes them."""
+    torch.manual_seed(0)
+    net = shake(getattr(models_mae_pr, model)(**SMALL_DECODER, **options))
+    settings = {"model": model, "input_size": list(net.img_size), "patch_size": net.patch_size}
+    state = {"model": net.state_dict(), "optimizer": {"state": {}}}
+    return save_checkpoint(folder, 3, state, {"settings": settings})
+
+
+def finetuned(folder, **options):
+    """-> (path, model) of a checkpoint as main_finetune.py writes them."""
+    torch.manual_seed(0)
+    model = shake(vit_mini_patch4(num_classes=5, **options))
+    settings = {"model": "vit_mini_patch4", "input_size": 32, "patch_size": 4, "global_pool": model.global_pool, "nb_classes": 5}
+    meta = {"settings": settings, "classes": list("abcde")}
+    return save_checkpoint(folder, "best", {"model": model.state_dict()}, meta), model
+
+
+def run(capsys, source, out, *flags):
+    """-> what the script prints."""
+    export.main([str(source), "--out", str(out), *flags])
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys, *arguments):
+    """-> the error, of a call that must be refused."""
+    with pytest.raises(SystemExit) as stop:
+        export.main(list(map(str, arguments)))
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@torch.no_grad()
+def check_features(path, theirs, size=(32, 32), **sizes):
+    """timm's features are those of our model after `load_encoder` of the original checkpoint."""
+    ours = VisionTransformer(num_classes=3, global_pool="token", **sizes).eval()
+    assert load_encoder(ours, path).missing == ["head.weight", "head.bias"]
+    imgs = torch.randn(1, 3, *size)
+    torch.testing.assert_close(theirs.eval().forward_features(imgs), ours.forward_features(imgs), **CLOSE)
+
+
+@torch.no_grad()
+def check_logits(ours, theirs):
+    imgs = torch.randn(3, 3, 32, 32)
+    assert ours(imgs).std() > 0.1
+    torch.testing.assert_close(theirs.eval()(imgs), ours(imgs), **CLOSE)
+
+
+# ---------------------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
+    path, out = pretrained(tmp_path), tmp_path / f"encoder{suffix}"
+    run(capsys, tmp_path, out)
+    theirs = timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path=str(out), **MINI_IN_TIMM)
+    check_features(path, theirs, **MINI_IN_TIMM)
+    weights = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    assert {k.split(".")[0] for k in weights} == {"cls_token", "pos_embed", "patch_embed", "blocks", "norm"}
+    assert set(os.listdir(tmp_path)) == {"checkpoint-3.pth", "checkpoint-3.json", out.name}  # nothing temporary is left
+    assert out.stat().st_mode == path.stat().st_mode  # others of the group may read it, where they may read the checkpoint
+
+
+def test_encoder_at_real_size(tmp_path, capsys):
+    path, out = pretrained(tmp_path, "mae_vit_base_patch16"), tmp_path / "encoder.safetensors"
+    assert run(capsys, path, out)[-1] == f'timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path="{out}")'
+    theirs = timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path=str(out))
+    check_features(path, theirs, size=(224, 224))
+
+
+@pytest.mark.parametrize("global_pool", ["avg", "token"])
+def test_classifier(tmp_path, capsys, global_pool):
+    path, ours = finetuned(tmp_path, global_pool=global_pool)
+    out = tmp_path / "classifier.safetensors"
+    run(capsys, path, out)
+    options = dict(global_pool=global_pool, num_classes=5, **MINI_IN_TIMM)
+    check_logits(ours, timm.create_model("vit_base_patch16_224", checkpoint_path=str(out), **options))
+    with safe_open(out, "pt") as file:
+        assert file.metadata()["format"] == "pt" and file.metadata()["classes"] == '["a", "b", "c", "d", "e"]'
+
+
+def test_linear_probe_is_folded_into_one_layer(tmp_path, capsys):
+    path, ours = finetuned(tmp_path, global_pool="token", probe=True)
+    torch.manual_seed(2)
+    ours.head[0].running_mean.normal_()
+    ours.head[0].running_var.uniform_(0.01, 4)
+    save_checkpoint(tmp_path, "best", {"model": ours.state_dict()}, {"settings": {"model": "vit_mini_patch4", "input_size": 32}})
+    out = tmp_path / "probe.pth"
+    assert 'global_pool="token", num_classes=5' in run(capsys, path, out)[-1]
+    weights = torch.load(out, weights_only=True)
+    assert [k for k in weights if k.startswith("head.")] == ["head.weight", "head.bias"]
+    options = dict(global_pool="token", num_classes=5, **MINI_IN_TIMM)
+    check_logits(ours, timm.create_model("vit_base_patch16_224", checkpoint_path=str(out), **options))
+
+
+def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
+    """Its head count follows from the published sizes; its decoder has MAE's key names."""
+    encoder = shake(models_mae_pr.mae_vit_tiny_patch16(img_size=64, **SMALL_DECODER)).state_dict()
+    weights = {k: v for k, v in encoder.items() if not k.startswith("decoder.")}
+    weights |= {"mask_token": torch.zeros(1, 1, 8), "decoder_blocks.0.norm1.weight": torch.zeros(8)}
+    torch.save({"model": weights, "args": argparse.Namespace(lr=0.1)}, tmp_path / "mae.pth")
+    out = tmp_path / "encoder.safetensors"
+    assert "vit_tiny_patch16_224" in run(capsys, tmp_path / "mae.pth", out)[-1]
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0, checkpoint_path=str(out))
+    sizes = dict(img_size=64, embed_dim=192, depth=12, num_heads=3)
+    check_features(tmp_path / "mae.pth", theirs, size=(64, 64), **sizes)
+
+
+def test_rounding_is_told_from_a_mistake(tmp_path, capsys):
+    """With one-sided weights the features grow so large that float32 rounds away more than the tolerance."""
+    _, ours = finetuned(tmp_path, global_pool="token")
+    torch.manual_seed(1)
+    weights = {k: v + 0.05 * torch.randn_like(v).abs() for k, v in ours.state_dict().items() if not k.startswith("head.")}
+    torch.save(weights, tmp_path / "coarse.pth")
+    lines = run(capsys, tmp_path / "coarse.pth", tmp_path / "encoder.pth")
+    assert " in float32, which is rounding: in float64 " in lines[1]
+    assert float(lines[1].split()[-1]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "arguments"),
+    [
+        ("mae_vit_mini_patch4", {}, '"vit_base_patch16_224", img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3, '),
+        ("mae_vit_mini_patch4", {"img_size": (16, 64)}, '"vit_base_patch16_224", img_size=(16, 64), patch_size=4, embed_dim=192'),
+        ("mae_vit_tiny_patch16", {"img_size": 64}, '"vit_tiny_patch16_224", img_size=64, num_classes=0, '),
+        ("mae_vit_tiny_patch16", {"img_size": 64, "patch_size": 8}, '"vit_tiny_patch16_224", img_size=64, patch_size=8, num_'),
+        ("mae_vit_small_patch16", {"img_size": 32, "patch_size": 8}, '"vit_small_patch8_224", img_size=32, num_classes=0, '),
+    ],
+)
+def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, options, arguments):
+    path = pretrained(tmp_path, model, **options)
+    monkeypatch.chdir(tmp_path)
+    *_, line = run(capsys, path, 'my "own".safetensors')
+    assert line.startswith(f"timm.create_model({arguments}")
+    theirs = eval(line, {"timm": timm})
+    with torch.device("meta"):
+        net = getattr(models_mae_pr, model)(**options)
+    sizes = dict(patch_size=net.patch_size, embed_dim=net.embed_dim, depth=len(net.blocks))
+    sizes["num_heads"] = net.blocks[0].attn.num_heads
+    check_features(path, theirs, size=net.img_size, img_size=net.img_size, **sizes)
+
+
+@pytest.mark.parametrize("size", export.TIMM_SIZES)
+def test_timm_s_names_have_our_sizes(size):
+    ours = getattr(export.models_vit, f"vit_{size}_patch{export.TIMM_SIZES[size]['patch_size']}")
+    with torch.device("meta"):
+        model = ours(num_classes=7, global_pool="avg")
+        name, options = export.timm_arguments(model, True)
+        theirs = timm.create_model(name, **options)
+    assert options == {"global_pool": "avg", "num_classes": 7}
+    assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert theirs.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
+    assert {m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
+
+
+def test_overwrite(tmp_path, capsys):
+    path, out = pretrained(tmp_path), tmp_path / "encoder.pth"
+    out.write_text("older")
+    assert "exists; give another name, or --overwrite" in refused(capsys, path, "--out", out)
+    assert out.read_text() == "older"
+    run(capsys, path, out, "--overwrite")
+    assert "cls_token" in torch.load(out, weights_only=True)
+    assert "is the checkpoint itself" in refused(capsys, path, "--out", path, "--overwrite")
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "message"),
+    [
+        ("vit.pth", "encoder.bin", "must end in .safetensors or .pth"),
+        ("vit.pth", "nowhere/encoder.pth", "there is no folder"),
+        ("nowhere.pth", "encoder.pth", "no checkpoint at"),
+        (".", "encoder.pth", "holds no intact checkpoint"),
+        ("text.pth", "encoder.pth", "cannot be read as a checkpoint"),
+        ("other.pth", "encoder.pth", "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, "),
+        ("norms.pth", "encoder.pth", "missing: norm.weight, norm.bias"),
+        ("scaled.pth", "encoder.pth", "this ViT has no blocks.0.ls1.gamma"),
+        ("wide.pth", "encoder.pth", "none is known for width 48 and depth 2; known (width, depth): (192, 6), (192, 12)"),
+        ("oblong.pth", "encoder.pth", "positions for 2 tokens, which is no square"),
+        ("head.pth", "encoder.pth", "1 missing: head.bias"),
+    ],
+)
+def test_errors_name_what_is_wrong(tmp_path, capsys, source, out, message):
+    weights = vit_mini_patch4(global_pool="token").state_dict()
+    encoder = {k: v for k, v in weights.items() if not k.startswith("head.")}
+    wide = VisionTransformer(img_size=32, embed_dim=48, depth=2, num_heads=3, global_pool="token").state_dict()
+    torch.save({"model": encoder}, tmp_path / "vit.pth")
+    torch.save({"model": {"fc.weight": torch.zeros(2)}}, tmp_path / "other.pth")
+    torch.save({k: v for k, v in encoder.items() if not k.startswith("norm.")}, tmp_path / "norms.pth")
+    torch.save({**encoder, "blocks.0.ls1.gamma": torch.zeros(192)}, tmp_path / "scaled.pth")
+    torch.save({k: v for k, v in wide.items() if not k.startswith("head.")}, tmp_path / "wide.pth")
+    torch.save({**encoder, "pos_embed": torch.zeros(1, 3, 192)}, tmp_path / "oblong.pth")
+    torch.save({k: v for k, v in weights.items() if k != "head.bias"}, tmp_path / "head.pth")
+    (tmp_path / "text.pth").write_text("hello")
+    before = sorted(os.listdir(tmp_path))
+    error = refused(capsys, tmp_path / source, "--out", tmp_path / out)
+    assert message in error and len(error.splitlines()) == 2  # the message, and where help is
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def damage_values(model):
+    model.norm.bias.data += 1e-3
+
+
+def damage_keys(model):
+    raise RuntimeError("Missing key(s) in state_dict: cls_token")  # what a strict load raises
+
+
+@pytest.mark.parametrize(("damage", "message"), [(damage_values, "by up to 1.0e-03"), (damage_keys, "does not take the weights")])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_file_that_timm_reads_otherwise_is_removed(tmp_path, capsys, monkeypatch, damage, message, older):
+    path, out, create_model = pretrained(tmp_path), tmp_path / "encoder.safetensors", timm.create_model
+
+    def damaged(*args, **kwargs):
+        model = create_model(*args, **kwargs)
+        damage(model)
+        return model
+
+    if older:
+        out.write_text("older")
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr(timm, "create_model", damaged)
+    assert message in refused(capsys, path, "--out", out, "--overwrite")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert not older or out.read_text() == "older"
