@@ -77,6 +77,7 @@ def get_args_parser():
     augmentation("--clip_crop", action=boolean, help="one try a crop, clipped to the image: MAE's linear probing, without --aa")
 
     evaluation = parser.add_argument_group("evaluation").add_argument
+    evaluation("--eval_every", type=int, default=1, help="epochs between evaluations; the last epoch always is")
     evaluation("--crop_pct", type=float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)")
     evaluation("--mean", type=float, nargs=3, help="of the pixels in [0, 1] (default: the checkpoint's, else ImageNet's)")
     evaluation("--std", type=float, nargs=3)
@@ -153,7 +154,7 @@ def check_classes(ours, theirs, what, whose):
 class FinetuneRun(TrainRun):
     """Images, classifier and evaluation of a fine-tuning run."""
 
-    machine_flags = TrainRun.machine_flags | {"finetune", "eval"}
+    machine_flags = TrainRun.machine_flags | {"finetune", "eval", "eval_every"}
 
     def __init__(self, args):
         super().__init__(args)
@@ -196,7 +197,7 @@ class FinetuneRun(TrainRun):
         args.optimizer = args.optimizer or ("lars" if args.trainable_blocks == 0 else "adamw")
         super().resolve()
         check_least(args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter")
-        check_least(args, 1, "nb_classes recount")
+        check_least(args, 1, "nb_classes recount eval_every")
         for name in ("drop_path", "smoothing", "reprob", "mixup_prob", "mixup_switch_prob"):
             if getattr(args, name) > 1:
                 raise ValueError(f"--{name} must be at most 1, got {getattr(args, name)}")
@@ -217,14 +218,18 @@ class FinetuneRun(TrainRun):
 
     def train(self):
         step = self.start_step
-        if step and step % self.steps_per_epoch == 0 and not distributed.from_main(lambda: step in self.evaluations()):
+        if self.is_evaluated_after(step) and not distributed.from_main(lambda: step in self.evaluations()):
             self.evaluate(step)  # the run was stopped between the checkpoint and its evaluation
         super().train()
 
     def after_step(self, step):
         super().after_step(step)
-        if step % self.steps_per_epoch == 0:
+        if self.is_evaluated_after(step):
             self.evaluate(step)
+
+    def is_evaluated_after(self, step):
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        return step > 0 and not rest and (epoch % self.args.eval_every == 0 or epoch == self.args.epochs)
 
     def evaluate(self, step):
         """Scores val/ after an epoch, logs it, and keeps the weights if they are the best so far."""

@@ -149,6 +149,7 @@ _MINI = dict(model="vit_mini_patch4", total_batch_size=128, crop_pct=1.0, crop_s
 _MINI_FINETUNE = FINETUNE_DEFAULTS | _MINI | dict(warmup_epochs=1, layer_decay=0.75, aa=None, reprob=0.0, mixup=0.0, cutmix=0.0)
 FINETUNE_RECIPES |= {
     "finetune_cifar10": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3),
-    "linprobe_cifar10": LINPROBE_DEFAULTS | _MINI | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=2),
+    # LARS moves a matrix by lr / 1000 of its norm a step: few steps need the learning rate of large batches.
+    "linprobe_cifar10": LINPROBE_DEFAULTS | _MINI | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, lr=6.4),
     "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=8, blr=4e-3),
 }

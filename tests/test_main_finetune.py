@@ -146,6 +146,20 @@ def test_a_run_killed_before_its_evaluation_makes_up_for_it(labelled, tmp_path, 
     assert results[0] == results[1]
 
 
+def test_evaluations_can_be_rarer(labelled, tmp_path):
+    """Every second epoch, and the last."""
+    run(labelled, tmp_path / "out", "--epochs", 3, "--eval_every", 2)
+    assert [r["step"] for r in reports(tmp_path / "out") if "val_top1" in r] == [6, 9]
+
+
+def test_a_finetuned_classifier_is_a_start_for_another_resolution(labelled, pretrained, tmp_path, capsys):
+    """Of the same classes even its head is kept; positions are resized."""
+    run(labelled, tmp_path / "first", "--finetune", pretrained)
+    capsys.readouterr()
+    run(labelled, tmp_path / "second", "--finetune", tmp_path / "first", "--input_size", 40, "--max_steps", 1)
+    assert "1 resized (pos_embed); 0 missing; 0 unexpected" in capsys.readouterr().out
+
+
 def test_a_linear_probe_trains_the_head_alone(labelled, pretrained, tmp_path):
     content = run(labelled, tmp_path / "out", "--finetune", pretrained, "--trainable_blocks", 0)
     encoder = read_checkpoint(newest_checkpoint(pretrained)[0])["model"]
@@ -378,8 +392,8 @@ def test_flags_are_frozen():
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
         "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "
-        "mixup_mode clip_crop crop_pct mean std output_dir resume device precision compile max_steps save_every save_steps "
-        "print_freq".split()
+        "mixup_mode clip_crop eval_every crop_pct mean std output_dir resume device precision compile max_steps save_every "
+        "save_steps print_freq".split()
     )
     assert flags >= main_finetune.FinetuneRun.machine_flags
     with pytest.raises(SystemExit):

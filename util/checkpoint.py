@@ -186,8 +186,9 @@ def load_encoder(model, path):
 def _grid_of(content, table):
     """(rows, columns) of a position table: from the settings of our checkpoints, else square, else None."""
     settings = content["meta"].get("settings", {}) if isinstance(content.get("meta"), dict) else {}
-    if settings.get("input_size") and settings.get("patch_size"):
-        rows, *columns = (side // settings["patch_size"] for side in settings["input_size"])
+    size, patch_size = settings.get("input_size"), settings.get("patch_size")
+    if size and patch_size:
+        rows, *columns = (side // patch_size for side in ([size] if isinstance(size, int) else size))
         return rows, *(columns or [rows])
     side = round((table.shape[1] - 1) ** 0.5)
     return (side, side) if side * side == table.shape[1] - 1 else None
