@@ -37,7 +37,8 @@ from util.train_run import (
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 
 MODELS = {name: getattr(models_vit, name) for name in models_vit.__all__ if name.islower()}
-IMAGENET_VAL = 50_000
+# Classes and validation images of what is published.
+IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
 
 def get_args_parser():
@@ -151,6 +152,16 @@ def check_classes(ours, theirs, what, whose):
         raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; only one of them has {', '.join(odd[:5])}")
 
 
+def notes_on(dataset, images):
+    """A remark where the images to evaluate on look like a part of a published set."""
+    found = len(images.classes), len(images)
+    whole = INATURALIST.get(dataset, IMAGENET if found[0] == IMAGENET[0] else found)
+    if found == whole:
+        return []
+    name = dataset if dataset in INATURALIST else "ImageNet"
+    return [f"note: {found[1]} validation images of {found[0]} classes; {name} has {whole[1]} of {whole[0]}"]
+
+
 class FinetuneRun(TrainRun):
     """Images, classifier and evaluation of a fine-tuning run."""
 
@@ -164,6 +175,8 @@ class FinetuneRun(TrainRun):
         if args.nb_classes not in (None, len(self.classes)):
             raise ValueError(f"--nb_classes {args.nb_classes}, but the data has {len(self.classes)} classes; leave the flag out")
         args.nb_classes = len(self.classes)
+
+        self.remarks += notes_on(args.dataset, self.val_images)
 
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = build_model(vars(args))
@@ -327,8 +340,8 @@ def evaluate_only(args):
     transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"])
     result = score(model.to(process.device), images, transform, normalize, autocast, args)
     if process.is_main:
-        if len(images.classes) == 1000 and len(images) != IMAGENET_VAL:
-            print(f"note: {len(images)} images of 1000 classes; ImageNet's validation set has {IMAGENET_VAL}")
+        for note in notes_on(args.dataset, images):
+            print(note)
         print(f"top-1 {result['top1']:.3f} %, top-5 {result['top5']:.3f} %, loss {result['loss']:.4f} on {len(images)} images")
     distributed.shut_down()
     return result

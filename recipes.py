@@ -150,6 +150,8 @@ _MINI_FINETUNE = FINETUNE_DEFAULTS | _MINI | dict(warmup_epochs=1, layer_decay=0
 FINETUNE_RECIPES |= {
     "finetune_cifar10": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3),
     # LARS moves a matrix by lr / 1000 of its norm a step: few steps need the learning rate of large batches.
-    "linprobe_cifar10": LINPROBE_DEFAULTS | _MINI | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, lr=6.4),
-    "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=8, blr=4e-3),
+    "linprobe_cifar10": LINPROBE_DEFAULTS
+    | _MINI
+    | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, lr=12.8),
+    "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=3, blr=4e-3),
 }

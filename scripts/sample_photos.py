@@ -29,7 +29,7 @@ def crop(photo, side, rng, left, right):
     return photo.crop((x, y, x + size, y + size)).resize((side, side), Image.BICUBIC)
 
 
-def write_photos(output_dir, side=96, num_train=100, num_val=10):
+def write_photos(output_dir, side=96, num_train=100, num_val=30):
     from skimage.data import data_dir
 
     for label, name in enumerate(PHOTOS):

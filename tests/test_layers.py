@@ -19,7 +19,7 @@ ALLOWED = {
     "engine_finetune": set(),
     "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", "models_vit", "models_swin"},
-    "main_robustness": {"engine_finetune", "main_finetune"},
+    "main_robustness": {"main_finetune"},
 } | {name: {"prmim", "models_vit", "models_swin"} for name in FRAMEWORKS}
 ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
 

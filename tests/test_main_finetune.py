@@ -332,7 +332,7 @@ def test_an_incomplete_imagenet_is_pointed_out(tmp_path, capsys):
     torch.save(model.state_dict(), tmp_path / "w.pth")
     result = evaluate(tmp_path / "data", tmp_path / "w.pth", "--model", "vit_mini_patch4", "--batch_size", "250")
     assert result["num_images"] == 1000 and result["top1"] == pytest.approx(0.1)  # the same image a thousand times
-    assert "note: 1000 images of 1000 classes; ImageNet's validation set has 50000" in capsys.readouterr().out
+    assert "note: 1000 validation images of 1000 classes; ImageNet has 50000 of 1000" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------- recipes

@@ -34,7 +34,7 @@ def save_checkpoint(output_dir, step, state, meta):
             raise OSError(f"torch.save failed: {error}") from error
 
     _write_atomically(path, write)
-    record = {"size": path.stat().st_size, "sha256": _sha256(path), "meta": meta}
+    record = {"size": path.stat().st_size, "sha256": sha256(path), "meta": meta}
     try:
         _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
     except OSError:
@@ -234,10 +234,10 @@ def _problem(path):
         return "its .json is not a checkpoint's record"
     if path.stat().st_size != record["size"]:
         return f"{path.stat().st_size} bytes instead of {record['size']}"
-    return None if _sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
+    return None if sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
 
 
-def _sha256(path):
+def sha256(path):
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):

@@ -1,0 +1,387 @@
+"""Evaluates an ImageNet-fine-tuned classifier, without further training, on ImageNet-A, -R, -Sketch and -C.
+
+    python main_robustness.py --resume output/finetune --imagenet_a DIR --imagenet_r DIR --imagenet_sketch DIR --imagenet_c DIR
+    torchrun --nproc_per_node 8 main_robustness.py --resume mae_finetuned_vit_base.pth --imagenet_c DIR
+
+Each set is a folder of class folders named by wnids, as published: DIR/<wnid>/*, and DIR/<corruption>/<1-5>/<wnid>/* for
+ImageNet-C. All of them are checked before anything is scored. Results are kept as they come: the same command again
+goes on after the last set, or corruption and severity, that was finished.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from timm.data import ImageNetInfo
+
+from main_finetune import MODELS, load_classifier, score, write_json
+from util import checkpoint, distributed
+from util.cli import Parser
+from util.datasets import FolderImages, ImageError
+from util.train_engine import PRECISIONS, precision
+from util.train_run import check_least, resolve_workers, writable_folder
+from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A published test set. Restricted: the prediction is chosen among the set's own classes, as its authors score it."""
+
+    title: str
+    num_images: int  # of each corruption and severity, for ImageNet-C
+    num_classes: int
+    protocol: str
+    restricted: bool = False
+
+
+# In the table's order; the names are the flags'.
+BENCHMARKS = {
+    "imagenet": Benchmark("ImageNet", 50_000, 1000, "top-1 on the validation set"),
+    "imagenet_a": Benchmark("ImageNet-A", 7_500, 200, "top-1, logits restricted to the set's classes", restricted=True),
+    "imagenet_r": Benchmark("ImageNet-R", 30_000, 200, "top-1, logits restricted to the set's classes", restricted=True),
+    "imagenet_sketch": Benchmark("ImageNet-Sketch", 50_889, 1000, "top-1 among all classes"),
+    "imagenet_c": Benchmark("ImageNet-C", 50_000, 1000, "mCE: errors relative to AlexNet's, 15 corruptions x 5 severities"),
+}
+
+# AlexNet's error on each corruption, mean over the severities: Hendrycks and Dietterich (ICLR 2019), with the digits of
+# their repository's table.
+ALEXNET_ERRORS = dict(
+    gaussian_noise=0.886428,
+    shot_noise=0.894468,
+    impulse_noise=0.922640,
+    defocus_blur=0.819880,
+    glass_blur=0.826268,
+    motion_blur=0.785948,
+    zoom_blur=0.798360,
+    snow=0.866816,
+    frost=0.826572,
+    fog=0.819324,
+    brightness=0.564592,
+    contrast=0.853204,
+    elastic_transform=0.646056,
+    pixelate=0.717840,
+    jpeg_compression=0.606500,
+)
+SEVERITIES = (1, 2, 3, 4, 5)
+
+
+def get_args_parser():
+    parser = Parser("main_robustness.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--resume", required=True, help="the fine-tuned classifier: a checkpoint, or the folder of a fine-tuning run")
+    flag("--model", default="vit_base_patch16", choices=MODELS, help="for checkpoints that are not ours")
+
+    data = parser.add_argument_group("data").add_argument
+    for name, benchmark in BENCHMARKS.items():
+        data(f"--{name}", metavar="DIR", help="holds val/<wnid>/*" if name == "imagenet" else f"the folder of {benchmark.title}")
+    data("--allow_incomplete", action=boolean, default=False, help="score sets that lack images or classes, marked as such")
+    data("--crop_pct", type=float, help="images are resized to input_size / crop_pct (default: .875; 1 above 224 px), not in -C")
+    data("--mean", type=float, nargs=3, help="of the pixels in [0, 1] (default: the checkpoint's, else ImageNet's)")
+    data("--std", type=float, nargs=3)
+
+    run = parser.add_argument_group("run").add_argument
+    run("--output_dir", default="output/robustness", help="for robustness.json and robustness.md")
+    run("--batch_size", type=int, default=64, help="per process")
+    run("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
+    run("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    run("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
+    return parser
+
+
+def imagenet_wnids():
+    """The wnids of ImageNet-1k in the order of a classifier's logits."""
+    return sorted(ImageNetInfo().label_names())
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is scored and kept at once: a set, or one severity of one corruption."""
+
+    name: str  # "imagenet_a", "imagenet_c/fog/3"
+    folder: str
+    classes: tuple = ()  # wnids, sorted: label i is classes[i]
+    num_images: int = 0
+
+    @property
+    def flag(self):
+        return self.name.partition("/")[0]
+
+    @property
+    def benchmark(self):
+        return BENCHMARKS[self.flag]
+
+    @property
+    def incomplete(self):
+        official = self.benchmark
+        return (self.num_images, len(self.classes)) != (official.num_images, official.num_classes)
+
+    def __str__(self):
+        return f"{self.num_images} images of {len(self.classes)} classes in {self.folder!r}"
+
+    def columns(self, wnids):
+        """The logits that the labels mean: label i is logit columns[i]. Strictly increasing, as both lists are sorted."""
+        return [wnids.index(wnid) for wnid in self.classes]
+
+    def open(self, check_files=0):
+        try:
+            return FolderImages(self.folder, "", labelled=True, check_files=check_files)
+        except ImageError:
+            raise
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data_path", f"--{self.flag}")) from error
+
+
+def find_parts(args, wnids):
+    """All parts that the flags ask for, opened, counted and held against the published sets; ValueError says what is off."""
+    given = {name: Path(getattr(args, name)) for name in BENCHMARKS if getattr(args, name) is not None}
+    if not given:
+        raise ValueError(f"nothing to evaluate on: give at least one of {', '.join(f'--{name}' for name in BENCHMARKS)}")
+    parts = []
+    for name, root in given.items():
+        if not root.is_dir():
+            raise ValueError(f"--{name} {str(root)!r} is not a folder")
+        folders = {name: root}
+        if name == "imagenet":
+            folders = {name: root / "val"}
+        elif name == "imagenet_c":
+            folders = {f"{name}/{c}/{s}": root / c / str(s) for c in ALEXNET_ERRORS for s in SEVERITIES}
+        missing = [str(folder.relative_to(root)) for folder in folders.values() if not folder.is_dir()]
+        if missing:
+            raise ValueError(f"--{name} {str(root)!r} lacks {len(missing)} of its {len(folders)} folder(s): {shorten(missing)}")
+        parts += [Part(part, str(folder.resolve())) for part, folder in folders.items()]
+    return [check_part(part, wnids, args.allow_incomplete) for part in parts]
+
+
+def check_part(part, wnids, allow_incomplete):
+    """-> the part with its classes and number of images. ValueError unless they are the published ones."""
+    official, what = part.benchmark, f"--{part.flag} {part.folder!r}"
+    images = part.open(check_files=200)
+    unknown = sorted(set(images.classes) - set(wnids))
+    if unknown:
+        raise ValueError(f"{what} has {len(unknown)} folder(s) that are no class of ImageNet-1k: {shorten(unknown)}")
+    num_classes = len(images.classes)
+    if num_classes > official.num_classes:
+        raise ValueError(f"{what} has {num_classes} class folders, {official.title} has {official.num_classes}")
+    part = Part(part.name, part.folder, tuple(images.classes), len(images))
+    if part.incomplete and not allow_incomplete:
+        absent = sorted(set(wnids) - set(images.classes)) if official.num_classes == len(wnids) else []
+        raise ValueError(
+            f"{what} has {len(images)} images of {num_classes} classes, {official.title} has {official.num_images} of "
+            f"{official.num_classes}{f' (missing: {shorten(absent)})' if absent else ''}; "
+            f"--allow_incomplete scores it anyway and marks the result"
+        )
+    return part
+
+
+def corruption_errors(errors):
+    """{corruption: [errors at severities 1 to 5, as fractions]} -> CE, mCE and un-normalised errors, all in percent.
+
+    CE_c = mean_s E_cs / AlexNet's mean_s E_cs; mCE is the mean over the 15 corruptions (Hendrycks and Dietterich, ICLR 2019).
+    """
+    odd = sorted(set(errors) ^ set(ALEXNET_ERRORS)) or [c for c in errors if len(errors[c]) != len(SEVERITIES)]
+    if odd:
+        raise ValueError(f"mCE takes five errors of each of the {len(ALEXNET_ERRORS)} corruptions; off: {', '.join(odd)}")
+    means = {c: sum(errors[c]) / len(errors[c]) for c in ALEXNET_ERRORS}
+    ce = {c: 100 * mean / ALEXNET_ERRORS[c] for c, mean in means.items()}
+    return {
+        "mce": sum(ce.values()) / len(ce),
+        "mean_error": 100 * sum(means.values()) / len(means),
+        "ce": ce,
+        "errors": {c: 100 * mean for c, mean in means.items()},
+    }
+
+
+def summarise(parts):
+    """{part: result} -> {benchmark: its published figure and secondary ones}; ImageNet-C once all its parts are there."""
+    summary = {}
+    for flag, benchmark in BENCHMARKS.items():
+        own = {name: r for name, r in parts.items() if name.partition("/")[0] == flag}
+        if flag == "imagenet_c":
+            names = {c: [f"{flag}/{c}/{s}" for s in SEVERITIES] for c in ALEXNET_ERRORS}
+            if len(own) < sum(map(len, names.values())):
+                continue
+            figures = corruption_errors({c: [1 - own[name]["top1"] / 100 for name in names[c]] for c in names})
+        elif own:
+            figures = {name: value for name, value in own[flag].items() if name.startswith("top1")}
+        else:
+            continue
+        summary[flag] = {
+            "title": benchmark.title,
+            "published_protocol": benchmark.protocol,
+            **figures,
+            "num_classes": min(r["num_classes"] for r in own.values()),
+            "official_num_classes": max(r["official_num_classes"] for r in own.values()),
+            "num_images": sum(r["num_images"] for r in own.values()),
+            "official_num_images": sum(r["official_num_images"] for r in own.values()),
+            "incomplete": any(r["incomplete"] for r in own.values()),
+        }
+    return summary
+
+
+def report(summary, num_classes):
+    """The tables in Markdown; num_classes: of the classifier."""
+    rows, corruptions = [], []
+    for flag, s in summary.items():
+        images = str(s["num_images"])
+        if s["incomplete"]:
+            images += f" of {s['official_num_images']}, {s['num_classes']} of {s['official_num_classes']} classes: INCOMPLETE"
+        if flag == "imagenet_c":
+            rows.append([s["title"], "mCE, AlexNet's is 100", s["mce"], images])
+            rows.append([s["title"], "mean error, un-normalised", s["mean_error"], images])
+            corruptions = [[c, s["ce"][c], s["errors"][c]] for c in s["ce"]]
+            corruptions.append(["mean", s["mce"], s["mean_error"]])
+        elif "top1_unrestricted" in s:
+            rows.append([s["title"], f"top-1 among its {s['num_classes']} classes", s["top1"], images])
+            rows.append([s["title"], f"top-1 among all {num_classes} classes", s["top1_unrestricted"], images])
+        else:
+            rows.append([s["title"], "top-1", s["top1"], images])
+    text = pipe_table(["set", "metric", "%", "images"], rows)
+    return text + ("\n" + pipe_table(["ImageNet-C", "CE, %", "mean error, %"], corruptions) if corruptions else "")
+
+
+def pipe_table(titles, rows):
+    """A Markdown table with aligned columns; floats get two digits."""
+    rows = [[f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines = [titles, ["-" * width for width in widths], *rows]
+    return "".join("| " + " | ".join(map(str.ljust, line, widths)) + " |\n" for line in lines)
+
+
+def shorten(names, most=5):
+    return ", ".join(names[:most]) + (f", ... ({len(names) - most} more)" if len(names) > most else "")
+
+
+def identify(path):
+    """-> (path of the checkpoint that --resume means, SHA-256 of its bytes)."""
+    path = checkpoint.find_checkpoint_file(path)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at --resume {str(path)!r}: give a fine-tuned checkpoint, or the folder of a run")
+    return path, checkpoint.sha256(path)
+
+
+def load_wnid_classifier(path, args, wnids):
+    """-> (model, settings) of a classifier whose logits are ImageNet-1k's classes; ValueError if they are not."""
+    model, settings, classes = load_classifier(path, args)
+    if settings["nb_classes"] != len(wnids):
+        raise ValueError(
+            f"the head of {str(path)!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
+            f"these sets need a classifier that was fine-tuned on ImageNet-1k"
+        )
+    if classes and list(classes) != wnids:
+        odd = sorted(set(classes) - set(wnids)) or ["another order"]
+        raise ValueError(f"{str(path)!r} was not fine-tuned on ImageNet-1k; its classes differ: {shorten(odd)}")
+    return model, settings
+
+
+def earlier_results(path, sha256, settings, parts):
+    """{part: result} of an earlier start; ValueError where it had another checkpoint, other settings or other data."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        before = {"checkpoint": content["sha256"], **content["settings"]}
+        done = content["parts"]
+        sources = {name: r["source"] for name, r in done.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} is no result of this program ({error!r}); choose another --output_dir") from error
+    now = {"checkpoint": sha256, **settings}
+    odd = [f"{name} was {before.get(name)} and now is {value}" for name, value in now.items() if before.get(name) != value]
+    for part in parts:
+        if sources.get(part.name, str(part)) != str(part):
+            odd.append(f"{part.name} was {sources[part.name]} and now is {part}")
+    if odd:
+        raise ValueError(f"{str(path)!r} holds other results ({'; '.join(odd[:2])}); choose another --output_dir")
+    return done
+
+
+def score_part(part, model, wnids, settings, normalize, autocast, args):
+    """-> the part's entry in the results; top-1 in percent, the published protocol's first."""
+    images = part.open()
+    if (tuple(images.classes), len(images)) != (part.classes, part.num_images):
+        raise ValueError(f"{part.folder!r} has changed since it was checked; start again")
+    # ImageNet-C was resized and cropped before it was corrupted: resizing it again would blur what is measured.
+    crop_pct = 1.0 if part.flag == "imagenet_c" else settings["crop_pct"]
+    view = ResizeCenterCrop(settings["input_size"], crop_pct)
+    official = part.benchmark
+    result = score(model, images, view, normalize, autocast, args, part.columns(wnids))
+    if official.restricted:
+        figures = {name: result[name] for name in ("top1", "top1_unrestricted")}
+    else:  # also where folders are missing: their logits still compete, and label i is not logit i
+        figures = {"top1": result["top1_unrestricted"]}
+    return {
+        **figures,
+        "num_images": part.num_images,
+        "official_num_images": official.num_images,
+        "num_classes": len(part.classes),
+        "official_num_classes": official.num_classes,
+        "incomplete": part.incomplete,
+        "source": str(part),
+    }
+
+
+def run(args):
+    """Checks everything, scores what is not scored yet; -> the results as in robustness.json."""
+    check_least(args, 1, "batch_size")
+    check_least(args, 0, "num_workers")
+    # The others wait while the main process counts up to four million files.
+    process = distributed.init_process(args.device, timeout_minutes=240)
+    resolve_workers(args, process)
+    wnids = imagenet_wnids()
+    path, sha256 = distributed.from_main(lambda: identify(args.resume))
+    model, found = load_wnid_classifier(path, args, wnids)
+    name, autocast, _ = precision(args.precision, process.device)
+    settings = {
+        "input_size": found["input_size"],
+        "crop_pct": found["crop_pct"],
+        "mean": list(found["mean"] or IMAGENET_MEAN),
+        "std": list(found["std"] or IMAGENET_STD),
+        "precision": name,
+    }
+    ResizeCenterCrop(settings["input_size"], settings["crop_pct"])  # may refuse, now rather than later
+    if process.is_main:
+        print(f"{path}, {name} on {process.world_size} process(es); checking the images first", flush=True)
+    parts = distributed.from_main(lambda: find_parts(args, wnids))
+    output_dir = distributed.from_main(lambda: writable_folder(args.output_dir))
+    results = output_dir / "robustness.json"
+    done = distributed.from_main(lambda: earlier_results(results, sha256, settings, parts))
+    skipped = [part.name for part in parts if part.name in done]
+    if skipped and process.is_main:
+        print(f"{len(skipped)} of {len(parts)} part(s) are in {results} already and are skipped: {shorten(skipped)}")
+
+    model = model.to(process.device)
+    normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
+    content = {"checkpoint": str(path), "sha256": sha256, "settings": settings, "summary": summarise(done), "parts": done}
+    for part in parts:
+        if part.name in skipped:
+            continue
+        start = time.perf_counter()
+        done[part.name] = result = score_part(part, model, wnids, settings, normalize, autocast, args)
+        content["summary"] = summarise(done)
+        if process.is_main:
+            write_json(results, content)
+            seconds = time.perf_counter() - start
+            print(f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s", flush=True)
+    if process.is_main:
+        text = report(content["summary"], len(wnids))
+        (output_dir / "robustness.md").write_text(text)
+        print(f"\n{text}\nwritten to {results} and {results.with_suffix('.md')}")
+    distributed.shut_down()
+    return content
+
+
+def main(argv=None):
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except ImageError as error:  # a worker's comes with its traceback before the message
+        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
+    except ValueError as error:
+        distributed.shut_down()
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
