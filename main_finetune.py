@@ -21,7 +21,7 @@ from engine_finetune import FinetuneEngine, evaluate
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import checkpoint, distributed
 from util.cli import Parser, parse_with_recipe
-from util.datasets import AddressedDataset, ImageError, batches, every_image_once, stack
+from util.datasets import AddressedDataset, batches, every_image_once, stack
 from util.lars import LARS
 from util.train_engine import precision
 from util.train_run import (
@@ -32,6 +32,7 @@ from util.train_run import (
     check_least,
     launch,
     open_everywhere,
+    refuse,
     resolve_workers,
 )
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
@@ -354,11 +355,9 @@ def main(argv=None):
         return
     try:
         evaluate_only(args)
-    except ImageError as error:
-        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
     except ValueError as error:
         distributed.shut_down()
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        refuse(parser, error)
 
 
 if __name__ == "__main__":

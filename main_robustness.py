@@ -21,7 +21,7 @@ from util import checkpoint, distributed
 from util.cli import Parser
 from util.datasets import FolderImages, ImageError
 from util.train_engine import PRECISIONS, precision
-from util.train_run import check_least, resolve_workers, writable_folder
+from util.train_run import check_least, refuse, resolve_workers, writable_folder
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
 
 
@@ -376,11 +376,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         run(args)
-    except ImageError as error:  # a worker's comes with its traceback before the message
-        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
     except ValueError as error:
         distributed.shut_down()
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        refuse(parser, error)
 
 
 if __name__ == "__main__":

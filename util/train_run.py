@@ -351,16 +351,22 @@ class TrainRun:
         return {}
 
 
+def refuse(parser, error):
+    """Ends the program for a user's error: one paragraph, exit code 2."""
+    message = str(error).strip().rpartition("ImageError: ")[2]  # a worker's error comes with its traceback before it
+    parser.exit(2, f"{parser.prog}: error: {message}\n")
+
+
 def launch(parser, args, run_class):
     """Builds and trains the run. Exit code 2 with one paragraph for a user's error, 3 for divergence."""
     try:
         run = run_class(args)
     except ValueError as error:
         distributed.shut_down()
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        refuse(parser, error)
     try:
         run.train()
-    except ImageError as error:  # a worker's comes with its traceback before the message
-        parser.exit(2, f"{parser.prog}: error: {str(error).strip().rpartition('ImageError: ')[2]}\n")
+    except ImageError as error:
+        refuse(parser, error)
     except FloatingPointError as error:
         parser.exit(3, f"{parser.prog}: error: {error}\n")
