@@ -1,5 +1,6 @@
 """One epoch of fine-tuning or probing, and evaluation. Knows images, labels and logits, but no model."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,31 +52,32 @@ def evaluate(model, batches, num_images, normalize, autocast, columns=None):
 
     batches: this process's share of (imgs uint8, labels). columns: the logits to choose among, where the labels are
     positions in that list; `top1_unrestricted` then counts the choice among all logits. RuntimeError if the images
-    counted are not `num_images`.
+    counted are not `num_images`, FloatingPointError if the logits are not finite.
     """
     device = normalize.mean.device
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
-    was_training = model.training
+    sums, own_count, was_training = torch.zeros(5, dtype=torch.float64, device=device), 0, model.training
+    columns = None if columns is None else torch.as_tensor(columns, device=device)
     model.eval()
     for imgs, labels in batches:
         imgs, labels = imgs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with autocast():
             logits = model(normalize(imgs)).float()
         chosen = logits if columns is None else logits[:, columns]
-        hits = chosen.topk(min(5, chosen.shape[1])).indices == labels[:, None]
-        everywhere = labels if columns is None else torch.as_tensor(columns, device=device)[labels]
-        sums += torch.stack(
-            [
-                hits[:, 0].sum(),
-                hits.any(dim=1).sum(),
-                F.cross_entropy(chosen, labels, reduction="sum").double(),
-                (logits.argmax(dim=1) == everywhere).sum(),
-                torch.tensor(len(labels), device=device),
-            ]
-        )
+        top5 = chosen.topk(min(5, chosen.shape[1])).indices
+        counts = [
+            (chosen.argmax(dim=1) == labels).sum(),
+            (top5 == labels[:, None]).sum(),
+            (logits.argmax(dim=1) == (labels if columns is None else columns[labels])).sum(),
+            F.cross_entropy(chosen, labels, reduction="sum"),
+        ]
+        sums[:4] += torch.stack([c.double() for c in counts])
+        own_count += len(labels)
     model.train(was_training)
-    top1, top5, loss, unrestricted, count = all_reduce_sum(sums).tolist()
+    sums[4] = own_count
+    top1, top5, unrestricted, loss, count = all_reduce_sum(sums).tolist()
     if count != num_images:
         raise RuntimeError(f"{count:.0f} images were scored instead of {num_images}")
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the logits are not finite (loss {loss}): try --precision fp32, and check --mean and --std")
     result = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "num_images": num_images}
     return result if columns is None else result | {"top1_unrestricted": 100 * unrestricted / count}

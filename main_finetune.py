@@ -33,6 +33,7 @@ from util.train_run import (
     launch,
     open_everywhere,
     refuse,
+    resolve,
     resolve_workers,
 )
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
@@ -93,10 +94,13 @@ def parse_args(argv=None):
     """-> (parser, args). A linear probe has other defaults than fine-tuning; a recipe and explicit flags win over both."""
     parser = get_args_parser()
     args = parse_with_recipe(parser, FINETUNE_RECIPES, argv)
+    if args.recipe and (FINETUNE_RECIPES[args.recipe].get("trainable_blocks") == 0) != (args.trainable_blocks == 0):
+        probes = ", ".join(name for name in FINETUNE_RECIPES if "linprobe" in name)
+        parser.error(
+            f"recipe {args.recipe!r} does not go with --trainable_blocks {args.trainable_blocks}: linear probing (0) has recipes "
+            f"of its own, {probes}"
+        )
     if args.trainable_blocks == 0:
-        if args.recipe and FINETUNE_RECIPES[args.recipe].get("trainable_blocks") != 0:
-            probes = ", ".join(name for name in FINETUNE_RECIPES if "linprobe" in name)
-            parser.error(f"recipe {args.recipe!r} is for fine-tuning; a linear probe (--trainable_blocks 0) has its own: {probes}")
         parser.set_defaults(**LINPROBE_DEFAULTS)
         args = parse_with_recipe(parser, FINETUNE_RECIPES, argv)
     return parser, args
@@ -118,7 +122,7 @@ def build_model(settings):
 def load_classifier(path, args):
     """-> (model in eval mode, settings, its classes or None) of a fine-tuned checkpoint: ours, MAE's or timm's.
 
-    Ours know what they are; for the others `args.model` says the size, and the rest is read from the weights.
+    Ours know what they are; of the others all is read from the weights.
     """
     path = checkpoint.find_checkpoint_file(path)
     content = checkpoint.read_checkpoint(path)
@@ -128,11 +132,11 @@ def load_classifier(path, args):
         raise ValueError(f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune")
     meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
     settings = dict(meta.get("settings", {}))
-    if not settings:
-        patch_size = weights["patch_embed.proj.weight"].shape[-1]
+    if "model" not in settings:
+        embed_dim, _, _, patch_size = weights["patch_embed.proj.weight"].shape
         side = round((weights["pos_embed"].shape[1] - 1) ** 0.5)
-        settings = dict(
-            model=args.model,
+        settings |= dict(
+            model=models_vit.find_factory(embed_dim, len({k.split(".")[1] for k in weights if k.startswith("blocks.")})),
             input_size=side * patch_size,
             patch_size=patch_size,
             global_pool="avg" if "fc_norm.weight" in weights else "token",
@@ -142,7 +146,7 @@ def load_classifier(path, args):
     model = build_model(settings)
     checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
     for name in ("crop_pct", "mean", "std"):
-        settings[name] = getattr(args, name, None) or settings.get(name)
+        settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
     return model.eval(), settings, meta.get("classes")
 
 
@@ -150,7 +154,13 @@ def check_classes(ours, theirs, what, whose):
     """ValueError where the class lists differ, with the first that do."""
     if list(ours) != list(theirs):
         odd = sorted(set(ours) ^ set(theirs))
-        raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; only one of them has {', '.join(odd[:5])}")
+        difference = f"only one of them has {', '.join(odd[:5])}" if odd else "in another order"
+        raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; {difference}")
+
+
+def check_pixel_statistics(args):
+    if any(value <= 0 for value in args.std or ()):
+        raise ValueError(f"--std must be positive, got {args.std}")
 
 
 def notes_on(dataset, images):
@@ -166,7 +176,9 @@ def notes_on(dataset, images):
 class FinetuneRun(TrainRun):
     """Images, classifier and evaluation of a fine-tuning run."""
 
-    machine_flags = TrainRun.machine_flags | {"finetune", "eval", "eval_every"}
+    # The split of the batch counts: mixup, drop path and a probe's BatchNorm see the micro-batches.
+    machine_flags = TrainRun.machine_flags - {"batch_size", "accum_iter"} | {"finetune", "eval", "eval_every"}
+    program = "main_finetune.py"
 
     def __init__(self, args):
         super().__init__(args)
@@ -184,7 +196,9 @@ class FinetuneRun(TrainRun):
         if args.finetune and not self.resume_path:
             path = checkpoint.find_checkpoint_file(args.finetune)
             self.remarks.append(f"encoder from {path}: {checkpoint.load_encoder(self.model, path)}")
-        elif not args.finetune:
+        elif not self.resume_path:
+            if self.model.frozen:
+                raise ValueError(f"--trainable_blocks {args.trainable_blocks} needs --finetune: what is frozen must be pre-trained")
             self.remarks.append("no --finetune: training from scratch")
         model = self.model.to(self.process.device)
         args.input_size, args.patch_size = model.img_size[0], model.patch_size
@@ -209,7 +223,9 @@ class FinetuneRun(TrainRun):
         args.mean, args.std = args.mean or IMAGENET_MEAN, args.std or IMAGENET_STD
         args.global_pool = args.global_pool or ("token" if args.trainable_blocks == 0 else "avg")
         args.optimizer = args.optimizer or ("lars" if args.trainable_blocks == 0 else "adamw")
-        super().resolve()
+        # A probe's BatchNorm sees 512 images at a time in MAE's protocol.
+        resolve(args, self.process, default_batch_size=512 if args.trainable_blocks == 0 else 64)
+        check_pixel_statistics(args)
         check_least(args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter")
         check_least(args, 1, "nb_classes recount eval_every")
         for name in ("drop_path", "smoothing", "reprob", "mixup_prob", "mixup_switch_prob"):
@@ -221,6 +237,22 @@ class FinetuneRun(TrainRun):
             raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
         if (args.mixup or args.cutmix) and args.batch_size % 2:
             raise ValueError(f"mixup pairs the images of a batch, so --batch_size must be even, got {args.batch_size}")
+        if args.trainable_blocks == 0 and args.batch_size == 1:
+            raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
+
+    def restore(self, path):
+        content = super().restore(path)
+        before, now = content["meta"]["settings"]["finetune"], self.args.finetune
+        if now not in (None, before):
+            raise ValueError(f"{self.args.output_dir!r} holds a run from {before!r}, not from {now!r}; choose another --output_dir")
+        self.args.finetune = before
+        check_classes(content["meta"]["classes"], self.classes, "the run", "the data")
+        return content
+
+    def changes(self, meta):
+        before, now = meta["world_size"], self.process.world_size
+        split = [f"warning: the run had {before} processes and now has {now}: other random draws"] if before != now else []
+        return super().changes(meta) + split
 
     def describe(self):
         args, trained = self.args, sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -235,6 +267,11 @@ class FinetuneRun(TrainRun):
         if self.is_evaluated_after(step) and not distributed.from_main(lambda: step in self.evaluations()):
             self.evaluate(step)  # the run was stopped between the checkpoint and its evaluation
         super().train()
+
+    def finish(self):
+        if self.process.is_main:
+            write_json(self.output_dir / "results.json", self.results())
+        super().finish()
 
     def after_step(self, step):
         super().after_step(step)
@@ -251,14 +288,19 @@ class FinetuneRun(TrainRun):
         result = score(self.model, self.val_images, self.val_transform, self.normalize, self.engine.autocast, self.args)
         if not self.process.is_main:
             return
-        best_before = max((r["val_top1"] for r in self.evaluations().values()), default=-1.0)
+        # Logged last: what is not in the log is evaluated again after a kill.
+        if result["top1"] > self.best_before(step):
+            state = {"model": self.model.state_dict()}
+            self.write_checkpoint("best", state, {**self.meta(step), "val": result}, required=False)
         scalars = {"epoch": step // self.steps_per_epoch - 1, **{f"val_{name}": value for name, value in result.items()}}
         line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
         self.log.report(step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
-        if result["top1"] > best_before:
-            state = {"model": self.model.state_dict()}
-            self.write_checkpoint("best", state, {**self.meta(step), "val": result}, required=step == self.last_step)
         write_json(self.output_dir / "results.json", self.results())
+
+    def best_before(self, step):
+        """Top-1 of the best checkpoint on disk, of an earlier step than this; -1 where there is none."""
+        meta = checkpoint.read_record(self.output_dir / "checkpoint-best.pth")
+        return meta["val"]["top1"] if meta and meta["step"] < step else -1.0
 
     def evaluations(self):
         """{step: report} of all evaluations so far; on the main process."""
@@ -329,8 +371,10 @@ def evaluate_only(args):
     args.batch_size = args.batch_size or 64
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
+    check_pixel_statistics(args)
     resolve_workers(args, process)
     model, settings, classes = load_classifier(args.resume, args)
+    transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"])
     images = open_everywhere(args, "val", labelled=True)
     if classes:
         check_classes(classes, images.classes, "the checkpoint", "the data")
@@ -338,7 +382,6 @@ def evaluate_only(args):
         raise ValueError(f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}")
     normalize = Normalize(settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD).to(process.device)
     _, autocast, _ = precision(args.precision, process.device)
-    transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"])
     result = score(model.to(process.device), images, transform, normalize, autocast, args)
     if process.is_main:
         for note in notes_on(args.dataset, images):
@@ -355,7 +398,7 @@ def main(argv=None):
         return
     try:
         evaluate_only(args)
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         distributed.shut_down()
         refuse(parser, error)
 

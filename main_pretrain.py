@@ -76,6 +76,7 @@ class PretrainRun(TrainRun):
     """Images, model and token orders of a pre-training run."""
 
     machine_flags = TrainRun.machine_flags | {"picture_every"}
+    program = "main_pretrain.py"
 
     def __init__(self, args):
         super().__init__(args)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from timm.data import ImageNetInfo
 
-from main_finetune import MODELS, load_classifier, score, write_json
+from main_finetune import check_pixel_statistics, load_classifier, score, write_json
 from util import checkpoint, distributed
 from util.cli import Parser
 from util.datasets import FolderImages, ImageError
@@ -71,7 +71,6 @@ def get_args_parser():
     parser = Parser("main_robustness.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
     flag("--resume", required=True, help="the fine-tuned classifier: a checkpoint, or the folder of a fine-tuning run")
-    flag("--model", default="vit_base_patch16", choices=MODELS, help="for checkpoints that are not ours")
 
     data = parser.add_argument_group("data").add_argument
     for name, benchmark in BENCHMARKS.items():
@@ -305,11 +304,12 @@ def score_part(part, model, wnids, settings, normalize, autocast, args):
     crop_pct = 1.0 if part.flag == "imagenet_c" else settings["crop_pct"]
     view = ResizeCenterCrop(settings["input_size"], crop_pct)
     official = part.benchmark
-    result = score(model, images, view, normalize, autocast, args, part.columns(wnids))
+    columns = part.columns(wnids)
+    result = score(model, images, view, normalize, autocast, args, None if len(columns) == len(wnids) else columns)
     if official.restricted:
         figures = {name: result[name] for name in ("top1", "top1_unrestricted")}
     else:  # also where folders are missing: their logits still compete, and label i is not logit i
-        figures = {"top1": result["top1_unrestricted"]}
+        figures = {"top1": result.get("top1_unrestricted", result["top1"])}
     return {
         **figures,
         "num_images": part.num_images,
@@ -325,6 +325,7 @@ def run(args):
     """Checks everything, scores what is not scored yet; -> the results as in robustness.json."""
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
+    check_pixel_statistics(args)
     # The others wait while the main process counts up to four million files.
     process = distributed.init_process(args.device, timeout_minutes=240)
     resolve_workers(args, process)
@@ -376,7 +377,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         run(args)
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         distributed.shut_down()
         refuse(parser, error)
 

@@ -3,7 +3,7 @@ framework inherits, and the model that is fine-tuned.
 
 State-dict names are those of MAE's releases and of timm's `VisionTransformer`. Features in three lines:
 
-    model = vit_base_patch16()
+    model = vit_base_patch16(global_pool="token")
     print(util.checkpoint.load_encoder(model, "checkpoint.pth"))
     tokens = model.eval().forward_features(imgs)  # [B, 1 + N, 768], class token first; imgs ImageNet-normalised
 """
@@ -34,6 +34,10 @@ SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
 BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
+
+
+_FACTORIES = dict(vit_mini_patch4=MINI, vit_tiny_patch16=TINY, vit_small_patch16=SMALL)
+_FACTORIES |= dict(vit_base_patch16=BASE, vit_large_patch16=LARGE, vit_huge_patch14=HUGE)
 
 
 def layer_norm(dim):
@@ -204,8 +208,10 @@ class VisionTransformer(ViTEncoder):
     def forward(self, imgs):
         """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
         x = self.forward_features(imgs)
-        x = x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x[:, 0]
-        return self.head(self.fc_norm(x))
+        x = self.fc_norm(x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x[:, 0])
+        # Logits of 8 bits would tie: the head costs nothing, so it computes in its own precision.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.head(x.to(self.pos_embed.dtype))
 
     def freeze_all_but(self, trainable_blocks):
         """Trains the last `trainable_blocks` blocks and what follows them; 0: the head alone, on frozen features.
@@ -235,6 +241,14 @@ class VisionTransformer(ViTEncoder):
     def group_matcher(self, coarse=False):
         """timm's description of the layers, for layer-wise lr decay: embeddings, each block, then norm and head together."""
         return {"stem": r"^cls_token|^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
+
+
+def find_factory(embed_dim, depth):
+    """The name of the factory below that builds a ViT of this width and depth; ValueError where none does."""
+    sizes = {(size["embed_dim"], size["depth"]): name for name, size in _FACTORIES.items()}
+    if (embed_dim, depth) not in sizes:
+        raise ValueError(f"no ViT of width {embed_dim} and depth {depth} is known; (width, depth): {', '.join(map(str, sizes))}")
+    return sizes[embed_dim, depth]
 
 
 def vit_mini_patch4(**kwargs):

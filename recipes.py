@@ -152,6 +152,6 @@ FINETUNE_RECIPES |= {
     # LARS moves a matrix by lr / 1000 of its norm a step: few steps need the learning rate of large batches.
     "linprobe_cifar10": LINPROBE_DEFAULTS
     | _MINI
-    | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, lr=12.8),
+    | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, blr=25.6),
     "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=3, blr=4e-3),
 }

@@ -31,7 +31,7 @@ def load_run(path):
     """-> (model in eval mode, settings) of a checkpoint of main_pretrain, or of the newest in a run's folder."""
     path = checkpoint.find_checkpoint_file(path)
     content = checkpoint.read_checkpoint(path)
-    if not isinstance(content.get("meta"), dict):
+    if not isinstance(content.get("meta"), dict) or "mask_ratio" not in content["meta"].get("settings", {}):
         raise ValueError(f"{str(path)!r} is not a checkpoint of main_pretrain.py: it does not say which model it holds")
     settings = content["meta"]["settings"]
     model = build_model(settings)

@@ -115,8 +115,9 @@ def test_learning_happens(tmp_path):
 
 @pytest.mark.parametrize("stops", [[1], [3], [2, 4]])
 @pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "0", "--precision", "bf16"]])
-def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, tmp_path, stops, flags):
+def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, tmp_path, stops, flags):
     """RandAugment, erasing, mixup and drop path all on; stopped in mid-epoch and at its end, resumed with other workers."""
+    flags = [*flags, "--finetune", pretrained]
     expected = run(labelled, tmp_path / "whole", "--print_freq", 2, *flags)
     for stop, workers in zip(stops, (2, 1), strict=False):
         run(labelled, tmp_path / "parts", "--print_freq", 2, "--max_steps", stop, "--num_workers", workers, *flags)
@@ -128,22 +129,50 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, tmp_path, st
     assert all(torch.equal(best[0]["model"][k], v) for k, v in best[1]["model"].items())
 
 
-def test_a_run_killed_before_its_evaluation_makes_up_for_it(labelled, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("where", ["score", "write_checkpoint", "write_json"])
+def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, tmp_path, monkeypatch, at, where):
+    """After the checkpoint of step `at`: while scoring, while writing the best weights, or while writing results.json."""
     expected = run(labelled, tmp_path / "whole")
-    evaluate_epoch = main_finetune.FinetuneRun.evaluate
+    owner = main_finetune.FinetuneRun if where == "write_checkpoint" else main_finetune
+    original = getattr(owner, where)
 
-    def killed(self, step):
-        if step == 3:
+    def killed(*args, **kwargs):
+        now = newest_checkpoint(tmp_path / "parts")[0]
+        if now is not None and now.name == f"checkpoint-{at}.pth" and (where != "write_checkpoint" or args[1] == "best"):
             raise KeyboardInterrupt
-        evaluate_epoch(self, step)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(main_finetune.FinetuneRun, "evaluate", killed)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(owner, where, killed)
+    try:  # step 6 may not be the best, and then nothing is to be killed
         run(labelled, tmp_path / "parts")
-    monkeypatch.undo()
-    assert_same_state(run(labelled, tmp_path / "parts"), expected)
+    except KeyboardInterrupt:
+        monkeypatch.undo()
+        assert_same_state(run(labelled, tmp_path / "parts"), expected)
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "parts")]
-    assert results[0] == results[1]
+    evaluated = [{k: r[which][k] for which in r for k in ("step", "val_top1", "val_loss")} for r in results]
+    assert evaluated[0] == evaluated[1]
+    best = [read_checkpoint(tmp_path / name / "checkpoint-best.pth") for name in ("whole", "parts")]
+    assert best[0]["meta"]["step"] == best[1]["meta"]["step"] == results[0]["best"]["step"]
+
+
+def test_a_run_goes_on_with_its_own_encoder_classes_and_program_only(labelled, pretrained, tmp_path, capsys):
+    """The same output folder must not report the accuracy of another experiment."""
+    run(labelled, tmp_path / "out", "--finetune", pretrained, "--max_steps", 1)
+    shutil.copytree(labelled, tmp_path / "renamed")
+    for split in ("train", "val"):
+        (tmp_path / "renamed" / split / "dog").rename(tmp_path / "renamed" / split / "fox")
+    shutil.copytree(pretrained, tmp_path / "other")
+    for flags, message in (
+        (["--finetune", tmp_path / "other"], f"holds a run from '{pretrained}', not from '{tmp_path / 'other'}'"),
+        (["--data_path", tmp_path / "renamed"], "the run has 2 classes, the data 2; only one of them has dog, fox"),
+        (["--output_dir", tmp_path / "other"], "is a checkpoint of main_pretrain.py; choose another --output_dir"),
+    ):
+        assert message in fails(capsys, *command(labelled, tmp_path / "out", *flags))
+    run(labelled, tmp_path / "out", "--max_steps", 2, "--batch_size", 4, "--total_batch_size", 8)
+    out = capsys.readouterr().out
+    assert "warning: --accum_iter was 1 and now is 2" in out and "from scratch" not in out
+    assert json.loads((tmp_path / "out" / "settings.json").read_text())["finetune"] == str(pretrained)
 
 
 def test_evaluations_can_be_rarer(labelled, tmp_path):
@@ -206,15 +235,36 @@ def test_eval_of_foreign_files(labelled, tmp_path, pool):
     images = AddressedDataset(open_images("folder", labelled, "val"), view)
     right = sum((theirs(normalize(images[(0, i)][0][None])).argmax() == images[(0, i)][1]).item() for i in range(7))
     for name in ("official.pth", "timm.safetensors"):
-        result = evaluate(labelled, tmp_path / name, "--model", "vit_mini_patch4")
+        result = evaluate(labelled, tmp_path / name)
         assert result["num_images"] == 7 and result["top1"] == pytest.approx(100 * right / 7)
 
 
-def test_eval_of_the_published_sizes_key_names(tmp_path, labelled, capsys):
-    """A ViT-B file is not taken for a mini one: the shapes are named."""
-    an_official_file(tmp_path / "official.pth")
-    message = fails(capsys, "--eval", "--resume", tmp_path / "official.pth", "--data_path", labelled)
-    assert "do not fit this VisionTransformer" in message and "blocks.6" in message
+def test_a_size_that_nobody_published_is_named(tmp_path, labelled, capsys):
+    torch.save(VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).state_dict(), tmp_path / "w.pth")
+    message = fails(capsys, "--eval", "--resume", tmp_path / "w.pth", "--data_path", labelled)
+    assert "no ViT of width 48 and depth 2 is known; (width, depth): (192, 6), (192, 12)" in message
+
+
+def test_an_exported_classifier_keeps_its_classes_and_statistics(labelled, tmp_path, capsys):
+    from scripts.export import export
+
+    run(labelled, tmp_path / "out", *PLAIN, "--mean", 0.3, 0.3, 0.3, "--max_steps", 3)
+    export(tmp_path / "out", tmp_path / "c.safetensors")
+    assert evaluate(labelled, tmp_path / "c.safetensors")["loss"] == pytest.approx(evaluate(labelled, tmp_path / "out")["loss"])
+    shutil.copytree(labelled, tmp_path / "renamed")
+    (tmp_path / "renamed" / "val" / "dog").rename(tmp_path / "renamed" / "val" / "fox")
+    message = fails(capsys, "--eval", "--resume", tmp_path / "c.safetensors", "--data_path", tmp_path / "renamed")
+    assert "the checkpoint has 2 classes, the data 2; only one of them has dog, fox" in message
+
+
+def test_logits_that_are_not_finite_are_no_accuracy(labelled, tmp_path, capsys):
+    an_official_file(tmp_path / "w.pth")
+    content = torch.load(tmp_path / "w.pth", weights_only=False)
+    content["model"]["head.bias"].fill_(float("nan"))
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(SystemExit) as stop:
+        main_finetune.main(["--eval", "--resume", str(tmp_path / "w.pth"), "--data_path", str(labelled), "--num_workers", "0"])
+    assert stop.value.code == 3 and "the logits are not finite (loss nan)" in capsys.readouterr().err
 
 
 def test_mean_and_std_of_the_checkpoint_are_used(labelled, tmp_path):
@@ -235,8 +285,9 @@ def torchrun(*arguments):
 
 
 @pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "2"]])
-def test_two_processes_train_and_count_as_one(labelled, tmp_path, flags):
+def test_two_processes_train_and_count_as_one(labelled, pretrained, tmp_path, flags):
     """Seven validation images on two processes; training losses of the one-process run."""
+    flags = [*flags, "--finetune", pretrained]
     done = torchrun(*command(labelled, tmp_path / "two", *PLAIN, "--batch_size", 4, "--print_freq", 5, *flags))
     assert done.returncode == 0, done.stderr[-3000:]
     run(labelled, tmp_path / "one", *PLAIN, "--print_freq", 5, *flags)
@@ -247,9 +298,9 @@ def test_two_processes_train_and_count_as_one(labelled, tmp_path, flags):
             assert a.get(name) == (pytest.approx(b[name], rel=1e-3) if name in b else None), name
 
 
-def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labelled, tmp_path):
+def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labelled, pretrained, tmp_path):
     """BatchNorm sees other images in each process; the evaluation must use the statistics that are saved."""
-    done = torchrun(*command(labelled, tmp_path / "two", "--batch_size", 4, "--trainable_blocks", 0))
+    done = torchrun(*command(labelled, tmp_path / "two", "--batch_size", 4, "--trainable_blocks", 0, "--finetune", pretrained))
     assert done.returncode == 0, done.stderr[-3000:]
     last = reports(tmp_path / "two")[-1]
     assert evaluate(labelled, tmp_path / "two")["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
@@ -274,7 +325,12 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--trainable_blocks 7", "trainable_blocks must be at least 0 and below the 6 blocks, got 7"),
         ("--trainable_blocks -1", "--trainable_blocks must be at least 0, got -1"),
         ("--trainable_blocks 0 --global_pool avg", "needs global_pool 'token'"),
-        ("--trainable_blocks 0 --recipe finetune_vit_base", "a linear probe (--trainable_blocks 0) has its own: linprobe_vit_base"),
+        ("--trainable_blocks 0 --recipe finetune_vit_base", "linear probing (0) has recipes of its own, linprobe_vit_base"),
+        ("--trainable_blocks 2 --recipe linprobe_vit_base", "does not go with --trainable_blocks 2"),
+        ("--trainable_blocks 2", "--trainable_blocks 2 needs --finetune: what is frozen must be pre-trained"),
+        ("--trainable_blocks 0 --batch_size 1", "BatchNorm needs more than one image a micro-batch"),
+        ("--std 1 0 1", "--std must be positive, got [1.0, 0.0, 1.0]"),
+        ("--eval --resume {tmp}/ten.pth --crop_pct 0", "crop_pct must lie in (0, 1], got 0.0"),
         ("--recipe finetune", "unknown recipe 'finetune'; close to it: finetune_"),
         ("--batch_size 3", "so --batch_size must be even, got 3"),
         ("--aa rnd-m9", "timm does not know the augmentation policy 'rnd-m9'"),
@@ -299,7 +355,7 @@ def test_user_errors_are_one_paragraph_before_the_first_step(labelled, photos, p
     write_photo(tmp_path / "flat" / "val" / "0.jpg")
     sizes = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
     torch.save(VisionTransformer(num_classes=10, **sizes).state_dict(), tmp_path / "ten.pth")
-    settings = dict(model="vit_mini_patch4", nb_classes=2, global_pool="avg", trainable_blocks=None)
+    settings = dict(model="vit_mini_patch4", input_size=32, nb_classes=2, global_pool="avg", trainable_blocks=None)
     meta = {"settings": settings, "classes": ["fox", "owl"]}
     save_checkpoint(tmp_path, "ours", {"model": VisionTransformer(num_classes=2, **sizes).state_dict()}, meta)
     (tmp_path / "checkpoint-ours.pth").rename(tmp_path / "ours.pth")
@@ -330,7 +386,7 @@ def test_an_incomplete_imagenet_is_pointed_out(tmp_path, capsys):
         path.write_bytes((tmp_path / "one.jpg").read_bytes())
     model = VisionTransformer(img_size=8, patch_size=4, embed_dim=192, depth=6, num_heads=3, num_classes=1000)
     torch.save(model.state_dict(), tmp_path / "w.pth")
-    result = evaluate(tmp_path / "data", tmp_path / "w.pth", "--model", "vit_mini_patch4", "--batch_size", "250")
+    result = evaluate(tmp_path / "data", tmp_path / "w.pth", "--batch_size", "250")
     assert result["num_images"] == 1000 and result["top1"] == pytest.approx(0.1)  # the same image a thousand times
     assert "note: 1000 validation images of 1000 classes; ImageNet has 50000 of 1000" in capsys.readouterr().out
 

@@ -314,7 +314,7 @@ def test_incomplete_sets_are_marked_and_scored_on_the_right_columns(twins, class
 
 def test_a_foreign_checkpoint_has_no_class_list(twins, classifier, whole, tmp_path):
     torch.save(classifier[1].state_dict(), tmp_path / "official.pth")
-    content = evaluate(tmp_path / "official.pth", tmp_path / "out", twins, "imagenet_r", "--model", "vit_mini_patch4")
+    content = evaluate(tmp_path / "official.pth", tmp_path / "out", twins, "imagenet_r")
     assert content["summary"]["imagenet_r"] == whole[1]["summary"]["imagenet_r"]
 
 
@@ -449,6 +449,6 @@ def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_robustness.get_args_parser()._actions} - {"help"}
     assert flags == set(
-        "resume model imagenet imagenet_a imagenet_r imagenet_sketch imagenet_c allow_incomplete crop_pct mean std output_dir "  # noqa: SIM905
+        "resume imagenet imagenet_a imagenet_r imagenet_sketch imagenet_c allow_incomplete crop_pct mean std output_dir "  # noqa: SIM905
         "batch_size num_workers device precision".split()
     )

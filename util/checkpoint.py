@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch.nn import functional as F
 
 
@@ -60,6 +60,11 @@ def newest_checkpoint(output_dir):
     return None, skipped
 
 
+def read_record(path):
+    """The meta of an intact checkpoint, or None."""
+    return None if _problem(path) else json.loads(path.with_suffix(".json").read_text())["meta"]
+
+
 def find_checkpoint_file(path):
     """`path` itself, or the newest intact checkpoint where it is a run's folder."""
     path = Path(path)
@@ -101,7 +106,7 @@ def read_checkpoint(path):
         raise ValueError(f"checkpoint {str(path)!r} is damaged: {problem}")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return _read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for files that are not its own
@@ -111,6 +116,15 @@ def read_checkpoint(path):
     if isinstance(content.get("meta"), str):
         content["meta"] = json.loads(content["meta"])
     return content
+
+
+def _read_safetensors(path):
+    """Weights and, where the file was written by scripts/export.py, what they were trained with."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    facts = {name: json.loads(metadata[name]) for name in ("classes", "mean", "std") if name in metadata}
+    return {"model": weights, "meta": {"classes": facts.pop("classes", None), "settings": facts}}
 
 
 def weights_of(content):
@@ -177,7 +191,8 @@ def load_encoder(model, path):
     if needed or misshaped:
         text = "; ".join([f"missing: {_shorten(needed)}"] * bool(needed) + [_shorten(misshaped)] * bool(misshaped))
         meta = content.get("meta")
-        made = f" (it was made as {meta['settings'].get('model')})" if isinstance(meta, dict) and "settings" in meta else ""
+        made_as = meta.get("settings", {}).get("model") if isinstance(meta, dict) else None
+        made = f" (it was made as {made_as})" if made_as else ""
         raise ValueError(f"{str(path)!r}{made} does not hold the encoder of this {type(model).__name__}: {text}")
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])

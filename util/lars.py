@@ -7,7 +7,8 @@ class LARS(torch.optim.Optimizer):
     """SGD with momentum whose step on each matrix is scaled to the matrix's norm; vectors take plain momentum steps.
 
     For p of two or more dimensions: g <- (g + wd p) * trust_coefficient ||p|| / ||g + wd p||, where both norms are positive;
-    then for all p: mu <- momentum mu + g, p <- p - lr mu.
+    then for all p: mu <- momentum mu + g, p <- p - lr mu. GradScaler waits for the device at each of its steps, which a
+    probe, whose frozen encoder is all the work, does not feel.
     """
 
     def __init__(self, params, lr=0.0, weight_decay=0.0, momentum=0.9, trust_coefficient=0.001):

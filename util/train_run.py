@@ -71,7 +71,7 @@ def add_run_flags(group):
     flag("--print_freq", type=int, default=20, help="steps between reports")
 
 
-def resolve(args, process):
+def resolve(args, process, default_batch_size=64):
     """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr")
@@ -81,7 +81,7 @@ def resolve(args, process):
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
     if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
-    split_batch(args, process.world_size)
+    split_batch(args, process.world_size, default_batch_size)
     args.lr = args.blr * args.total_batch_size / 256 if args.lr is None else args.lr
     resolve_workers(args, process)
 
@@ -99,8 +99,11 @@ def check_least(args, least, names):
             raise ValueError(f"--{name} must be at least {least}, got {value}")
 
 
-def split_batch(args, world_size):
-    """Sets batch_size, accum_iter and total_batch_size, so that total = batch_size * world_size * accum_iter, or ValueError."""
+def split_batch(args, world_size, default=64):
+    """Sets batch_size, accum_iter and total_batch_size, so that total = batch_size * world_size * accum_iter, or ValueError.
+
+    Without --batch_size a process takes the most that fits the total, up to `default` images.
+    """
     total = args.total_batch_size
     if total is None:
         args.batch_size, args.accum_iter = args.batch_size or 64, args.accum_iter or 1
@@ -109,7 +112,7 @@ def split_batch(args, world_size):
     per_process, rest = divmod(total, world_size)
     if rest:
         raise ValueError(f"a total batch of {total} cannot be split over {world_size} processes: change one of them")
-    most = args.batch_size or (per_process // args.accum_iter if args.accum_iter else 64)
+    most = args.batch_size or (per_process // args.accum_iter if args.accum_iter else default)
     fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
     if args.batch_size not in (None, fitting):
         split = f"--batch_size {args.batch_size} on {world_size} processes"
@@ -160,6 +163,7 @@ class TrainRun:
     """
 
     machine_flags = MACHINE_FLAGS
+    program = None  # the main that the run belongs to
 
     def __init__(self, args):
         self.args = args
@@ -214,6 +218,8 @@ class TrainRun:
         content = checkpoint.read_checkpoint(path)
         if "optimizer" not in content or not isinstance(content.get("meta"), dict):
             raise ValueError(f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program")
+        if content["meta"].get("program", self.program) != self.program:
+            raise ValueError(f"{str(path)!r} is a checkpoint of {content['meta']['program']}; choose another --output_dir")
         before, now = content["meta"]["settings"]["total_batch_size"], self.args.total_batch_size
         if before != now:
             raise ValueError(f"the run's total batch was {before} and now is {now}, so its steps would no longer mean the same")
@@ -293,6 +299,9 @@ class TrainRun:
             steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
             if steps:
                 self.engine.train_one_epoch(epoch, steps, stream, self.after_step)
+        self.finish()
+
+    def finish(self):
         self.log.info(self.summary())
         self.log.close()
         distributed.shut_down()
@@ -339,8 +348,10 @@ class TrainRun:
     def meta(self, step):
         """What a checkpoint says of itself (JSON-able)."""
         return {
+            "program": self.program,
             "step": step,
             "epoch": step / self.steps_per_epoch,
+            "world_size": self.process.world_size,
             "settings": self.settings(),
             "num_images": len(self.images),
             "torch": torch.__version__,
@@ -352,13 +363,13 @@ class TrainRun:
 
 
 def refuse(parser, error):
-    """Ends the program for a user's error: one paragraph, exit code 2."""
+    """Ends the program with one paragraph: exit code 2 for a user's error, 3 for numbers that are not finite."""
     message = str(error).strip().rpartition("ImageError: ")[2]  # a worker's error comes with its traceback before it
-    parser.exit(2, f"{parser.prog}: error: {message}\n")
+    parser.exit(3 if isinstance(error, FloatingPointError) else 2, f"{parser.prog}: error: {message}\n")
 
 
 def launch(parser, args, run_class):
-    """Builds and trains the run. Exit code 2 with one paragraph for a user's error, 3 for divergence."""
+    """Builds and trains the run, and ends with one paragraph where that cannot be."""
     try:
         run = run_class(args)
     except ValueError as error:
@@ -366,7 +377,5 @@ def launch(parser, args, run_class):
         refuse(parser, error)
     try:
         run.train()
-    except ImageError as error:
+    except (ImageError, FloatingPointError) as error:
         refuse(parser, error)
-    except FloatingPointError as error:
-        parser.exit(3, f"{parser.prog}: error: {error}\n")
