@@ -53,7 +53,7 @@ def add_optimisation_flags(group):
 def add_data_flags(group):
     flag = group.add_argument
     flag("--dataset", default="folder", choices=DATASETS)
-    flag("--data_path", default="data")
+    flag("--data_path", default="data", help="the images' folder; for CIFAR where it lies or goes, for iNaturalist with the .json")
     flag("--crop_scale", type=float, nargs=2, help="area of the random crop")
     flag("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
 
