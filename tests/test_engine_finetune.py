@@ -8,7 +8,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import nn
 
 from engine_finetune import FinetuneEngine, evaluate
-from tests.test_engine_pretrain import READS, SilentLog
+from tests.test_engine_pretrain import SilentLog, spy_on_reads
 from tests.two_processes import run_in_two_processes
 from util.train_engine import precision
 from util.transforms import Normalize
@@ -110,16 +110,9 @@ def test_erasing_mixing_and_dropping_are_drawn_anew_for_each_step_and_no_other_s
 
 def test_a_step_never_reads_from_the_device(monkeypatch):
     engine = an_engine(Classifier(0.5), accum_iter=2, mixup=mixup(), erase=RandomErasing(0.9, mode="pixel", device="cpu"))
-    stream, read = iter([a_batch(seed=i) for i in range(4)]), []
+    stream = iter([a_batch(seed=i) for i in range(4)])
     engine.train_step(stream, 0)
-    for name in READS:
-        original = getattr(torch.Tensor, name)
-
-        def spy(self, *args, _name=name, _original=original, **kwargs):
-            read.append(_name)
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, spy)
+    read = spy_on_reads(monkeypatch)
     engine.train_step(stream, 1)
     assert read == []
 

@@ -172,10 +172,9 @@ def test_fp16_scales_and_backs_off():
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
 
 
-def test_a_step_never_reads_from_the_device(monkeypatch):
-    engine, read = an_engine(accum_iter=2), []
-    batches = stream(20)
-    engine.train_step(batches, 1)  # state is made in the first step
+def spy_on_reads(monkeypatch):
+    """A list that the names of all reads of tensors go to from now on."""
+    read = []
     for name in READS:
         original = getattr(torch.Tensor, name)
 
@@ -184,6 +183,14 @@ def test_a_step_never_reads_from_the_device(monkeypatch):
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
+    return read
+
+
+def test_a_step_never_reads_from_the_device(monkeypatch):
+    engine = an_engine(accum_iter=2)
+    batches = stream(20)
+    engine.train_step(batches, 1)  # state is made in the first step
+    read = spy_on_reads(monkeypatch)
     engine.train_step(batches, 1)
     assert read == []
     engine.report(0, 2, epoch_ends=False)

@@ -61,8 +61,9 @@ def newest_checkpoint(output_dir):
 
 
 def read_record(path):
-    """The meta of an intact checkpoint, or None."""
-    return None if _problem(path) else json.loads(path.with_suffix(".json").read_text())["meta"]
+    """The meta in the record beside a checkpoint, or None where either is missing; the checkpoint itself is not read."""
+    record = path.with_suffix(".json")
+    return json.loads(record.read_text())["meta"] if path.exists() and record.exists() else None
 
 
 def find_checkpoint_file(path):
