@@ -5,12 +5,13 @@
 
 import torch
 
-from models_vit import BASE, HUGE, LARGE, MINI, SMALL, TINY, ViTEncoder, unpatchify
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder, unpatchify
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
 from util.checkpoint import load_strict
 
 __all__ = [
     "MaskedAutoencoderViT",
+    "mae_vit_micro_patch4",
     "mae_vit_mini_patch4",
     "mae_vit_tiny_patch16",
     "mae_vit_small_patch16",
@@ -141,6 +142,11 @@ class MaskedAutoencoderViT(ViTEncoder):
 def patch_statistics(patches):
     """Mean and standard deviation of each patch [B, n, P] -> two of [B, n, 1], as norm_pix_loss uses them (unbiased)."""
     return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def mae_vit_micro_patch4(**kwargs):
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+    return MaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
 
 
 def mae_vit_mini_patch4(**kwargs):

@@ -19,6 +19,7 @@ from util.pos_embed import sincos_pos_embed
 
 __all__ = [
     "VisionTransformer",
+    "vit_micro_patch4",
     "vit_mini_patch4",
     "vit_tiny_patch16",
     "vit_small_patch16",
@@ -27,7 +28,8 @@ __all__ = [
     "vit_huge_patch14",
 ]
 
-# Encoder sizes by their usual names. "Mini" is ours, for 32-px images: depth 6, 64 tokens of 4 px.
+# Encoder sizes by their usual names. "Micro" and "mini" are ours, for 32-px images: 64 tokens of 4 px.
+MICRO = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
 MINI = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
 TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -36,7 +38,7 @@ LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
 
 
-_FACTORIES = dict(vit_mini_patch4=MINI, vit_tiny_patch16=TINY, vit_small_patch16=SMALL)
+_FACTORIES = dict(vit_micro_patch4=MICRO, vit_mini_patch4=MINI, vit_tiny_patch16=TINY, vit_small_patch16=SMALL)
 _FACTORIES |= dict(vit_base_patch16=BASE, vit_large_patch16=LARGE, vit_huge_patch14=HUGE)
 
 
@@ -249,6 +251,10 @@ def find_factory(embed_dim, depth):
     if (embed_dim, depth) not in sizes:
         raise ValueError(f"no ViT of width {embed_dim} and depth {depth} is known; (width, depth): {', '.join(map(str, sizes))}")
     return sizes[embed_dim, depth]
+
+
+def vit_micro_patch4(**kwargs):
+    return VisionTransformer(**{**MICRO, **kwargs})
 
 
 def vit_mini_patch4(**kwargs):

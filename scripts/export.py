@@ -93,7 +93,9 @@ def read_num_heads(settings, embed_dim, depth, what):
             model = factory()
         if (getattr(model, "embed_dim", None), len(getattr(model, "blocks", ()))) == (embed_dim, depth):
             return model.blocks[0].attn.num_heads
-    known = {(size["embed_dim"], size["depth"]): size["num_heads"] for size in (models_vit.MINI, *TIMM_SIZES.values())}
+    known = {
+        (size["embed_dim"], size["depth"]): size["num_heads"] for size in (models_vit.MICRO, models_vit.MINI, *TIMM_SIZES.values())
+    }
     if (embed_dim, depth) not in known:
         raise ValueError(
             f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; known "

@@ -138,7 +138,15 @@ def test_ablation_arms_share_their_first_weights():
 
 @pytest.mark.parametrize("factory", [name for name in models_mae_pr.__all__ if name.islower()])
 def test_factories(factory):
-    dims = {"mini": (192, 6), "tiny": (192, 12), "small": (384, 12), "base": (768, 12), "large": (1024, 24), "huge": (1280, 32)}
+    dims = {
+        "micro": (96, 4),
+        "mini": (192, 6),
+        "tiny": (192, 12),
+        "small": (384, 12),
+        "base": (768, 12),
+        "large": (1024, 24),
+        "huge": (1280, 32),
+    }
     with torch.device("meta"):
         model = getattr(models_mae_pr, factory)(throw_ratio=0.25)
     assert (model.embed_dim, len(model.blocks)) == dims[factory.split("_")[2]]
