@@ -1,0 +1,311 @@
+"""How far the encoder's gradient with thrown tokens is from MAE's: the paper's figure of gradient differences.
+
+    python scripts/gradient_gap.py output/mae --images IMAGENET/train --out docs/figures/gradient_gap.svg
+    python scripts/gradient_gap.py mae_pretrain_vit_base_full.pth --model mae_vit_base_patch16 --images IMAGENET/train
+    python scripts/gradient_gap.py --from_csv docs/gradient_gap.csv --out docs/figures/gradient_gap.svg
+
+Equal weights, images and visible tokens; then the gradient of each method's own loss with respect to all encoder
+parameters, as one float32 vector, and its difference to the gradient of MAE's loss. Two kinds of weights:
+
+    a run with throw_ratio 0    its encoder and decoder for every throw ratio; the convolution alone is trained first
+                                (protocol "mae": isolates the estimator)
+    a run that throws           its encoder, decoder and convolution at its own throw ratio and sampling ("own")
+
+For every batch the throwing is drawn several times, which splits the expected squared difference into three parts:
+squared bias (of the mean over batches, corrected for their number), variance over batches, variance over draws.
+The CSV (beside --out) holds them as roots, relative to the norm of MAE's gradient.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from main_pretrain import MODELS, build_model
+from prmim import TokenCounts, TokenOrderSampler, addressed_noise
+from scripts.visualize import load_run
+from util import checkpoint
+from util.cli import Parser
+from util.datasets import AddressedDataset, open_images, stack
+from util.transforms import Normalize, RandomResizedCropFlip
+
+METHODS = ("plain", "prmim")
+COLUMNS = [
+    *("weights", "protocol", "method", "sampling", "throw_ratio", "difference", "difference_se", "cosine", "bias"),
+    *("sd_batches", "sd_draws", "mae_norm", "batch_size", "batches", "draws", "conv_steps", "conv_loss"),
+]
+
+
+def encoder_gradient(model, imgs, ids_shuffle):
+    """The gradient of the model's loss, float32 [P], with respect to what is not the decoder's."""
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("decoder.")]
+    loss = sum(model(imgs, ids_shuffle).values())
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)])
+
+
+class Gap:
+    """Running sums of the differences to MAE's gradient; with them the means over batches."""
+
+    def __init__(self):
+        self.distances, self.cosines, self.norms = [], [], []
+        self.total = 0.0  # [P], the sum over batches of the mean over draws
+        self.squared_means, self.within = [], []
+
+    def add(self, gradients, reference):
+        """gradients [S, P] of S draws, and MAE's [P], of one batch."""
+        gradients, reference = gradients.double(), reference.double()  # float32 sums over 10^8 numbers lose digits
+        differences = gradients - reference
+        mean = differences.mean(dim=0)
+        self.total = self.total + mean.float()  # kept for every method and throw ratio, so half the size counts
+        self.distances.append(differences.norm(dim=1).mean().item())
+        self.cosines.append(torch.cosine_similarity(gradients, reference[None]).mean().item())
+        self.norms.append(reference.norm().item())
+        self.squared_means.append(mean.square().sum().item())
+        if len(gradients) > 1:
+            self.within.append(((differences - mean).square().sum() / (len(gradients) - 1)).item())
+
+    def row(self, draws):
+        """Everything relative to MAE's norm; None for what needs more batches or draws."""
+        n, norm = len(self.distances), statistics.fmean(self.norms)
+        row = {"difference": statistics.fmean(self.distances) / norm, "cosine": statistics.fmean(self.cosines), "mae_norm": norm}
+        row |= dict.fromkeys(("difference_se", "bias", "sd_batches", "sd_draws"))
+        if n > 1:
+            row["difference_se"] = statistics.stdev(self.distances) / n**0.5 / norm
+            # The mean over pairs of two different batches: their noise is independent, so it does not add to the bias.
+            bias2 = (self.total.double().square().sum().item() - sum(self.squared_means)) / (n * (n - 1))
+            row["bias"] = max(bias2, 0.0) ** 0.5 / norm
+        if self.within:
+            within = statistics.fmean(self.within)
+            row["sd_draws"] = within**0.5 / norm
+            if n > 1:
+                row["sd_batches"] = max(statistics.fmean(self.squared_means) - bias2 - within / draws, 0.0) ** 0.5 / norm
+        return row
+
+
+class Batches:
+    """Addressed batches of real crops: batch b has the same images, crops and visible tokens for every method."""
+
+    def __init__(self, images, model, batch_size, seed, device):
+        self.dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed))
+        self.grid_size, self.batch_size, self.seed, self.device = model.grid_size, batch_size, seed, device
+        self.normalize = Normalize().to(device)
+
+    def address(self, b):
+        first = b * self.batch_size
+        return [divmod(first + i, len(self.dataset)) for i in range(self.batch_size)]  # (epoch, index)
+
+    def imgs(self, b):
+        imgs, _ = stack([self.dataset[address] for address in self.address(b)])[:2]
+        return self.normalize(imgs.to(self.device))
+
+    def token_order(self, b, counts, sampling, draw):
+        """ids_shuffle [B, N]: the visible tokens are those of batch b; which others are thrown depends on the draw, too."""
+        epochs, indices = zip(*self.address(b), strict=True)
+        noise = [addressed_noise(seed, epochs, indices, counts.num_tokens) for seed in (self.seed, self.seed + 1 + draw)]
+        sampler = TokenOrderSampler(self.grid_size, counts, sampling)
+        return torch.from_numpy(sampler(noise[1], visible=sampler.visible_tokens(noise[0]))).to(self.device)
+
+
+def variant(settings, weights, throw_ratio, progressive, device):
+    """A model with `weights` that throws so much; its convolution is new where they have none."""
+    torch.manual_seed(0)
+    model = build_model(settings | dict(throw_ratio=throw_ratio, progressive=progressive))
+    own = model.state_dict()
+    weights = {k: v for k, v in weights.items() if k in own or not k.startswith("decoder.aggregation.")}
+    checkpoint.load_strict(model, weights, "the checkpoint's weights", optional_prefix="decoder.aggregation.")
+    return model.to(device).eval()
+
+
+def train_convolution(model, batches, sampling, steps, first_batch):
+    """Trains the aggregation alone, on batches that are not measured; -> the mean loss of the last tenth."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("decoder.aggregation."))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    for b in range(first_batch, first_batch + steps):
+        loss = sum(model(batches.imgs(b), batches.token_order(b, model.counts, sampling, draw=0)).values())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith("pos_embed"))
+    return torch.stack(losses[-max(1, steps // 10) :]).mean().item()
+
+
+def arms(settings, weights, args, batches, device):
+    """-> [(row so far, model)] of everything that is compared with MAE at these weights."""
+    own = settings["throw_ratio"] > 0
+    ratios = [settings["throw_ratio"]] if own else args.throw_ratios
+    found = []
+    for throw_ratio in ratios:
+        for sampling in [settings["sampling"]] if own else args.sampling:
+            for method in METHODS:
+                row = {"protocol": "own" if own else "mae", "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
+                model = variant(settings, weights, throw_ratio, method == "prmim", device)
+                if not own and model.decoder.aggregation is not None:
+                    row["conv_steps"] = args.conv_steps
+                    row["conv_loss"] = train_convolution(model, batches, sampling, args.conv_steps, args.batches)
+                    print(f"rho_d {throw_ratio}, {sampling}: convolution trained, loss {row['conv_loss']:.4f}", flush=True)
+                found.append((row, model))
+    return found
+
+
+def measure(settings, weights, label, images, args, device):
+    """-> the rows of one checkpoint."""
+    mae = variant(settings, weights, 0.0, True, device)
+    batches = Batches(images, mae, args.batch_size, args.seed, device)
+    compared = [(row, model, Gap()) for row, model in arms(settings, weights, args, batches, device)]
+    for b in range(args.batches):
+        imgs = batches.imgs(b)
+        reference = encoder_gradient(mae, imgs, batches.token_order(b, mae.counts, "random", 0))
+        for row, model, gap in compared:
+            orders = [batches.token_order(b, model.counts, row["sampling"], draw) for draw in range(args.draws)]
+            gap.add(torch.stack([encoder_gradient(model, imgs, order) for order in orders]), reference)
+        print(f"{label}: batch {b + 1} of {args.batches}", flush=True)
+    common = {"weights": label, "batch_size": args.batch_size, "batches": args.batches, "draws": args.draws}
+    return [common | row | gap.row(args.draws) for row, _, gap in compared]
+
+
+def write_csv(path, rows):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or set(COLUMNS) - set(rows[0]):
+        raise ValueError(f"{str(path)!r} is no CSV of this script: it must hold rows with the columns {', '.join(COLUMNS)}")
+    text = ("weights", "protocol", "method", "sampling")
+    return [{k: v if k in text else float(v) if v else None for k, v in row.items()} for row in rows]
+
+
+def plot(rows, path):
+    """Difference, bias and spread over draws against throw ratio."""
+    import matplotlib  # requirements-dev.txt
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "gradient_gap"  # the same file from the same numbers
+    panels = {
+        "difference": "‖difference to MAE‖ / ‖MAE‖",
+        "bias": "bias (over batches and draws)",
+        "sd_draws": "standard deviation over draws",
+    }
+    styles = {"plain": ("#aa3377", "plain"), "prmim": ("#4477aa", "progressive")}
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
+    for ax, (column, title) in zip(axes, panels.items(), strict=True):
+        for key in dict.fromkeys((row["weights"], row["protocol"], row["method"], row["sampling"]) for row in rows):
+            _, protocol, method, sampling = key
+            line = [r for r in rows if (r["weights"], r["protocol"], r["method"], r["sampling"]) == key and r[column] is not None]
+            line.sort(key=lambda r: r["throw_ratio"])
+            color, name = styles[method]
+            errors = [r["difference_se"] or 0 for r in line] if column == "difference" else None
+            marker = {"mae": "o", "own": "D"}[protocol]
+            ax.errorbar(
+                [r["throw_ratio"] for r in line], [r[column] for r in line], errors, color=color, marker=marker, ms=4, lw=1.4,
+                ls="-" if sampling == "furthest" else "--", capsize=2, label=f"{name}, {sampling}",
+            )  # fmt: skip
+        ax.set(xlabel="throw ratio ρ_d", title=title)
+        ax.set_ylim(bottom=0)
+        ax.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes[0].legend(unique.values(), unique.keys(), frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    plt.close(figure)
+
+
+def get_args_parser():
+    parser = Parser("gradient_gap.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = parser.add_argument
+    flag("runs", nargs="*", metavar="RUN", help="checkpoints or folders of main_pretrain.py, as PATH or LABEL=PATH")
+    flag("--model", choices=MODELS, help="the RUNs are full MAE releases (encoder and decoder) of this model")
+    flag("--images", help="class folders or a flat folder of JPEGs")
+    flag("--throw_ratios", type=float, nargs="+", default=[0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7])
+    flag("--sampling", nargs="+", default=["random", "furthest"], choices=("random", "furthest"))
+    flag("--batch_size", type=int, default=256)
+    flag("--batches", type=int, default=64)
+    flag("--draws", type=int, default=4, help="of the thrown tokens, for each batch")
+    flag("--conv_steps", type=int, default=2000, help="steps of training the convolution on MAE's weights")
+    flag("--seed", type=int, default=0)
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    flag("--out", type=Path, default=Path("gradient_gap.svg"), help="the plot, .svg or .png; the CSV lies beside it")
+    flag("--csv", type=Path, help="default: --out with .csv")
+    flag("--from_csv", type=Path, help="draw these numbers again; measure nothing")
+    return parser
+
+
+def load(path, args):
+    """-> (settings, weights) of a run of main_pretrain, or of a full MAE release with --model."""
+    if args.model is None:
+        model, settings = load_run(path)
+        return settings, model.state_dict()
+    defaults = dict(mask_ratio=0.75, throw_ratio=0.0, progressive=True, kernel_size=7, aggregation="dwconv")
+    settings = defaults | dict(
+        model=args.model, applies_to="thrown", norm_pix_loss=True, input_size=None, patch_size=None, sampling="furthest"
+    )
+    model = build_model(settings)
+    model.load_official(checkpoint.read_checkpoint(path))
+    return settings, model.state_dict()
+
+
+def check(args):
+    """ValueError for what cannot be measured; -> [(label, settings, weights)], images."""
+    if not args.runs or not args.images:
+        raise ValueError("give one or more RUNs and --images, or --from_csv")
+    for name in ("batch_size", "batches", "draws", "conv_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    loaded = []
+    for run in args.runs:
+        label, _, path = run.rpartition("=")
+        settings, weights = load(path, args)
+        if settings["throw_ratio"] and not settings["progressive"]:
+            raise ValueError(f"{path!r} is plain partial reconstruction: it has no convolution; give an MAE or a PR-MIM run")
+        for throw_ratio in args.throw_ratios:
+            TokenCounts.from_ratios(196, settings["mask_ratio"], throw_ratio)
+        loaded.append((label or Path(path).stem, settings, weights))
+    return loaded, open_images("folder", args.images)
+
+
+def main(argv=None):
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.out.suffix not in (".svg", ".png"):
+            raise ValueError(f"--out must end in .svg or .png, got {str(args.out)!r}")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        if args.from_csv:
+            plot(read_csv(args.from_csv), args.out)
+            return
+        loaded, images = check(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    device, rows = torch.device(args.device), []
+    path = args.csv or args.out.with_suffix(".csv")
+    for label, settings, weights in loaded:
+        rows += measure(settings, weights, label, images, args, device)
+        write_csv(path, rows)  # what is measured is kept
+    plot(rows, args.out)
+    print("| weights | method | sampling | ρ_d | difference | cosine | bias | sd over draws |\n|---|---|---|--:|--:|--:|--:|--:|")
+    for r in rows:
+        cells = ["–" if r[name] is None else f"{r[name]:.3f}" for name in ("difference", "cosine", "bias", "sd_draws")]
+        print(f"| {r['weights']} | {r['method']} | {r['sampling']} | {r['throw_ratio']} | {' | '.join(cells)} |")
+    print(f"{path}, {args.out}")
+
+
+if __name__ == "__main__":
+    main()
