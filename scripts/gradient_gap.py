@@ -31,7 +31,8 @@ from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from scripts.visualize import load_run
 from util import checkpoint
 from util.cli import Parser
-from util.datasets import AddressedDataset, open_images, stack
+from util.datasets import AddressedDataset, available_cores, open_images, stack
+from util.datasets import batches as load_batches
 from util.transforms import Normalize, RandomResizedCropFlip
 
 METHODS = ("plain", "prmim")
@@ -90,18 +91,21 @@ class Gap:
 class Batches:
     """Addressed batches of real crops: batch b has the same images, crops and visible tokens for every method."""
 
-    def __init__(self, images, model, batch_size, seed, device):
+    def __init__(self, images, model, batch_size, seed, device, num_workers=0):
         self.dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed))
         self.grid_size, self.batch_size, self.seed, self.device = model.grid_size, batch_size, seed, device
-        self.normalize = Normalize().to(device)
+        self.normalize, self.num_workers = Normalize().to(device), num_workers
 
     def address(self, b):
         first = b * self.batch_size
         return [divmod(first + i, len(self.dataset)) for i in range(self.batch_size)]  # (epoch, index)
 
-    def imgs(self, b):
-        imgs, _ = stack([self.dataset[address] for address in self.address(b)])[:2]
-        return self.normalize(imgs.to(self.device))
+    def load(self, first, count):
+        """Yields (b, imgs [B, 3, H, W], normalised) from batch `first` on."""
+        numbers = range(first, first + count)
+        loaded = load_batches(self.dataset, [self.address(b) for b in numbers], stack, self.num_workers, pin_memory=False)
+        for b, (imgs, _) in zip(numbers, loaded, strict=True):
+            yield b, self.normalize(imgs.to(self.device))
 
     def token_order(self, b, counts, sampling, draw):
         """ids_shuffle [B, N]: the visible tokens are those of batch b; which others are thrown depends on the draw, too."""
@@ -121,51 +125,67 @@ def variant(settings, weights, throw_ratio, progressive, device):
     return model.to(device).eval()
 
 
-def train_convolution(model, batches, sampling, steps, first_batch):
-    """Trains the aggregation alone, on batches that are not measured; -> the mean loss of the last tenth."""
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.startswith("decoder.aggregation."))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
-    for b in range(first_batch, first_batch + steps):
-        loss = sum(model(batches.imgs(b), batches.token_order(b, model.counts, sampling, draw=0)).values())
-        optimizer.zero_grad(set_to_none=True)
+class Convolution:
+    """The aggregation of one model in training; everything else stands still."""
+
+    def __init__(self, model, sampling, steps):
+        self.model, self.sampling, self.losses = model, sampling, []
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith("decoder.aggregation."))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
+
+    def step(self, imgs, ids_shuffle):
+        loss = sum(self.model(imgs, ids_shuffle).values())
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.detach())
-    for name, p in model.named_parameters():
-        p.requires_grad_(not name.endswith("pos_embed"))
-    return torch.stack(losses[-max(1, steps // 10) :]).mean().item()
+        self.optimizer.step()
+        self.schedule.step()
+        self.losses.append(loss.detach())
+
+    def finish(self):
+        """Frees the other parameters again; -> the mean loss of the last tenth."""
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(not name.endswith("pos_embed"))
+        return torch.stack(self.losses[-max(1, len(self.losses) // 10) :]).mean().item()
 
 
-def arms(settings, weights, args, batches, device):
+def train_convolutions(models, batches, steps, first_batch):
+    """Trains the convolutions of [(model, sampling)] in one pass over batches that are not measured; -> their losses."""
+    training = [Convolution(model, sampling, steps) for model, sampling in models]
+    for b, imgs in batches.load(first_batch, steps):
+        for t in training:
+            t.step(imgs, batches.token_order(b, t.model.counts, t.sampling, draw=0))
+        if (b + 1 - first_batch) % max(1, steps // 10) == 0:
+            print(f"{len(training)} convolutions: step {b + 1 - first_batch} of {steps}", flush=True)
+    return [t.finish() for t in training]
+
+
+def arms(settings, weights, args, device):
     """-> [(row so far, model)] of everything that is compared with MAE at these weights."""
     own = settings["throw_ratio"] > 0
-    ratios = [settings["throw_ratio"]] if own else args.throw_ratios
     found = []
-    for throw_ratio in ratios:
+    for throw_ratio in [settings["throw_ratio"]] if own else args.throw_ratios:
         for sampling in [settings["sampling"]] if own else args.sampling:
             for method in METHODS:
                 row = {"protocol": "own" if own else "mae", "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
-                model = variant(settings, weights, throw_ratio, method == "prmim", device)
-                if not own and model.decoder.aggregation is not None:
-                    row["conv_steps"] = args.conv_steps
-                    row["conv_loss"] = train_convolution(model, batches, sampling, args.conv_steps, args.batches)
-                    print(f"rho_d {throw_ratio}, {sampling}: convolution trained, loss {row['conv_loss']:.4f}", flush=True)
-                found.append((row, model))
+                found.append((row, variant(settings, weights, throw_ratio, method == "prmim", device)))
     return found
 
 
 def measure(settings, weights, label, images, args, device):
     """-> the rows of one checkpoint."""
     mae = variant(settings, weights, 0.0, True, device)
-    batches = Batches(images, mae, args.batch_size, args.seed, device)
-    compared = [(row, model, Gap()) for row, model in arms(settings, weights, args, batches, device)]
-    for b in range(args.batches):
-        imgs = batches.imgs(b)
+    batches = Batches(images, mae, args.batch_size, args.seed, device, args.num_workers)
+    compared = [(row, model, Gap()) for row, model in arms(settings, weights, args, device)]
+    untrained = [(row, model) for row, model, _ in compared if row["protocol"] == "mae" and model.decoder.aggregation is not None]
+    if untrained:
+        models = [(model, row["sampling"]) for row, model in untrained]
+        losses = train_convolutions(models, batches, args.conv_steps, first_batch=args.batches)
+        for (row, _), loss in zip(untrained, losses, strict=True):
+            row |= {"conv_steps": args.conv_steps, "conv_loss": loss}
+    for b, imgs in batches.load(0, args.batches):
         reference = encoder_gradient(mae, imgs, batches.token_order(b, mae.counts, "random", 0))
         for row, model, gap in compared:
             orders = [batches.token_order(b, model.counts, row["sampling"], draw) for draw in range(args.draws)]
@@ -241,6 +261,7 @@ def get_args_parser():
     flag("--draws", type=int, default=4, help="of the thrown tokens, for each batch")
     flag("--conv_steps", type=int, default=2000, help="steps of training the convolution on MAE's weights")
     flag("--seed", type=int, default=0)
+    flag("--num_workers", type=int, default=min(16, available_cores() - 1))
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--out", type=Path, default=Path("gradient_gap.svg"), help="the plot, .svg or .png; the CSV lies beside it")
     flag("--csv", type=Path, help="default: --out with .csv")

@@ -8,7 +8,7 @@ import main_pretrain
 from scripts import gradient_gap
 
 FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
-GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --device cpu"
+GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --device cpu"
 
 
 def pretrain(photos, output_dir, *flags):
@@ -50,7 +50,7 @@ def test_the_encoder_gradient_against_finite_differences(photos, mae):
     settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
     model = gradient_gap.variant(settings, weights, 0.5, True, "cpu").double()
     batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, 2, 0, "cpu")
-    imgs, order = batches.imgs(0).double(), batches.token_order(0, model.counts, "furthest", 0)
+    imgs, order = next(batches.load(0, 1))[1].double(), batches.token_order(0, model.counts, "furthest", 0)
     gradient = gradient_gap.encoder_gradient(model, imgs, order)
     parameters = [p for name, p in model.named_parameters() if not name.startswith("decoder.") and name != "pos_embed"]
     assert len(gradient) == sum(p.numel() for p in parameters)
@@ -114,7 +114,7 @@ def test_only_the_convolution_is_trained(photos, mae):
     model = gradient_gap.variant(settings, weights, 0.5, True, "cpu")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, 4, 0, "cpu")
-    gradient_gap.train_convolution(model, batches, "furthest", 2, 0)
+    gradient_gap.train_convolutions([(model, "furthest")], batches, 2, 0)
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
     assert model.blocks[0].mlp.fc1.weight.requires_grad and not model.pos_embed.requires_grad
