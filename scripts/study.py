@@ -53,6 +53,7 @@ ARMS = {
     "predictions": PRMIM50 | dict(reading="predictions"),
     **{f"kernel{size}": paper_arm(f"kernel{size}") for size in (3, 5, 9, 11)},
     **{kind: paper_arm(kind) for kind in ("avgpool", "transformer", "convnext")},
+    "avgpool_all": paper_arm("avgpool") | dict(applies_to="all"),
     "init_average": PRMIM50 | dict(reading="init_average"),
     "init_normal": PRMIM50 | dict(reading="init_normal"),
     "scratch": None,

@@ -56,6 +56,7 @@ VARIANTS = {  # title -> {arm: what it is}; compared with DEFAULT
     "Design of the aggregation": {
         DEFAULT: "depth-wise convolution",
         "avgpool": "average pooling",
+        "avgpool_all": "average pooling for all cells",
         "transformer": "Transformer block",
         "convnext": "ConvNeXt block",
     },
@@ -172,7 +173,7 @@ def variants_table(results, title):
         if arm in results.arms:
             error = spread([1e3 * v for v in results.values(arm, "mse_masked").values()])
             against = [difference(results, arm, DEFAULT), difference(results, arm, DEFAULT, "mse_masked", relative=True)]
-            paper = PAPER.get(arm, "fails to converge" if arm == "avgpool" else "–")
+            paper = PAPER.get(arm, "fails to converge" if arm.startswith("avgpool") else "–")
             rows.append([name, top1(results, arm), against[0], error, against[1], times(results.cost(arm)), paper])
     return table(header, rows)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from main_finetune import parse_args as parse_finetune_args
 from main_pretrain import MODELS, get_args_parser
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from scripts import study, study_job, study_report
@@ -57,6 +58,17 @@ def test_arms_differ_in_the_method_alone():
     chosen = [(s["throw_ratio"], s["progressive"], s["sampling"]) for s in (settings["plain25"], settings["prmim65"])]
     assert chosen == [(0.25, False, "random"), (0.65, True, "furthest")]
     assert len({json.dumps(run.job) for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize("name", study.PRESETS)
+def test_presets_are_what_the_mains_take(name):
+    for run in study.plan(study.PRESETS[name], study.ARMS, (0,), Path("x")):
+        _, finetune = parse_finetune_args(run.job["finetune"])
+        assert finetune.layer_decay == (1.0 if run.arm == "scratch" else 0.75)
+        if run.job["pretrain"]:
+            pretrain = get_args_parser().parse_args(run.job["pretrain"])
+            assert pretrain.model == f"mae_{finetune.model}"
+            assert pretrain.input_size == (finetune.input_size and [finetune.input_size])
 
 
 def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
