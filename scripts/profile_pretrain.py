@@ -1,14 +1,23 @@
-"""What a training step costs: recipes side by side, in turn, in one run.
+"""What a training step costs: recipes side by side in one run, the paper's figures beside.
 
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --batch_size 8
+    python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
 
+GMAC            multiply-adds of one image's forward pass, as torch's counter sees them
+saved MB        what the forward pass of one image keeps for the backward pass, in 10^6 bytes: each storage once; counted
+                as the difference between batches of four and of two, in which weights, their casts and tables cancel
+peak GB         most device memory of a step, in 10^9 bytes: weights, moments, gradients, activations (CUDA alone)
+ms a step       median over the rounds; each round times every recipe once, in rotating order
+
 A step is forward, backward and AdamW on one batch that stays on the device (random, or the first crops of
-`--data_path`); loading is not in it. Each round times every recipe once, in rotating order; the table shows medians, and
-ratios to the first recipe. GMAC are the multiply-adds of one image's forward pass as torch's counter sees them.
+`--data_path`); loading is not in it. Ratios are to the recipe of the same model that throws nothing, if it is among them,
+else to the first; behind the stroke stands the paper's figure.
 """
 
 import argparse
+import csv
+import gc
 import statistics
 import sys
 import time
@@ -28,6 +37,29 @@ from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize, RandomResizedCropFlip
 
 
+def _base(*arms):
+    return [f"{arm}_vit_base_100ep" for arm in ("mae", *arms)]
+
+
+TABLES = {
+    "ablation": _base("plain25", "prmim25", "plain50", "prmim50", "plain65", "prmim65"),
+    "large": [f"{arm}_vit_large_100ep" for arm in ("mae", "plain50", "prmim50")],
+    "kernels": _base("kernel3", "kernel5", "prmim50", "kernel9", "kernel11"),
+    "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
+}
+# Tables "Ablation studies" and "Training schedules" of the paper, relative to MAE; the aggregations of its other tables
+# have no figures of their own.
+PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
+    ("mae_vit_base_patch16", 0.25): (0.85, 0.81, 0.83),
+    ("mae_vit_base_patch16", 0.5): (0.72, 0.64, 0.75),
+    ("mae_vit_base_patch16", 0.65): (0.64, 0.55, 0.65),
+    ("mae_vit_large_patch16", 0.5): (0.87, 0.82, None),
+}
+COSTS = ("gmac", "saved_mb", "peak_gb", "ms", "images_per_second")
+COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
+COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
+
+
 def forward_gmac(settings):
     """Multiply-adds, in 10^9, of the forward pass of one image, counted on the meta device."""
     with torch.device("meta"):
@@ -36,6 +68,21 @@ def forward_gmac(settings):
     with FlopCounterMode(display=False) as counter:
         model(imgs, ids_shuffle)
     return counter.get_total_flops() / 2e9
+
+
+def saved_bytes(forward):
+    """Bytes of all storages that autograd keeps for the backward pass of `forward()`."""
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor  # alive until the graph goes, so no address is given out twice
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()
+    del output
+    return sum(storages.values())
 
 
 def a_batch(model, settings, batch_size, images):
@@ -53,63 +100,185 @@ def a_batch(model, settings, batch_size, images):
 
 
 class Step:
-    """One recipe's training step, ready to be timed."""
+    """One recipe's training step, ready to be measured."""
 
     def __init__(self, settings, args, device, images):
         self.device = device
         self.model = build_model(settings).to(device).train()
-        _, self.autocast, _ = precision(args.precision, device)
+        self.precision, self.autocast, _ = precision(args.precision, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.normalize = Normalize().to(device)
         self.imgs, self.ids_shuffle = (t.to(device) for t in a_batch(self.model, settings, args.batch_size, images))
+        if args.compile:
+            self.model.compile(fullgraph=True, dynamic=False)
+
+    def forward(self, imgs, ids_shuffle):
+        with self.autocast():
+            return sum(self.model(self.normalize(imgs), ids_shuffle).values())
 
     def __call__(self):
         """-> seconds of one step."""
+        self.wait()
         start = time.perf_counter()
-        with self.autocast():
-            loss = sum(self.model(self.normalize(self.imgs), self.ids_shuffle).values())
-        loss.backward()
+        self.forward(self.imgs, self.ids_shuffle).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss = loss.detach()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+
+    def saved_mb(self):
+        """MB an image; eager, whatever is timed."""
+
+        def saved(n):
+            imgs, ids_shuffle = self.imgs[:1].repeat(n, 1, 1, 1), self.ids_shuffle[:1].repeat(n, 1)
+            return saved_bytes(lambda: self.forward(imgs, ids_shuffle))
+
+        return (saved(4) - saved(2)) / 2e6
+
+    def peak_gb(self):
+        """GB of a step; the moments exist after the first."""
+        if self.device.type != "cuda":
+            return None
+        self()
+        torch.cuda.reset_peak_memory_stats()
+        self()
+        return torch.cuda.max_memory_allocated() / 1e9
+
+
+def measure_memory(settings, args, device, images):
+    """-> (saved_mb, peak_gb) of one recipe that has the device for itself."""
+    eager = argparse.Namespace(**vars(args) | {"compile": False})
+    saved_mb = Step(settings, eager, device, images).saved_mb()
+    gc.collect()
+    peak_gb = Step(settings, args, device, images).peak_gb() if device.type == "cuda" else None
+    gc.collect()
+    return saved_mb, peak_gb
+
+
+def time_in_turn(steps, rounds):
+    """-> median seconds of each step; another one is first in each round: a step feels the memory its predecessor left."""
+    for step in steps:
+        step()  # warm-up
+        step()
+    times = [[] for _ in steps]
+    for i in range(rounds):
+        for j in range(len(steps)):
+            k = (i + j) % len(steps)
+            times[k].append(steps[k]())
+    return [statistics.median(of_step) for of_step in times]
+
+
+def measure(names, settings, args, device, images):
+    """-> one row a recipe, without ratios."""
+    rows = []
+    for name, s in zip(names, settings, strict=True):
+        saved_mb, peak_gb = measure_memory(s, args, device, images)
+        rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": forward_gmac(s)})
+        rows[-1] |= {"saved_mb": saved_mb, "peak_gb": peak_gb}
+    steps = [Step(s, args, device, images) for s in settings]
+    for row, seconds in zip(rows, time_in_turn(steps, args.rounds), strict=True):
+        row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
+        row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
+        row |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    return rows
+
+
+def add_ratios(rows):
+    """Adds to each row its costs relative to the row of the same model that throws nothing, else to the first; and the paper's."""
+    for row in rows:
+        full = [other for other in rows if other["model"] == row["model"] and other["throw_ratio"] == 0]
+        for cost in COSTS:
+            whole = (full or rows)[0][cost]
+            row[f"{cost}_ratio"] = row[cost] / whole if row[cost] and whole else None
+        paper = PAPER.get((row["model"], row["throw_ratio"]), (None, None, None))
+        row |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper, strict=True))
+    return rows
+
+
+def markdown(rows):
+    """The rows as a table, with a line that says how they were measured."""
+
+    def number(value, digits):
+        return "–" if value is None else f"{value:.{digits}f}"
+
+    def ratio(row, cost, paper=None):
+        ours, theirs = row[f"{cost}_ratio"], row.get(paper)
+        return number(ours, 3) + ("" if theirs is None else f" / {theirs:.2f}")
+
+    first = rows[0]
+    header = ["recipe", "ρ_d", "GMAC", "ratio / paper", "saved MB", "ratio / paper", "peak GB", "ratio / paper", "ms a step"]
+    header += ["ratio / paper", "images/s", "ratio"]
+    body = [
+        [
+            *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
+            *(number(r["saved_mb"], 1), ratio(r, "saved_mb", "paper_memory_ratio")),
+            *(number(r["peak_gb"], 2), ratio(r, "peak_gb", "paper_memory_ratio") if r["peak_gb"] else "–"),
+            *(number(r["ms"], 1), ratio(r, "ms", "paper_time_ratio")),
+            *(number(r["images_per_second"], 1), ratio(r, "images_per_second")),
+        ]
+        for r in rows
+    ]
+    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *body]
+    title = (
+        f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, torch {first['torch']}"
+    )
+    return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
+
+
+def write_csv(path, rows):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parse_args(argv=None):
+    parser = Parser("profile_pretrain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = parser.add_argument
+    flag("recipes", nargs="*", help="names from recipes.py")
+    flag("--table", choices=TABLES, help="the recipes of a table of the paper; 'large' is ViT-L")
+    flag("--batch_size", type=int, default=8)
+    flag("--rounds", type=int, default=7)
+    flag("--data_path", help="real images; random ones without it")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    flag("--precision", default="auto", choices=("auto", *PRECISIONS))
+    flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the timed steps")
+    flag("--csv", type=Path, help="the numbers, unrounded")
+    flag("--markdown", type=Path, help="what is printed")
+    args = parser.parse_args(argv)
+    if bool(args.recipes) == bool(args.table):
+        parser.error("give names of recipes, or --table")
+    args.recipes = args.recipes or TABLES[args.table]
+    if min(args.batch_size, args.rounds) < 1:
+        parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but there is no CUDA device")
+    for path in filter(None, (args.csv, args.markdown)):
+        if not path.resolve().parent.is_dir():
+            parser.error(f"{str(path)!r} cannot be written: there is no folder {str(path.resolve().parent)!r}")
+    return parser, args
 
 
 def main(argv=None):
-    parser = Parser("profile_pretrain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="+", help="names from recipes.py")
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--data_path", help="real images; random ones without it")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--precision", default="auto", choices=("auto", *PRECISIONS))
-    args = parser.parse_args(argv)
+    parser, args = parse_args(argv)
     device = torch.device(args.device)
+    settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])) for name in args.recipes]
     try:
         images = open_images("folder", args.data_path) if args.data_path else None
+        rows = add_ratios(measure(args.recipes, settings, args, device, images))
     except ValueError as error:
         parser.error(str(error))
-    settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])) for name in args.recipes]
-    gmacs = [forward_gmac(s) for s in settings]
-    steps = [Step(s, args, device, images) for s in settings]
-    for step in steps:
-        step()  # warm-up
-    times = [[] for _ in steps]
-    for i in range(args.rounds):
-        for j in range(len(steps)):  # another recipe first each round: a step feels the memory its predecessor left
-            k = (i + j) % len(steps)
-            times[k].append(steps[k]())
-    medians = [statistics.median(of_step) for of_step in times]
-    print(f"batch {args.batch_size}, {args.device}, {args.precision}, {args.rounds} rounds, torch {torch.__version__}\n")
-    print("| recipe | GMAC | ratio | ms a step | ratio | images/s | loss after the rounds |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
-    for name, gmac, median, step in zip(args.recipes, gmacs, medians, steps, strict=True):
-        print(
-            f"| {name} | {gmac:.3f} | {gmac / gmacs[0]:.3f} | {median * 1e3:.1f} | {median / medians[0]:.3f} "
-            f"| {args.batch_size / median:.1f} | {step.loss.item():.3f} |"
-        )
+    except torch.cuda.OutOfMemoryError:
+        parser.error(f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size")
+    print(markdown(rows), end="")
+    if args.csv:
+        write_csv(args.csv, rows)
+    if args.markdown:
+        args.markdown.write_text(markdown(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import main_pretrain
-from scripts import profile_pretrain, sample_photos, visualize
+from scripts import sample_photos, visualize
 from util.checkpoint import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,14 +86,6 @@ def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
 def test_sample_photos_exist_in_the_package():
     data = pytest.importorskip("skimage.data")
     assert all((Path(data.data_dir) / name).is_file() for name in sample_photos.PHOTOS)
-
-
-def test_profile_prints_a_row_a_recipe(photos, capsys):
-    flags = ["--batch_size", "2", "--rounds", "1", "--device", "cpu", "--data_path", str(photos)]
-    profile_pretrain.main(["cifar10_mae", "cifar10_plain50", "cifar10", *flags])
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| cifar10")]
-    assert [float(row[2]) for row in rows] == pytest.approx([1, 0.720, 0.726], abs=0.002)
-    assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
 def test_loss_plot_renders(photos, tmp_path):

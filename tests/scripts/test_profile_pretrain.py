@@ -1,0 +1,144 @@
+import csv
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from scripts import profile_pretrain
+from scripts.profile_pretrain import add_ratios, forward_gmac, markdown, saved_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
+    row = dict(recipe=recipe, model=model, throw_ratio=throw_ratio, gmac=gmac, saved_mb=saved_mb, ms=ms, peak_gb=peak_gb)
+    row |= dict(images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2")
+    return row
+
+
+def settings_of(*flags):
+    return vars(profile_pretrain.parse_with_recipe(profile_pretrain.get_args_parser(), profile_pretrain.RECIPES, flags))
+
+
+def test_saved_bytes_of_a_known_module():
+    linear, x = nn.Linear(3, 5), torch.randn(7, 3)
+    # linear keeps x and its weight, ReLU its output, and the square that same output
+    forward = lambda: linear(x).relu().square()  # noqa: E731
+    assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5)  # x needs no gradient, so the weight is not kept
+    x.requires_grad_(True)
+    assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5 + 5 * 3)
+
+
+def test_saved_memory_of_an_image_is_that_of_its_activations():
+    """Weights, which every batch keeps once, do not count."""
+    args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
+    settings = settings_of("--model", "mae_vit_micro_patch4")
+    step = profile_pretrain.Step(settings, args, torch.device("cpu"), None)
+    count = lambda n: saved_bytes(lambda: step.forward(step.imgs[:1].repeat(n, 1, 1, 1), step.ids_shuffle[:1].repeat(n, 1)))  # noqa: E731
+    assert count(6) - count(3) == pytest.approx(3e6 * step.saved_mb())
+    kept_by_weights = count(1) - 1e6 * step.saved_mb()
+    assert kept_by_weights > 0.8 * 4 * sum(p.numel() for p in step.model.parameters() if p.dim() > 1 and p.requires_grad)
+
+
+def test_ratios_are_to_the_same_model_without_throwing():
+    rows = add_ratios(
+        [
+            row("a", "mae_vit_base_patch16", 0.5, 6.0, 30.0, 70.0, peak_gb=8.0),
+            row("b", "mae_vit_base_patch16", 0.0, 8.0, 40.0, 100.0, peak_gb=10.0),
+            row("c", "mae_vit_large_patch16", 0.5, 16.0, 60.0, 50.0),
+        ]
+    )
+    assert [r["gmac_ratio"] for r in rows] == [0.75, 1.0, 16 / 6]  # no ViT-L throws nothing: to the first
+    assert [r["ms_ratio"] for r in rows] == [0.7, 1.0, 50 / 70]
+    assert rows[0]["images_per_second_ratio"] == pytest.approx(1 / 0.7)
+    assert [r["peak_gb_ratio"] for r in rows] == [0.8, 1.0, None]
+    assert [r["paper_memory_ratio"] for r in rows] == [0.64, None, 0.82]
+    text = markdown(rows)
+    assert text.startswith("batch 8, cpu, fp32, 3 rounds, torch 2\n\n| recipe | ρ_d |")
+    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429 |"
+    assert f"| a | 0.5 | {ours}\n" in text
+    assert "| c | 0.5 | 16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | – | – | 50.0 | 0.714 | 160.0 | 1.400 |" in text
+
+
+def test_tables_are_recipes_that_the_paper_has_figures_for():
+    for names in profile_pretrain.TABLES.values():
+        assert set(names) <= set(profile_pretrain.RECIPES)
+    rows = [profile_pretrain.RECIPES[name] for names in profile_pretrain.TABLES.values() for name in names]
+    assert set(profile_pretrain.PAPER) <= {(row["model"], row["throw_ratio"]) for row in rows}
+
+
+def test_counted_costs_are_the_papers():
+    """Forward multiply-adds within .01 of the printed FLOPs of every row."""
+    for table in ("ablation", "large"):
+        names = [name for name in profile_pretrain.TABLES[table] if "plain" not in name]
+        settings = [settings_of("--recipe", name) for name in names]
+        full, *thrown = [forward_gmac(s) for s in settings]
+        for s, gmac in zip(settings[1:], thrown, strict=True):
+            assert gmac / full == pytest.approx(profile_pretrain.PAPER[s["model"], s["throw_ratio"]][0], abs=0.01)
+
+
+def test_a_row_a_recipe_on_the_console_and_in_files(photos, tmp_path, capsys):
+    flags = ["--batch_size", "2", "--rounds", "1", "--device", "cpu", "--data_path", str(photos)]
+    files = ["--csv", str(tmp_path / "cost.csv"), "--markdown", str(tmp_path / "cost.md")]
+    profile_pretrain.main(["cifar10_mae", "cifar10_plain50", "cifar10", *flags, *files])
+    out = capsys.readouterr().out
+    assert (tmp_path / "cost.md").read_text() == out
+    with open(tmp_path / "cost.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["recipe"] for r in rows] == ["cifar10_mae", "cifar10_plain50", "cifar10"]
+    assert [float(r["gmac_ratio"]) for r in rows] == pytest.approx([1, 0.720, 0.726], abs=0.002)
+    saved = [float(r["saved_mb_ratio"]) for r in rows]
+    assert saved[0] == 1 and saved[1] < saved[2] < 0.75  # the aggregation's grid is kept, too
+    assert all(float(r["ms"]) > 0 and r["peak_gb"] == "" for r in rows)
+    assert out.count("| cifar10") == 3
+
+
+@pytest.mark.gpu
+def test_peak_memory_falls_with_what_is_thrown(tmp_path):
+    flags = ["--batch_size", "64", "--rounds", "1", "--device", "cuda", "--csv", str(tmp_path / "cost.csv")]
+    profile_pretrain.main(["mae_vit_base_100ep", "prmim50_vit_base_100ep", *flags])
+    with open(tmp_path / "cost.csv", newline="") as file:
+        mae, ours = csv.DictReader(file)
+    assert 1 > float(ours["peak_gb_ratio"]) > 0.5 and float(mae["peak_gb"]) > 64 * float(mae["saved_mb"]) / 1e3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "give names of recipes, or --table"),
+        ("cifar10 --table large", "give names of recipes, or --table"),
+        ("cifra10", "unknown recipe 'cifra10'; close to it: cifar10"),
+        ("cifar10 --rounds 0", "must be at least 1, got 8 and 0"),
+        ("cifar10 --csv nowhere/cost.csv", "'nowhere/cost.csv' cannot be written: there is no folder"),
+        ("cifar10 --data_path nowhere", "nowhere"),
+    ],
+)
+def test_errors(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        profile_pretrain.main(flags.split())
+    assert message in capsys.readouterr().err
+
+
+def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
+    """Before any set-up: with an empty PATH but for the shell's own tools it must not get further."""
+    for tool in ("bash", "dirname"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}" if os.path.exists(f"/usr/bin/{tool}") else f"/bin/{tool}")
+    script = ROOT / "scripts/benchmark_gpu.sh"
+    done = subprocess.run([tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)\n"
+
+
+def test_the_gpu_benchmark_leaves_its_tables(tmp_path):
+    """Its course, with stand-ins for nvidia-smi and python."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: stand-in\n")
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\ncase "$*" in *large*) exit 2;; esac\n')
+    for tool in ("nvidia-smi", "python"):
+        (tmp_path / tool).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUTPUT_DIR": str(tmp_path / "out"), "PRMIM_SETUP": "0"}
+    done = subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "the cost table cost_large failed" in done.stderr  # the others were made all the same
+    assert "--table ablation --batch_size 256" in done.stdout and "-m gpu" in (tmp_path / "out/tests.txt").read_text()
+    assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
