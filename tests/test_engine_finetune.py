@@ -38,7 +38,7 @@ def an_engine(model=None, accum_iter=1, device="cpu", precision_name="fp32", lr_
         scaler=scaler,
         autocast=autocast,
         normalize=Normalize().to(device),
-        learning_rate=lambda step: 1e-3 * (step + 1),
+        learning_rate=lambda step, lr_scale=1.0: lr_scale * 1e-3 * (step + 1),
         accum_iter=accum_iter,
         images_per_step=8,
         steps_per_epoch=25,
@@ -92,6 +92,19 @@ def test_learning_rates_follow_the_layer_scales():
     engine = an_engine(lr_scales=(0.5, 1.0))
     engine.train_step(iter([a_batch()]), 3)
     assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.5 * 4e-3, 4e-3])
+
+
+def test_clipping_bounds_the_norm_of_the_whole_gradient():
+    """AdamW would hide the gradient's size; plain gradient descent shows it."""
+    for bound in (None, 0.05, 1e3):
+        engine = an_engine(lr_scales=(1.0,), clip_grad=bound)
+        engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
+        before = [p.detach().clone() for p in engine.parameters]
+        engine.train_step(iter([a_batch()]), 0)
+        moved = torch.cat([(a - b).flatten() for a, b in zip(engine.parameters, before, strict=True)]).norm().item() / 1e-3
+        means, _ = engine.meter.read()
+        assert means["grad_norm"] > 0.1  # as it was before
+        assert moved == pytest.approx(0.05 if bound == 0.05 else means["grad_norm"], rel=1e-3)
 
 
 def losses(engine, steps, batch):

@@ -45,7 +45,7 @@ def an_engine(precision_name="fp32", accum_iter=1, model=None, print_freq=2, dev
         scaler,
         autocast,
         normalize,
-        lambda step: 1e-2 * (step + 1),
+        lambda step, lr_scale=1.0: 1e-2 * (step + 1),
         accum_iter,
         8,
         25,

@@ -444,7 +444,7 @@ def test_a_probe_without_a_recipe_has_a_probe_s_defaults_and_flags_win():
 def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
-    assert flags == set(
+    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad"} | set(
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
         "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "

@@ -114,8 +114,9 @@ class Clock:
 class TrainEngine:
     """What stays the same from step to step. A subclass says what a batch's losses are (`losses_of`).
 
-    `learning_rate(step)` -> float, multiplied by a parameter group's `lr_scale` where it has one; `normalize` turns uint8
-    batches into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`.
+    `learning_rate(step, lr_scale)` -> float, for parameter groups of that `lr_scale` (1 where they have none); `normalize`
+    turns uint8 batches into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`;
+    `clip_grad` bounds the norm of the whole gradient.
     """
 
     model: torch.nn.Module
@@ -130,6 +131,7 @@ class TrainEngine:
     last_step: int
     log: RunLog
     print_freq: int = 20
+    clip_grad: float | None = None
 
     def __post_init__(self):
         self.device = self.normalize.mean.device
@@ -159,7 +161,7 @@ class TrainEngine:
     def train_step(self, batches, step):
         """The optimizer step number `step`, over `accum_iter` micro-batches."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step) * group.get("lr_scale", 1.0)
+            group["lr"] = self.learning_rate(step, group.get("lr_scale", 1.0))
         sums = {}
         for micro in range(1, self.accum_iter + 1):
             batch = self.clock.next(batches)
@@ -173,6 +175,8 @@ class TrainEngine:
                 sums[name] = sums.get(name, 0) + loss.detach() / self.accum_iter
         self.scaler.unscale_(self.optimizer)
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

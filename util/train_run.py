@@ -25,7 +25,7 @@ from util.datasets import (
     steps_per_epoch,
 )
 from util.logging import RunLog
-from util.lr_sched import warmup_cosine
+from util.lr_sched import SCHEDULES, Schedule
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
 
@@ -46,6 +46,10 @@ def add_optimisation_flags(group):
     flag("--blr", type=float, help="base learning rate: lr = blr * total batch / 256")
     flag("--lr", type=float, help="absolute learning rate, instead of --blr")
     flag("--min_lr", type=float)
+    flag("--warmup_lr", type=float, default=0.0, help="where the warm-up starts")
+    flag("--lr_schedule", default="mae", choices=SCHEDULES, help="the frameworks' releases differ: util/lr_sched.py")
+    flag("--lr_steps", type=float, nargs="*", default=(), help="epochs of tenfold drops, with simmim_steps")
+    flag("--clip_grad", type=float, help="bounds the norm of the gradient (default: no bound)")
     flag("--weight_decay", type=float, default=0.05, help="not on biases and norms")
     flag("--seed", type=int, default=0)
 
@@ -74,7 +78,11 @@ def add_run_flags(group):
 def resolve(args, process, default_batch_size=64):
     """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
-    check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr")
+    check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
+    if args.clip_grad is not None and args.clip_grad <= 0:
+        raise ValueError(f"--clip_grad must be above 0, got {args.clip_grad}")
+    if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
+        raise ValueError(f"--lr_steps go with --lr_schedule simmim_steps, got {args.lr_steps} and {args.lr_schedule!r}")
     if args.seed >= 2**63:
         raise ValueError(f"--seed must be below 2^63, got {args.seed}")
     if not 0 <= args.warmup_epochs <= args.epochs:
@@ -199,13 +207,14 @@ class TrainRun:
             scaler=self.scaler,
             autocast=autocast,
             normalize=self.normalize,
-            learning_rate=self.learning_rate,
+            learning_rate=self.schedule(),
             accum_iter=args.accum_iter,
             images_per_step=args.total_batch_size,
             steps_per_epoch=self.steps_per_epoch,
             last_step=self.last_step,
             log=self.log,
             print_freq=args.print_freq,
+            clip_grad=args.clip_grad,
             **options,
         )
         if content:
@@ -251,9 +260,10 @@ class TrainRun:
         """The resolved settings as JSON knows them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self.args).items()}
 
-    def learning_rate(self, step):
+    def schedule(self):
         args = self.args
-        return warmup_cosine(step, self.steps_per_epoch, args.epochs, args.warmup_epochs, args.lr, args.min_lr)
+        rates = dict(lr=args.lr, min_lr=args.min_lr, warmup_lr=args.warmup_lr, lr_steps=tuple(args.lr_steps))
+        return Schedule(args.lr_schedule, self.steps_per_epoch, args.epochs, args.warmup_epochs, **rates)
 
     def describe(self):
         """One sentence on the model and the data."""

@@ -21,20 +21,21 @@ class RandomResizedCropFlip:
     """MAE's pre-training augmentation, drawn from the sample's address: random resized crop, bicubic, and flip.
 
     The box follows torchvision's RandomResizedCrop: up to 10 tries of an area in `scale` and a log-uniform aspect
-    ratio in `ratio`, then the largest central crop. The resize is torch's antialiased bicubic kernel on uint8, within
-    0.05/255 of PIL's on average and three times as fast. `clip`: one try only, its sides clipped to the image, as MAE
-    crops for linear probing.
+    ratio in `ratio`, then the largest central crop. The resize is torch's antialiased kernel on uint8, within
+    0.05/255 of PIL's on average and three times as fast; `interpolation`: "bicubic" or "bilinear". `clip`: one try only,
+    its sides clipped to the image, as MAE crops for linear probing.
     """
 
-    def __init__(self, size, seed, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), clip=False):
+    def __init__(self, size, seed, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), clip=False, interpolation="bicubic"):
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.seed, self.scale, self.ratio, self.clip = seed, tuple(scale), tuple(ratio), clip
+        self.interpolation = interpolation
 
     def __call__(self, img, epoch, index):
         """uint8 [3, H, W] (any strides) -> uint8 [3, *size], contiguous."""
         draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * _TRIES + 3)[0].tolist()
         top, left, height, width = self.box(img.shape[-2], img.shape[-1], draws)
-        crop = resize(img[:, top : top + height, left : left + width], self.size)
+        crop = resize(img[:, top : top + height, left : left + width], self.size, self.interpolation)
         return (crop.flip(-1) if draws[-1] < 0.5 else crop).contiguous()
 
     def box(self, height, width, draws):
@@ -51,6 +52,36 @@ class RandomResizedCropFlip:
         w = min(width, round(height * self.ratio[1]))
         h = min(height, round(width / self.ratio[0]))
         return (height - h) // 2, (width - w) // 2, h, w
+
+
+class PaddedCropFlip:
+    """MFF's pre-training augmentation, drawn from the sample's address: no random scale, no random shape.
+
+    The shorter side is resized to fit, 4 px of reflection are padded all round, and a window of `size` is cut out at
+    random; then a flip.
+    """
+
+    padding = 4
+
+    def __init__(self, size, seed, interpolation="bilinear"):
+        self.size, self.seed, self.interpolation = (size, size) if isinstance(size, int) else tuple(size), seed, interpolation
+
+    def __call__(self, img, epoch, index):
+        """uint8 [3, H, W] (any strides) -> uint8 [3, *size], contiguous."""
+        u_top, u_left, u_flip = addressed_uniform(AUGMENT, self.seed, epoch, [index], 3)[0].tolist()
+        img = resize(img, covering_size(img.shape[-2:], self.size), self.interpolation)
+        (rows, columns), pad = self.size, self.padding
+        height, width = img.shape[-2:]
+        top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
+        # A window of the padded image, read through reflected indices: nothing is padded that is not kept.
+        img = img[:, reflected(top - pad, rows, height)][:, :, reflected(left - pad, columns, width)]
+        return (img.flip(-1) if u_flip < 0.5 else img).contiguous()
+
+
+def reflected(first, count, length):
+    """Indices first .. first + count - 1 of an axis that continues as its mirror image, the border itself not repeated."""
+    indices = torch.arange(first, first + count).abs()
+    return (length - 1) - (length - 1 - indices).abs()
 
 
 class FinetuneAugment:
@@ -94,21 +125,24 @@ class ResizeCenterCrop:
 
     def __call__(self, img, epoch=0, index=0):
         """uint8 [3, H, W] -> uint8 [3, *size]."""
-        height, width = img.shape[-2:]
-        rows, columns = self.resized
-        if rows * width >= columns * height:  # the height is what is short
-            img = resize(img, (rows, rows * width // height))
-        else:
-            img = resize(img, (columns * height // width, columns))
+        img = resize(img, covering_size(img.shape[-2:], self.resized))
         top, left = (round((side - wanted) / 2) for side, wanted in zip(img.shape[-2:], self.size, strict=True))
         return img[:, top : top + self.size[0], left : left + self.size[1]].contiguous()
 
 
-def resize(img, size):
-    """uint8 [3, H, W] -> uint8 [3, *size], antialiased bicubic."""
+def covering_size(size, wanted):
+    """The size (rows, columns) to which an image of `size` is scaled to just cover `wanted`, as torchvision rounds it."""
+    (height, width), (rows, columns) = size, wanted
+    if rows * width >= columns * height:  # the height is what is short
+        return rows, rows * width // height
+    return columns * height // width, columns
+
+
+def resize(img, size, interpolation="bicubic"):
+    """uint8 [3, H, W] -> uint8 [3, *size], antialiased."""
     if tuple(img.shape[-2:]) == tuple(size):
         return img
-    return F.interpolate(img.unsqueeze(0), size=tuple(size), mode="bicubic", antialias=True).squeeze(0)
+    return F.interpolate(img.unsqueeze(0), size=tuple(size), mode=interpolation, antialias=True).squeeze(0)
 
 
 class Normalize(nn.Module):

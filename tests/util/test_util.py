@@ -9,12 +9,22 @@ import torch
 import torchvision.transforms.functional as TF
 from PIL import Image
 from timm.data import create_transform
+from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
 from util.addressed import addressed_seed
-from util.lr_sched import warmup_cosine
 from util.pos_embed import sincos_pos_embed
-from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop, resize
+from util.transforms import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    FinetuneAugment,
+    Normalize,
+    PaddedCropFlip,
+    RandomResizedCropFlip,
+    ResizeCenterCrop,
+    reflected,
+    resize,
+)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (4, 4)])
@@ -33,19 +43,6 @@ def test_position_table_cell_by_cell(grid):
 def test_position_table_needs_a_multiple_of_four():
     with pytest.raises(ValueError, match="multiple of 4, got 30"):
         sincos_pos_embed(30, (2, 2))
-
-
-def test_schedule_against_closed_forms():
-    def lr(step):
-        return warmup_cosine(step, steps_per_epoch=10, epochs=100, warmup_epochs=40, lr=2.0, min_lr=0.5)
-
-    assert lr(0) == 0
-    assert lr(200) == pytest.approx(1.0)  # half the warm-up
-    assert lr(400) == pytest.approx(2.0)  # its end
-    assert lr(700) == pytest.approx(1.25)  # half the cosine
-    assert lr(999) == pytest.approx(0.5 + 1.5 * 0.5 * (1 + math.cos(math.pi * 59.9 / 60)))
-    assert all(lr(i) < lr(i + 1) for i in range(400)) and all(lr(i) > lr(i + 1) for i in range(400, 999))
-    assert warmup_cosine(0, 10, 5, 0, 1.0) == 1.0  # no warm-up
 
 
 def boxes(height, width, count=4000):
@@ -179,3 +176,32 @@ def test_finetune_augmentation_is_timm_s_policy_addressed():
 def test_addressed_seeds_differ():
     seeds = {addressed_seed(stream, 0, epoch, i) for stream in (4, 5) for epoch in range(5) for i in range(100)}
     assert len(seeds) == 1000 and all(0 <= s < 2**32 for s in seeds)
+
+
+def padded_window(img, size, top, left):
+    """The window of torchvision's reflection-padded image, the slow way."""
+    padded = F.pad(img.float().unsqueeze(0), (4, 4, 4, 4), mode="reflect").squeeze(0).to(img.dtype)
+    return padded[:, top : top + size, left : left + size]
+
+
+def test_padded_crop_is_a_window_of_the_resized_and_reflected_image():
+    img = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    resized = F.interpolate(img.unsqueeze(0), size=(20, 30), mode="bilinear", antialias=True).squeeze(0)
+    windows = {}
+    for top in range(2 * 4 + 1):
+        for left in range(10 + 2 * 4 + 1):
+            window = padded_window(resized, 20, top, left)
+            windows[window.numpy().tobytes()] = windows[window.flip(-1).numpy().tobytes()] = (top, left)
+    augment = PaddedCropFlip(20, seed=3)
+    crops = [augment(img, 0, index) for index in range(1000)]
+    drawn = np.array([windows[crop.numpy().tobytes()] for crop in crops])  # a KeyError: no such window
+    assert all(crop.shape == (3, 20, 20) and crop.is_contiguous() for crop in crops)
+    assert {*drawn[:, 0]} == {*range(9)} and {*drawn[:, 1]} == {*range(19)}
+    assert drawn.mean(axis=0) == pytest.approx([4, 9], abs=0.6)
+    assert torch.equal(augment(img, 5, 7), augment(img, 5, 7)) and not torch.equal(augment(img, 5, 7), augment(img, 6, 7))
+
+
+def test_reflection_against_numpy():
+    for first, count, length in ((-4, 9, 5), (0, 5, 5), (2, 7, 5), (-4, 13, 5)):
+        padded = np.pad(np.arange(length), 4, mode="reflect")
+        assert reflected(first, count, length).tolist() == padded[first + 4 : first + 4 + count].tolist()
