@@ -13,6 +13,7 @@ import torch
 from timm.optim import param_groups_weight_decay
 
 import models_mae_pr
+import models_mff_pr
 from engine_pretrain import PretrainEngine
 from prmim import SAMPLING, MaskCollator, SpatialAggregation, TokenOrder, TokenOrderSampler
 from recipes import RECIPES
@@ -20,9 +21,9 @@ from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
 from util.pictures import reconstruction_grid
 from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch, open_everywhere
-from util.transforms import RandomResizedCropFlip, ResizeCenterCrop
+from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 
-FRAMEWORKS = (models_mae_pr,)
+FRAMEWORKS = (models_mae_pr, models_mff_pr)
 MODELS = {name: getattr(module, name) for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 
 
@@ -44,8 +45,15 @@ def get_args_parser():
     method("--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="the cells that the aggregation fills")
     method("--norm_pix_loss", action=boolean, default=True, help="targets are pixels normalised per patch")
 
-    add_optimisation_flags(parser.add_argument_group("optimisation"))
-    add_data_flags(parser.add_argument_group("data"))
+    optimisation = parser.add_argument_group("optimisation")
+    add_optimisation_flags(optimisation)
+    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="of AdamW")
+    data = parser.add_argument_group("data")
+    add_data_flags(data)
+    data.add_argument(
+        "--crop", default="resized", choices=("resized", "padded"), help="resized: a random box, as MAE; padded: MFF's"
+    )
+    data.add_argument("--interpolation", default="bicubic", choices=("bicubic", "bilinear"))
     run = parser.add_argument_group("run")
     add_run_flags(run)
     run.add_argument("--picture_every", type=int, default=10, help="epochs between reconstructions in TensorBoard; 0: none")
@@ -72,6 +80,12 @@ def build_model(settings):
     return model
 
 
+def make_augmentation(args):
+    if args.crop == "padded":
+        return PaddedCropFlip(args.input_size, args.seed, args.interpolation)
+    return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, interpolation=args.interpolation)
+
+
 class PretrainRun(TrainRun):
     """Images, model and token orders of a pre-training run."""
 
@@ -86,9 +100,9 @@ class PretrainRun(TrainRun):
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
         order_sampler = TokenOrderSampler(model.grid_size, model.counts, args.sampling, model.mask_unit)
         self.collator = MaskCollator(order_sampler, args.seed, model.shared_visible)
-        self.transform = RandomResizedCropFlip(model.img_size, args.seed, args.crop_scale)
-        groups = param_groups_weight_decay(model, args.weight_decay)  # none on biases and other 1-D tensors
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+        self.transform = make_augmentation(args)
+        groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
+        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=tuple(args.betas), fused=True)
         self.start(PretrainEngine)
 
     def describe(self):

@@ -162,6 +162,10 @@ class ViTEncoder(nn.Module):
     def num_tokens(self):
         return math.prod(self.grid_size)
 
+    def no_weight_decay(self):
+        """Parameters that weight decay leaves alone in pre-training, beside the 1-D ones: none in MAE."""
+        return set()
+
     def cut(self, imgs):
         """imgs [B, C, H, W] of the model's size -> patches [B, N, p*p*C]."""
         if tuple(imgs.shape[-2:]) != self.img_size:
@@ -170,11 +174,15 @@ class ViTEncoder(nn.Module):
 
     def encode(self, tokens):
         """Embedded tokens with positions [B, n, D] -> [B, 1 + n, D] after the blocks, class token first, before the norm."""
-        cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
-        x = torch.cat([cls_token, tokens], dim=1)
+        x = self.prepend_cls_token(tokens)
         for block in self.blocks:
             x = block(x)
         return x
+
+    def prepend_cls_token(self, tokens):
+        """[B, n, D] -> [B, 1 + n, D]"""
+        cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
+        return torch.cat([cls_token, tokens], dim=1)
 
     def forward_features(self, imgs):
         """Images [B, C, H, W], normalised -> token features [B, 1 + N, D], class token first, after the norm."""

@@ -1,7 +1,7 @@
 """MAE and its partial reconstructions once more: float64, one image, one token at a time, straight from the papers.
 
 Shares no code with the project; reads weights by the names of MAE's releases. `aggregation` holds the depth-wise
-kernel ("weight" [C, 1, k, k], "bias" [C]) of PR-MIM.
+kernel ("weight" [C, 1, k, k], "bias" [C]) of PR-MIM; `encode` replaces the encoder's blocks.
 """
 
 import math
@@ -9,7 +9,7 @@ import math
 import torch
 
 
-def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_heads, norm_pix, aggregation=None):
+def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_heads, norm_pix, aggregation=None, encode=None):
     """The mean over supervised tokens of each token's mean squared error; also -> {token: prediction}.
 
     img [C, H, W]; visible, retained, thrown: lists of raster ids. Without `aggregation` the thrown are not supervised.
@@ -27,15 +27,15 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
     for t in visible:
         convolved = (kernel * pixels(t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
         tokens[t] = convolved + w["pos_embed"][0, 1 + t]
-    tokens = _transformer(tokens, w, "blocks", heads)
+    tokens = (encode or transformer)(tokens, w, "blocks", heads)
     tokens = {t: _norm(x, w, "norm") for t, x in tokens.items()}
 
-    embedded = {t: _linear(x, w, "decoder_embed") for t, x in tokens.items()}
+    embedded = {t: linear(x, w, "decoder_embed") for t, x in tokens.items()}
     for t in retained:
         embedded[t] = w["mask_token"][0, 0]
     positions = w["decoder_pos_embed"][0]
     embedded = {t: x + positions[0 if t == "cls" else 1 + t] for t, x in embedded.items()}
-    decoded = _transformer(embedded, w, "decoder_blocks", decoder_heads)
+    decoded = transformer(embedded, w, "decoder_blocks", decoder_heads)
     del decoded["cls"]
 
     if aggregation is not None:
@@ -53,7 +53,7 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
 
     errors, predictions = [], {}
     for t in [*retained, *(thrown if aggregation is not None else [])]:
-        predictions[t] = _linear(_norm(decoded[t], w, "decoder_norm"), w, "decoder_pred")
+        predictions[t] = linear(_norm(decoded[t], w, "decoder_norm"), w, "decoder_pred")
         patch_pixels = pixels(t)
         target = torch.stack([patch_pixels[ch, i, j] for i in range(patch) for j in range(patch) for ch in range(img.shape[0])])
         if norm_pix:
@@ -64,17 +64,21 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
     return sum(errors) / len(errors), predictions
 
 
-def _transformer(tokens, w, name, heads):
+def transformer(tokens, w, name, heads):
     depth = 1 + max(int(key.split(".")[1]) for key in w if key.startswith(name + "."))
     for layer in range(depth):
-        prefix = f"{name}.{layer}"
-        qkv = {t: _linear(_norm(x, w, f"{prefix}.norm1"), w, f"{prefix}.attn.qkv") for t, x in tokens.items()}
-        attended = {t: _attend(t, qkv, heads) for t in tokens}
-        tokens = {t: x + _linear(attended[t], w, f"{prefix}.attn.proj") for t, x in tokens.items()}
-        for t, x in tokens.items():
-            hidden = _linear(_norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp.fc1")
-            hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-            tokens[t] = x + _linear(hidden, w, f"{prefix}.mlp.fc2")
+        tokens = block(tokens, w, f"{name}.{layer}", heads)
+    return tokens
+
+
+def block(tokens, w, prefix, heads):
+    qkv = {t: linear(_norm(x, w, f"{prefix}.norm1"), w, f"{prefix}.attn.qkv") for t, x in tokens.items()}
+    attended = {t: _attend(t, qkv, heads) for t in tokens}
+    tokens = {t: x + linear(attended[t], w, f"{prefix}.attn.proj") for t, x in tokens.items()}
+    for t, x in tokens.items():
+        hidden = linear(_norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp.fc1")
+        hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
+        tokens[t] = x + linear(hidden, w, f"{prefix}.mlp.fc2")
     return tokens
 
 
@@ -89,7 +93,7 @@ def _attend(query, qkv, heads):
     return torch.cat(out)
 
 
-def _linear(x, w, name):
+def linear(x, w, name):
     return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
 
 

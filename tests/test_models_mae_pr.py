@@ -52,7 +52,7 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
     losses, predictions = zip(
         *(
             slow_loss(
-                official_state_dict(model), img, *_segments(row, model.counts), 8, 3, 2, norm_pix_loss, aggregation=aggregation
+                official_state_dict(model), img, *segments(row, model.counts), 8, 3, 2, norm_pix_loss, aggregation=aggregation
             )
             for img, row in zip(imgs, ids, strict=True)
         ),
@@ -66,7 +66,7 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
             torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
 
 
-def _segments(row, counts):
+def segments(row, counts):
     row = row.tolist()
     return row[: counts.num_visible], row[counts.num_visible : counts.num_kept], row[counts.num_kept :]
 
@@ -85,7 +85,7 @@ def test_plain_reconstruction_leaves_thrown_patches_black():
     model = MaskedAutoencoderViT(**SIZES, throw_ratio=0.5, progressive=False)
     imgs, ids = torch.randn(1, 3, 32, 32), orders(model, 1)
     image, mask = model.reconstruct_image(imgs, ids)
-    patches, (visible, retained, thrown) = model.cut(image)[0], _segments(ids[0], model.counts)
+    patches, (visible, retained, thrown) = model.cut(image)[0], segments(ids[0], model.counts)
     assert mask[0].nonzero().flatten().tolist() == retained
     assert torch.equal(patches[visible], model.cut(imgs)[0][visible])
     assert patches[thrown].abs().max() == 0 and patches[retained].abs().min() > 0

@@ -41,7 +41,7 @@ def test_recipe_builds_and_counts(recipe):
     assert (model.decoder.aggregation is not None) == (settings["progressive"] and settings["throw_ratio"] > 0)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if "_vit_" in name])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if RECIPES[name]["model"] in (BASE, LARGE)])
 def test_recipe_trains_by_the_supplementary(recipe):
     """Table of pre-training details: lr 2.4e-3 at batch 4096, 40 warm-up epochs, weight decay .05, per-patch targets."""
     s = settings_of(recipe)
@@ -58,6 +58,28 @@ def test_recipe_trains_by_the_supplementary(recipe):
     }.get(kind, (None, True, "furthest"))
     throw_ratio = expected[0] if kind == "mae" else int(percent or 50) / 100 if kind != "kernel" else 0.5
     assert (s["throw_ratio"], s["progressive"], s["sampling"]) == (throw_ratio, *expected[1:])
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("mff_")])
+def test_mff_trains_as_its_release(recipe):
+    s = settings_of(recipe)
+    assert (s["blr"] * s["total_batch_size"] / 256, s["total_batch_size"]) == (pytest.approx(2.4e-3), 4096)
+    assert (s["weight_decay"], s["warmup_epochs"], s["min_lr"], s["norm_pix_loss"]) == (0.05, 40, 0, True)
+    assert (s["crop"], s["interpolation"], s["lr_schedule"], tuple(s["betas"])) == ("padded", "bilinear", "mff", (0.9, 0.95))
+    assert s["warmup_lr"] / 2.4e-3 == pytest.approx(1e-9 if s["epochs"] == 800 else 1e-4) and s["clip_grad"] is None
+    throws, method = "50" in recipe, recipe.split("_")[1]
+    assert (s["throw_ratio"], s["progressive"]) == (0.5 if throws else 0.0, method != "plain50")
+    assert s["sampling"] == ("random" if method == "plain50" else "furthest")
+
+
+def test_cost_of_mff():
+    """9.929 G with all tokens embedded and predicted; 7.230 G at rho_d .5, where the five projections are in both."""
+    full = forward_multiply_adds(settings_of("mff_vit_base_800ep"))
+    thrown = forward_multiply_adds(settings_of("mff_prmim50_vit_base_800ep"))
+    lean = 147 * 768 * 768 + 50 * 512 * 768  # patches not embedded; class and visible tokens not predicted
+    assert full + lean == pytest.approx(9.929e9, rel=1e-3)
+    assert thrown + lean == pytest.approx(7.230e9, rel=1e-3)
+    assert (thrown + lean) / (full + lean) == pytest.approx(0.728, abs=5e-4)
 
 
 @pytest.mark.parametrize(("model", "throw_ratio"), COST)
@@ -105,6 +127,7 @@ def test_flags_are_frozen():
     assert flags == set(
         "recipe model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size "  # noqa: SIM905
         "applies_to norm_pix_loss batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay "
+        "warmup_lr lr_schedule lr_steps clip_grad betas crop interpolation "
         "seed dataset data_path crop_scale num_workers output_dir resume device precision compile max_steps save_every "
         "save_steps picture_every print_freq".split()
     )
