@@ -1,16 +1,13 @@
 """One epoch of fine-tuning or probing, and evaluation. Knows images, labels and logits, but no model."""
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from util.addressed import STEP, addressed_seed
-from util.distributed import all_reduce_sum, rank_and_world_size
+from util.distributed import all_reduce_sum
 from util.train_engine import TrainEngine
 
 
@@ -19,11 +16,9 @@ class FinetuneEngine(TrainEngine):
     """model(imgs) -> logits [B, num_classes]; the batches are (imgs uint8, labels).
 
     erase(imgs) -> imgs and mixup(imgs, labels) -> (imgs, soft targets) act on the normalised batch, as in timm; either may
-    be None. label_smoothing applies where mixup, which smooths its own targets, does not. Erasing, mixup and drop path
-    draw from generators that are seeded anew for each (seed, step, micro-batch, process), so a resumed run repeats them.
+    be None. label_smoothing applies where mixup, which smooths its own targets, does not.
     """
 
-    seed: int = 0
     erase: Callable | None = None
     mixup: Callable | None = None
     label_smoothing: float = 0.0
@@ -37,13 +32,6 @@ class FinetuneEngine(TrainEngine):
         if self.mixup:
             (imgs, targets), smoothing = self.mixup(imgs, labels), 0.0
         return {"cross_entropy": F.cross_entropy(self.model(imgs).float(), targets, label_smoothing=smoothing)}
-
-    def reseed(self, step, micro):
-        rank, world_size = rank_and_world_size()
-        seed = addressed_seed(STEP, self.seed, step, micro * world_size + rank)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
 
 
 @torch.no_grad()

@@ -8,5 +8,6 @@ class PretrainEngine(TrainEngine):
 
     def losses_of(self, batch, step, micro):
         imgs, _, ids_shuffle = batch
+        self.reseed(step, micro)
         imgs = self.normalize(imgs.to(self.device, non_blocking=True))
         return self.model(imgs, ids_shuffle.to(self.device, non_blocking=True))

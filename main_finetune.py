@@ -212,7 +212,6 @@ class FinetuneRun(TrainRun):
         self.optimizer = make_optimizer(model, args)
         self.start(
             FinetuneEngine,
-            seed=args.seed,
             label_smoothing=args.smoothing,
             mixup=make_mixup(args),
             erase=RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=self.process.device)

@@ -121,23 +121,13 @@ class Block(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class ViTEncoder(nn.Module):
-    """Patch embedding, class token, sine-cosine positions, blocks and final norm.
+class PatchEncoder(nn.Module):
+    """What every plain-ViT encoder begins with: the images' size, their patches, a class token.
 
-    img_size: pixels, an integer or (height, width), a multiple of patch_size. The position table is frozen.
+    img_size: pixels, an integer or (height, width), a multiple of patch_size.
     """
 
-    def __init__(
-        self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        depth=12,
-        num_heads=12,
-        mlp_ratio=4.0,
-        drop_path_rate=0.0,
-    ):
+    def __init__(self, img_size, patch_size, in_chans, embed_dim):
         super().__init__()
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         if patch_size < 1 or height < 1 or width < 1 or height % patch_size or width % patch_size:
@@ -150,13 +140,6 @@ class ViTEncoder(nn.Module):
         self.grid_size = (height // patch_size, width // patch_size)
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
-        drop_path = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in drop_path)
-        self.norm = layer_norm(embed_dim)
-        init_weights(self)
-        nn.init.normal_(self.cls_token, std=0.02)
 
     @property
     def num_tokens(self):
@@ -171,6 +154,35 @@ class ViTEncoder(nn.Module):
         if tuple(imgs.shape[-2:]) != self.img_size:
             raise ValueError(f"the model is built for images of {self.img_size} px, got {tuple(imgs.shape[-2:])}")
         return patchify(imgs, self.patch_size)
+
+
+def drop_path_rates(last, depth):
+    """The rates of `depth` blocks, from 0 to `last`."""
+    return [last * i / max(1, depth - 1) for i in range(depth)]
+
+
+class ViTEncoder(PatchEncoder):
+    """Patch embedding, class token, sine-cosine positions, blocks and final norm. The position table is frozen."""
+
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=16,
+        in_chans=3,
+        embed_dim=768,
+        depth=12,
+        num_heads=12,
+        mlp_ratio=4.0,
+        drop_path_rate=0.0,
+    ):
+        super().__init__(img_size, patch_size, in_chans, embed_dim)
+        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
+        rates = drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
+        self.norm = layer_norm(embed_dim)
+        init_weights(self)
+        nn.init.normal_(self.cls_token, std=0.02)
 
     def encode(self, tokens):
         """Embedded tokens with positions [B, n, D] -> [B, 1 + n, D] after the blocks, class token first, before the norm."""

@@ -5,13 +5,16 @@ step is finite is decided there, too. A non-finite gradient leaves the weights a
 the fused AdamW); DDP has averaged the gradients before that, so all processes skip alike.
 """
 
+import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from util.addressed import STEP, addressed_seed
 from util.distributed import all_reduce_sum, rank_and_world_size
 from util.logging import RunLog, duration
 
@@ -132,6 +135,7 @@ class TrainEngine:
     log: RunLog
     print_freq: int = 20
     clip_grad: float | None = None
+    seed: int = 0
 
     def __post_init__(self):
         self.device = self.normalize.mean.device
@@ -141,6 +145,17 @@ class TrainEngine:
     def losses_of(self, batch, step, micro):
         """The scalar losses, by name, of a micro-batch; called inside autocast."""
         raise NotImplementedError
+
+    def reseed(self, step, micro):
+        """What a micro-batch draws from the global generators (drop path, mixup) follows from its address.
+
+        That is (seed, step, micro-batch, process), so a resumed run repeats the draws.
+        """
+        rank, world_size = rank_and_world_size()
+        seed = addressed_seed(STEP, self.seed, step, micro * world_size + rank)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
 
     def train_one_epoch(self, epoch, steps, batches, after_step):
         """Runs the optimizer steps `steps`, a range of global step numbers.

@@ -215,6 +215,7 @@ class TrainRun:
             log=self.log,
             print_freq=args.print_freq,
             clip_grad=args.clip_grad,
+            seed=args.seed,
             **options,
         )
         if content:
