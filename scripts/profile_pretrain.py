@@ -77,7 +77,9 @@ def saved_bytes(forward):
     def keep(tensor):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        return tensor  # alive until the graph goes, so no address is given out twice
+        # Alive until the graph goes, so no address is given out twice. Detached, or an operation that keeps its own
+        # output would be a cycle that nothing frees, and the peak memory measured next would be too large.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = forward()

@@ -1,6 +1,7 @@
 import csv
 import os
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,19 @@ def test_saved_bytes_of_a_known_module():
     assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5)  # x needs no gradient, so the weight is not kept
     x.requires_grad_(True)
     assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5 + 5 * 3)
+
+
+def test_counting_saved_bytes_leaves_nothing_behind():
+    """What were left would be in the peak memory that is measured next."""
+    linear, kept = nn.Linear(3, 5), []
+
+    def forward():
+        y = linear(torch.randn(7, 3)).relu()
+        kept.append(weakref.ref(y))
+        return y.square()
+
+    saved_bytes(forward)
+    assert kept[0]() is None
 
 
 def test_saved_memory_of_an_image_is_that_of_its_activations():
