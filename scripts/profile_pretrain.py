@@ -7,7 +7,8 @@
 GMAC            multiply-adds of one image's forward pass, as torch's counter sees them
 saved MB        what the forward pass of one image keeps for the backward pass, in 10^6 bytes: each storage once; counted
                 as the difference between batches of four and of two, in which weights, their casts and tables cancel
-peak GB         most device memory of a step, in 10^9 bytes: weights, moments, gradients, activations (CUDA alone)
+peak GB         most device memory that a step's tensors take, in 10^9 bytes: weights, moments, gradients, activations and
+                what kernels work in; each recipe has the device for itself then (CUDA alone)
 ms a step       median over the rounds; each round times every recipe once, in rotating order
 
 A step is forward, backward and AdamW on one batch that stays on the device (random, or the first crops of
@@ -18,6 +19,7 @@ else to the first; behind the stroke stands the paper's figure.
 import argparse
 import csv
 import gc
+import os
 import statistics
 import sys
 import time
@@ -44,6 +46,8 @@ def _base(*arms):
 TABLES = {
     "ablation": _base("plain25", "prmim25", "plain50", "prmim50", "plain65", "prmim65"),
     "large": [f"{arm}_vit_large_100ep" for arm in ("mae", "plain50", "prmim50")],
+    # Costs do not depend on the number of epochs, so the shortest schedule stands for all.
+    "schedules": _base("plain50", "prmim50") + [f"{arm}_vit_large_100ep" for arm in ("mae", "plain50", "prmim50")],
     "kernels": _base("kernel3", "kernel5", "prmim50", "kernel9", "kernel11"),
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
@@ -58,6 +62,7 @@ PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
 COSTS = ("gmac", "saved_mb", "peak_gb", "ms", "images_per_second")
 COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
 COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
+COLUMNS += ["compile"]
 
 
 def forward_gmac(settings):
@@ -111,8 +116,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.normalize = Normalize().to(device)
         self.imgs, self.ids_shuffle = (t.to(device) for t in a_batch(self.model, settings, args.batch_size, images))
-        if args.compile:
-            self.model.compile(fullgraph=True, dynamic=False)
+        self.compile = args.compile
 
     def forward(self, imgs, ids_shuffle):
         with self.autocast():
@@ -132,8 +136,15 @@ class Step:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def warm_up(self):
+        """Two steps before any is measured: with them the moments exist and kernels are chosen, or compiled."""
+        if self.compile:
+            self.model.compile(fullgraph=True, dynamic=False)
+        self()
+        self()
+
     def saved_mb(self):
-        """MB an image; eager, whatever is timed."""
+        """MB an image; before the warm-up, so eager whatever is timed."""
 
         def saved(n):
             imgs, ids_shuffle = self.imgs[:1].repeat(n, 1, 1, 1), self.ids_shuffle[:1].repeat(n, 1)
@@ -142,10 +153,10 @@ class Step:
         return (saved(4) - saved(2)) / 2e6
 
     def peak_gb(self):
-        """GB of a step; the moments exist after the first."""
+        """GB of a step; None on the CPU."""
         if self.device.type != "cuda":
             return None
-        self()
+        self.warm_up()
         torch.cuda.reset_peak_memory_stats()
         self()
         return torch.cuda.max_memory_allocated() / 1e9
@@ -153,25 +164,32 @@ class Step:
 
 def measure_memory(settings, args, device, images):
     """-> (saved_mb, peak_gb) of one recipe that has the device for itself."""
-    eager = argparse.Namespace(**vars(args) | {"compile": False})
-    saved_mb = Step(settings, eager, device, images).saved_mb()
+    step = Step(settings, args, device, images)
+    memory = step.saved_mb(), step.peak_gb()
+    del step
+    if args.compile:
+        torch._dynamo.reset()  # compiled code may hold on to tensors
     gc.collect()
-    peak_gb = Step(settings, args, device, images).peak_gb() if device.type == "cuda" else None
-    gc.collect()
-    return saved_mb, peak_gb
+    return memory
 
 
 def time_in_turn(steps, rounds):
     """-> median seconds of each step; another one is first in each round: a step feels the memory its predecessor left."""
     for step in steps:
-        step()  # warm-up
-        step()
+        step.warm_up()
     times = [[] for _ in steps]
     for i in range(rounds):
         for j in range(len(steps)):
             k = (i + j) % len(steps)
             times[k].append(steps[k]())
     return [statistics.median(of_step) for of_step in times]
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def measure(names, settings, args, device, images):
@@ -185,7 +203,7 @@ def measure(names, settings, args, device, images):
     for row, seconds in zip(rows, time_in_turn(steps, args.rounds), strict=True):
         row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
         row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
-        row |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+        row |= {"device": device_name(device), "torch": torch.__version__, "compile": args.compile}
     return rows
 
 
@@ -225,9 +243,8 @@ def markdown(rows):
         for r in rows
     ]
     lines = [header, ["---"] + ["--:"] * (len(header) - 1), *body]
-    title = (
-        f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, torch {first['torch']}"
-    )
+    title = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
+    title += f"torch {first['torch']}" + (", compiled" if first["compile"] else "")
     return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
 
 
@@ -242,7 +259,7 @@ def parse_args(argv=None):
     parser = Parser("profile_pretrain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("recipes", nargs="*", help="names from recipes.py")
-    flag("--table", choices=TABLES, help="the recipes of a table of the paper; 'large' is ViT-L")
+    flag("--table", choices=TABLES, help="the recipes of a table of the paper; ViT-L's part of 'schedules' is 'large'")
     flag("--batch_size", type=int, default=8)
     flag("--rounds", type=int, default=7)
     flag("--data_path", help="real images; random ones without it")
@@ -260,9 +277,20 @@ def parse_args(argv=None):
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no CUDA device")
     for path in filter(None, (args.csv, args.markdown)):
-        if not path.resolve().parent.is_dir():
-            parser.error(f"{str(path)!r} cannot be written: there is no folder {str(path.resolve().parent)!r}")
+        reason = why_not_writable(path)
+        if reason:
+            parser.error(f"{str(path)!r} cannot be written: {reason}")
     return parser, args
+
+
+def why_not_writable(path):
+    """Why no file can be written at `path`, asked before minutes of measuring; None if it can."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        return f"there is no folder {str(folder)!r}"
+    if path.is_dir():
+        return "it is a folder"
+    return None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied"
 
 
 def main(argv=None):
@@ -275,7 +303,10 @@ def main(argv=None):
     except ValueError as error:
         parser.error(str(error))
     except torch.cuda.OutOfMemoryError:
-        parser.error(f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size")
+        parser.error(
+            f"the device's memory is too small for {len(args.recipes)} recipes (all are resident while they are timed) and a "
+            f"batch of {args.batch_size}; give a smaller --batch_size, or fewer recipes"
+        )
     print(markdown(rows), end="")
     if args.csv:
         write_csv(args.csv, rows)

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from scripts import profile_pretrain
-from scripts.profile_pretrain import add_ratios, forward_gmac, markdown, saved_bytes
+from scripts.profile_pretrain import Step, add_ratios, forward_gmac, markdown, saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
     row = dict(recipe=recipe, model=model, throw_ratio=throw_ratio, gmac=gmac, saved_mb=saved_mb, ms=ms, peak_gb=peak_gb)
-    row |= dict(images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2")
+    row |= dict(images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2", compile=False)
     return row
 
 
@@ -50,11 +50,47 @@ def test_saved_memory_of_an_image_is_that_of_its_activations():
     """Weights, which every batch keeps once, do not count."""
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
     settings = settings_of("--model", "mae_vit_micro_patch4")
-    step = profile_pretrain.Step(settings, args, torch.device("cpu"), None)
+    step = Step(settings, args, torch.device("cpu"), None)
     count = lambda n: saved_bytes(lambda: step.forward(step.imgs[:1].repeat(n, 1, 1, 1), step.ids_shuffle[:1].repeat(n, 1)))  # noqa: E731
     assert count(6) - count(3) == pytest.approx(3e6 * step.saved_mb())
     kept_by_weights = count(1) - 1e6 * step.saved_mb()
     assert kept_by_weights > 0.8 * 4 * sum(p.numel() for p in step.model.parameters() if p.dim() > 1 and p.requires_grad)
+
+
+def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
+    """The course of the measurement, with stand-ins for the calls of CUDA."""
+    models, events = weakref.WeakSet(), []
+    build, init, call = profile_pretrain.build_model, Step.__init__, Step.__call__
+
+    def build_and_remember(settings):
+        models.add(model := build(settings))
+        return model
+
+    def init_as_if_on_cuda(step, settings, args, device, images):
+        init(step, settings, args, torch.device("cpu"), images)
+        step.device = device
+
+    monkeypatch.setattr(profile_pretrain, "build_model", build_and_remember)
+    monkeypatch.setattr(Step, "__init__", init_as_if_on_cuda)
+    monkeypatch.setattr(Step, "__call__", lambda step: events.append("step") or call(step))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: events.append(f"read beside {len(models)} model") or 3e9)
+    args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2"])[1]
+    for throw_ratio in ("0", "0.5"):
+        settings = settings_of("--model", "mae_vit_micro_patch4", "--throw_ratio", throw_ratio)
+        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)[1] == 3.0
+    assert events == ["step", "step", "reset", "step", "read beside 1 model"] * 2 and not models
+
+
+def test_compiled_is_the_timed_step_and_said_in_the_title(monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(nn.Module, "compile", lambda model, **options: calls.append(options))
+    flags = ["cifar10", "--batch_size", "2", "--rounds", "1", "--device", "cpu"]
+    profile_pretrain.main(flags)
+    assert not calls and "compiled" not in capsys.readouterr().out
+    profile_pretrain.main([*flags, "--compile"])
+    assert calls == [dict(fullgraph=True, dynamic=False)] and "compiled\n" in capsys.readouterr().out.partition("|")[0]
 
 
 def test_ratios_are_to_the_same_model_without_throwing():
@@ -75,6 +111,20 @@ def test_ratios_are_to_the_same_model_without_throwing():
     ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429 |"
     assert f"| a | 0.5 | {ours}\n" in text
     assert "| c | 0.5 | 16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | – | – | 50.0 | 0.714 | 160.0 | 1.400 |" in text
+
+
+def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
+    rows = add_ratios([row("a", "mae_vit_base_patch16", 0.0, 9.67512345, 40 / 3, 1e3 / 7), row("b", "x", 0.5, 7, 10, 3, 1 / 3)])
+    profile_pretrain.write_csv(tmp_path / "cost.csv", rows)
+    with open(tmp_path / "cost.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert list(read[0]) == profile_pretrain.COLUMNS and set(rows[0]) == set(profile_pretrain.COLUMNS)
+    texts = ("recipe", "model", "device", "precision", "torch", "compile")
+    for was, now in zip(rows, read, strict=True):
+        assert {k: str(v) for k, v in was.items() if k in texts} == {k: now[k] for k in texts}
+        assert {k: float(v) if v else None for k, v in now.items() if k not in texts} == {
+            k: v for k, v in was.items() if k not in texts
+        }
 
 
 def test_tables_are_recipes_that_the_paper_has_figures_for():
@@ -126,14 +176,28 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
         ("cifar10 --table large", "give names of recipes, or --table"),
         ("cifra10", "unknown recipe 'cifra10'; close to it: cifar10"),
         ("cifar10 --rounds 0", "must be at least 1, got 8 and 0"),
+        ("cifar10 --batch_size 0", "must be at least 1, got 0 and 7"),
+        ("cifar10 --csv .", "'.' cannot be written: it is a folder"),
         ("cifar10 --csv nowhere/cost.csv", "'nowhere/cost.csv' cannot be written: there is no folder"),
         ("cifar10 --data_path nowhere", "nowhere"),
     ],
 )
-def test_errors(flags, message, capsys):
+def test_errors_come_before_any_measurement(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(profile_pretrain, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit):
         profile_pretrain.main(flags.split())
     assert message in capsys.readouterr().err
+
+
+def test_too_little_memory_says_what_to_do(monkeypatch, capsys):
+    def measure(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(profile_pretrain, "measure", measure)
+    with pytest.raises(SystemExit):
+        profile_pretrain.main(["cifar10", "cifar10_mae", "--batch_size", "96"])
+    error = capsys.readouterr().err
+    assert "2 recipes" in error and "batch of 96; give a smaller --batch_size, or fewer recipes" in error
 
 
 def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
