@@ -2,7 +2,7 @@
 # What a step costs on this machine's GPU, in less than 8 minutes after the set-up: the tests that need one, then the paper's
 # cost tables of ViT-B and ViT-L. The tables are left in output/benchmark_gpu (OUTPUT_DIR moves them); BATCH_BASE,
 # BATCH_LARGE (images, 256 and 128: for 80 GB) and ROUNDS (20) change what is measured. With your own environment that
-# has the requirements: PRMIM_SETUP=0.
+# has the requirements: PRMIM_SETUP=0. Whatever fails, the rest is run, and the exit code is 1.
 set -euo pipefail
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep -q GPU; then
     echo "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)" >&2
@@ -15,23 +15,32 @@ else
     install requirements.txt requirements-quickstart.txt
     install requirements-dev.txt requirements.txt
 fi
+# Without this the tests that need a GPU would all skip themselves and pass.
+if ! python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "benchmark_gpu.sh: error: there is a GPU, but PyTorch cannot use it: the driver is too old for it, or CUDA is not" \
+        "in this build of PyTorch, or no GPU is in CUDA_VISIBLE_DEVICES" >&2
+    exit 1
+fi
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && cd "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && pwd)
 cd "$root"
+# Files of an earlier run must not pass for this one's.
+(cd "$output" && rm -f environment.txt tests.txt cost_base.md cost_base.csv cost_large.md cost_large.csv)
 
 {
     date -u +%Y-%m-%d
-    nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv
+    git describe --always --dirty 2>/dev/null || true # a download has no history
+    nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv || true
     python -c "import torch, timm; print('torch', torch.__version__, 'cuda', torch.version.cuda, 'timm', timm.__version__)"
 } >"$output/environment.txt"
 cat "$output/environment.txt"
 
 status=0
 profile() { # profile TABLE BATCH NAME
-    timeout 120 python scripts/profile_pretrain.py --table "$1" --batch_size "$2" --rounds "${ROUNDS:-20}" --device cuda \
+    timeout -k 5 120 python scripts/profile_pretrain.py --table "$1" --batch_size "$2" --rounds "${ROUNDS:-20}" --device cuda \
         --csv "$output/$3.csv" --markdown "$output/$3.md" || { echo "the cost table $3 failed" >&2 && status=1; }
 }
-timeout 200 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
+timeout -k 5 200 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
 profile ablation "${BATCH_BASE:-256}" cost_base
 profile large "${BATCH_LARGE:-128}" cost_large
-echo "In $output: environment.txt, tests.txt, cost_base.md and .csv, cost_large.md and .csv"
+echo "In $output:" && ls "$output"
 exit $status

@@ -209,14 +209,31 @@ def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
     assert done.returncode == 1 and done.stderr == "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)\n"
 
 
-def test_the_gpu_benchmark_leaves_its_tables(tmp_path):
-    """Its course, with stand-ins for nvidia-smi and python."""
+def run_benchmark(tmp_path, failing):
+    """With stand-ins for nvidia-smi and python; the latter prints its arguments, and fails if they contain `failing`."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: stand-in\n")
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\ncase "$*" in *large*) exit 2;; esac\n')
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *"{failing}"*) exit 2;; esac\n')
     for tool in ("nvidia-smi", "python"):
         (tmp_path / tool).chmod(0o755)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/cost_base.md").write_text("of an earlier run")
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUTPUT_DIR": str(tmp_path / "out"), "PRMIM_SETUP": "0"}
-    done = subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "the cost table cost_large failed" in done.stderr  # the others were made all the same
-    assert "--table ablation --batch_size 256" in done.stdout and "-m gpu" in (tmp_path / "out/tests.txt").read_text()
+    return subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "message"),
+    [("nothing", 0, ""), ("-m gpu", 1, ""), ("--table ablation", 1, "cost_base failed"), ("--table large", 1, "cost_large failed")],
+)
+def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, status, message):
+    done = run_benchmark(tmp_path, failing)
+    assert done.returncode == status and message in done.stderr and bool(done.stderr) == bool(message)
+    assert "--table ablation --batch_size 256" in done.stdout and "--table large --batch_size 128" in done.stdout
+    assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
+    assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in writes none
+
+
+def test_the_gpu_benchmark_refuses_a_torch_without_cuda(tmp_path):
+    done = run_benchmark(tmp_path, "torch.cuda.is_available")
+    assert done.returncode == 1 and "PyTorch cannot use it" in done.stderr and "-m gpu" not in done.stdout
