@@ -130,12 +130,12 @@ def load_classifier(path, args):
     head = weights.get("head.weight", weights.get("head.1.weight"))
     if head is None:
         raise ValueError(f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune")
-    absent = [name for name in ("cls_token", "pos_embed", "patch_embed.proj.weight") if name not in weights]
-    if absent:
-        raise ValueError(f"{str(path)!r} is no plain ViT with a class token: it lacks {', '.join(absent)}")
     meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
     settings = dict(meta.get("settings", {}))
     if "model" not in settings:
+        absent = [name for name in ("cls_token", "pos_embed", "patch_embed.proj.weight") if name not in weights]
+        if absent:
+            raise ValueError(f"{str(path)!r} is no plain ViT with a class token: it lacks {', '.join(absent)}")
         embed_dim, _, _, patch_size = weights["patch_embed.proj.weight"].shape
         side = round((weights["pos_embed"].shape[1] - 1) ** 0.5)
         settings |= dict(

@@ -5,8 +5,8 @@
 
 import torch
 
-from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder, unpatchify
-from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
+from prmim import PixelFramework, ProgressiveDecoder, TokenCounts, TokenOrder
 from util.checkpoint import load_strict
 
 __all__ = [
@@ -31,11 +31,10 @@ OFFICIAL_NAMES = {
 }
 
 
-class MaskedAutoencoderViT(ViTEncoder):
+class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     """A ViT encoder that owns a progressive decoder. Arguments are MAE's, then PR-MIM's (see `prmim`)."""
 
     mask_unit = 1  # tokens are masked one by one
-    shared_visible = False  # each image draws its own visible tokens
 
     def __init__(
         self,
@@ -92,39 +91,12 @@ class MaskedAutoencoderViT(ViTEncoder):
 
         Every image supervises the same number of tokens, so the plain mean is MAE's sum over masked / number masked.
         """
-        first = self.counts.num_visible
-        target = order.take(patches, order.ids_shuffle[:, first : first + pred.shape[1]])
-        if self.norm_pix_loss:
-            mean, std = patch_statistics(target)
-            target = (target - mean) / std
+        target = self.target(patches, order, pred.shape[1])
         return (pred.to(torch.promote_types(pred.dtype, torch.float32)) - target).square().mean()
 
-    @torch.no_grad()
-    def reconstruct(self, imgs, ids_shuffle):
-        """-> (pred [B, N, p*p*C] in raster order and MAE's patch layout, mask bool [B, N] of the predicted tokens).
-
-        Plain partial reconstruction predicts no thrown token: its mask is False there and pred is zero.
-        """
-        order = TokenOrder(ids_shuffle, self.counts)
+    def predict_all(self, imgs, order):
         latent = self.forward_encoder(self.cut(imgs), order)
-        pred = order.restore(self.decoder.predict(self.decoder.reconstruct(latent, order)))
-        predicts_thrown = self.decoder.num_supervised == self.counts.num_masked
-        return pred, order.mask if predicts_thrown else order.mask & ~order.thrown
-
-    @torch.no_grad()
-    def reconstruct_image(self, imgs, ids_shuffle):
-        """-> (images [B, C, H, W]: true patches where visible, predictions where predicted, zeros elsewhere; mask [B, N]).
-
-        Per-patch normalisation is undone with the true patch's own mean and variance, which the model never predicts.
-        """
-        pred, mask = self.reconstruct(imgs, ids_shuffle)
-        patches = self.cut(imgs)
-        if self.norm_pix_loss:
-            mean, std = patch_statistics(patches)
-            pred = pred * std + mean
-        visible = ~TokenOrder(ids_shuffle, self.counts).mask
-        patches = torch.where(mask.unsqueeze(-1), pred.to(patches.dtype), patches * visible.unsqueeze(-1))
-        return unpatchify(patches, self.patch_size, self.grid_size), mask
+        return self.decoder.predict(self.decoder.reconstruct(latent, order))
 
     def load_official(self, state_dict):
         """Loads the weights of MAE's `mae_pretrain_vit_*_full` releases: their content, or its `model` dict.
@@ -137,11 +109,6 @@ class MaskedAutoencoderViT(ViTEncoder):
             prefix = next((old for old in OFFICIAL_NAMES if name.startswith(old)), "")
             renamed[OFFICIAL_NAMES.get(prefix, "") + name[len(prefix) :]] = value
         load_strict(self, renamed, "MAE weights", optional_prefix="decoder.aggregation.")
-
-
-def patch_statistics(patches):
-    """Mean and standard deviation of each patch [B, n, P] -> two of [B, n, 1], as norm_pix_loss uses them (unbiased)."""
-    return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def mae_vit_micro_patch4(**kwargs):

@@ -4,30 +4,15 @@ Low levels reach the decoder directly, so that the encoder's last blocks need no
 loss are MAE's, and so is what PR-MIM throws. Fine-tuning drops the fusion: the encoder is a plain ViT.
 """
 
-import re
-
 import torch
 from torch import nn
 
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 from util.checkpoint import load_strict
+from util.key_names import from_mmpretrain
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
-
-# Parameter names of MFF's releases -> ours, in this order.
-OFFICIAL_NAMES = [
-    (r"\.(?:ln|norm)([12])\.", r".norm\1."),
-    (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
-    (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
-    (r"^backbone\.norm1\.", "norm."),
-    (r"^backbone\.patch_embed\.projection\.", "patch_embed.proj."),
-    (r"^backbone\.layers\.", "blocks."),
-    (r"^backbone\.", ""),
-    (r"^neck\.norm1\.", "decoder.norm."),
-    (r"^neck\.mask_token$", "decoder.mask_token"),
-    (r"^neck\.decoder_", "decoder."),
-]
 
 
 class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
@@ -67,12 +52,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         Strict, apart from the aggregator. The position tables come from the file: MFF's put rows before columns, and ours,
         like MAE's, columns before rows. ValueError names missing, unexpected and mis-shaped keys.
         """
-        renamed = {}
-        for name, value in state_dict.get("state_dict", state_dict).items():
-            if name.startswith(("backbone.", "neck.")):
-                for pattern, replacement in OFFICIAL_NAMES:
-                    name = re.sub(pattern, replacement, name)
-                renamed[name] = value
+        renamed = from_mmpretrain(state_dict.get("state_dict", state_dict))
         load_strict(self, renamed, "MFF weights", optional_prefix="decoder.aggregation.")
 
 

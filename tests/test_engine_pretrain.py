@@ -1,5 +1,6 @@
 import pytest
 import torch
+from timm.layers import DropPath
 from torch import nn
 
 from engine_pretrain import PretrainEngine
@@ -60,6 +61,22 @@ def stream(num, size=8, seed=0):
     for _ in range(num):
         imgs = torch.randint(0, 256, (size, 3, 1, 1), dtype=torch.uint8, generator=generator)
         yield imgs, torch.zeros(size), torch.ones(size, 4, dtype=torch.int64)
+
+
+def test_drop_path_is_drawn_by_the_step_and_no_other_state():
+    """So a resumed run draws what the undisturbed one drew."""
+
+    class Dropping(TwoLosses):
+        def forward(self, imgs, ids_shuffle):
+            return {"kept": DropPath(0.5)(imgs.flatten(1)).square().mean() + 0 * self.linear.weight.sum()}
+
+    (batch,) = stream(1)
+    drawn = []
+    for steps in (range(4), (3, 2)):
+        torch.manual_seed(len(drawn))
+        engine = an_engine(model=Dropping())
+        drawn.append([engine.losses_of(batch, step, 0)["kept"].item() for step in steps])
+    assert drawn[1] == [drawn[0][3], drawn[0][2]] and len({*drawn[0]}) > 1
 
 
 def weights(engine):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import main_pretrain
-from models_vit import VisionTransformer
+from models_vit import RelativeVisionTransformer, RelativeViTEncoder, VisionTransformer
 from prmim import ProgressiveDecoder, TokenOrder, TokenOrderSampler, addressed_noise
 from tests.two_processes import run_in_two_processes
 from util.checkpoint import load_encoder, save_checkpoint
@@ -26,8 +26,9 @@ CLASSES = {
 
 def build(name, **options):
     torch.manual_seed(0)
-    options = {"norm_pix_loss": True, "mask_ratio": 0.75, "throw_ratio": 0.5, **SIZES, **DECODER, **options}
-    return CLASSES[name](**options)
+    has_decoder = any("decoder_depth" in inspect.signature(c.__init__).parameters for c in CLASSES[name].__mro__)
+    sizes = SIZES | (DECODER if has_decoder else {})
+    return CLASSES[name](**{"norm_pix_loss": True, "mask_ratio": 0.75, "throw_ratio": 0.5, **sizes, **options})
 
 
 def a_batch(model, size=4, seed=0):
@@ -158,7 +159,8 @@ def test_compiles_without_graph_breaks_to_the_same_loss(name, arm):
 def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
     model = build(name)
     path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {})
-    tuned = VisionTransformer(num_classes=3, **SIZES)
+    kind = RelativeVisionTransformer if isinstance(model, RelativeViTEncoder) else VisionTransformer
+    tuned = kind(num_classes=3, **SIZES)
     report = load_encoder(tuned, path)
     assert set(report.missing) == {"head.weight", "head.bias", "fc_norm.weight", "fc_norm.bias"}
     assert not [key for key in report.unexpected if key.startswith(("patch_embed.", "blocks.", "cls_token", "pos_embed"))]

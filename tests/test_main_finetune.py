@@ -101,6 +101,27 @@ def test_the_encoder_is_really_loaded(labelled, pretrained, tmp_path):
     assert len(shared) > 70 and all(torch.equal(content["model"][k], encoder[k]) for k in shared)
 
 
+@pytest.mark.parametrize(
+    ("framework", "model", "unloaded"),
+    [("mff", "vit_micro_patch4", "4 missing"), ("simmim", "relative_vit_micro_patch4", "4 missing")],
+)
+def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model, unloaded):
+    """From pre-training to an evaluated classifier, with the framework's own schedule and clipping."""
+    flags = f"--model {framework}_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
+    main_pretrain.main([*flags.split(), "--mask_ratio", "0.6", "--data_path", str(labelled), "--output_dir", str(tmp_path / "pre")])
+    own = ["--lr_schedule", framework, "--warmup_lr", "1e-6", "--clip_grad", "5", "--model", model]
+    content = run(labelled, tmp_path / "out", "--finetune", tmp_path / "pre", *own)
+    assert unloaded in capsys.readouterr().out
+    result = evaluate(labelled, tmp_path / "out")
+    assert result["top1"] == json.loads((tmp_path / "out/results.json").read_text())["last"]["val_top1"]
+    if framework == "simmim":
+        assert "blocks.3.attn.relative_position_bias_table" in content["model"]
+        message = fails(
+            capsys, *command(labelled, tmp_path / "probe", *own, "--finetune", tmp_path / "pre", "--trainable_blocks", 0)
+        )
+        assert "has no probe" in message
+
+
 def test_learning_happens(tmp_path):
     """Dark against bright pictures."""
     for split, count in (("train", 12), ("val", 5)):
@@ -426,6 +447,17 @@ def test_finetuning_follows_the_supplementary(recipe):
     assert (s["aa"], s["color_jitter"], s["reprob"], s["remode"], s["recount"]) == ("rand-m9-mstd0.5-inc1", None, 0.25, "pixel", 1)
     assert (s["mixup"], s["cutmix"], s["mixup_prob"], s["mixup_switch_prob"], s["mixup_mode"]) == (0.8, 1.0, 1.0, 0.5, "batch")
     assert (s["smoothing"], s["crop_scale"], s["crop_pct"], s["clip_crop"]) == (0.1, (0.08, 1.0), None, False)
+
+
+def test_other_frameworks_finetune_as_their_releases():
+    mff, simmim, mae = (settings_of(f"{name}finetune_vit_base") for name in ("mff_", "simmim_", ""))
+    changed = {key for key in mff if mff[key] != mae[key]} - {"recipe"}
+    assert changed == {"lr_schedule", "warmup_lr"} and (mff["lr_schedule"], mff["warmup_lr"]) == ("mff", pytest.approx(2e-3 * 1e-4))
+    assert simmim["blr"] * simmim["total_batch_size"] / 256 == pytest.approx(5e-3) and simmim["total_batch_size"] == 2048
+    assert (simmim["epochs"], simmim["warmup_epochs"], simmim["warmup_lr"], simmim["min_lr"]) == (100, 20, 1e-6, 1e-6)
+    assert (simmim["layer_decay"], simmim["drop_path"], simmim["clip_grad"], simmim["lr_schedule"]) == (0.65, 0.1, 5.0, "simmim")
+    same = ["aa", "reprob", "mixup", "cutmix", "smoothing", "weight_decay", "crop_scale"]
+    assert [simmim[key] for key in same] == [mae[key] for key in same]
 
 
 @pytest.mark.parametrize(("size", "epochs"), [("base", 90), ("large", 50), ("huge", 50)])

@@ -34,11 +34,12 @@ def test_recipe_builds_and_counts(recipe):
     settings = settings_of(recipe)
     with torch.device("meta"):
         model = build_model(settings)
-    if model.counts.num_tokens == 196:
+    if model.counts.num_tokens == 196 and not recipe.startswith("simmim_"):
         counts = (model.counts.num_visible, model.counts.num_retained, model.counts.num_thrown)
         assert counts == COUNTS[settings["throw_ratio"]]
     assert model.norm_pix_loss == settings["norm_pix_loss"]
-    assert (model.decoder.aggregation is not None) == (settings["progressive"] and settings["throw_ratio"] > 0)
+    aggregates = any("aggregation" in name for name, _ in model.named_parameters())
+    assert aggregates == (settings["progressive"] and settings["throw_ratio"] > 0 and settings["aggregation"] != "avgpool")
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if RECIPES[name]["model"] in (BASE, LARGE)])
@@ -70,6 +71,34 @@ def test_mff_trains_as_its_release(recipe):
     throws, method = "50" in recipe, recipe.split("_")[1]
     assert (s["throw_ratio"], s["progressive"]) == (0.5 if throws else 0.0, method != "plain50")
     assert s["sampling"] == ("random" if method == "plain50" else "furthest")
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("simmim_")])
+def test_simmim_trains_as_its_release(recipe):
+    """Learning rates at a total batch of 2048: 4e-4 and 8e-4; starts and floors of the release times 2048 / 512."""
+    s = settings_of(recipe)
+    assert (s["total_batch_size"], s["mask_ratio"], s["norm_pix_loss"], s["clip_grad"]) == (2048, 0.6, False, 5.0)
+    assert (tuple(s["betas"]), s["weight_decay"], s["warmup_epochs"]) == ((0.9, 0.999), 0.05, 10)
+    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.67, 1.0), "resized", "bilinear")
+    peak = s["blr"] * s["total_batch_size"] / 256
+    if s["epochs"] == 100:
+        assert (peak, s["warmup_lr"], s["min_lr"], s["lr_schedule"]) == (pytest.approx(8e-4), 4e-6, 4e-5, "simmim")
+    else:
+        assert (peak, s["warmup_lr"], s["lr_schedule"], s["lr_steps"]) == (pytest.approx(4e-4), 2e-6, "simmim_steps", (700,))
+    percent = re.search(r"(plain|prmim)(\d+)", recipe)
+    assert s["throw_ratio"] == (int(percent[2]) / 100 if percent else 0)
+    assert (s["progressive"], s["sampling"]) == ((False, "random") if percent and percent[1] == "plain" else (True, "furthest"))
+
+
+@pytest.mark.parametrize(("throw_ratio", "ratio", "thrown"), [(0.3, 0.701, 58), (0.5, 0.499, 98)])
+def test_cost_of_simmim(throw_ratio, ratio, thrown):
+    """17.679 G with all tokens embedded and predicted, and its share at 30 and 50 % thrown."""
+    recipe = "simmim_prmim30_vit_base_100ep"
+    full = forward_multiply_adds(settings_of(recipe, throw_ratio=0.0))
+    ours = forward_multiply_adds(settings_of(recipe, throw_ratio=throw_ratio))
+    lean = (120 + 76) * 768 * 768  # masked patches not embedded, visible ones not predicted
+    assert full + lean == pytest.approx(17.679e9, rel=1e-3)
+    assert (ours + lean) / (full + lean) == pytest.approx(ratio, abs=1e-3)
 
 
 def test_cost_of_mff():

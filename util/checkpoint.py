@@ -18,6 +18,9 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
+from util.key_names import encoder_names
+from util.rel_pos import resize_bias_table
+
 
 def save_checkpoint(output_dir, step, state, meta):
     """Writes `state` (a dict of tensors and plain values) and `meta` (JSON-able) as the checkpoint of `step`; its path.
@@ -171,13 +174,17 @@ class LoadReport(NamedTuple):
 def load_encoder(model, path):
     """Loads a pre-trained encoder into a fine-tune model; -> LoadReport.
 
-    Takes this project's checkpoints, MAE's releases and timm's files (the weights may lie under `model` or
-    `state_dict`). Position tables of another grid are resized (bicubic, class row kept). Only the head and the pooling
-    norm may be missing; anything else missing or mis-shaped raises ValueError.
+    Takes this project's checkpoints, timm's files, and the releases of MAE, MFF and SimMIM (the weights may lie under
+    `model` or `state_dict`). Position tables of another grid are resized (bicubic, class row kept), and so are tables of
+    relative-position biases; a table that all blocks shared is copied into each. Only the head and the pooling norm may be
+    missing; anything else missing or mis-shaped raises ValueError.
     """
     content = read_checkpoint(path)
-    weights = weights_of(content)
+    weights = encoder_names(weights_of(content))
     own = model.state_dict()
+    shared = weights.get("rel_pos_bias.relative_position_bias_table")
+    if shared is not None:
+        weights = weights | {k: shared for k in own if k.endswith("attn.relative_position_bias_table") and k not in weights}
     found = {k: v for k, v in weights.items() if k in own and torch.is_tensor(v)}
     # A head made for other classes is left out, as MAE's fine-tuning does.
     found = {k: v for k, v in found.items() if not (k.startswith("head.") and v.shape != own[k].shape)}
@@ -186,6 +193,10 @@ def load_encoder(model, path):
         grid = _grid_of(content, found["pos_embed"])
         found["pos_embed"] = _resize_pos_embed(found["pos_embed"], grid, model.grid_size, own["pos_embed"].shape)
         resized = ["pos_embed"]
+    for name, table in found.items():
+        if name.endswith("relative_position_bias_table") and table.shape != own[name].shape:
+            found[name] = _resize_bias_table(table, content, model.grid_size)
+            resized.append(name)
     missing = [k for k in own if k not in found]
     needed = [k for k in missing if not k.startswith(("head.", "fc_norm."))]
     misshaped = [f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}" for k, v in found.items() if v.shape != own[k].shape]
@@ -199,13 +210,20 @@ def load_encoder(model, path):
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
 
 
-def _grid_of(content, table):
-    """(rows, columns) of a position table: from the settings of our checkpoints, else square, else None."""
+def _settings_grid(content):
+    """(rows, columns) of the tokens by the settings of our checkpoints; None without settings."""
     settings = content["meta"].get("settings", {}) if isinstance(content.get("meta"), dict) else {}
     size, patch_size = settings.get("input_size"), settings.get("patch_size")
-    if size and patch_size:
-        rows, *columns = (side // patch_size for side in ([size] if isinstance(size, int) else size))
-        return rows, *(columns or [rows])
+    if not (size and patch_size):
+        return None
+    rows, *columns = (side // patch_size for side in ([size] if isinstance(size, int) else size))
+    return rows, *(columns or [rows])
+
+
+def _grid_of(content, table):
+    """(rows, columns) of a position table: from the settings of our checkpoints, else square, else None."""
+    if grid := _settings_grid(content):
+        return grid
     side = round((table.shape[1] - 1) ** 0.5)
     return (side, side) if side * side == table.shape[1] - 1 else None
 
@@ -219,6 +237,13 @@ def _resize_pos_embed(table, source, target, shape):
     grid = table[:, 1:].float().unflatten(1, source).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=tuple(target), mode="bicubic", align_corners=False)
     return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
+
+
+def _resize_bias_table(table, content, target):
+    """[offsets + 3, heads] of the checkpoint's grid -> that of the grid `target`."""
+    square = ((table.shape[0] - 3) ** 0.5 + 1) / 2
+    source = _settings_grid(content) or (round(square), round(square))
+    return resize_bias_table(table, source, target, num_extra=3)
 
 
 def _write_atomically(path, write):

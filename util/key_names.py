@@ -1,0 +1,48 @@
+"""Parameter names of other releases -> those of plain ViTs here, which are timm's and MAE's."""
+
+import re
+
+# mmpretrain (MFF). Its layers count their norms from 1, and so does its backbone: ln1 is the encoder's final norm.
+_MMPRETRAIN = [
+    (r"\.(?:ln|norm)([12])\.", r".norm\1."),
+    (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
+    (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
+    (r"^backbone\.norm1\.", "norm."),
+    (r"^backbone\.norm2\.", "fc_norm."),
+    (r"^backbone\.patch_embed\.projection\.", "patch_embed.proj."),
+    (r"^backbone\.layers\.", "blocks."),
+    (r"^backbone\.", ""),
+    (r"^neck\.norm1\.", "decoder.norm."),
+    (r"^neck\.(?:decoder_)?", "decoder."),
+    (r"^head\.fc\.", "head."),
+]
+
+
+def from_mmpretrain(weights):
+    """{our name: value} of a mmpretrain state dict; what is neither backbone, neck nor head is left out."""
+    renamed = {}
+    for name, value in weights.items():
+        if name.startswith(("backbone.", "neck.", "head.fc.")):
+            for pattern, replacement in _MMPRETRAIN:
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = value
+    return renamed
+
+
+def from_simmim(weights):
+    """{our name: value} of the encoder in a SimMIM state dict, without what is computed anew."""
+    computed = ("relative_position_index", "attn_mask")
+    return {
+        name.removeprefix("encoder."): value
+        for name, value in weights.items()
+        if name.startswith("encoder.") and not name.endswith(computed)
+    }
+
+
+def encoder_names(weights):
+    """Whatever release the weights are of, the encoder's under our names."""
+    if any(name.startswith("backbone.") for name in weights):
+        return from_mmpretrain(weights)
+    if any(name.startswith("encoder.") for name in weights):
+        return from_simmim(weights)
+    return weights
