@@ -425,6 +425,7 @@ class PixelFramework(nn.Module):
     """
 
     shared_visible = False  # each image draws its own visible tokens
+    throws = True  # the framework can throw tokens
 
     def predict_all(self, imgs, order):
         """imgs -> predictions of all tokens [B, N, p*p*C], or of the kept ones if plain, in token order."""

@@ -13,7 +13,7 @@ FRAMEWORKS = {p.stem for p in ROOT.glob("models_*_pr.py")}
 ALLOWED = {
     "recipes": set(),
     "models_vit": set(),
-    "models_swin": set(),
+    "models_swin": {"models_vit"},  # patches and their embedding
     "prmim": {"models_vit", "models_swin"},
     "engine_pretrain": set(),
     "engine_finetune": set(),

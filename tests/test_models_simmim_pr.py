@@ -7,7 +7,14 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from models_simmim_pr import SimMIMViT, count_tokens, simmim_vit_base_patch16
+from models_simmim_pr import (
+    SimMIMSwin,
+    SimMIMViT,
+    count_tokens,
+    simmim_swin_base_patch4_window6,
+    simmim_swin_large_patch4_window12,
+    simmim_vit_base_patch16,
+)
 from models_vit import RelativeVisionTransformer, relative_position_index, relative_vit_base_patch16
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.test_models_mae_pr import perturbed, segments
@@ -280,3 +287,53 @@ def test_layer_ids_and_decay():
         }
     for name, value in expected.items():
         assert found[id(model.get_parameter(name))] == pytest.approx(value), name
+
+
+# --------------------------------------------------------------------------------------------------------------- Swin
+
+SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(1, 2), num_heads=(1, 2), window_size=4)
+
+
+def test_swin_against_a_plain_run_with_mask_tokens():
+    """The release's own course: whole image embedded, masked tokens replaced, 1 x 1 convolution, pixel shuffle, L1."""
+    torch.manual_seed(0)
+    model = perturbed(SimMIMSwin(**SWIN))
+    imgs, ids = torch.randn(3, 3, 32, 32, dtype=torch.float64), orders(model, 3)
+    assert (model.counts.num_visible, model.counts.num_masked, model.mask_unit) == (24, 40, 2)  # 10 of 16 units
+    mask = TokenOrder(ids, model.counts).mask
+    with torch.no_grad():
+        patches = nn.functional.conv2d(imgs, model.patch_embed.proj.weight, model.patch_embed.proj.bias, stride=4)
+        tokens = model.patch_embed.norm(patches.flatten(2).transpose(1, 2))
+        tokens = torch.where(mask.unsqueeze(-1), model.mask_token, tokens)
+        features = model.encode(tokens).transpose(1, 2).reshape(3, 32, 4, 4)
+        weights = release_names_back(model)
+        images = nn.functional.conv2d(features, weights["decoder.0.weight"].double(), weights["decoder.0.bias"].double())
+        images = nn.functional.pixel_shuffle(images, 8)
+        pixels = mask.view(3, 1, 8, 8).double().repeat_interleave(4, 2).repeat_interleave(4, 3)
+        loss = ((imgs - images).abs() * pixels).sum() / pixels.sum() / 3
+    torch.testing.assert_close(model(imgs, ids)["pixel"], loss, rtol=1e-9, atol=0)
+    reconstruction, predicted = model.reconstruct_image(imgs, ids)
+    assert torch.equal(predicted, mask)
+    torch.testing.assert_close(reconstruction, torch.where(pixels.bool(), images, imgs), rtol=1e-9, atol=1e-9)
+
+
+def release_names_back(model):
+    kernel, bias, r = model.pred.weight, model.pred.bias, model.stride
+    index = [(i * r + j) * 3 + colour for colour in range(3) for i in range(r) for j in range(r)]
+    weights = {f"encoder.{k}": v for k, v in model.state_dict().items() if not k.startswith("pred.")}
+    return weights | {"decoder.0.weight": kernel[index].detach()[..., None, None], "decoder.0.bias": bias[index].detach()}
+
+
+def test_swin_load_official_and_sizes():
+    torch.manual_seed(0)
+    source, model = perturbed(SimMIMSwin(**SWIN)).float().requires_grad_(False), SimMIMSwin(**SWIN)
+    model.load_official({"model": release_names_back(source)})
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    with torch.device("meta"):
+        base, large = simmim_swin_base_patch4_window6(), simmim_swin_large_patch4_window12()
+    assert sum(p.numel() for p in base.parameters()) == 89_874_104
+    assert sum(p.numel() for p in large.parameters()) == 199_881_204
+    assert (base.counts.num_visible, base.counts.num_masked, base.mask_unit) == (896, 1408, 8)
+    with pytest.raises(ValueError, match="throws no tokens .*, got throw_ratio 0.3"):
+        SimMIMSwin(**SWIN, throw_ratio=0.3)

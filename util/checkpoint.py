@@ -195,7 +195,7 @@ def load_encoder(model, path):
         resized = ["pos_embed"]
     for name, table in found.items():
         if name.endswith("relative_position_bias_table") and table.shape != own[name].shape:
-            found[name] = _resize_bias_table(table, content, model.grid_size)
+            found[name] = _resize_bias_table(table, content, own[name], model.grid_size)
             resized.append(name)
     missing = [k for k in own if k not in found]
     needed = [k for k in missing if not k.startswith(("head.", "fc_norm."))]
@@ -239,11 +239,16 @@ def _resize_pos_embed(table, source, target, shape):
     return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
 
 
-def _resize_bias_table(table, content, target):
-    """[offsets + 3, heads] of the checkpoint's grid -> that of the grid `target`."""
-    square = ((table.shape[0] - 3) ** 0.5 + 1) / 2
-    source = _settings_grid(content) or (round(square), round(square))
-    return resize_bias_table(table, source, target, num_extra=3)
+def _resize_bias_table(table, content, own, grid_size):
+    """A table of relative-position biases -> one of the shape of `own`: of a window (Swin), or of the whole grid with a class
+    token, which has three rows of its own."""
+    if table.shape[1] != own.shape[1]:
+        raise ValueError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
+    if round(len(own) ** 0.5) ** 2 == len(own):
+        source, target = ((round(len(t) ** 0.5) + 1) // 2 for t in (table, own))
+        return resize_bias_table(table, (source, source), (target, target))
+    square = round(((len(table) - 3) ** 0.5 + 1) / 2)
+    return resize_bias_table(table, _settings_grid(content) or (square, square), grid_size, num_extra=3)
 
 
 def _write_atomically(path, write):

@@ -1,0 +1,249 @@
+"""The Swin Transformer (Liu et al., ICCV 2021): the dense encoder, and the model that is fine-tuned.
+
+State-dict names are those of Swin's and SimMIM's releases: a stage ends with its `downsample`. Tokens stay on their grid,
+[B, rows, columns, C], from the patches to the last norm.
+"""
+
+import torch
+from timm.layers import DropPath, Mlp
+from torch import nn
+from torch.nn import functional as F
+
+from models_vit import PatchEmbed, drop_path_rates, patchify
+
+__all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
+
+MICRO = dict(img_size=32, embed_dim=48, depths=(2, 2, 2, 2), num_heads=(2, 4, 8, 16), window_size=4)
+BASE = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+LARGE = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
+
+
+class SwinPatchEmbed(PatchEmbed):
+    """Patches [B, N, p*p*C] -> [B, N, D], normalised."""
+
+    def __init__(self, patch_size, in_chans, embed_dim):
+        super().__init__(patch_size, in_chans, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def forward(self, patches):
+        return self.norm(super().forward(patches))
+
+
+def window_offsets(window):
+    """Rows of the bias table for each (query, key) of a window: int64 [w*w, w*w], by the offset query less key."""
+    y, x = torch.arange(window).repeat_interleave(window), torch.arange(window).repeat(window)
+    return (y[:, None] - y + window - 1) * (2 * window - 1) + (x[:, None] - x + window - 1)
+
+
+class WindowAttention(nn.Module):
+    """Attention inside windows, with a learned bias for each offset."""
+
+    def __init__(self, dim, window, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
+        self.register_buffer("relative_position_index", window_offsets(window), persistent=False)
+
+    def forward(self, x, mask=None):
+        """x [B, W, L, C] of W windows, mask [W, L, L], added to the logits -> [B, W, L, C]."""
+        B, W, L, C = x.shape
+        q, k, v = self.qkv(x.flatten(0, 1)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B*W, heads, L, d]
+        bias = F.embedding(self.relative_position_index, self.relative_position_bias_table).permute(2, 0, 1)  # [heads, L, L]
+        if mask is not None:
+            bias = (bias + mask.unsqueeze(1)).expand(B, -1, -1, -1, -1).flatten(0, 1)  # [B*W, heads, L, L]
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        return self.proj(x.transpose(1, 2).reshape(B, W, L, C))
+
+
+class SwinBlock(nn.Module):
+    """Pre-norm block; attention in windows, which `shift` moves by half a window."""
+
+    def __init__(self, dim, grid_size, num_heads, window, shift, mlp_ratio, drop_path):
+        super().__init__()
+        self.window, self.shift = window, shift
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attn = WindowAttention(dim, window, num_heads)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
+
+    def forward(self, x):
+        """[B, rows, columns, C] -> the same."""
+        x = x + self.drop_path(self.attend(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    def attend(self, x):
+        if self.shift:
+            x = x.roll((-self.shift, -self.shift), dims=(1, 2))
+        x = join_windows(self.attn(cut_windows(x, self.window), self.attn_mask), self.window, x.shape[1:3])
+        return x.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else x
+
+
+def cut_windows(x, window):
+    """[B, rows, columns, C] -> [B, W, window * window, C], windows and what is in them in raster order."""
+    B, rows, columns, C = x.shape
+    x = x.view(B, rows // window, window, columns // window, window, C)
+    return x.transpose(2, 3).reshape(B, -1, window * window, C)
+
+
+def join_windows(x, window, grid_size):
+    """The inverse of `cut_windows`."""
+    rows, columns = grid_size
+    x = x.view(len(x), rows // window, columns // window, window, window, x.shape[-1])
+    return x.transpose(2, 3).reshape(len(x), rows, columns, -1)
+
+
+def shifted_mask(grid_size, window, shift):
+    """[W, L, L]: -100 between tokens that only the roll has brought into one window."""
+    parts = []
+    for side in grid_size:
+        rolled = (torch.arange(side) + shift) % side
+        parts.append((rolled - shift + window) // window)  # the window that a place belongs to without any roll
+    region = parts[0][:, None] * (max(grid_size) + 1) + parts[1]
+    region = cut_windows(region.view(1, *grid_size, 1), window)[0, :, :, 0]  # [W, L]
+    return (region[:, :, None] != region[:, None, :]) * -100.0
+
+
+class PatchMerging(nn.Module):
+    """Four neighbours become one token of twice the width."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(4 * dim), nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x):
+        """[B, rows, columns, C] -> [B, rows / 2, columns / 2, 2 C]; neighbours (row, column) in the order 00, 10, 01, 11."""
+        x = torch.cat([x[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], dim=-1)
+        return self.reduction(self.norm(x))
+
+
+class Stage(nn.Module):
+    def __init__(self, dim, grid_size, num_heads, window, mlp_ratio, drop_paths, downsample):
+        super().__init__()
+        whole = min(grid_size) <= window  # one window then, or a row of them: nothing to shift
+        window = min(window, *grid_size)
+        if any(side % window for side in grid_size):
+            raise ValueError(f"windows of {window} do not divide the stage's {grid_size[0]} x {grid_size[1]} tokens")
+        self.blocks = nn.ModuleList(
+            SwinBlock(dim, grid_size, num_heads, window, 0 if whole or i % 2 == 0 else window // 2, mlp_ratio, rate)
+            for i, rate in enumerate(drop_paths)
+        )
+        self.downsample = PatchMerging(dim) if downsample else None
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x if self.downsample is None else self.downsample(x)
+
+
+class SwinEncoder(nn.Module):
+    """img_size: pixels, an integer or (height, width); its tokens must halve from stage to stage and divide into windows."""
+
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=4,
+        in_chans=3,
+        embed_dim=128,
+        depths=(2, 2, 18, 2),
+        num_heads=(4, 8, 16, 32),
+        window_size=7,
+        mlp_ratio=4.0,
+        drop_path_rate=0.0,
+    ):
+        super().__init__()
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        self.stride = patch_size * 2 ** (len(depths) - 1)
+        if any(side < self.stride or side % self.stride for side in self.img_size):
+            raise ValueError(f"img_size {self.img_size[0]} x {self.img_size[1]} must be a multiple of {self.stride} px")
+        self.patch_size, self.embed_dim, self.depths = patch_size, embed_dim, tuple(depths)
+        self.grid_size = tuple(side // patch_size for side in self.img_size)
+        self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
+        rates = drop_path_rates(drop_path_rate, sum(depths))
+        self.layers = nn.ModuleList()
+        for s, depth in enumerate(depths):
+            grid_size, rates_here = tuple(side >> s for side in self.grid_size), [rates.pop(0) for _ in range(depth)]
+            downsample = s < len(depths) - 1
+            self.layers.append(Stage(embed_dim << s, grid_size, num_heads[s], window_size, mlp_ratio, rates_here, downsample))
+        self.num_features = embed_dim << (len(depths) - 1)
+        self.norm = nn.LayerNorm(self.num_features)
+        self.apply(init_weights)
+
+    @property
+    def num_tokens(self):
+        return self.grid_size[0] * self.grid_size[1]
+
+    def cut(self, imgs):
+        """imgs [B, C, H, W] of the model's size -> patches [B, N, p*p*C]."""
+        if tuple(imgs.shape[-2:]) != self.img_size:
+            raise ValueError(f"the model is built for images of {self.img_size} px, got {tuple(imgs.shape[-2:])}")
+        return patchify(imgs, self.patch_size)
+
+    def encode(self, tokens):
+        """Embedded tokens [B, N, D] -> features [B, cells, 8 D] of the last stage, raster order, after the norm."""
+        x = tokens.unflatten(1, self.grid_size)
+        for stage in self.layers:
+            x = stage(x)
+        return self.norm(x.flatten(1, 2))
+
+    def forward_features(self, imgs):
+        """Images [B, C, H, W], normalised -> [B, cells, 8 D]."""
+        return self.encode(self.patch_embed(self.cut(imgs)))
+
+
+def init_weights(module):
+    """Linear and bias tables normal, sigma .02, biases zero; the patch convolution keeps the framework's default."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, WindowAttention):
+        nn.init.trunc_normal_(module.relative_position_bias_table, std=0.02)
+
+
+class SwinTransformer(SwinEncoder):
+    """The encoder with a classification head on the mean of its tokens."""
+
+    def __init__(self, num_classes=1000, global_pool="avg", probe=False, **kwargs):
+        super().__init__(**kwargs)
+        if global_pool != "avg" or probe:
+            raise ValueError(f"Swin pools its tokens (global_pool 'avg') and has no probe, got {global_pool!r}")
+        self.global_pool, self.head = global_pool, nn.Linear(self.num_features, num_classes)
+        init_weights(self.head)
+
+    @property
+    def blocks(self):
+        return [block for stage in self.layers for block in stage.blocks]
+
+    def forward(self, imgs):
+        """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
+        x = self.forward_features(imgs).mean(dim=1)
+        with torch.autocast(x.device.type, enabled=False):  # logits of 8 bits would tie
+            return self.head(x.to(self.head.weight.dtype))
+
+    def freeze_all_but(self, trainable_blocks):
+        raise ValueError(f"Swin is fine-tuned as a whole, got trainable_blocks {trainable_blocks}")
+
+    frozen = ()
+
+    def no_weight_decay(self):
+        """The bias tables do not decay."""
+        return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
+
+    def group_matcher(self, coarse=False):
+        """timm's description of the layers: the embedding, each block, then norm and head; merging counts to the block before."""
+        merging = [(rf"^layers\.{s}\.downsample", (s, depth - 1)) for s, depth in enumerate(self.depths)]
+        return {"stem": r"^patch_embed", "blocks": [(r"^layers\.(\d+)\.blocks\.(\d+)", None), *merging]}
+
+
+def swin_micro_patch4_window4(**kwargs):
+    return SwinTransformer(**{**MICRO, **kwargs})
+
+
+def swin_base_patch4_window7(**kwargs):
+    return SwinTransformer(**{**BASE, "window_size": 7, **kwargs})
+
+
+def swin_large_patch4_window14(**kwargs):
+    return SwinTransformer(**{**LARGE, "window_size": 14, **kwargs})
