@@ -49,15 +49,19 @@ TABLES = {
     # Costs do not depend on the number of epochs, so the shortest schedule stands for all.
     "schedules": _base("plain50", "prmim50") + [f"{arm}_vit_large_100ep" for arm in ("mae", "plain50", "prmim50")],
     "kernels": _base("kernel3", "kernel5", "prmim50", "kernel9", "kernel11"),
+    "frameworks": ["mff_vit_base_800ep", "mff_plain50_vit_base_800ep", "mff_prmim50_vit_base_800ep", "simmim_vit_base_100ep"]
+    + ["simmim_plain30_vit_base_100ep", "simmim_prmim30_vit_base_100ep", "simmim_prmim50_vit_base_100ep"],
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
-# Tables "Ablation studies" and "Training schedules" of the paper, relative to MAE; the aggregations of its other tables
-# have no figures of their own.
+# Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the
+# aggregations of its other tables have no figures of their own.
 PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("mae_vit_base_patch16", 0.25): (0.85, 0.81, 0.83),
     ("mae_vit_base_patch16", 0.5): (0.72, 0.64, 0.75),
     ("mae_vit_base_patch16", 0.65): (0.64, 0.55, 0.65),
     ("mae_vit_large_patch16", 0.5): (0.87, 0.82, None),
+    ("mff_vit_base_patch16", 0.5): (0.73, 0.64, None),
+    ("simmim_vit_base_patch16", 0.3): (0.50, 0.61, None),
 }
 COSTS = ("gmac", "saved_mb", "peak_gb", "ms", "images_per_second")
 COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
