@@ -273,6 +273,8 @@ def load(path, args):
     """-> (settings, weights) of a run of main_pretrain, or of a full MAE release with --model."""
     if args.model is None:
         model, settings = load_run(path)
+        if not hasattr(model, "decoder"):
+            raise ValueError(f"{path!r} is a run of {settings['model']}: only where a decoder throws tokens is there an MAE to compare")
         return settings, model.state_dict()
     defaults = dict(mask_ratio=0.75, throw_ratio=0.0, progressive=True, kernel_size=7, aggregation="dwconv")
     settings = defaults | dict(
