@@ -26,14 +26,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from main_pretrain import MODELS, build_model
+import main_pretrain
+from main_pretrain import MODELS, build_model, make_augmentation
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from scripts.visualize import load_run
 from util import checkpoint
-from util.cli import Parser
+from util.addressed import SHUFFLE, addressed_uniform
+from util.cli import Parser, why_not_writable
 from util.datasets import AddressedDataset, available_cores, open_images, stack
 from util.datasets import batches as load_batches
-from util.transforms import Normalize, RandomResizedCropFlip
+from util.plots import pyplot
+from util.transforms import Normalize
 
 METHODS = ("plain", "prmim")
 COLUMNS = [
@@ -58,17 +61,24 @@ class Gap:
         self.squared_means, self.within = [], []
 
     def add(self, gradients, reference):
-        """gradients [S, P] of S draws, and MAE's [P], of one batch."""
-        gradients, reference = gradients.double(), reference.double()  # float32 sums over 10^8 numbers lose digits
-        differences = gradients - reference
-        mean = differences.mean(dim=0)
+        """The gradients [P] of each draw, one after the other, and MAE's [P], of one batch."""
+        reference = reference.double()  # float32 sums over 10^8 numbers lose digits
+        mean, squares, cosines = 0.0, [], []
+        for gradient in gradients:
+            gradient = gradient.double()
+            cosines.append(torch.cosine_similarity(gradient, reference, dim=0).item())
+            mean = mean + (gradient - reference)
+            squares.append((gradient - reference).square().sum().item())
+        n = len(squares)
+        mean = mean / n
+        squared_mean = mean.square().sum().item()
         self.total = self.total + mean.float()  # kept for every method and throw ratio, so half the size counts
-        self.distances.append(differences.norm(dim=1).mean().item())
-        self.cosines.append(torch.cosine_similarity(gradients, reference[None]).mean().item())
+        self.distances.append(statistics.fmean(square**0.5 for square in squares))
+        self.cosines.append(statistics.fmean(cosines))
         self.norms.append(reference.norm().item())
-        self.squared_means.append(mean.square().sum().item())
-        if len(gradients) > 1:
-            self.within.append(((differences - mean).square().sum() / (len(gradients) - 1)).item())
+        self.squared_means.append(squared_mean)
+        if n > 1:
+            self.within.append(max(sum(squares) - n * squared_mean, 0.0) / (n - 1))
 
     def row(self, draws):
         """Everything relative to MAE's norm; None for what needs more batches or draws."""
@@ -89,16 +99,25 @@ class Gap:
 
 
 class Batches:
-    """Addressed batches of real crops: batch b has the same images, crops and visible tokens for every method."""
+    """Addressed batches of crops as the run's: batch b has the same images, crops and visible tokens for every method.
 
-    def __init__(self, images, model, batch_size, seed, device, num_workers=0):
-        self.dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed))
+    Images are drawn in a random order, pass by pass: folders lie class by class, and a batch of one class is no batch of
+    training.
+    """
+
+    def __init__(self, images, model, settings, batch_size, seed, device, num_workers=0):
+        crop = argparse.Namespace(**settings | dict(seed=seed, input_size=model.img_size))
+        self.dataset, self.orders = AddressedDataset(images, make_augmentation(crop)), {}
         self.grid_size, self.batch_size, self.seed, self.device = model.grid_size, batch_size, seed, device
         self.normalize, self.num_workers = Normalize().to(device), num_workers
 
     def address(self, b):
-        first = b * self.batch_size
-        return [divmod(first + i, len(self.dataset)) for i in range(self.batch_size)]  # (epoch, index)
+        first, length = b * self.batch_size, len(self.dataset)
+        places = [divmod(first + i, length) for i in range(self.batch_size)]
+        for epoch, _ in places:
+            if epoch not in self.orders:
+                self.orders[epoch] = addressed_uniform(SHUFFLE, self.seed, epoch, [0], length)[0].argsort()
+        return [(epoch, int(self.orders[epoch][place])) for epoch, place in places]  # (epoch, index)
 
     def load(self, first, count):
         """Yields (b, imgs [B, 3, H, W], normalised) from batch `first` on."""
@@ -115,13 +134,19 @@ class Batches:
         return torch.from_numpy(sampler(noise[1], visible=sampler.visible_tokens(noise[0]))).to(self.device)
 
 
-def variant(settings, weights, throw_ratio, progressive, device):
-    """A model with `weights` that throws so much; its convolution is new where they have none."""
+def variant(settings, weights, throw_ratio, progressive, device, shared=None):
+    """A model with `weights` that throws so much; its convolution is new where they have none.
+
+    shared: a model whose parameters it uses wherever it has them, too, so that a model more is a convolution more.
+    """
     torch.manual_seed(0)
     model = build_model(settings | dict(throw_ratio=throw_ratio, progressive=progressive))
     own = model.state_dict()
     weights = {k: v for k, v in weights.items() if k in own or not k.startswith("decoder.aggregation.")}
     checkpoint.load_strict(model, weights, "the checkpoint's weights", optional_prefix="decoder.aggregation.")
+    for name, parameter in shared.named_parameters() if shared is not None else ():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, parameter)
     return model.to(device).eval()
 
 
@@ -162,7 +187,7 @@ def train_convolutions(models, batches, steps, first_batch):
     return [t.finish() for t in training]
 
 
-def arms(settings, weights, args, device):
+def arms(settings, weights, args, device, mae):
     """-> [(row so far, model)] of everything that is compared with MAE at these weights."""
     own = settings["throw_ratio"] > 0
     found = []
@@ -170,15 +195,15 @@ def arms(settings, weights, args, device):
         for sampling in [settings["sampling"]] if own else args.sampling:
             for method in METHODS:
                 row = {"protocol": "own" if own else "mae", "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
-                found.append((row, variant(settings, weights, throw_ratio, method == "prmim", device)))
+                found.append((row, variant(settings, weights, throw_ratio, method == "prmim", device, shared=mae)))
     return found
 
 
 def measure(settings, weights, label, images, args, device):
     """-> the rows of one checkpoint."""
     mae = variant(settings, weights, 0.0, True, device)
-    batches = Batches(images, mae, args.batch_size, args.seed, device, args.num_workers)
-    compared = [(row, model, Gap()) for row, model in arms(settings, weights, args, device)]
+    batches = Batches(images, mae, settings, args.batch_size, args.seed, device, args.num_workers)
+    compared = [(row, model, Gap()) for row, model in arms(settings, weights, args, device, mae)]
     untrained = [(row, model) for row, model, _ in compared if row["protocol"] == "mae" and model.decoder.aggregation is not None]
     if untrained:
         models = [(model, row["sampling"]) for row, model in untrained]
@@ -189,7 +214,7 @@ def measure(settings, weights, label, images, args, device):
         reference = encoder_gradient(mae, imgs, batches.token_order(b, mae.counts, "random", 0))
         for row, model, gap in compared:
             orders = [batches.token_order(b, model.counts, row["sampling"], draw) for draw in range(args.draws)]
-            gap.add(torch.stack([encoder_gradient(model, imgs, order) for order in orders]), reference)
+            gap.add((encoder_gradient(model, imgs, order) for order in orders), reference)
         print(f"{label}: batch {b + 1} of {args.batches}", flush=True)
     common = {"weights": label, "batch_size": args.batch_size, "batches": args.batches, "draws": args.draws}
     return [common | row | gap.row(args.draws) for row, _, gap in compared]
@@ -213,12 +238,8 @@ def read_csv(path):
 
 def plot(rows, path):
     """Difference, bias and spread over draws against throw ratio."""
-    import matplotlib  # requirements-dev.txt
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "gradient_gap"  # the same file from the same numbers
+    plt = pyplot("gradient_gap")
+    several = len({row["weights"] for row in rows}) > 1
     panels = {
         "difference": "‖difference to MAE‖ / ‖MAE‖",
         "bias": "bias (over batches and draws)",
@@ -228,7 +249,7 @@ def plot(rows, path):
     figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
         for key in dict.fromkeys((row["weights"], row["protocol"], row["method"], row["sampling"]) for row in rows):
-            _, protocol, method, sampling = key
+            weights, protocol, method, sampling = key
             line = [r for r in rows if (r["weights"], r["protocol"], r["method"], r["sampling"]) == key and r[column] is not None]
             line.sort(key=lambda r: r["throw_ratio"])
             color, name = styles[method]
@@ -236,7 +257,7 @@ def plot(rows, path):
             marker = {"mae": "o", "own": "D"}[protocol]
             ax.errorbar(
                 [r["throw_ratio"] for r in line], [r[column] for r in line], errors, color=color, marker=marker, ms=4, lw=1.4,
-                ls="-" if sampling == "furthest" else "--", capsize=2, label=f"{name}, {sampling}",
+                ls="-" if sampling == "furthest" else "--", capsize=2, label=f"{weights}: " * several + f"{name}, {sampling}",
             )  # fmt: skip
         ax.set(xlabel="throw ratio ρ_d", title=title)
         ax.set_ylim(bottom=0)
@@ -273,15 +294,18 @@ def load(path, args):
     """-> (settings, weights) of a run of main_pretrain, or of a full MAE release with --model."""
     if args.model is None:
         model, settings = load_run(path)
-        if not hasattr(model, "decoder"):
-            raise ValueError(f"{path!r} is a run of {settings['model']}: only where a decoder throws tokens is there an MAE to compare")
-        return settings, model.state_dict()
-    defaults = dict(mask_ratio=0.75, throw_ratio=0.0, progressive=True, kernel_size=7, aggregation="dwconv")
-    settings = defaults | dict(
-        model=args.model, applies_to="thrown", norm_pix_loss=True, input_size=None, patch_size=None, sampling="furthest"
-    )
-    model = build_model(settings)
-    model.load_official(checkpoint.read_checkpoint(path))
+    else:
+        settings = vars(main_pretrain.get_args_parser().parse_args(["--model", args.model, "--throw_ratio", "0"]))
+        model = build_model(settings)
+    if not hasattr(model, "decoder"):
+        raise ValueError(f"{settings['model']} has no decoder: only where one throws tokens is there an MAE to compare with")
+    if args.model is not None:
+        model.load_official(checkpoint.read_checkpoint(path))
+    if settings["throw_ratio"] and not settings["progressive"]:
+        raise ValueError(f"{path!r} is plain partial reconstruction: it has no convolution; give an MAE or a PR-MIM run")
+    if not settings["throw_ratio"]:
+        for throw_ratio in args.throw_ratios:
+            TokenCounts.from_ratios(model.num_tokens, settings["mask_ratio"], throw_ratio)
     return settings, model.state_dict()
 
 
@@ -292,15 +316,11 @@ def check(args):
     for name in ("batch_size", "batches", "draws", "conv_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    pyplot("gradient_gap")
     loaded = []
     for run in args.runs:
         label, _, path = run.rpartition("=")
-        settings, weights = load(path, args)
-        if settings["throw_ratio"] and not settings["progressive"]:
-            raise ValueError(f"{path!r} is plain partial reconstruction: it has no convolution; give an MAE or a PR-MIM run")
-        for throw_ratio in args.throw_ratios:
-            TokenCounts.from_ratios(196, settings["mask_ratio"], throw_ratio)
-        loaded.append((label or Path(path).stem, settings, weights))
+        loaded.append((label or Path(path).stem, *load(path, args)))
     return loaded, open_images("folder", args.images)
 
 
@@ -310,7 +330,11 @@ def main(argv=None):
     try:
         if args.out.suffix not in (".svg", ".png"):
             raise ValueError(f"--out must end in .svg or .png, got {str(args.out)!r}")
+        args.csv = args.csv or args.out.with_suffix(".csv")
         args.out.parent.mkdir(parents=True, exist_ok=True)
+        for path in (args.out, args.csv):
+            if reason := why_not_writable(path):
+                raise ValueError(f"{str(path)!r} cannot be written: {reason}")
         if args.from_csv:
             plot(read_csv(args.from_csv), args.out)
             return
@@ -318,16 +342,18 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     device, rows = torch.device(args.device), []
-    path = args.csv or args.out.with_suffix(".csv")
     for label, settings, weights in loaded:
-        rows += measure(settings, weights, label, images, args, device)
-        write_csv(path, rows)  # what is measured is kept
+        try:
+            rows += measure(settings, weights, label, images, args, device)
+        except torch.cuda.OutOfMemoryError:
+            parser.error(f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size")
+        write_csv(args.csv, rows)  # what is measured is kept
     plot(rows, args.out)
     print("| weights | method | sampling | ρ_d | difference | cosine | bias | sd over draws |\n|---|---|---|--:|--:|--:|--:|--:|")
     for r in rows:
         cells = ["–" if r[name] is None else f"{r[name]:.3f}" for name in ("difference", "cosine", "bias", "sd_draws")]
         print(f"| {r['weights']} | {r['method']} | {r['sampling']} | {r['throw_ratio']} | {' | '.join(cells)} |")
-    print(f"{path}, {args.out}")
+    print(f"{args.csv}, {args.out}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ python scripts/plot_losses.py MAE=output/mae/log.jsonl PR-MIM=output/prmim/log.j
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-import matplotlib
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
+from util.plots import pyplot
 
 
 def main():
@@ -18,7 +18,7 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="LABEL=LOG", help="a label and the path of a log.jsonl")
     parser.add_argument("--out", default="losses.svg")
     args = parser.parse_args()
-    plt.rcParams["svg.hashsalt"] = "losses"  # the same file from the same logs
+    plt = pyplot("losses")
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for run in args.runs:
         label, _, path = run.rpartition("=")

@@ -19,7 +19,6 @@ else to the first; behind the stroke stands the paper's figure.
 import argparse
 import csv
 import gc
-import os
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from main_pretrain import build_model, get_args_parser
 from prmim import MaskCollator, TokenOrderSampler
 from recipes import RECIPES
-from util.cli import Parser, parse_with_recipe
+from util.cli import Parser, parse_with_recipe, why_not_writable
 from util.datasets import AddressedDataset, open_images
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize, RandomResizedCropFlip
@@ -177,6 +176,12 @@ def measure_memory(settings, args, device, images):
     return memory
 
 
+def paper_figures(settings):
+    """(FLOPs, memory, time) that the paper prints for a recipe, or Nones: its figures are of the 7 x 7 depth-wise convolution."""
+    known = settings["aggregation"] == "dwconv" and settings["kernel_size"] == 7
+    return PAPER.get((settings["model"], settings["throw_ratio"]) if known else None, (None, None, None))
+
+
 def time_in_turn(steps, rounds):
     """-> median seconds of each step; another one is first in each round: a step feels the memory its predecessor left."""
     for step in steps:
@@ -203,6 +208,9 @@ def measure(names, settings, args, device, images):
         saved_mb, peak_gb = measure_memory(s, args, device, images)
         rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": forward_gmac(s)})
         rows[-1] |= {"saved_mb": saved_mb, "peak_gb": peak_gb}
+        rows[-1] |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper_figures(s), strict=True))
+    if args.compile:  # one model class is compiled anew for each recipe
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
     steps = [Step(s, args, device, images) for s in settings]
     for row, seconds in zip(rows, time_in_turn(steps, args.rounds), strict=True):
         row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
@@ -212,14 +220,12 @@ def measure(names, settings, args, device, images):
 
 
 def add_ratios(rows):
-    """Adds to each row its costs relative to the row of the same model that throws nothing, else to the first; and the paper's."""
+    """Adds to each row its costs relative to the row of the same model that throws nothing, else to the first."""
     for row in rows:
         full = [other for other in rows if other["model"] == row["model"] and other["throw_ratio"] == 0]
         for cost in COSTS:
             whole = (full or rows)[0][cost]
             row[f"{cost}_ratio"] = row[cost] / whole if row[cost] and whole else None
-        paper = PAPER.get((row["model"], row["throw_ratio"]), (None, None, None))
-        row |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper, strict=True))
     return rows
 
 
@@ -285,16 +291,6 @@ def parse_args(argv=None):
         if reason:
             parser.error(f"{str(path)!r} cannot be written: {reason}")
     return parser, args
-
-
-def why_not_writable(path):
-    """Why no file can be written at `path`, asked before minutes of measuring; None if it can."""
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        return f"there is no folder {str(folder)!r}"
-    if path.is_dir():
-        return "it is a folder"
-    return None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied"
 
 
 def main(argv=None):

@@ -14,14 +14,10 @@ import statistics
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.cli import Parser
+from util.plots import pyplot
 
 COLUMNS = ["arm", "seed", "status", "top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac", "device", "torch"]
 NUMBERS = {"top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"}
@@ -120,6 +116,8 @@ def spread(values, digits=2, sign=False):
 def difference(results, arm, reference, metric="top1", relative=False):
     if arm == reference:
         return "reference"
+    if results.diverged(arm) or results.diverged(reference):
+        return "–"  # the seeds that are left are the lucky ones
     text = spread(results.differences(arm, reference, metric, relative), sign=True)
     return text if text == "–" or not relative else text.replace(" (", " % (")
 
@@ -130,9 +128,11 @@ def table(header, rows):
 
 
 def top1(results, arm):
-    if results.diverged(arm):
-        return f"diverged (seeds {', '.join(map(str, results.diverged(arm)))})"
-    return spread(list(results.values(arm, "top1").values()))
+    values = list(results.values(arm, "top1").values())
+    if not results.diverged(arm):
+        return spread(values)
+    gone = f"diverged (seeds {', '.join(map(str, results.diverged(arm)))})"
+    return f"{gone}; else {spread(values)}" if values else gone
 
 
 def times(ratio):
@@ -180,6 +180,7 @@ def variants_table(results, title):
 
 def plot_ratios(results, path):
     """Accuracy against throw ratio; a bubble's area is the cost."""
+    plt = pyplot("study")
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     colors = dict(zip(ABLATION, ("#bbbbbb", "#4477aa", "#ddaa33", "#aa3377"), strict=True))  # told apart in grey, too
     mae = mean_se(list(results.values("mae", "top1").values()))
@@ -200,13 +201,16 @@ def plot_ratios(results, path):
     axes.grid(alpha=0.3)
     for handle in axes.legend(frameon=False, fontsize=8).legend_handles:
         handle.set_sizes([50])
-    save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def plot_variants(results, path):
     """Paired differences from the default, of accuracy and of the masked error."""
+    plt = pyplot("study")
     arms = [(title, arm, name) for title, names in VARIANTS.items() for arm, name in names.items() if arm != DEFAULT]
-    arms = [(title, arm, name) for title, arm, name in arms if results.differences(arm, DEFAULT, "mse_masked")]
+    compared = [arm for _, arm, _ in arms if results.differences(arm, DEFAULT, "mse_masked") and not results.diverged(arm)]
+    arms = [(title, arm, name) for title, arm, name in arms if arm in compared]
     figure, panels = plt.subplots(1, 2, figsize=(9, 0.6 + 0.32 * max(1, len(arms))), sharey=True, layout="constrained")
     for axes, metric, relative in ((panels[0], "top1", False), (panels[1], "mse_masked", True)):
         for row, (title, arm, _) in enumerate(arms):
@@ -220,11 +224,6 @@ def plot_variants(results, path):
     panels[0].invert_yaxis()
     panels[0].set_xlabel("points of top-1, arm − default (right: better)")
     panels[1].set_xlabel("masked error, % of the default's (left: better)")
-    save(figure, path)
-
-
-def save(figure, path):
-    plt.rcParams["svg.hashsalt"] = "study"  # the same file from the same numbers
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

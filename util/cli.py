@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,3 +25,13 @@ def parse_with_recipe(parser, recipes, argv=None):
             parser.error(f"recipe {name!r} sets {', '.join(unknown)}, which {parser.prog} does not know")
         parser.set_defaults(**recipes[name])
     return parser.parse_args(argv)
+
+
+def why_not_writable(path):
+    """Why no file can be written at `path`, asked before minutes of measuring; None if it can."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        return f"there is no folder {str(folder)!r}"
+    if path.is_dir():
+        return "it is a folder"
+    return None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied"

@@ -49,7 +49,7 @@ def test_the_plain_difference_grows_with_what_is_thrown(rows):
 def test_the_encoder_gradient_against_finite_differences(photos, mae):
     settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
     model = gradient_gap.variant(settings, weights, 0.5, True, "cpu").double()
-    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, 2, 0, "cpu")
+    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, settings, 2, 0, "cpu")
     imgs, order = next(batches.load(0, 1))[1].double(), batches.token_order(0, model.counts, "furthest", 0)
     gradient = gradient_gap.encoder_gradient(model, imgs, order)
     parameters = [p for name, p in model.named_parameters() if not name.startswith("decoder.") and name != "pos_embed"]
@@ -83,7 +83,7 @@ def test_bias_and_spread_of_known_noise():
     reference *= 2 / reference.norm()
     gap = gradient_gap.Gap()
     for _ in range(batches):
-        gap.add(reference + bias + noise(1, 1.5**2) + noise(draws, 0.6**2), reference)
+        gap.add(iter(reference + bias + noise(1, 1.5**2) + noise(draws, 0.6**2)), reference)
     row = gap.row(draws)
     assert row["mae_norm"] == pytest.approx(2)
     assert row["bias"] == pytest.approx(0.8 / 2, rel=0.05)
@@ -98,7 +98,7 @@ def test_bias_and_spread_of_known_noise():
 def test_batches_are_the_same_for_every_method(photos, mae):
     settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
     models = {r: gradient_gap.variant(settings, weights, r, True, "cpu") for r in (0.0, 0.25, 0.5)}
-    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), models[0.0], 3, 0, "cpu")
+    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), models[0.0], settings, 3, 0, "cpu")
     visible = [
         batches.token_order(1, model.counts, sampling, draw)[:, : model.counts.num_visible]
         for model, sampling, draw in itertools.product(models.values(), ("random", "furthest"), (0, 1))
@@ -109,11 +109,32 @@ def test_batches_are_the_same_for_every_method(photos, mae):
     assert not np.array_equal(visible[0], batches.token_order(0, models[0.5].counts, "random", 0)[:, :16])
 
 
+def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    model = gradient_gap.variant(settings, weights, 0.0, True, "cpu")
+    images = gradient_gap.open_images("folder", photos)
+    batches = gradient_gap.Batches(images, model, settings, 8, 0, "cpu")
+    addresses = [batches.address(b) for b in range(6)]
+    for epoch, batch in ((0, addresses[:3]), (1, addresses[3:])):
+        assert sorted(address for part in batch for address in part) == [(epoch, index) for index in range(24)]
+    labels = [{int(index >= 12) for _, index in part} for part in addresses]  # 12 cats, then 12 dogs
+    assert labels.count({0, 1}) >= 5 and addresses[0] != [(0, index) for _, index in addresses[3]]
+
+
+def test_models_share_all_but_the_convolution(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    first = gradient_gap.variant(settings, weights, 0.0, True, "cpu")
+    second = gradient_gap.variant(settings, weights, 0.5, True, "cpu", shared=first)
+    theirs = dict(first.named_parameters())
+    own = [name for name, p in second.named_parameters() if p is not theirs.get(name)]
+    assert own == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
+
+
 def test_only_the_convolution_is_trained(photos, mae):
     settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
     model = gradient_gap.variant(settings, weights, 0.5, True, "cpu")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, 4, 0, "cpu")
+    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, settings, 4, 0, "cpu")
     gradient_gap.train_convolutions([(model, "furthest")], batches, 2, 0)
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
@@ -152,6 +173,8 @@ def test_official_weights(photos, tmp_path, monkeypatch):
         ("{mae} --images {photos} --batches 0", "--batches must be at least 1, got 0"),
         ("{mae} --images {photos} --throw_ratios 0.8", "throw_ratio 0.8"),
         ("{mae} --images {photos}/nowhere", "nowhere"),
+        ("{mae} --images {photos} --csv {photos}/nowhere/gap.csv", "cannot be written: there is no folder"),
+        ("{mae} --images {photos} --model simmim_vit_micro_patch4", "simmim_vit_micro_patch4 has no decoder"),
         ("{mae} --images {photos} --out gap.pdf", "must end in .svg or .png, got 'gap.pdf'"),
         ("--from_csv {photos}/../table.csv", "is no CSV of this script"),
     ],

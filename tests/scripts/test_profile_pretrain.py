@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
     row = dict(recipe=recipe, model=model, throw_ratio=throw_ratio, gmac=gmac, saved_mb=saved_mb, ms=ms, peak_gb=peak_gb)
+    figures = profile_pretrain.PAPER.get((model, throw_ratio), (None, None, None))
+    row |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), figures, strict=True))
     row |= dict(images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2", compile=False)
     return row
 
@@ -125,6 +127,13 @@ def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
         assert {k: float(v) if v else None for k, v in now.items() if k not in texts} == {
             k: v for k, v in was.items() if k not in texts
         }
+
+
+def test_only_the_paper_s_own_design_has_its_figures():
+    figures = {name: profile_pretrain.paper_figures(settings_of("--recipe", name)) for name in profile_pretrain.TABLES["designs"]}
+    assert figures["prmim50_vit_base_100ep"] == (0.72, 0.64, 0.75)
+    assert figures["transformer_vit_base_100ep"] == figures["mae_vit_base_100ep"] == (None, None, None)
+    assert profile_pretrain.paper_figures(settings_of("--recipe", "kernel3_vit_base_100ep")) == (None, None, None)
 
 
 def test_tables_are_recipes_that_the_paper_has_figures_for():
