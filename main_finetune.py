@@ -252,11 +252,6 @@ class FinetuneRun(TrainRun):
         check_classes(content["meta"]["classes"], self.classes, "the run", "the data")
         return content
 
-    def changes(self, meta):
-        before, now = meta["world_size"], self.process.world_size
-        split = [f"warning: the run had {before} processes and now has {now}: other random draws"] if before != now else []
-        return super().changes(meta) + split
-
     def describe(self):
         args, trained = self.args, sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         share = {None: "all blocks", 0: "a linear probe"}.get(args.trainable_blocks, f"the last {args.trainable_blocks} block(s)")

@@ -10,6 +10,7 @@ import argparse
 
 import numpy as np
 import torch
+from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 
 import models_mae_pr
@@ -102,6 +103,8 @@ class PretrainRun(TrainRun):
         order_sampler = TokenOrderSampler(model.grid_size, model.counts, args.sampling, model.mask_unit)
         self.collator = MaskCollator(order_sampler, args.seed, model.shared_visible)
         self.transform = make_augmentation(args)
+        if any(isinstance(module, DropPath) for module in model.modules()):  # it draws by micro-batch and process
+            self.machine_flags = self.machine_flags - {"batch_size", "accum_iter"}
         groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=tuple(args.betas), fused=True)
         self.start(PretrainEngine)

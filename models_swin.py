@@ -9,11 +9,11 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from models_vit import PatchEmbed, drop_path_rates, patchify
+from models_vit import PatchEmbed, drop_path_rates, lookup_bias, patchify
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
-MICRO = dict(img_size=32, embed_dim=48, depths=(2, 2, 2, 2), num_heads=(2, 4, 8, 16), window_size=4)
+MICRO = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)  # ours, for 32-px images
 BASE = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
 LARGE = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
 
@@ -49,7 +49,7 @@ class WindowAttention(nn.Module):
         """x [B, W, L, C] of W windows, mask [W, L, L], added to the logits -> [B, W, L, C]."""
         B, W, L, C = x.shape
         q, k, v = self.qkv(x.flatten(0, 1)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B*W, heads, L, d]
-        bias = F.embedding(self.relative_position_index, self.relative_position_bias_table).permute(2, 0, 1)  # [heads, L, L]
+        bias = lookup_bias(self.relative_position_index, self.relative_position_bias_table)  # [heads, L, L]
         if mask is not None:
             bias = (bias + mask.unsqueeze(1)).expand(B, -1, -1, -1, -1).flatten(0, 1)  # [B*W, heads, L, L]
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))

@@ -311,7 +311,17 @@ class RelativePositionBias(nn.Module):
         else:
             tokens = F.pad(ids + 1, (1, 0))  # [B, 1 + n], class token first
             index = index[tokens.unsqueeze(2), tokens.unsqueeze(1)]
-        return F.embedding(index, self.relative_position_bias_table).permute(0, 3, 1, 2)
+        return lookup_bias(index, self.relative_position_bias_table)
+
+
+def lookup_bias(index, table):
+    """Rows [..., q, k] of a table [rows, heads] -> [..., heads, q, k], laid out as the GPU's fused attention wants it.
+
+    In autocast's precision: cast here, once, and not by each block that uses it.
+    """
+    if torch.is_autocast_enabled(table.device.type):
+        table = table.to(torch.get_autocast_dtype(table.device.type))
+    return F.embedding(index, table).movedim(-1, -3).contiguous()
 
 
 class RelativeAttention(nn.Module):

@@ -90,6 +90,7 @@ RECIPES |= {
 
 # The same table, and "Comparison with existing partial reconstruction methods": SimMIM as its release trains it. The 100
 # epochs have no release of their own; they take the release's settings of Swin-B's 100 epochs.
+# Starts and floors of learning rates are for the total batch that stands beside them.
 _SIMMIM = dict(
     model="simmim_vit_base_patch16",
     mask_ratio=0.6,

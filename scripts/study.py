@@ -25,6 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
 from recipes import RECIPES
 from scripts import study_report
 from util.cli import Parser
@@ -135,8 +137,8 @@ def flags(settings):
     return argv
 
 
-def plan(preset, arms, seeds, output_dir):
-    """-> the runs, seed by seed."""
+def plan(preset, arms, seeds, output_dir, data):
+    """-> the runs, seed by seed, on the images that `data` describes."""
     runs = []
     for seed in seeds:
         for arm in arms:
@@ -147,6 +149,7 @@ def plan(preset, arms, seeds, output_dir):
                 finetune=flags(preset.finetune | (preset.scratch if method is None else {}) | dict(seed=seed, eval_every=10**6)),
                 labels_per_class=preset.labels_per_class,
                 measured_images=preset.measured_images,
+                data=data,
             )
             runs.append(Run(arm, seed, output_dir / "runs" / f"{arm}-seed{seed}", job))
     return runs
@@ -161,19 +164,26 @@ def check_jobs(runs):
             raise ValueError(f"{str(run.folder)!r} holds a run of other settings ({changed}); choose another --output_dir")
 
 
-def check_data(data_path, labels_per_class):
-    """ValueError unless train/ and val/ hold the same classes, with enough labels each."""
-    classes = {}
-    for split in ("train", "val"):
+def describe_data(data_path, labels_per_class):
+    """{split: {class: number of images}}; ValueError unless both splits hold the same classes, with enough labels each."""
+    data = {split: {} for split in ("train", "val")}
+    for split, classes in data.items():
         folder = Path(data_path) / split
-        classes[split] = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        if not classes[split]:
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.is_dir():
+                classes[entry.name] = len(images_in(entry))
+        if not classes:
             raise ValueError(f"--data_path {str(data_path)!r} needs class folders in {split}/")
-    if classes["train"] != classes["val"]:
-        raise ValueError(f"train/ and val/ of {str(data_path)!r} must have the same classes, got {classes}")
-    for name in classes["train"]:
-        if labels_per_class and (n := sum(1 for _ in (Path(data_path) / "train" / name).iterdir())) < labels_per_class:
-            raise ValueError(f"class {name!r} has {n} images, and the preset fine-tunes on {labels_per_class} of each class")
+    if list(data["train"]) != list(data["val"]):
+        raise ValueError(f"train/ and val/ of {str(data_path)!r} must have the same classes, got {data}")
+    for name, count in data["train"].items():
+        if labels_per_class and count < labels_per_class:
+            raise ValueError(f"class {name!r} has {count} images, and the preset fine-tunes on {labels_per_class} of each class")
+    return data
+
+
+def images_in(folder):
+    return sorted(path for path in folder.iterdir() if path.name.lower().endswith(IMG_EXTENSIONS))
 
 
 def labelled_subset(data_path, labels_per_class, folder):
@@ -181,14 +191,17 @@ def labelled_subset(data_path, labels_per_class, folder):
     data_path = Path(data_path).resolve()
     if labels_per_class is None:
         return data_path
-    if not (folder / "val").exists():  # linked last
-        for source in sorted((data_path / "train").iterdir()):
-            target = folder / "train" / source.name
-            target.mkdir(parents=True, exist_ok=True)
-            for image in sorted(source.iterdir())[:labels_per_class]:
-                if not (target / image.name).exists():
-                    (target / image.name).symlink_to(image)
-        (folder / "val").symlink_to(data_path / "val")
+    if (folder / "val").is_symlink():  # linked last
+        if (folder / "val").resolve() != data_path / "val":
+            raise ValueError(f"{str(folder)!r} holds links to other images than those of {str(data_path)!r}: remove it")
+        return folder
+    for source in sorted(path for path in (data_path / "train").iterdir() if path.is_dir()):
+        target = folder / "train" / source.name
+        target.mkdir(parents=True, exist_ok=True)
+        for image in images_in(source)[:labels_per_class]:
+            if not (target / image.name).is_symlink():
+                (target / image.name).symlink_to(image)
+    (folder / "val").symlink_to(data_path / "val")
     return folder
 
 
@@ -272,15 +285,16 @@ def main(argv=None):
     parser = get_args_parser()
     args = parser.parse_args(argv)
     preset, output_dir = PRESETS[args.preset], Path(args.output_dir) / args.preset
-    runs = plan(preset, args.arms, args.seeds or preset.seeds, output_dir)
     try:
         if args.jobs is not None and args.jobs < 1:
             raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+        study_report.pyplot("study")
+        data = describe_data(args.data_path, preset.labels_per_class)
+        runs = plan(preset, args.arms, args.seeds or preset.seeds, output_dir, data)
         check_jobs(runs)
         if not args.report_only:
-            check_data(args.data_path, preset.labels_per_class)
             check_device(preset, args.preset)
-            labelled = labelled_subset(args.data_path, preset.labels_per_class, output_dir / "labelled")
+            labelled = labelled_subset(args.data_path, preset.labels_per_class, output_dir / f"labelled_{preset.labels_per_class}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     failed = []
@@ -289,19 +303,34 @@ def main(argv=None):
         workers = 0 if preset.device == "cpu" else max(1, available_cores() // jobs - 1)
         machine = dict(data_path=str(Path(args.data_path).resolve()), labelled=str(labelled.resolve()))
         machine |= dict(device=preset.device, num_workers=workers)
-        scheduler = Scheduler(runs, jobs, machine, args.max_hours)
-        print(f"{len(scheduler.waiting)} of {len(runs)} runs to do, {jobs} at once on {preset.device}: {output_dir}", flush=True)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        try:
-            scheduler.run()
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from here")
-        failed = scheduler.failed
-    results = [dict(arm=run.arm, seed=run.seed) | result for run in runs if (result := run.result())]
+        failed = run_all(Scheduler(runs, jobs, machine, args.max_hours), preset.device, output_dir)
+    results = finished(preset, output_dir, data)
     if results:
         print(study_report.write(args.report, args.preset, results))
     if failed:
         parser.exit(1, f"study.py: error: {len(failed)} runs failed: {', '.join(run.name for run in failed)}\n")
+
+
+def run_all(scheduler, device, output_dir):
+    """-> the runs that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs under way; Ctrl-C still reports."""
+    print(
+        f"{len(scheduler.waiting)} of {scheduler.total} runs to do, {scheduler.jobs} at once on {device}: {output_dir}", flush=True
+    )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        scheduler.run()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here")
+    return scheduler.failed
+
+
+def finished(preset, output_dir, data):
+    """What all finished runs of the preset measured, whichever of them this start was asked for."""
+    seeds = {int(path.name.rpartition("-seed")[2]) for path in output_dir.glob("runs/*-seed*")}
+    runs = [run for run in plan(preset, ARMS, sorted(seeds), output_dir, data) if run.result()]
+    check_jobs(runs)
+    return [dict(arm=run.arm, seed=run.seed) | run.result() for run in runs]
 
 
 def check_device(preset, name):

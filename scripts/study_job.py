@@ -8,6 +8,7 @@ themselves, so an interrupted job starts again with the same command.
 READINGS are the ways to read the paper that the core does not follow; what they gave is in docs/study.md.
 """
 
+import fcntl
 import json
 import sys
 from pathlib import Path
@@ -100,6 +101,15 @@ def finetune(job, machine, folder, encoder):
 
 def main(folder, machine):
     folder, machine = Path(folder), json.loads(machine)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
+        except BlockingIOError:
+            sys.exit(f"another process is at work in {folder}: a study on this folder runs already")
+        work(folder, machine)
+
+
+def work(folder, machine):
     job = json.loads((folder / "job.json").read_text())
     result = dict.fromkeys(("top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"))
     result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__}

@@ -15,7 +15,7 @@ from models_simmim_pr import (
     simmim_swin_large_patch4_window12,
     simmim_vit_base_patch16,
 )
-from models_vit import RelativeVisionTransformer, relative_position_index, relative_vit_base_patch16
+from models_vit import RelativeVisionTransformer, lookup_bias, relative_position_index, relative_vit_base_patch16
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.test_models_mae_pr import perturbed, segments
 from util.checkpoint import load_encoder, save_checkpoint
@@ -250,6 +250,7 @@ def test_encoder_moves_to_fine_tuning_with_a_table_in_each_block(tmp_path, relea
     tuned = RelativeVisionTransformer(**SIZES, num_classes=5)
     report = load_encoder(tuned, path)
     assert set(report.missing) == {"fc_norm.weight", "fc_norm.bias", "head.weight", "head.bias"}
+    assert "rel_pos_bias.relative_position_bias_table" not in report.unexpected
     for block in tuned.blocks:
         assert torch.equal(block.attn.relative_position_bias_table, source.rel_pos_bias.relative_position_bias_table)
     tables = {block.attn.relative_position_bias_table.data_ptr() for block in tuned.blocks}
@@ -265,6 +266,9 @@ def test_tables_of_rectangles_are_resized_by_the_settings(tmp_path):
     tuned = RelativeVisionTransformer(**SIZES)
     load_encoder(tuned, path)
     assert tuned.blocks[0].attn.relative_position_bias_table.shape == (15 * 15 + 3, 3)
+    turned = RelativeVisionTransformer(**SIZES | dict(img_size=(32, 16)))  # as many rows, other offsets
+    assert len(load_encoder(turned, path).resized) == 2
+    assert load_encoder(RelativeVisionTransformer(**SIZES | dict(img_size=(16, 32))), path).resized == []
 
 
 def test_layer_ids_and_decay():
@@ -337,3 +341,13 @@ def test_swin_load_official_and_sizes():
     assert (base.counts.num_visible, base.counts.num_masked, base.mask_unit) == (896, 1408, 8)
     with pytest.raises(ValueError, match="throws no tokens .*, got throw_ratio 0.3"):
         SimMIMSwin(**SWIN, throw_ratio=0.3)
+
+
+def test_the_bias_is_laid_out_for_fused_attention():
+    """PyTorch's fused kernels on GPUs want the keys next to each other; else they fall back to an unfused one."""
+    model = SimMIMViT(**SIZES, throw_ratio=0.5, mask_ratio=0.75)
+    for bias in (model.rel_pos_bias(), model.rel_pos_bias(orders(model, 2)[:, : model.counts.num_kept])):
+        assert bias.is_contiguous() and bias.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.rel_pos_bias().dtype == torch.bfloat16
+        assert lookup_bias(torch.zeros(4, 4, dtype=torch.int64), torch.ones(3, 2)).shape == (2, 4, 4)

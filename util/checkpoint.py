@@ -184,6 +184,7 @@ def load_encoder(model, path):
     own = model.state_dict()
     shared = weights.get("rel_pos_bias.relative_position_bias_table")
     if shared is not None:
+        weights = {k: v for k, v in weights.items() if k != "rel_pos_bias.relative_position_bias_table"}
         weights = weights | {k: shared for k in own if k.endswith("attn.relative_position_bias_table") and k not in weights}
     found = {k: v for k, v in weights.items() if k in own and torch.is_tensor(v)}
     # A head made for other classes is left out, as MAE's fine-tuning does.
@@ -194,9 +195,9 @@ def load_encoder(model, path):
         found["pos_embed"] = _resize_pos_embed(found["pos_embed"], grid, model.grid_size, own["pos_embed"].shape)
         resized = ["pos_embed"]
     for name, table in found.items():
-        if name.endswith("relative_position_bias_table") and table.shape != own[name].shape:
-            found[name] = _resize_bias_table(table, content, own[name], model.grid_size)
-            resized.append(name)
+        if name.endswith("relative_position_bias_table"):
+            found[name] = _fit_bias_table(table, content, own[name], model)
+            resized += [name] if found[name] is not table else []
     missing = [k for k in own if k not in found]
     needed = [k for k in missing if not k.startswith(("head.", "fc_norm."))]
     misshaped = [f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}" for k, v in found.items() if v.shape != own[k].shape]
@@ -239,16 +240,20 @@ def _resize_pos_embed(table, source, target, shape):
     return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
 
 
-def _resize_bias_table(table, content, own, grid_size):
-    """A table of relative-position biases -> one of the shape of `own`: of a window (Swin), or of the whole grid with a class
-    token, which has three rows of its own."""
+def _fit_bias_table(table, content, own, model):
+    """A table of relative-position biases, resized where it is of another window (Swin) or grid than the model's `own`.
+
+    A grid's table has three rows more, the class token's.
+    """
     if table.shape[1] != own.shape[1]:
         raise ValueError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
-    if round(len(own) ** 0.5) ** 2 == len(own):
-        source, target = ((round(len(t) ** 0.5) + 1) // 2 for t in (table, own))
-        return resize_bias_table(table, (source, source), (target, target))
-    square = round(((len(table) - 3) ** 0.5 + 1) / 2)
-    return resize_bias_table(table, _settings_grid(content) or (square, square), grid_size, num_extra=3)
+    if hasattr(model, "cls_token"):
+        square = round(((len(table) - 3) ** 0.5 + 1) / 2)
+        source, target, extra = _settings_grid(content) or (square, square), tuple(model.grid_size), 3
+    else:
+        sides = ((round(len(t) ** 0.5) + 1) // 2 for t in (table, own))
+        (source, target), extra = ((side, side) for side in sides), 0
+    return table if source == target else resize_bias_table(table, source, target, extra)
 
 
 def _write_atomically(path, write):

@@ -200,7 +200,7 @@ class TrainRun:
         if args.compile:
             model.compile(fullgraph=True, dynamic=False)
         if process.world_size > 1:
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # evaluate does
         self.engine = engine_class(
             model=model,
             optimizer=self.optimizer,
@@ -248,13 +248,17 @@ class TrainRun:
     def changes(self, meta):
         """Warnings where a resumed run no longer is the old one."""
         settings, before = self.settings(), meta["settings"]
-        changed = [name for name in sorted(settings.keys() - self.machine_flags) if before.get(name) != settings[name]]
+        # A flag that the run's program did not have yet has changed nothing: its default is what was done before.
+        changed = [name for name in sorted(before.keys() & settings.keys() - self.machine_flags) if before[name] != settings[name]]
         warnings = [f"warning: --{name} was {before.get(name)} and now is {settings[name]}" for name in changed]
         if meta["num_images"] != len(self.images):
             warnings.append(
                 f"warning: the data had {meta['num_images']} images and now has {len(self.images)}: "
                 f"order and schedule follow the new number"
             )
+        processes = meta["world_size"], self.process.world_size
+        if "batch_size" not in self.machine_flags and processes[0] != processes[1]:
+            warnings.append(f"warning: the run had {processes[0]} processes and now has {processes[1]}: other random draws")
         return warnings
 
     def settings(self):

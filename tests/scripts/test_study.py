@@ -1,5 +1,5 @@
+import fcntl
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ def run_study(images, tmp_path, monkeypatch):
 
 
 def test_arms_differ_in_the_method_alone():
-    runs = study.plan(study.PRESETS["cpu"], study.ARMS, (0, 1), Path("x"))
+    runs = study.plan(study.PRESETS["cpu"], study.ARMS, (0, 1), Path("x"), {})
     assert [run.seed for run in runs] == [0] * len(study.ARMS) + [1] * len(study.ARMS)  # whole seeds first
     parser = get_args_parser()
     settings = {run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.job["pretrain"] and not run.seed}
@@ -62,7 +62,7 @@ def test_arms_differ_in_the_method_alone():
 
 @pytest.mark.parametrize("name", study.PRESETS)
 def test_presets_are_what_the_mains_take(name):
-    for run in study.plan(study.PRESETS[name], study.ARMS, (0,), Path("x")):
+    for run in study.plan(study.PRESETS[name], study.ARMS, (0,), Path("x"), {}):
         _, finetune = parse_finetune_args(run.job["finetune"])
         assert finetune.layer_decay == (1.0 if run.arm == "scratch" else 0.75)
         if run.job["pretrain"]:
@@ -101,6 +101,8 @@ def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     assert "1 of 5 runs to do" in capsys.readouterr().out
     assert stamps() == before  # its checkpoints were found: nothing was trained again
     assert study_report.read_csv(tmp_path / "docs/study_cpu.csv") == rows
+    run_study("--arms", "mae", "--seeds", "0")  # a part of the study does not take the rest out of the report
+    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv") == rows
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
@@ -135,13 +137,26 @@ study.main(['--data_path', {str(images)!r}, '--output_dir', {str(tmp_path)!r}, '
 '--arms', 'mae', '--seeds', '0'])"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert "1 of 1 runs to do" in process.stdout.readline()
-    log = tmp_path / "cpu/runs/mae-seed0/log.txt"
-    while not log.exists():
+    folder = tmp_path / "cpu/runs/mae-seed0"
+    while not (folder / "lock").exists():
         assert process.poll() is None
     process.terminate()
     assert process.wait(60) == 143
-    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout if os.path.exists("/bin/ps") else ""
-    assert str(tmp_path / "cpu/runs/mae-seed0") not in listing
+    with open(folder / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the run is still at work
+    assert not (folder / "result.json").exists()
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=200)
+    assert json.loads((folder / "result.json").read_text())["status"] == "finished"
+
+
+def test_two_processes_never_work_in_one_folder(tmp_path):
+    (tmp_path / "job.json").write_text("{}")
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [sys.executable, ROOT / "scripts/study_job.py", tmp_path, "{}"], capture_output=True, text=True, timeout=100
+        )
+    assert done.returncode == 1 and "a study on this folder runs already" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,6 +195,18 @@ def test_the_labelled_subset_is_the_first_of_each_class(images, tmp_path):
         assert sorted(p.name for p in (folder / "train" / name).iterdir()) == [f"{i:02d}.jpg" for i in range(8)]
     assert len(list((folder / "val/cat").iterdir())) == 3
     assert study.labelled_subset(images, None, folder) == images.resolve()
+    with pytest.raises(ValueError, match="holds links to other images"):
+        study.labelled_subset(images / "train", 8, folder)
+
+
+def test_other_images_need_another_folder(run_study, images, capsys):
+    (images / "train/labels.txt").write_text("no class")
+    (images / "train/cat/.DS_Store").write_text("no image")
+    run_study("--arms", "scratch", "--seeds", "0")
+    (images / "train/cat/11.jpg").unlink()
+    with pytest.raises(SystemExit):
+        run_study("--arms", "scratch", "--seeds", "0")
+    assert "holds a run of other settings (data: " in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ readings not in the core
