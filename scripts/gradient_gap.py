@@ -290,12 +290,17 @@ def get_args_parser():
     return parser
 
 
+def defaults(*flags):
+    return vars(main_pretrain.get_args_parser().parse_args(flags))
+
+
 def load(path, args):
     """-> (settings, weights) of a run of main_pretrain, or of a full MAE release with --model."""
     if args.model is None:
         model, settings = load_run(path)
+        settings = defaults() | settings  # of an older run some flags are not there: it was made with what is the default
     else:
-        settings = vars(main_pretrain.get_args_parser().parse_args(["--model", args.model, "--throw_ratio", "0"]))
+        settings = defaults("--model", args.model, "--throw_ratio", "0")
         model = build_model(settings)
     if not hasattr(model, "decoder"):
         raise ValueError(f"{settings['model']} has no decoder: only where one throws tokens is there an MAE to compare with")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import main_pretrain
-from scripts import gradient_gap
+from scripts import gradient_gap, visualize
 
 FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
 GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --device cpu"
@@ -153,6 +153,16 @@ def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path
     before = out.with_suffix(".csv").read_text()
     gradient_gap.main(["--from_csv", str(out.with_suffix(".csv")), "--out", str(tmp_path / "again.svg")])
     assert "<svg" in (tmp_path / "again.svg").read_text() and out.with_suffix(".csv").read_text() == before
+
+
+def test_a_run_of_before_a_flag_existed(mae, monkeypatch):
+    def older(path):
+        model, settings = visualize.load_run(path)
+        return model, {name: value for name, value in settings.items() if name not in ("crop", "interpolation")}
+
+    monkeypatch.setattr(gradient_gap, "load_run", older)
+    settings, _ = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    assert (settings["crop"], settings["interpolation"], settings["throw_ratio"]) == ("resized", "bicubic", 0)
 
 
 def test_official_weights(photos, tmp_path, monkeypatch):
