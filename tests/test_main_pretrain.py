@@ -242,7 +242,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
         ("--mask_ratio 0.99", "leaves none of the 64 tokens visible"),
         ("--model mae_vit_giant", "invalid choice: 'mae_vit_giant'"),
         ("--sampling grid", "invalid choice: 'grid'"),
-        ("--recipe prmim", "unknown recipe 'prmim'; close to it: prmim"),
+        ("--recipe prmim50_base", "unknown recipe 'prmim50_base'; close to it: prmim50_vit_base"),
         ("--kernel_size 4", "kernel_size must be odd"),
         ("--batch_size 0", "--batch_size must be at least 1, got 0"),
         ("--total_batch_size 0", "--total_batch_size must be at least 1, got 0"),

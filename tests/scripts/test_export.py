@@ -135,12 +135,18 @@ def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
     check_features(tmp_path / "mae.pth", theirs, size=(64, 64), **sizes)
 
 
-def test_rounding_is_told_from_a_mistake(tmp_path, capsys):
-    """With one-sided weights the features grow so large that float32 rounds away more than the tolerance."""
+def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
+    """Outputs that float32 rounds by more than the tolerance and float64 does not: here by rounding them on purpose, since
+    how much a network blows its rounding up depends on the machine's kernels."""
     _, ours = finetuned(tmp_path, global_pool="token")
-    torch.manual_seed(1)
-    weights = {k: v + 0.05 * torch.randn_like(v).abs() for k, v in ours.state_dict().items() if not k.startswith("head.")}
-    torch.save(weights, tmp_path / "coarse.pth")
+    torch.save({k: v for k, v in ours.state_dict().items() if not k.startswith("head.")}, tmp_path / "coarse.pth")
+    exact = VisionTransformer.forward_features
+
+    def rounded(self, imgs):
+        x = exact(self, imgs)
+        return x.bfloat16().float() if x.dtype == torch.float32 else x
+
+    monkeypatch.setattr(VisionTransformer, "forward_features", rounded)
     lines = run(capsys, tmp_path / "coarse.pth", tmp_path / "encoder.pth")
     assert " in float32, which is rounding: in float64 " in lines[1]
     assert float(lines[1].split()[-1]) < 1e-9
@@ -206,7 +212,7 @@ def test_overwrite(tmp_path, capsys):
         ("other.pth", "encoder.pth", "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, "),
         ("norms.pth", "encoder.pth", "missing: norm.weight, norm.bias"),
         ("scaled.pth", "encoder.pth", "this ViT has no blocks.0.ls1.gamma"),
-        ("wide.pth", "encoder.pth", "none is known for width 48 and depth 2; known (width, depth): (192, 6), (192, 12)"),
+        ("wide.pth", "encoder.pth", "none is known for width 48 and depth 2; known (width, depth): (96, 4), (192, 6)"),
         ("oblong.pth", "encoder.pth", "positions for 2 tokens, which is no square"),
         ("head.pth", "encoder.pth", "1 missing: head.bias"),
     ],
