@@ -222,8 +222,8 @@ def plot_variants(results, path):
         axes.grid(alpha=0.3)
     panels[0].set_yticks(range(len(arms)), [f"kernel {name}" if title == "Kernel size" else name for title, _, name in arms])
     panels[0].invert_yaxis()
-    panels[0].set_xlabel("points of top-1, arm − default (right: better)")
-    panels[1].set_xlabel("masked error, % of the default's (left: better)")
+    panels[0].set_xlabel("top-1, points (right: better)")
+    panels[1].set_xlabel("masked error, % (left: better)")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
