@@ -16,7 +16,7 @@ reconstructs it) or *thrown* (only the aggregation does). *Kept* = visible + ret
 Where the paper can be read in two ways: `throw_ratio` is a share of all N tokens; the retained tokens are picked by the
 greedy max-min of Algorithm 1, which does not solve Eq. 1 (a maximal sum of distances) but is what the paper runs. Measured
 at small scale (docs/study.md, CIFAR-10, two seeds): only the thrown cells take the aggregation's output (`applies_to`), since
-all cells cost 0.62 +- 0.33 points of top-1, though average pooling fails only there, so the paper probably fills all; the
+all cells cost 0.62 +- 0.33 points of top-1, though average pooling does badly only there, as the paper has it; the
 aggregation stands before the norm, at decoder width, since on the predictions the masked error is 16 % higher; the
 convolution keeps the framework's initialisation, from which two others could not be told apart.
 """
