@@ -319,8 +319,9 @@ def lookup_bias(index, table):
 
     In autocast's precision: cast here, once, and not by each block that uses it.
     """
-    if torch.is_autocast_enabled(table.device.type):
-        table = table.to(torch.get_autocast_dtype(table.device.type))
+    device = table.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta, where costs are counted, knows no autocast
+        table = table.to(torch.get_autocast_dtype(device))
     return F.embedding(index, table).movedim(-1, -3).contiguous()
 
 
