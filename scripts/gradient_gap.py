@@ -17,7 +17,6 @@ The CSV (beside --out) holds them as roots, relative to the norm of MAE's gradie
 """
 
 import argparse
-import csv
 import statistics
 import sys
 from pathlib import Path
@@ -31,11 +30,11 @@ from main_pretrain import MODELS, build_model, make_augmentation
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from scripts.visualize import load_run
 from util import checkpoint
-from util.addressed import SHUFFLE, addressed_uniform
 from util.cli import Parser, why_not_writable
-from util.datasets import AddressedDataset, available_cores, open_images, stack
+from util.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.datasets import batches as load_batches
 from util.plots import pyplot
+from util.tables import read_csv, write_csv
 from util.transforms import Normalize
 
 METHODS = ("plain", "prmim")
@@ -43,6 +42,7 @@ COLUMNS = [
     *("weights", "protocol", "method", "sampling", "throw_ratio", "difference", "difference_se", "cosine", "bias"),
     *("sd_batches", "sd_draws", "mae_norm", "batch_size", "batches", "draws", "conv_steps", "conv_loss"),
 ]
+TEXT = ("weights", "protocol", "method", "sampling")
 
 
 def encoder_gradient(model, imgs, ids_shuffle):
@@ -116,7 +116,7 @@ class Batches:
         places = [divmod(first + i, length) for i in range(self.batch_size)]
         for epoch, _ in places:
             if epoch not in self.orders:
-                self.orders[epoch] = addressed_uniform(SHUFFLE, self.seed, epoch, [0], length)[0].argsort()
+                self.orders[epoch] = permutation(self.seed, epoch, length)
         return [(epoch, int(self.orders[epoch][place])) for epoch, place in places]  # (epoch, index)
 
     def load(self, first, count):
@@ -218,22 +218,6 @@ def measure(settings, weights, label, images, args, device):
         print(f"{label}: batch {b + 1} of {args.batches}", flush=True)
     common = {"weights": label, "batch_size": args.batch_size, "batches": args.batches, "draws": args.draws}
     return [common | row | gap.row(args.draws) for row, _, gap in compared]
-
-
-def write_csv(path, rows):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def read_csv(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or set(COLUMNS) - set(rows[0]):
-        raise ValueError(f"{str(path)!r} is no CSV of this script: it must hold rows with the columns {', '.join(COLUMNS)}")
-    text = ("weights", "protocol", "method", "sampling")
-    return [{k: v if k in text else float(v) if v else None for k, v in row.items()} for row in rows]
 
 
 def plot(rows, path):
@@ -341,7 +325,7 @@ def main(argv=None):
             if reason := why_not_writable(path):
                 raise ValueError(f"{str(path)!r} cannot be written: {reason}")
         if args.from_csv:
-            plot(read_csv(args.from_csv), args.out)
+            plot(read_csv(args.from_csv, COLUMNS, TEXT), args.out)
             return
         loaded, images = check(args)
     except (ValueError, OSError) as error:
@@ -352,7 +336,7 @@ def main(argv=None):
             rows += measure(settings, weights, label, images, args, device)
         except torch.cuda.OutOfMemoryError:
             parser.error(f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size")
-        write_csv(args.csv, rows)  # what is measured is kept
+        write_csv(args.csv, COLUMNS, rows)  # what is measured is kept
     plot(rows, args.out)
     print("| weights | method | sampling | ρ_d | difference | cosine | bias | sd over draws |\n|---|---|---|--:|--:|--:|--:|--:|")
     for r in rows:

@@ -17,7 +17,6 @@ else to the first; behind the stroke stands the paper's figure.
 """
 
 import argparse
-import csv
 import gc
 import statistics
 import sys
@@ -34,6 +33,7 @@ from prmim import MaskCollator, TokenOrderSampler
 from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe, why_not_writable
 from util.datasets import AddressedDataset, open_images
+from util.tables import write_csv
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize, RandomResizedCropFlip
 
@@ -258,13 +258,6 @@ def markdown(rows):
     return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
 
 
-def write_csv(path, rows):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def parse_args(argv=None):
     parser = Parser("profile_pretrain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
@@ -309,7 +302,7 @@ def main(argv=None):
         )
     print(markdown(rows), end="")
     if args.csv:
-        write_csv(args.csv, rows)
+        write_csv(args.csv, COLUMNS, rows)
     if args.markdown:
         args.markdown.write_text(markdown(rows), encoding="utf-8")
 

@@ -9,7 +9,6 @@ with equal first weights, crops and visible tokens.
 """
 
 import argparse
-import csv
 import statistics
 import sys
 from pathlib import Path
@@ -18,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.cli import Parser
 from util.plots import pyplot
+from util.tables import read_csv, write_csv
 
 COLUMNS = ["arm", "seed", "status", "top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac", "device", "torch"]
-NUMBERS = {"top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"}
+TEXT = ("arm", "status", "device", "torch")
 
 RATIOS = (25, 50, 65)
 ABLATION = {  # arm, less its ratio -> its name
@@ -131,7 +131,7 @@ def top1(results, arm):
     values = list(results.values(arm, "top1").values())
     if not results.diverged(arm):
         return spread(values)
-    gone = f"diverged (seeds {', '.join(map(str, results.diverged(arm)))})"
+    gone = f"diverged (seeds {', '.join(f'{seed:g}' for seed in results.diverged(arm))})"
     return f"{gone}; else {spread(values)}" if values else gone
 
 
@@ -228,26 +228,6 @@ def plot_variants(results, path):
     plt.close(figure)
 
 
-def write_csv(path, results):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(results)
-
-
-def read_csv(path):
-    """-> one dict a run; ValueError where it is not the study's CSV."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or set(COLUMNS) - set(rows[0]):
-        raise ValueError(f"{str(path)!r} is no CSV of the study: it must hold runs with the columns {', '.join(COLUMNS)}")
-    for row in rows:
-        row["seed"] = int(row["seed"])
-        for name in NUMBERS:
-            row[name] = float(row[name]) if row[name] else None
-    return rows
-
-
 def section(results, preset, figures):
     """The Markdown between the preset's two markers."""
     parts = [f"### Ablation\n\n{ablation_table(results)}", f"![accuracy against throw ratio]({figures}/study_{preset}_ratios.svg)"]
@@ -272,7 +252,7 @@ def replace_section(text, name, content):
 
 def render(path, report):
     """Tables and plots of the CSV at `path`, called NAME_PRESET.csv; -> the tables."""
-    results, report = Results(read_csv(path)), Path(report)
+    results, report = Results(read_csv(path, COLUMNS, TEXT)), Path(report)
     preset = Path(path).stem.rpartition("_")[2]
     (report.parent / "figures").mkdir(parents=True, exist_ok=True)
     content = section(results, preset, "figures")
@@ -288,7 +268,7 @@ def write(report, preset, results):
     report = Path(report)
     report.parent.mkdir(parents=True, exist_ok=True)
     path = report.with_name(f"study_{preset}.csv")
-    write_csv(path, results)
+    write_csv(path, COLUMNS, results)
     return render(path, report)
 
 

@@ -206,13 +206,15 @@ class StepBatchSampler:
         for step in range(self.start_step, self.end_step):
             epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if epoch != epoch_of_order:
-                order, epoch_of_order = self.permutation(epoch), epoch
+                order, epoch_of_order = permutation(self.seed, epoch, self.num_samples), epoch
             for micro in range(self.accum_iter):
                 first = step_in_epoch * self.total_batch + (micro * self.world_size + self.rank) * self.batch_size
                 yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
 
-    def permutation(self, epoch):
-        return addressed_uniform(SHUFFLE, self.seed, epoch, [0], self.num_samples)[0].argsort(kind="stable")
+
+def permutation(seed, epoch, length):
+    """The order of an epoch's images, int64 [length]; a function of (seed, epoch)."""
+    return addressed_uniform(SHUFFLE, seed, epoch, [0], length)[0].argsort(kind="stable")
 
 
 def steps_per_epoch(num_samples, total_batch):

@@ -26,7 +26,7 @@ def rows(mae, photos):
     out = photos.parent / "gap.svg"
     gradient_gap.main([mae, "--images", str(photos), "--throw_ratios", "0", "0.25", "0.5", "0.7", *GAP.split(), "--out", str(out)])
     assert "<svg" in out.read_text()
-    return gradient_gap.read_csv(out.with_suffix(".csv"))
+    return gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
 
 
 def of(rows, column, **where):
@@ -145,7 +145,7 @@ def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path
     run = pretrain(photos, tmp_path / "run", "--throw_ratio", "0.5", "--sampling", "random")
     out = tmp_path / "gap.png"
     gradient_gap.main([f"ours={run}", "--images", str(photos), *GAP.split(), "--out", str(out)])
-    rows = gradient_gap.read_csv(out.with_suffix(".csv"))
+    rows = gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
     assert [(r["weights"], r["protocol"], r["method"], r["sampling"], r["throw_ratio"], r["conv_loss"]) for r in rows] == [
         ("ours", "own", method, "random", 0.5, None) for method in ("plain", "prmim")
     ]

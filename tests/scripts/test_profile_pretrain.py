@@ -117,7 +117,7 @@ def test_ratios_are_to_the_same_model_without_throwing():
 
 def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
     rows = add_ratios([row("a", "mae_vit_base_patch16", 0.0, 9.67512345, 40 / 3, 1e3 / 7), row("b", "x", 0.5, 7, 10, 3, 1 / 3)])
-    profile_pretrain.write_csv(tmp_path / "cost.csv", rows)
+    profile_pretrain.write_csv(tmp_path / "cost.csv", profile_pretrain.COLUMNS, rows)
     with open(tmp_path / "cost.csv", newline="") as file:
         read = list(csv.DictReader(file))
     assert list(read[0]) == profile_pretrain.COLUMNS and set(rows[0]) == set(profile_pretrain.COLUMNS)

@@ -80,7 +80,7 @@ def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
 def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     arms = ["--arms", "mae", "plain50", "prmim50", "predictions", "scratch"]
     runs = run_study(*arms, "--seeds", "0")
-    rows = study_report.read_csv(tmp_path / "docs/study_cpu.csv")
+    rows = study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
     assert [(row["arm"], row["seed"]) for row in rows] == [(arm, 0) for arm in arms[1:]]
     found = {row["arm"]: row for row in rows}
     assert found["plain50"]["mse_thrown"] is None and found["plain50"]["mse_masked"] is None
@@ -100,9 +100,9 @@ def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     run_study(*arms, "--seeds", "0")
     assert "1 of 5 runs to do" in capsys.readouterr().out
     assert stamps() == before  # its checkpoints were found: nothing was trained again
-    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv") == rows
+    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT) == rows
     run_study("--arms", "mae", "--seeds", "0")  # a part of the study does not take the rest out of the report
-    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv") == rows
+    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT) == rows
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
@@ -114,14 +114,16 @@ def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
     assert stop.value.code == 1
     out, err = capsys.readouterr()
     assert "mae seed 0 FAILED (exit code 2" in out and "1 runs failed: mae seed 0" in err
-    assert [row["arm"] for row in study_report.read_csv(tmp_path / "docs/study_cpu.csv")] == ["scratch"]
+    assert [
+        row["arm"] for row in study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
+    ] == ["scratch"]
 
 
 def test_divergence_is_a_result(run_study, monkeypatch, tmp_path):
     wild = TINY.pretrain | dict(lr=1e30, epochs=20)
     monkeypatch.setitem(study.PRESETS, "cpu", study.Preset(wild, TINY.finetune, labels_per_class=8, measured_images=4))
     run_study("--arms", "prmim50", "--seeds", "0")
-    (row,) = study_report.read_csv(tmp_path / "docs/study_cpu.csv")
+    (row,) = study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
     assert row["status"] == "diverged" and row["top1"] is None
     assert "diverged (seeds 0)" in (tmp_path / "docs/study.md").read_text()
 

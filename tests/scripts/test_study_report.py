@@ -65,7 +65,7 @@ def test_csv_and_plots(synthetic, tmp_path):
     report = tmp_path / "docs/study.md"
     tables = study_report.write(report, "cpu", synthetic)
     path = tmp_path / "docs/study_cpu.csv"
-    assert study_report.read_csv(path) == synthetic
+    assert study_report.read_csv(path, study_report.COLUMNS, study_report.TEXT) == synthetic
     figures = sorted((tmp_path / "docs/figures").iterdir())
     assert [f.name for f in figures] == ["study_cpu_ratios.svg", "study_cpu_variants.svg"]
     first = [f.read_text() for f in figures]
