@@ -16,6 +16,7 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
 
+import models_relative_vit
 import models_swin
 import models_vit
 from engine_finetune import FinetuneEngine, evaluate
@@ -39,7 +40,8 @@ from util.train_run import (
 )
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 
-MODELS = {name: getattr(module, name) for module in (models_vit, models_swin) for name in module.__all__ if name.islower()}
+ENCODERS = (models_vit, models_relative_vit, models_swin)
+MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
 # Classes and validation images of what is published.
 IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import models_swin
+from models_relative_vit import RelativeViTEncoder
 from models_swin import SwinEncoder
-from models_vit import BASE, MICRO, MINI, RelativeViTEncoder, patchify, unpatchify
+from models_vit import BASE, MICRO, MINI, patchify, unpatchify
 from prmim import PixelFramework, SpatialAggregation, TokenCounts, TokenOrder
 from util.checkpoint import load_strict
 from util.key_names import from_simmim

@@ -9,7 +9,8 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from models_vit import PatchEmbed, drop_path_rates, lookup_bias, patchify
+from models_relative_vit import lookup_bias
+from models_vit import PatchEmbed, drop_path_rates, patchify
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 

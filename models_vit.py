@@ -19,7 +19,6 @@ from util.pos_embed import sincos_pos_embed
 
 __all__ = [
     "VisionTransformer",
-    "RelativeVisionTransformer",
     "vit_micro_patch4",
     "vit_mini_patch4",
     "vit_tiny_patch16",
@@ -27,9 +26,6 @@ __all__ = [
     "vit_base_patch16",
     "vit_large_patch16",
     "vit_huge_patch14",
-    "relative_vit_micro_patch4",
-    "relative_vit_mini_patch4",
-    "relative_vit_base_patch16",
 ]
 
 # Encoder sizes by their usual names. "Micro" and "mini" are ours, for 32-px images: 64 tokens of 4 px.
@@ -41,6 +37,9 @@ BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
 
+
+# What says the sizes of a ViT.
+_SIZE_KEYS = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight")
 
 _FACTORIES = dict(vit_micro_patch4=MICRO, vit_mini_patch4=MINI, vit_tiny_patch16=TINY, vit_small_patch16=SMALL)
 _FACTORIES |= dict(vit_base_patch16=BASE, vit_large_patch16=LARGE, vit_huge_patch14=HUGE)
@@ -277,165 +276,60 @@ class VisionTransformer(Classifier, ViTEncoder):
         return {"cls_token", "pos_embed"}
 
 
-# ------------------------------------------------------------------------------- ViT with relative positions (BEiT, SimMIM)
+def read_sizes(weights, settings, what):
+    """The arguments of `ViTEncoder` that say its sizes, from the weights of one; ValueError, in which `what` names the file.
 
-
-def relative_position_index(grid_size):
-    """Rows of the bias table for each (query, key) of [class token, N raster tokens]: int64 [1 + N, 1 + N].
-
-    The table has (2 rows - 1) (2 columns - 1) offsets, query less key, then class -> token, token -> class, class -> class.
+    `settings`, of our checkpoints, tell the grid. No weight shows the number of heads: that is the published sizes'.
     """
-    rows, columns = grid_size
-    y, x = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
-    offsets = (2 * rows - 1) * (2 * columns - 1)
-    index = torch.full((1 + rows * columns, 1 + rows * columns), offsets)  # class -> token
-    index[1:, 1:] = (y[:, None] - y + rows - 1) * (2 * columns - 1) + (x[:, None] - x + columns - 1)
-    index[1:, 0], index[0, 0] = offsets + 1, offsets + 2
-    return index
-
-
-class RelativePositionBias(nn.Module):
-    """A learned bias of the attention logits for every offset between tokens, and three with the class token."""
-
-    def __init__(self, grid_size, num_heads):
-        super().__init__()
-        rows = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1) + 3
-        self.relative_position_bias_table = nn.Parameter(torch.zeros(rows, num_heads))
-        self.register_buffer("relative_position_index", relative_position_index(grid_size), persistent=False)
-
-    def forward(self, ids=None):
-        """-> [1, heads, 1 + N, 1 + N]; of the tokens at raster `ids` [B, n] alone: [B, heads, 1 + n, 1 + n]."""
-        index = self.relative_position_index
-        if ids is None:
-            index = index.unsqueeze(0)
-        else:
-            tokens = F.pad(ids + 1, (1, 0))  # [B, 1 + n], class token first
-            index = index[tokens.unsqueeze(2), tokens.unsqueeze(1)]
-        return lookup_bias(index, self.relative_position_bias_table)
-
-
-def lookup_bias(index, table):
-    """Rows [..., q, k] of a table [rows, heads] -> [..., heads, q, k], laid out as the GPU's fused attention wants it.
-
-    In autocast's precision: cast here, once, and not by each block that uses it.
-    """
-    device = table.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta, where costs are counted, knows no autocast
-        table = table.to(torch.get_autocast_dtype(device))
-    return F.embedding(index, table).movedim(-1, -3).contiguous()
-
-
-class RelativeAttention(nn.Module):
-    """Attention whose logits take a bias; queries and values have one of their own, keys have none.
-
-    With a grid_size the table is the block's own (fine-tuning), without it the bias comes from outside.
-    """
-
-    def __init__(self, dim, num_heads, grid_size=None):
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
-        self.proj = nn.Linear(dim, dim)
-        if grid_size is not None:
-            own = RelativePositionBias(grid_size, num_heads)
-            self.relative_position_bias_table = own.relative_position_bias_table
-            self.register_buffer("relative_position_index", own.relative_position_index, persistent=False)
-
-    def forward(self, x, bias=None):
-        if bias is None:
-            bias = RelativePositionBias.forward(self)
-        qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, qkv_bias).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, heads, d]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, d]
-        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).transpose(1, 2).flatten(2))
-
-
-class RelativeBlock(nn.Module):
-    """Pre-norm block with layer scale."""
-
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, init_values=0.1, grid_size=None):
-        super().__init__()
-        self.norm1, self.norm2 = layer_norm(dim), layer_norm(dim)
-        self.attn = RelativeAttention(dim, num_heads, grid_size)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.gamma_1, self.gamma_2 = (nn.Parameter(torch.full((dim,), init_values)) for _ in range(2))
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-
-    def forward(self, x, bias=None):
-        x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
-        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
-
-
-class RelativeViTEncoder(PatchEncoder):
-    """SimMIM's ViT: no position table; one bias table that all blocks share (`shared_bias`), or one in each."""
-
-    def __init__(
-        self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        depth=12,
-        num_heads=12,
-        mlp_ratio=4.0,
-        drop_path_rate=0.0,
-        init_values=0.1,
-        shared_bias=True,
-    ):
-        super().__init__(img_size, patch_size, in_chans, embed_dim)
-        grid_size = None if shared_bias else self.grid_size
-        self.blocks = nn.ModuleList(
-            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values, grid_size)
-            for rate in drop_path_rates(drop_path_rate, depth)
+    missing = [k for k in _SIZE_KEYS if not (isinstance(weights, dict) and torch.is_tensor(weights.get(k)))]
+    if missing:
+        raise ValueError(
+            f"{what} holds no Vision Transformer of this kind: {', '.join(missing)} missing. Give a checkpoint of "
+            "main_pretrain.py or main_finetune.py with a ViT, or one of MAE's releases"
         )
-        self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
-        self.norm = layer_norm(embed_dim)
-        # The release cuts the normal at one sigma in pre-training, and not in fine-tuning.
-        init_weights_simmim(self, cut=0.02 if shared_bias else 2.0)
-
-    def encode(self, tokens, ids=None):
-        """Embedded tokens [B, n, D] at raster `ids` (all: None) -> [B, 1 + n, D], class token first, before the norm."""
-        x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
-        bias = self.rel_pos_bias(ids) if self.rel_pos_bias is not None else None
-        for block in self.blocks:
-            x = block(x, bias)
-        return x
-
-
-def init_weights_simmim(encoder, cut):
-    """SimMIM's initialisation: normal, sigma .02, cut at +-`cut`; each block's outputs are scaled down with its depth."""
-    for m in encoder.modules():
-        if isinstance(m, (nn.Linear, nn.Conv2d)):
-            nn.init.trunc_normal_(m.weight, std=0.02, a=-cut, b=cut)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)
-    nn.init.trunc_normal_(encoder.cls_token, std=0.02, a=-cut, b=cut)
-    for number, block in enumerate(encoder.blocks, start=1):
-        for linear in (block.attn.proj, block.mlp.fc2):
-            linear.weight.data.div_((2 * number) ** 0.5)
+    kernel, table = weights["patch_embed.proj.weight"].shape, weights["pos_embed"].shape
+    if len(kernel) != 4 or kernel[2] != kernel[3] or len(table) != 3 or weights["blocks.0.mlp.fc1.weight"].ndim != 2:
+        raise ValueError(
+            f"{what} holds no Vision Transformer of this kind: patch_embed.proj.weight is {list(kernel)}, pos_embed "
+            f"{list(table)}; needed are [D, channels, p, p] and [1, 1 + tokens, D]"
+        )
+    embed_dim, in_chans, patch_size, _ = kernel
+    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
+    rows, columns = read_grid(settings, patch_size, table[1] - 1, what)
+    return dict(
+        img_size=(rows * patch_size, columns * patch_size),
+        patch_size=patch_size,
+        in_chans=in_chans,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=known_num_heads(embed_dim, depth, what),
+        mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
+    )
 
 
-class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
-    """The encoder with a head, as SimMIM fine-tunes it: a bias table in each block, mean of the patch tokens, `fc_norm`."""
+def read_grid(settings, patch_size, num_tokens, what):
+    """(rows, columns) of the tokens: 4 x 16 and 8 x 8 have tables of one shape, so the settings have the say."""
+    size = settings.get("input_size")
+    if size:
+        height, *width = [size] if isinstance(size, int) else size
+        grid = height // patch_size, (width or [height])[0] // patch_size
+        if math.prod(grid) == num_tokens:
+            return grid
+    side = math.isqrt(max(0, num_tokens))
+    if side == 0 or side**2 != num_tokens:
+        raise ValueError(f"{what} has positions for {num_tokens} tokens, which is no square, and does not say its image size")
+    return side, side
 
-    def __init__(self, num_classes=1000, global_pool="avg", probe=False, **kwargs):
-        super().__init__(shared_bias=False, **kwargs)
-        if global_pool != "avg" or probe:
-            raise ValueError(f"this model pools its patch tokens (global_pool 'avg') and has no probe, got {global_pool!r}")
-        self.global_pool = global_pool
-        self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
-        self.head = nn.Linear(self.embed_dim, num_classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
-        nn.init.zeros_(self.head.bias)
 
-    def forward_features(self, imgs):
-        """Images [B, C, H, W], normalised -> token features [B, 1 + N, D], class token first."""
-        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
-
-    def no_weight_decay(self):
-        """The bias tables decay, as in the release."""
-        return {"cls_token"}
+def known_num_heads(embed_dim, depth, what):
+    """The one size that no weight shows, by the published sizes and ours."""
+    known = {(size["embed_dim"], size["depth"]): size["num_heads"] for size in _FACTORIES.values()}
+    if (embed_dim, depth) not in known:
+        raise ValueError(
+            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; known "
+            f"(width, depth): {', '.join(map(str, known))}"
+        )
+    return known[embed_dim, depth]
 
 
 def find_factory(embed_dim, depth):
@@ -472,15 +366,3 @@ def vit_large_patch16(**kwargs):
 
 def vit_huge_patch14(**kwargs):
     return VisionTransformer(**{**HUGE, **kwargs})
-
-
-def relative_vit_micro_patch4(**kwargs):
-    return RelativeVisionTransformer(**{**MICRO, **kwargs})
-
-
-def relative_vit_mini_patch4(**kwargs):
-    return RelativeVisionTransformer(**{**MINI, **kwargs})
-
-
-def relative_vit_base_patch16(**kwargs):
-    return RelativeVisionTransformer(**{**BASE, **kwargs})

@@ -14,7 +14,6 @@ script says: timm's own default for these names is another mean and deviation.
 
 import argparse
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -25,8 +24,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import main_finetune
-import main_pretrain
 import models_vit
 from util import checkpoint
 from util.cli import Parser
@@ -34,74 +31,9 @@ from util.transforms import IMAGENET_MEAN, IMAGENET_STD
 
 SUFFIXES = (".safetensors", ".pth")
 TOLERANCE = 1e-5  # of the outputs, absolute and relative
-MODELS = {**main_finetune.MODELS, **main_pretrain.MODELS}
 # timm's names for the sizes that it has; for all others the line names a ViT-B and overrides its sizes.
 TIMM_SIZES = {"tiny": models_vit.TINY, "small": models_vit.SMALL, "base": models_vit.BASE}
 TIMM_SIZES |= {"large": models_vit.LARGE, "huge": models_vit.HUGE}
-# What says the sizes of a ViT, and what belongs to an encoder: a key of that kind which ours lacks is another network.
-SIZE_KEYS = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight")
-ENCODER_KEYS = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "norm_pre.", "reg_token", "rel_pos_bias.")
-
-
-def read_sizes(weights, settings, what):
-    """The arguments of `VisionTransformer` that say its sizes, from the weights; `what` names the file in errors."""
-    missing = [k for k in SIZE_KEYS if not (isinstance(weights, dict) and torch.is_tensor(weights.get(k)))]
-    if missing:
-        raise ValueError(
-            f"{what} holds no Vision Transformer of this kind: {', '.join(missing)} missing. Give a checkpoint of "
-            "main_pretrain.py or main_finetune.py with a ViT, or one of MAE's releases"
-        )
-    kernel, table = weights["patch_embed.proj.weight"].shape, weights["pos_embed"].shape
-    if len(kernel) != 4 or kernel[2] != kernel[3] or len(table) != 3 or weights["blocks.0.mlp.fc1.weight"].ndim != 2:
-        raise ValueError(
-            f"{what} holds no Vision Transformer of this kind: patch_embed.proj.weight is {list(kernel)}, pos_embed "
-            f"{list(table)}; needed are [D, channels, p, p] and [1, 1 + tokens, D]"
-        )
-    embed_dim, in_chans, patch_size, _ = kernel
-    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    rows, columns = read_grid(settings, patch_size, table[1] - 1, what)
-    return dict(
-        img_size=(rows * patch_size, columns * patch_size),
-        patch_size=patch_size,
-        in_chans=in_chans,
-        embed_dim=embed_dim,
-        depth=depth,
-        num_heads=read_num_heads(settings, embed_dim, depth, what),
-        mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
-    )
-
-
-def read_grid(settings, patch_size, num_tokens, what):
-    """(rows, columns) of the tokens: 4 x 16 and 8 x 8 have tables of one shape, so the settings have the say."""
-    size = settings.get("input_size")
-    if size:
-        height, *width = [size] if isinstance(size, int) else size
-        grid = height // patch_size, (width or [height])[0] // patch_size
-        if math.prod(grid) == num_tokens:
-            return grid
-    side = math.isqrt(max(0, num_tokens))
-    if side == 0 or side**2 != num_tokens:
-        raise ValueError(f"{what} has positions for {num_tokens} tokens, which is no square, and does not say its image size")
-    return side, side
-
-
-def read_num_heads(settings, embed_dim, depth, what):
-    """The one size that no weight shows: from the model's name in the settings, else from the published sizes."""
-    factory = MODELS.get(settings.get("model"))
-    if factory is not None:
-        with torch.device("meta"):
-            model = factory()
-        if (getattr(model, "embed_dim", None), len(getattr(model, "blocks", ()))) == (embed_dim, depth):
-            return model.blocks[0].attn.num_heads
-    known = {
-        (size["embed_dim"], size["depth"]): size["num_heads"] for size in (models_vit.MICRO, models_vit.MINI, *TIMM_SIZES.values())
-    }
-    if (embed_dim, depth) not in known:
-        raise ValueError(
-            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; known "
-            f"(width, depth): {', '.join(map(str, known))}"
-        )
-    return known[embed_dim, depth]
 
 
 def load_model(path):
@@ -109,7 +41,7 @@ def load_model(path):
     content, what = checkpoint.read_checkpoint(path), f"{str(path)!r}"
     weights = checkpoint.weights_of(content)
     meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
-    sizes = read_sizes(weights, meta.get("settings", {}), what)
+    sizes = models_vit.read_sizes(weights, meta.get("settings", {}), what)
     head = weights.get("head.weight", weights.get("head.1.weight"))
     if head is not None:
         model = models_vit.VisionTransformer(
@@ -121,9 +53,7 @@ def load_model(path):
         checkpoint.load_strict(model, weights, f"the weights in {what}")
         return model.eval(), True, meta
     model = models_vit.VisionTransformer(num_classes=1, global_pool="token", **sizes)
-    foreign = [k for k in weights if k.startswith(ENCODER_KEYS) and k not in model.state_dict()]
-    if foreign:  # to leave them out would change what the encoder computes
-        raise ValueError(f"{what} holds another kind of encoder: this ViT has no {', '.join(foreign[:6])}")
+    checkpoint.refuse_foreign(model, weights, what)
     del content, weights  # the optimiser's state may be twice the model, and the file is read once more
     report = checkpoint.load_encoder(model, path)
     assert not report.resized, report

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import main_pretrain
+from models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from models_swin import SwinEncoder, SwinTransformer
-from models_vit import RelativeVisionTransformer, RelativeViTEncoder, VisionTransformer, ViTEncoder
+from models_vit import VisionTransformer, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder, TokenOrderSampler, addressed_noise
 from tests.two_processes import run_in_two_processes
 from util.checkpoint import load_encoder, save_checkpoint

@@ -9,18 +9,21 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "output", "data"} & set(p.relative_to(ROOT).parts))
 FRAMEWORKS = {p.stem for p in ROOT.glob("models_*_pr.py")}
 
+ENCODERS = {"models_vit", "models_relative_vit", "models_swin"}
+
 # file -> what of this project it may import, beside `util`
 ALLOWED = {
     "recipes": set(),
     "models_vit": set(),
-    "models_swin": {"models_vit"},  # patches and their embedding
-    "prmim": {"models_vit", "models_swin"},
+    "models_relative_vit": {"models_vit"},
+    "models_swin": {"models_vit", "models_relative_vit"},  # patches and their embedding; the bias
+    "prmim": {"models_vit"},
     "engine_pretrain": set(),
     "engine_finetune": set(),
     "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
-    "main_finetune": {"engine_finetune", "recipes", "models_vit", "models_swin"},
+    "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune"},
-} | {name: {"prmim", "models_vit", "models_swin"} for name in FRAMEWORKS}
+} | {name: {"prmim", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
 
 

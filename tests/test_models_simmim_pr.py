@@ -7,6 +7,7 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+from models_relative_vit import RelativeVisionTransformer, lookup_bias, relative_position_index, relative_vit_base_patch16
 from models_simmim_pr import (
     SimMIMSwin,
     SimMIMViT,
@@ -15,7 +16,6 @@ from models_simmim_pr import (
     simmim_swin_large_patch4_window12,
     simmim_vit_base_patch16,
 )
-from models_vit import RelativeVisionTransformer, lookup_bias, relative_position_index, relative_vit_base_patch16
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.test_models_mae_pr import perturbed, segments
 from util.checkpoint import load_encoder, save_checkpoint

@@ -156,6 +156,17 @@ def load_strict(model, state_dict, what, optional_prefix=None):
     model.load_state_dict(state_dict, strict=False)
 
 
+# What belongs to an encoder: a key of that kind which a ViT here lacks is another network.
+_ENCODER_KEYS = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "norm_pre.", "reg_token", "rel_pos_bias.")
+
+
+def refuse_foreign(model, weights, what):
+    """ValueError if the weights hold a part of an encoder that `model` has not: without it they compute something else."""
+    foreign = [k for k in weights if k.startswith(_ENCODER_KEYS) and k not in model.state_dict()]
+    if foreign:
+        raise ValueError(f"{what} holds another kind of encoder: this ViT has no {_shorten(foreign)}")
+
+
 class LoadReport(NamedTuple):
     """What `load_encoder` did, as lists of keys."""
 
