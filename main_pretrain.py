@@ -21,7 +21,7 @@ from prmim import SAMPLING, MaskCollator, SpatialAggregation, TokenOrder, TokenO
 from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
-from util.pictures import reconstruction_grid
+from util.pictures import panel_grid
 from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch, open_everywhere
 from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 
@@ -144,15 +144,15 @@ class PretrainRun(TrainRun):
 
 
 def reconstruction_picture(model, normalize, imgs, ids_shuffle):
-    """uint8 [B, 3, H, W] and ids_shuffle [B, N] -> uint8 array [H', W', 3]: image | tokens | reconstruction."""
+    """uint8 [B, 3, H, W] and ids_shuffle [B, N] -> uint8 array [H', W', 3]: image | tokens | the framework's panels."""
     device = normalize.mean.device
     was_training = model.training
     model.eval()
-    reconstruction, _ = model.reconstruct_image(normalize(imgs.to(device)), ids_shuffle.to(device))
+    panels = model.panels(normalize(imgs.to(device)), ids_shuffle.to(device), normalize.undo)
     model.train(was_training)
     order = TokenOrder(ids_shuffle, model.counts)
     state = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
-    return reconstruction_grid(imgs, normalize.undo(reconstruction), state.view(-1, *model.grid_size))
+    return panel_grid(imgs, state.view(-1, *model.grid_size), panels)
 
 
 def main(argv=None):

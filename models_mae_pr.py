@@ -5,8 +5,9 @@
 
 import torch
 
+from framework import PixelFramework
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
-from prmim import PixelFramework, ProgressiveDecoder, TokenCounts, TokenOrder
+from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
 from util.checkpoint import load_strict
 
 __all__ = [
@@ -33,8 +34,6 @@ OFFICIAL_NAMES = {
 
 class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     """A ViT encoder that owns a progressive decoder. Arguments are MAE's, then PR-MIM's (see `prmim`)."""
-
-    mask_unit = 1  # tokens are masked one by one
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
             self.grid_size,
             self.counts,
             embed_dim,
-            out_dim=patch_size**2 * in_chans,
+            head=patch_size**2 * in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=decoder_num_heads,

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import models_swin
+from framework import PixelFramework
 from models_relative_vit import RelativeViTEncoder
 from models_swin import SwinEncoder
 from models_vit import BASE, MICRO, MINI, patchify, unpatchify
-from prmim import PixelFramework, SpatialAggregation, TokenCounts, TokenOrder
+from prmim import SpatialAggregation, TokenCounts, TokenOrder
 from util.checkpoint import load_strict
 from util.key_names import from_simmim
 

@@ -8,7 +8,7 @@ The file follows Sec. 3 of the paper:
     order       the outcome as one permutation of the tokens, [visible | retained | thrown]
     decode      a decoder on visible + retained tokens only
     aggregate   a depth-wise convolution reconstructs the thrown tokens from the others
-    predict     norm and linear head on every masked token; what frameworks that predict pixels share
+    predict     norm and head on every masked token
 
 Vocabulary: a token is *visible* (the encoder sees it) or *masked*; a masked token is *retained* (the decoder
 reconstructs it) or *thrown* (only the aggregation does). *Kept* = visible + retained. True in a mask means masked.
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from models_vit import Block, init_weights, layer_norm, unpatchify
+from models_vit import Block, init_weights, layer_norm
 from util.addressed import MASK, addressed_uniform
 from util.pos_embed import sincos_pos_embed
 
@@ -359,6 +359,8 @@ class ProgressiveDecoder(nn.Module):
 
     `progressive=False` is plain partial reconstruction (Fig. 2b): thrown tokens are neither reconstructed nor
     supervised. Without thrown tokens there is no aggregator and this is MAE's decoder (Fig. 2a).
+
+    head: the last layer, a module that takes features [B, n, C], or the width of a linear one.
     """
 
     def __init__(
@@ -366,7 +368,7 @@ class ProgressiveDecoder(nn.Module):
         grid_size,
         counts,
         embed_dim,
-        out_dim,
+        head,
         decoder_embed_dim=512,
         decoder_depth=8,
         decoder_num_heads=16,
@@ -384,7 +386,7 @@ class ProgressiveDecoder(nn.Module):
         self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
         self.blocks = nn.ModuleList(Block(decoder_embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
         self.norm = layer_norm(decoder_embed_dim)
-        self.pred = nn.Linear(decoder_embed_dim, out_dim)
+        self.pred = head if isinstance(head, nn.Module) else nn.Linear(decoder_embed_dim, head)
         init_weights(self)
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation = None
@@ -402,73 +404,26 @@ class ProgressiveDecoder(nn.Module):
 
     def reconstruct(self, x, order):
         """Latent [B, 1 + num_visible, D] -> features of all tokens [B, N, C] (plain: of the kept ones), token order."""
-        x = self.decode(x, order)
-        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+        return self.aggregate(self.decode(x, order), order)
 
     def decode(self, x, order):
         """Latent [B, 1 + num_visible, D] -> the blocks' output on the kept tokens [B, num_kept, C], token order."""
-        x = self.embed(x)  # [B, 1 + num_visible, C]
-        tokens = order.append_mask_tokens(x[:, 1:], self.mask_token)  # [B, num_kept, C]
-        tokens = tokens + order.take_kept(self.pos_embed[:, 1:])
-        x = torch.cat([x[:, :1] + self.pos_embed[:, :1], tokens], dim=1)  # [B, 1 + num_kept, C]
+        x = self.embed_tokens(x, order)
         for block in self.blocks:
             x = block(x)
         return x[:, 1:]
 
+    def embed_tokens(self, x, order):
+        """Latent [B, 1 + num_visible, D] -> what the blocks see [B, 1 + num_kept, C]: class token first, then token order."""
+        x = self.embed(x)  # [B, 1 + num_visible, C]
+        tokens = order.append_mask_tokens(x[:, 1:], self.mask_token)  # [B, num_kept, C]
+        tokens = tokens + order.take_kept(self.pos_embed[:, 1:])
+        return torch.cat([x[:, :1] + self.pos_embed[:, :1], tokens], dim=1)
+
+    def aggregate(self, x, order):
+        """The blocks' output on the kept tokens [B, num_kept, C] -> of all tokens [B, N, C] (plain: as it is), token order."""
+        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+
     def predict(self, x):
         """Features [B, n, C] -> predictions [B, n, out_dim]; token by token, so it runs only where it is needed."""
         return self.pred(self.norm(x))
-
-
-class PixelFramework(nn.Module):
-    """What frameworks that predict pixels share: targets, predictions as tokens, predictions as pictures.
-
-    A subclass has `counts`, `grid_size`, `patch_size`, `norm_pix_loss`, `cut` and `predict_all`.
-    """
-
-    shared_visible = False  # each image draws its own visible tokens
-    throws = True  # the framework can throw tokens
-
-    def predict_all(self, imgs, order):
-        """imgs -> predictions of all tokens [B, N, p*p*C], or of the kept ones if plain, in token order."""
-        raise NotImplementedError
-
-    def target(self, patches, order, num_tokens):
-        """Patches [B, N, p*p*C] -> the first `num_tokens` masked ones, normalised if norm_pix_loss [B, num_tokens, p*p*C]."""
-        first = self.counts.num_visible
-        target = order.take(patches, order.ids_shuffle[:, first : first + num_tokens])
-        if self.norm_pix_loss:
-            mean, std = patch_statistics(target)
-            target = (target - mean) / std
-        return target
-
-    @torch.no_grad()
-    def reconstruct(self, imgs, ids_shuffle):
-        """-> (pred [B, N, p*p*C] in raster order and MAE's patch layout, mask bool [B, N] of the predicted tokens).
-
-        Plain partial reconstruction predicts no thrown token: its mask is False there and pred is zero.
-        """
-        order = TokenOrder(ids_shuffle, self.counts)
-        pred = self.predict_all(imgs, order)
-        mask = order.mask if pred.shape[1] == self.counts.num_tokens else order.mask & ~order.thrown
-        return order.restore(pred), mask
-
-    @torch.no_grad()
-    def reconstruct_image(self, imgs, ids_shuffle):
-        """-> (images [B, C, H, W]: true patches where visible, predictions where predicted, zeros elsewhere; mask [B, N]).
-
-        Per-patch normalisation is undone with the true patch's own mean and variance, which the model never predicts.
-        """
-        pred, mask = self.reconstruct(imgs, ids_shuffle)
-        patches = self.cut(imgs)
-        if self.norm_pix_loss:
-            mean, std = patch_statistics(patches)
-            pred = pred * std + mean
-        visible = ~TokenOrder(ids_shuffle, self.counts).mask
-        patches = torch.where(mask.unsqueeze(-1), pred.to(patches.dtype), patches * visible.unsqueeze(-1))
-        return unpatchify(patches, self.patch_size, self.grid_size), mask
-
-
-def patch_statistics(patches):
-    """Mean and standard deviation of each patch [B, n, P] -> two of [B, n, 1], as norm_pix_loss uses them (unbiased)."""
-    return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()

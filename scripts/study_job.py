@@ -82,7 +82,7 @@ def pretrain(job, machine, folder):
     main_pretrain.main([*argv, "--device", machine["device"], "--num_workers", str(machine["num_workers"])])
     model, settings = load_run(folder)
     images = open_images("folder", machine["data_path"], "val")
-    mse = measure(model, settings, images, evenly_spaced(len(images), job["measured_images"]))
+    (mse,) = measure(model, settings, images, evenly_spaced(len(images), job["measured_images"])).values()
     tokens = {"retained": model.counts.num_retained, "thrown": model.counts.num_thrown}
     result = {f"mse_{name}": value for name, value in mse.items()}
     if all(name in mse for name, n in tokens.items() if n):  # plain predicts no thrown token

@@ -3,9 +3,9 @@
     python scripts/visualize.py output/photos --images data/photos/val --out reconstruction.png
     python scripts/visualize.py --patterns patterns.png
 
-The first argument is a checkpoint or a run's folder (its newest good checkpoint). The errors are over the masked
-pixels, in [0, 1], of centre crops, with retained and thrown tokens apart. With norm_pix_loss pictures and errors take
-each patch's mean and contrast from the true patch, as MAE's do.
+The first argument is a checkpoint or a run's folder (its newest good checkpoint). The errors are over the masked tokens
+of centre crops, retained and thrown ones apart: of pixels in [0, 1], or of what else the framework predicts. With
+norm_pix_loss pictures and errors take each patch's mean and contrast from the true patch, as MAE's do.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from framework import PixelFramework
 from main_pretrain import build_model, reconstruction_picture
 from prmim import MaskCollator, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from util import checkpoint, pictures
@@ -49,18 +50,18 @@ def crops(model, settings, images, indices, batch_size=64):
         yield imgs, ids_shuffle
 
 
+@torch.no_grad()
 def measure(model, settings, images, indices):
-    """-> {"retained" | "thrown": masked MSE of pixels in [0, 1]}; plain models predict, and so measure, no thrown tokens."""
+    """-> {name of the error: {"retained" | "thrown": its mean}}; plain models predict, and so measure, no thrown tokens."""
     normalize, totals = Normalize(), {}
     for imgs, ids_shuffle in crops(model, settings, images, indices):
-        reconstruction, predicted = model.reconstruct_image(normalize(imgs), ids_shuffle)
-        error = (imgs / 255 - normalize.undo(reconstruction)).square().mean(dim=1)  # [B, H, W]
-        error = torch.nn.functional.adaptive_avg_pool2d(error, model.grid_size).flatten(1)  # [B, N]
-        order = TokenOrder(ids_shuffle, model.counts)
-        for name, tokens in (("retained", order.mask & ~order.thrown), ("thrown", order.thrown & predicted)):
-            total, count = totals.get(name, (0.0, 0))
-            totals[name] = total + error[tokens].sum().item(), count + int(tokens.sum())
-    return {name: total / count for name, (total, count) in totals.items() if count}
+        imgs, order = normalize(imgs), TokenOrder(ids_shuffle, model.counts)
+        _, predicted = model.reconstruct(imgs, ids_shuffle)
+        for name, error in model.token_errors(imgs, ids_shuffle, normalize.undo).items():
+            for kind, tokens in (("retained", order.mask & ~order.thrown), ("thrown", order.thrown & predicted)):
+                total, count = totals.setdefault(name, {}).get(kind, (0.0, 0))
+                totals[name][kind] = total + error[tokens].sum().item(), count + int(tokens.sum())
+    return {name: {kind: total / count for kind, (total, count) in sums.items() if count} for name, sums in totals.items()}
 
 
 def draw_patterns(path, grid=14, mask_ratio=0.75, throw_ratios=(0.25, 0.5, 0.65), num_images=3):
@@ -110,8 +111,10 @@ def look(args):
     (imgs, ids_shuffle), *_ = crops(model, settings, images, drawn, batch_size=len(drawn))
     Image.fromarray(reconstruction_picture(model, Normalize(), imgs, ids_shuffle)).save(args.out)
     print(f"reconstructions of {len(drawn)} images of {images.root}: {args.out}")  # train/ where there is no val/
-    for name, mse in measure(model, settings, images, measured).items():
-        print(f"{name} tokens of {len(measured)} images: masked MSE {mse:.5f}, PSNR {-10 * math.log10(mse):.2f} dB")
+    for name, errors in measure(model, settings, images, measured).items():
+        for kind, error in errors.items():
+            decibel = f", PSNR {-10 * math.log10(error):.2f} dB" if isinstance(model, PixelFramework) else ""
+            print(f"{kind} tokens of {len(measured)} images: {name} {error:.5f}{decibel}")
 
 
 def evenly_spaced(length, most):

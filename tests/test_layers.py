@@ -18,12 +18,13 @@ ALLOWED = {
     "models_relative_vit": {"models_vit"},
     "models_swin": {"models_vit", "models_relative_vit"},  # patches and their embedding; the bias
     "prmim": {"models_vit"},
+    "framework": {"prmim", "models_vit"},
     "engine_pretrain": set(),
     "engine_finetune": set(),
     "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune"},
-} | {name: {"prmim", *ENCODERS} for name in FRAMEWORKS}
+} | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
 
 

@@ -9,26 +9,21 @@ COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
 _GAP, _INK, _PAPER = 6, (40, 40, 40), (255, 255, 255)
 
 
-def reconstruction_grid(imgs, reconstructions, states, columns=None):
-    """One row an image: image | its tokens | reconstruction; two images side by side where there are four or more.
+def panel_grid(imgs, states, panels):
+    """One row an image: image | its tokens | panels; two images side by side where there are four or more, of one panel each.
 
-    imgs: uint8 [B, 3, H, W]; reconstructions: float [B, 3, H, W] in [0, 1]; states: int [B, rows, columns] of VISIBLE,
-    RETAINED, THROWN. -> uint8 array [H', W', 3].
+    imgs: uint8 [B, 3, H, W]; states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN; panels: {title: float
+    [B, 3, H, W] in [0, 1]}. -> uint8 array [H', W', 3].
     """
-    imgs = imgs.cpu().numpy().transpose(0, 2, 3, 1)
-    reconstructions = (reconstructions.float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
-    states = np.asarray(states.cpu())
-    panels = [
-        [img, paint_tokens(img, state), reconstruction]
-        for img, state, reconstruction in zip(imgs, states, reconstructions, strict=True)
-    ]
+    imgs, states = imgs.cpu().numpy().transpose(0, 2, 3, 1), np.asarray(states.cpu())
+    columns = [imgs, [paint_tokens(img, state) for img, state in zip(imgs, states, strict=True)]]
+    columns += [(p.float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8) for p in panels.values()]
     scale = max(1, -(-112 // imgs.shape[1]))  # small images are enlarged, pixel by pixel
-    panels = [[panel.repeat(scale, 0).repeat(scale, 1) for panel in row] for row in panels]
-    columns = columns or (2 if len(panels) >= 4 else 1)
-    titles = ["image", "visible, retained, thrown", "reconstruction"] * columns
-    panels += [[np.full_like(panels[0][0], 255)] * 3] * (-len(panels) % columns)
-    rows = [sum(panels[i : i + columns], []) for i in range(0, len(panels), columns)]
-    return table(rows, titles)
+    rows = [[panel.repeat(scale, 0).repeat(scale, 1) for panel in row] for row in zip(*columns, strict=True)]
+    abreast = 2 if len(rows) >= 4 and len(panels) == 1 else 1
+    titles = ["image", "visible, retained, thrown", *panels] * abreast
+    rows += [[np.full_like(panel, 255) for panel in rows[0]]] * (-len(rows) % abreast)
+    return table([sum(rows[i : i + abreast], []) for i in range(0, len(rows), abreast)], titles)
 
 
 def paint_tokens(img, state):
