@@ -58,8 +58,7 @@ class PixelFramework(Framework):
         """
         order = TokenOrder(ids_shuffle, self.counts)
         pred = self.predict_all(imgs, order)
-        mask = order.mask if pred.shape[1] == self.counts.num_tokens else order.mask & ~order.thrown
-        return order.restore(pred), mask
+        return order.restore(pred), order.masked_of_first(pred.shape[1])
 
     @torch.no_grad()
     def reconstruct_image(self, imgs, ids_shuffle):

@@ -13,9 +13,11 @@ import torch
 from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 
+import models_localmim_pr
 import models_mae_pr
 import models_mff_pr
 import models_simmim_pr
+import models_tec_pr
 from engine_pretrain import PretrainEngine
 from prmim import SAMPLING, MaskCollator, SpatialAggregation, TokenOrder, TokenOrderSampler
 from recipes import RECIPES
@@ -25,7 +27,7 @@ from util.pictures import panel_grid
 from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch, open_everywhere
 from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 
-FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr)
+FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr)
 MODELS = {name: getattr(module, name) for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 
 

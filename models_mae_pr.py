@@ -107,7 +107,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         for name, value in state_dict.get("model", state_dict).items():
             prefix = next((old for old in OFFICIAL_NAMES if name.startswith(old)), "")
             renamed[OFFICIAL_NAMES.get(prefix, "") + name[len(prefix) :]] = value
-        load_strict(self, renamed, "MAE weights", optional_prefix="decoder.aggregation.")
+        load_strict(self, renamed, "MAE weights", optional="aggregation.")
 
 
 def mae_vit_micro_patch4(**kwargs):

@@ -53,7 +53,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         like MAE's, columns before rows. ValueError names missing, unexpected and mis-shaped keys.
         """
         renamed = from_mmpretrain(state_dict.get("state_dict", state_dict))
-        load_strict(self, renamed, "MFF weights", optional_prefix="decoder.aggregation.")
+        load_strict(self, renamed, "MFF weights", optional="aggregation.")
 
 
 def mff_vit_micro_patch4(**kwargs):

@@ -89,7 +89,7 @@ class SimMIMViT(PixelFramework, RelativeViTEncoder):
 
         Strict, apart from the aggregator. ValueError names missing, unexpected and mis-shaped keys.
         """
-        load_strict(self, release_names(state_dict, self.patch_size), "SimMIM weights", optional_prefix="aggregation.")
+        load_strict(self, release_names(state_dict, self.patch_size), "SimMIM weights", optional="aggregation.")
 
 
 class SimMIMSwin(PixelFramework, SwinEncoder):

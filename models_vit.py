@@ -276,10 +276,11 @@ class VisionTransformer(Classifier, ViTEncoder):
         return {"cls_token", "pos_embed"}
 
 
-def read_sizes(weights, settings, what):
+def read_sizes(weights, settings, what, num_heads=None):
     """The arguments of `ViTEncoder` that say its sizes, from the weights of one; ValueError, in which `what` names the file.
 
-    `settings`, of our checkpoints, tell the grid. No weight shows the number of heads: that is the published sizes'.
+    `settings`, of our checkpoints, tell the grid. No weight shows the number of heads: without `num_heads` it is that of the
+    published sizes.
     """
     missing = [k for k in _SIZE_KEYS if not (isinstance(weights, dict) and torch.is_tensor(weights.get(k)))]
     if missing:
@@ -302,7 +303,7 @@ def read_sizes(weights, settings, what):
         in_chans=in_chans,
         embed_dim=embed_dim,
         depth=depth,
-        num_heads=known_num_heads(embed_dim, depth, what),
+        num_heads=num_heads or known_num_heads(embed_dim, depth, what),
         mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
     )
 

@@ -236,6 +236,10 @@ class TokenOrder:
         """Bool [B, N], raster: True at thrown tokens."""
         return self.ids_restore >= self.counts.num_kept
 
+    def masked_of_first(self, num_tokens):
+        """Bool [B, N], raster: True at the masked ones of the order's first `num_tokens`; N: all, num_kept: the retained."""
+        return self.mask & (self.ids_restore < num_tokens)
+
     @staticmethod
     def take(x, ids):
         """Raster x [B or 1, N, C] at ids [B, n] -> [B, n, C]."""

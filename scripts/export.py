@@ -39,7 +39,7 @@ TIMM_SIZES |= {"large": models_vit.LARGE, "huge": models_vit.HUGE}
 def load_model(path):
     """-> (our model in eval mode, whether it is a classifier, the checkpoint's meta) of a checkpoint file."""
     content, what = checkpoint.read_checkpoint(path), f"{str(path)!r}"
-    weights = checkpoint.weights_of(content)
+    weights = checkpoint.encoder_weights_of(content)
     meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
     sizes = models_vit.read_sizes(weights, meta.get("settings", {}), what)
     head = weights.get("head.weight", weights.get("head.1.weight"))

@@ -143,7 +143,7 @@ def variant(settings, weights, throw_ratio, progressive, device, shared=None):
     model = build_model(settings | dict(throw_ratio=throw_ratio, progressive=progressive))
     own = model.state_dict()
     weights = {k: v for k, v in weights.items() if k in own or not k.startswith("decoder.aggregation.")}
-    checkpoint.load_strict(model, weights, "the checkpoint's weights", optional_prefix="decoder.aggregation.")
+    checkpoint.load_strict(model, weights, "the checkpoint's weights", optional="aggregation.")
     for name, parameter in shared.named_parameters() if shared is not None else ():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, parameter)

@@ -28,7 +28,7 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
         convolved = (kernel * pixels(t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
         tokens[t] = convolved + w["pos_embed"][0, 1 + t]
     tokens = (encode or transformer)(tokens, w, "blocks", heads)
-    tokens = {t: _norm(x, w, "norm") for t, x in tokens.items()}
+    tokens = {t: norm(x, w, "norm") for t, x in tokens.items()}
 
     embedded = {t: linear(x, w, "decoder_embed") for t, x in tokens.items()}
     for t in retained:
@@ -53,7 +53,7 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
 
     errors, predictions = [], {}
     for t in [*retained, *(thrown if aggregation is not None else [])]:
-        predictions[t] = linear(_norm(decoded[t], w, "decoder_norm"), w, "decoder_pred")
+        predictions[t] = linear(norm(decoded[t], w, "decoder_norm"), w, "decoder_pred")
         patch_pixels = pixels(t)
         target = torch.stack([patch_pixels[ch, i, j] for i in range(patch) for j in range(patch) for ch in range(img.shape[0])])
         if norm_pix:
@@ -65,18 +65,18 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
 
 
 def transformer(tokens, w, name, heads):
-    depth = 1 + max(int(key.split(".")[1]) for key in w if key.startswith(name + "."))
+    depth = 1 + max(int(key.removeprefix(name + ".").split(".")[0]) for key in w if key.startswith(name + "."))
     for layer in range(depth):
         tokens = block(tokens, w, f"{name}.{layer}", heads)
     return tokens
 
 
 def block(tokens, w, prefix, heads):
-    qkv = {t: linear(_norm(x, w, f"{prefix}.norm1"), w, f"{prefix}.attn.qkv") for t, x in tokens.items()}
+    qkv = {t: linear(norm(x, w, f"{prefix}.norm1"), w, f"{prefix}.attn.qkv") for t, x in tokens.items()}
     attended = {t: _attend(t, qkv, heads) for t in tokens}
     tokens = {t: x + linear(attended[t], w, f"{prefix}.attn.proj") for t, x in tokens.items()}
     for t, x in tokens.items():
-        hidden = linear(_norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp.fc1")
+        hidden = linear(norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp.fc1")
         hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
         tokens[t] = x + linear(hidden, w, f"{prefix}.mlp.fc2")
     return tokens
@@ -97,7 +97,7 @@ def linear(x, w, name):
     return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
 
 
-def _norm(x, w, name):
+def norm(x, w, name):
     mean = x.sum() / len(x)
     variance = ((x - mean) ** 2).sum() / len(x)
     return (x - mean) / (variance + 1e-6) ** 0.5 * w[f"{name}.weight"] + w[f"{name}.bias"]

@@ -19,12 +19,14 @@ ALLOWED = {
     "models_swin": {"models_vit", "models_relative_vit"},  # patches and their embedding; the bias
     "prmim": {"models_vit"},
     "framework": {"prmim", "models_vit"},
+    "models_teacher": {"models_vit"},
     "engine_pretrain": set(),
     "engine_finetune": set(),
     "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
+ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
 ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
 
 

@@ -132,17 +132,21 @@ def _read_safetensors(path):
 
 
 def weights_of(content):
-    """The state dict in a checkpoint's content: under `model` (ours, MAE's), `state_dict`, or the content itself (timm's)."""
-    return content.get("model", content.get("state_dict", content))
+    """The state dict in a checkpoint's content: under `model` (ours, MAE's), `state_dict` (iBOT's), or the content itself
+    (timm's); of iBOT's and DINO's whole runs the student's backbone."""
+    weights = content.get("model", content.get("state_dict", content.get("student", content)))
+    wrapped = "module.backbone."
+    backbone = {name.removeprefix(wrapped): value for name, value in weights.items() if name.startswith(wrapped)}
+    return backbone or weights
 
 
-def load_strict(model, state_dict, what, optional_prefix=None):
+def load_strict(model, state_dict, what, optional=None):
     """Loads `state_dict` into `model`; ValueError names every key that is missing, unexpected or of another shape.
 
-    Keys of the model that start with `optional_prefix` may be missing and then keep their values.
+    Keys of the model that contain `optional` may be missing and then keep their values.
     """
     own = model.state_dict()
-    missing = [k for k in own if k not in state_dict and not (optional_prefix and k.startswith(optional_prefix))]
+    missing = [k for k in own if k not in state_dict and not (optional and optional in k)]
     unexpected = [k for k in state_dict if k not in own]
     misshaped = [
         f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}"
@@ -154,6 +158,11 @@ def load_strict(model, state_dict, what, optional_prefix=None):
         text = "; ".join(f"{len(keys)} {kind}: {_shorten(keys)}" for kind, keys in problems if keys)
         raise ValueError(f"{what} do not fit this {type(model).__name__}: {text}")
     model.load_state_dict(state_dict, strict=False)
+
+
+def encoder_weights_of(content):
+    """The state dict in a checkpoint's content, with the encoder under our names whatever release it is of."""
+    return encoder_names(weights_of(content))
 
 
 # What belongs to an encoder: a key of that kind which a ViT here lacks is another network.
@@ -190,8 +199,12 @@ def load_encoder(model, path):
     relative-position biases; a table that all blocks shared is copied into each. Only the head and the pooling norm may be
     missing; anything else missing or mis-shaped raises ValueError.
     """
-    content = read_checkpoint(path)
-    weights = encoder_names(weights_of(content))
+    return fit_encoder(model, read_checkpoint(path), repr(str(path)))
+
+
+def fit_encoder(model, content, what):
+    """`load_encoder` for the content of a file that was read already, or for a state dict; `what` names it in errors."""
+    weights = encoder_weights_of(content)
     own = model.state_dict()
     shared = weights.get("rel_pos_bias.relative_position_bias_table")
     if shared is not None:
@@ -217,7 +230,7 @@ def load_encoder(model, path):
         meta = content.get("meta")
         made_as = meta.get("settings", {}).get("model") if isinstance(meta, dict) else None
         made = f" (it was made as {made_as})" if made_as else ""
-        raise ValueError(f"{str(path)!r}{made} does not hold the encoder of this {type(model).__name__}: {text}")
+        raise ValueError(f"{what}{made} does not hold the encoder of this {type(model).__name__}: {text}")
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
 

@@ -2,6 +2,8 @@
 
 import re
 
+from torch.nn import functional as F
+
 # mmpretrain (MFF). Its layers count their norms from 1, and so does its backbone: ln1 is the encoder's final norm.
 _MMPRETRAIN = [
     (r"\.(?:ln|norm)([12])\.", r".norm\1."),
@@ -39,8 +41,27 @@ def from_simmim(weights):
     }
 
 
+def from_localmim(weights):
+    """{our name: value} of a LocalMIM state dict: of its norms, one a level, the last is the encoder's."""
+    last = max(int(name.split(".")[1]) for name in weights if re.match(r"norm\.\d+\.", name))
+    renamed = {name.replace(f"norm.{last}.", "norm.") if name.startswith("norm.") else name: v for name, v in weights.items()}
+    return {name: value for name, value in renamed.items() if not re.match(r"norm\.\d+\.", name)}
+
+
+def from_tec(weights):
+    """{our name: value} of a TEC state dict, in which the MLP that the class token goes through is folded into the token."""
+    mlp = {name: value.double() for name, value in weights.items() if name.startswith("cls_token_mlp.")}
+    fc1, fc2 = ((mlp[f"cls_token_mlp.{fc}.weight"], mlp[f"cls_token_mlp.{fc}.bias"]) for fc in ("fc1", "fc2"))
+    folded = F.linear(F.gelu(F.linear(weights["cls_token"].double(), *fc1)), *fc2).to(weights["cls_token"].dtype)
+    return {k: v for k, v in weights.items() if not k.startswith("cls_token_mlp.")} | {"cls_token": folded}
+
+
 def encoder_names(weights):
     """Whatever release the weights are of, the encoder's under our names."""
+    if "cls_token_mlp.fc1.weight" in weights:
+        return from_tec(weights)
+    if "norm.0.weight" in weights:
+        return from_localmim(weights)
     if any(name.startswith("backbone.") for name in weights):
         return from_mmpretrain(weights)
     if any(name.startswith("encoder.") for name in weights):

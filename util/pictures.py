@@ -1,6 +1,7 @@
 """Pictures for people: reconstructions and token patterns, drawn with Pillow."""
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
 VISIBLE, RETAINED, THROWN = 0, 1, 2
@@ -60,3 +61,13 @@ def table(rows, titles):
 
 def _fitting(text, width, font):
     return font if font.getlength(text) <= width else ImageFont.load_default(size=max(6, 11 * width / font.getlength(text)))
+
+
+def principal_colors(reference, *features):
+    """Features [B, N, C] -> [B, N, 3] in [0, 1] each: their components along the three main axes of `reference`, stretched
+    from its 1st to its 99th percentile."""
+    flat = reference.flatten(0, 1).double()
+    centred = flat - flat.mean(dim=0)
+    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -3:].flip(1)  # [C, 3], the main one first
+    low, high = torch.quantile(centred @ axes, flat.new_tensor([0.01, 0.99]), dim=0)
+    return [(((x.double() - flat.mean(dim=0)) @ axes - low) / (high - low)).clamp(0, 1).float() for x in features]

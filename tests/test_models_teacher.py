@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+import timm
+import torch
+
+from models_mae_pr import mae_vit_micro_patch4
+from models_teacher import open_teacher
+from models_vit import vit_micro_patch4, vit_mini_patch4
+from prmim import TokenOrder, TokenOrderSampler, addressed_noise
+from util.checkpoint import save_checkpoint
+
+TIMM = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, num_classes=0)
+
+
+def timm_vit(seed=0, **options):
+    torch.manual_seed(seed)
+    model = timm.create_model("vit_base_patch16_224", **{**TIMM, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def an_order(model, batch=2):
+    counts = mae_vit_micro_patch4(throw_ratio=0.5).counts
+    noise = addressed_noise(0, 0, np.arange(batch), counts.num_tokens)
+    return TokenOrder(torch.from_numpy(TokenOrderSampler(8, counts)(noise)), counts)
+
+
+def theirs_and_ours(theirs, teacher, imgs):
+    """Mean of the last two blocks' outputs by timm and by the teacher."""
+    blocks = theirs.forward_intermediates(imgs, indices=2, norm=False, intermediates_only=True, output_fmt="NLC")
+    return sum(blocks) / 2, teacher.features(imgs)
+
+
+FORMS = {
+    "timm": lambda w: w,
+    "MAE": lambda w: {"model": w, "epoch": 3},
+    "iBOT": lambda w: {"state_dict": w | {"head.mlp.0.weight": torch.zeros(3)}},
+    "whole run": lambda w: {"student": {f"module.backbone.{k}": v for k, v in w.items()} | {"module.head.last": torch.zeros(3)}},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_features_and_attention_are_timm_s(tmp_path, form):
+    theirs = timm_vit()
+    torch.save(FORMS[form](theirs.state_dict()), tmp_path / "teacher.pth")
+    teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
+    imgs = torch.randn(2, 3, 32, 32)
+    expected, features = theirs_and_ours(theirs, teacher, imgs)
+    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+    last, inputs, order = theirs.blocks[-1], [], an_order(teacher)
+    last.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
+    theirs.forward_features(imgs)
+    q, k, _ = last.attn.qkv(last.norm1(inputs[0])).reshape(2, 65, 3, 3, 32).permute(2, 0, 3, 1, 4)
+    logits = q @ k.transpose(-2, -1) / 32**0.5  # [B, heads, 65, 65]
+    for num_keys in (64, 32):
+        features, rows, queries = teacher(imgs, order, num_keys, topk=5)
+        torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+        assert rows.shape == (2, 3, 6, num_keys) and queries.shape == (2, 5)
+        for b in range(2):
+            patches = order.ids_shuffle[b, :num_keys]
+            relevance = logits[b, :, 0, 1 + patches].mean(dim=0)
+            assert set(queries[b].tolist()) == set(relevance.argsort(descending=True)[:5].tolist())
+            assert relevance[queries[b]].diff().max() <= 0
+            for i, query in enumerate([0, *(1 + patches[queries[b]]).tolist()]):
+                torch.testing.assert_close(rows[b, :, i], logits[b, :, query, 1 + patches], rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_of_ours_is_a_teacher_and_says_so(tmp_path):
+    model = mae_vit_micro_patch4()
+    settings = dict(model="mae_vit_micro_patch4", input_size=[32], patch_size=4)
+    save_checkpoint(tmp_path, 7, {"model": model.state_dict()}, {"settings": settings})
+    teacher = open_teacher(str(tmp_path), (32, 32), 4)
+    assert torch.equal(teacher.blocks[3].mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
+    assert "checkpoint-7.pth', width 96, 4 blocks: 52 loaded" in teacher.origin and len(teacher.fingerprint) == 64
+    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+
+
+def test_positions_of_another_grid_are_resized(tmp_path):
+    torch.save(timm_vit().state_dict(), tmp_path / "teacher.pth")
+    teacher = open_teacher(str(tmp_path / "teacher.pth"), (48, 32), 4)
+    assert teacher.pos_embed.shape == (1, 97, 96) and teacher.features(torch.randn(1, 3, 48, 32)).shape == (1, 96, 96)
+
+
+@pytest.fixture
+def timm_gives(monkeypatch):
+    """timm without a network: every pre-trained model is this one."""
+
+    def give(make):
+        def create(name, pretrained, img_size):
+            monkeypatch.undo()  # `make` wants timm's own
+            return make()
+
+        monkeypatch.setattr(timm, "create_model", create)
+
+    return give
+
+
+def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
+    """The teacher sees what timm's model would see: the same photograph, by its own mean and deviation."""
+    theirs = timm_vit()
+    theirs.pretrained_cfg = dict(mean=(0.5, 0.5, 0.4), std=(0.5, 0.25, 0.5))
+    timm_gives(lambda: theirs)
+    teacher = open_teacher("vit_base_patch16_224.augreg_in21k", (32, 32), 4)
+    assert teacher.fingerprint == "vit_base_patch16_224.augreg_in21k" and teacher.num_heads == 3
+    pixels = torch.rand(2, 3, 32, 32)
+    normalised = lambda mean, std: (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)  # noqa: E731
+    expected, _ = theirs_and_ours(theirs, teacher, normalised(**theirs.pretrained_cfg))
+    features = teacher.features(normalised((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_timm_model_that_computes_something_else_is_refused(timm_gives):
+    def quick():
+        model = timm_vit(act_layer="quick_gelu")
+        model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+        return model
+
+    timm_gives(quick)
+    with pytest.raises(ValueError, match="is no plain ViT with a class token: timm's network computes other features"):
+        open_teacher("vit_base_patch16_224", (32, 32), 4)
+    timm_gives(lambda: timm.create_model("resnet18", num_classes=0))
+    with pytest.raises(ValueError, match="is a ResNet; a teacher must be a plain ViT"):
+        open_teacher("resnet18", (32, 32), 4)
+
+
+def test_what_cannot_be_a_teacher(tmp_path, timm_gives):
+    def refused(weights, message, patch_size=4):
+        torch.save(weights, tmp_path / "teacher.pth")
+        with pytest.raises(ValueError, match=message):
+            open_teacher(str(tmp_path / "teacher.pth"), (32, 32), patch_size)
+
+    weights = vit_mini_patch4(global_pool="token").state_dict()
+    refused(weights, "cuts patches of 4 px, the student of 8: tokens must be the same", patch_size=8)
+    refused({"fc.weight": torch.zeros(2)}, "holds no Vision Transformer of this kind: cls_token, ")
+    refused({**weights, "blocks.0.ls1.gamma": torch.zeros(192)}, "another kind of encoder: this ViT has no blocks.0.ls1.gamma")
+    refused({k: v for k, v in weights.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias")
+    wide = vit_micro_patch4(embed_dim=48).state_dict()
+    refused(wide, "none is known for width 48 and depth 4; known")
+    with pytest.raises(ValueError, match=r"'vit_bas_patch16_224' is neither a file nor .* close to it: vit_base_patch16_224"):
+        open_teacher("vit_bas_patch16_224", (224, 224), 16)
+    timm_gives(lambda: timm.create_model("vit_tiny_patch16_224", pretrained_cfg=dict(file="nowhere.pth"), pretrained=True))
+    with pytest.raises(ValueError, match="teacher 'vit_tiny_patch16_224': timm could not make it, with its weights"):
+        open_teacher("vit_tiny_patch16_224", (224, 224), 16)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no intact checkpoint"):
+        open_teacher(str(tmp_path / "empty"), (32, 32), 4)
