@@ -66,6 +66,7 @@ def get_args_parser():
     optimisation = parser.add_argument_group("optimisation of fine-tuning").add_argument
     optimisation("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
     optimisation("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before it")
+    optimisation("--cls_token_decay", action=boolean, default=True, help="off: the class token learns like the head, as in TEC")
 
     add_data_flags(parser.add_argument_group("data"))
     augmentation = parser.add_argument_group("augmentation").add_argument
@@ -341,6 +342,7 @@ def make_mixup(args):
 
 
 def make_optimizer(model, args):
+    model.cls_token_decay = args.cls_token_decay
     groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
     if args.optimizer == "lars":
         return LARS(groups, lr=args.lr, weight_decay=args.weight_decay)

@@ -28,6 +28,7 @@ from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add
 from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 
 FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr)
+TEACHER_FLAGS = ("teacher", "att_topk", "att_tau")
 MODELS = {name: getattr(module, name) for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 
 
@@ -47,7 +48,10 @@ def get_args_parser():
     method("--aggregation", default="dwconv", choices=SpatialAggregation.KINDS)
     method("--kernel_size", type=int, default=7, help="of the aggregation, odd")
     method("--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="the cells that the aggregation fills")
-    method("--norm_pix_loss", action=boolean, default=True, help="targets are pixels normalised per patch")
+    method("--norm_pix_loss", action=boolean, default=True, help="targets are pixels normalised per patch, where they are pixels")
+    method("--teacher", help="TEC's: a checkpoint (iBOT's, MAE's, ours), a run's folder, or a timm model's name")
+    method("--att_topk", type=int, help="TEC: patches whose attention is predicted (default: 9, for iBOT; 15 for MAE)")
+    method("--att_tau", type=float, help="TEC: temperature of the attention target (default: 1, for iBOT; 1.8 for MAE)")
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
@@ -69,6 +73,10 @@ def build_model(settings):
     """The model that `settings` (vars(args), or a checkpoint's) describe."""
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
     options = {name: settings[name] for name in names}
+    options |= {name: settings[name] for name in TEACHER_FLAGS if settings.get(name) is not None}
+    misplaced = [name for name in TEACHER_FLAGS if name in options and settings["model"] not in models_tec_pr.__all__]
+    if misplaced:
+        raise ValueError(f"--{misplaced[0]} belongs to TEC, but --model is {settings['model']}")
     if settings["patch_size"] is not None:
         options["patch_size"] = settings["patch_size"]
     if settings["input_size"] is not None:
@@ -93,14 +101,16 @@ def make_augmentation(args):
 class PretrainRun(TrainRun):
     """Images, model and token orders of a pre-training run."""
 
-    machine_flags = TrainRun.machine_flags | {"picture_every"}
+    machine_flags = TrainRun.machine_flags | {"picture_every", "teacher"}  # it may move; its fingerprint stays
     program = "main_pretrain.py"
 
     def __init__(self, args):
         super().__init__(args)
-        self.images = open_everywhere(args, "train")
+        if args.model in models_tec_pr.__all__ and args.teacher is None:
+            raise ValueError(f"--model {args.model} needs --teacher: a checkpoint, a run's folder, or the name of a timm model")
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = model = build_model(vars(args)).to(self.process.device)
+        self.images = open_everywhere(args, "train")
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
         order_sampler = TokenOrderSampler(model.grid_size, model.counts, args.sampling, model.mask_unit)
         self.collator = MaskCollator(order_sampler, args.seed, model.shared_visible)
@@ -109,6 +119,7 @@ class PretrainRun(TrainRun):
             self.machine_flags = self.machine_flags - {"batch_size", "accum_iter"}
         groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=tuple(args.betas), fused=True)
+        self.remarks += [model.teacher.origin] if args.teacher else []
         self.start(PretrainEngine)
 
     def describe(self):
@@ -128,6 +139,13 @@ class PretrainRun(TrainRun):
         if losses:
             lines.append(f"  loss         {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in epoch {len(losses)}")
         return "\n".join(lines + self.closing_lines())
+
+    def extra_meta(self):
+        return {"teacher": self.model.teacher.fingerprint} if self.args.teacher else {}
+
+    def changes(self, meta):
+        other = meta.get("teacher") != self.extra_meta().get("teacher")
+        return super().changes(meta) + ["warning: the teacher's weights are others than before"] * other
 
     def after_step(self, step):
         super().after_step(step)

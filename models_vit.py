@@ -207,10 +207,12 @@ class ViTEncoder(PatchEncoder):
 class Classifier(nn.Module):
     """What turns an encoder into a classifier: pooling, head, and freezing all but its last blocks.
 
-    `frozen`: modules that stay in eval mode.
+    `frozen`: modules that stay in eval mode. `cls_token_decay`: the class token is of the first layer for layer-wise lr decay;
+    else of the last, as in TEC.
     """
 
     frozen = ()
+    cls_token_decay = True
 
     def forward(self, imgs):
         """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
@@ -244,7 +246,8 @@ class Classifier(nn.Module):
 
     def group_matcher(self, coarse=False):
         """timm's description of the layers, for layer-wise lr decay: embeddings, each block, then norm and head together."""
-        return {"stem": r"^cls_token|^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
+        cls_token = r"^cls_token|" if self.cls_token_decay else ""
+        return {"stem": cls_token + r"^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
 
 
 class VisionTransformer(Classifier, ViTEncoder):

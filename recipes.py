@@ -1,4 +1,4 @@
-"""Every row of the paper's tables whose framework is here (MAE, MFF, SimMIM), as named defaults of `main_pretrain.py`
+"""Every row of the paper's tables whose framework is here (all but GreenMIM), as named defaults of `main_pretrain.py`
 (RECIPES) and of `main_finetune.py` (FINETUNE_RECIPES); the published number is in the comment.
 
 Numbers are ImageNet-1K top-1 after full fine-tuning, as printed in "Delving Deeper into Partial Reconstruction in
@@ -119,6 +119,30 @@ RECIPES |= {
     "simmim_prmim50_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.5),
 }
 
+# LocalMIM as its release trains it; the paper's rows are those of 100 epochs.
+_LOCALMIM = _MAE | dict(model="localmim_vit_base_patch16", norm_pix_loss=False, total_batch_size=2048, blr=2e-4, min_lr=1e-6)
+_LOCALMIM_100 = _LOCALMIM | dict(warmup_epochs=10)
+RECIPES |= {
+    "localmim_vit_base_100ep": _LOCALMIM_100 | _full(100),  # 83.3
+    "localmim_plain65_vit_base_100ep": _LOCALMIM_100 | _plain(100, 0.65),  # 82.9
+    "localmim_prmim65_vit_base_100ep": _LOCALMIM_100 | _progressive(100, 0.65),  # 83.3
+    "localmim_vit_base_1600ep": _LOCALMIM | _full(1600),  # the release's: 84.0
+    "localmim_vit_large_800ep": _LOCALMIM
+    | _full(800)
+    | dict(model="localmim_vit_large_patch16", total_batch_size=4096, blr=1.5e-4),  # the release's: 85.8
+}
+
+# TEC as its release trains it; --teacher says where the teacher lies: iBOT's ViT-B/16 for the paper's rows of 300 epochs.
+_TEC = _MAE | dict(model="tec_vit_base_patch16", norm_pix_loss=False, att_topk=9, att_tau=1.0)
+_TEC_MAE = _TEC | dict(att_topk=15, att_tau=1.8)  # MAE's encoder as the teacher
+RECIPES |= {
+    "tec_vit_base_300ep": _TEC | _full(300),  # 84.8
+    "tec_plain50_vit_base_300ep": _TEC | _plain(300, 0.5),  # 84.5
+    "tec_prmim50_vit_base_300ep": _TEC | _progressive(300, 0.5),  # 84.7
+    "tec_vit_base_800ep": _TEC | _full(800),  # the release's: 85.1
+    "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # the release's, MAE's 1600 epochs as the teacher: 84.7
+}
+
 # Small runs of this project; what they gave is in docs/results.md.
 _SMALL = dict(model="mae_vit_mini_patch4", mask_ratio=0.75, norm_pix_loss=True, blr=1e-3)
 _CIFAR10 = _SMALL | dict(dataset="cifar10", total_batch_size=256, warmup_epochs=5)
@@ -130,6 +154,12 @@ RECIPES |= {
     "cifar10_simmim": _CIFAR10
     | _progressive(100, 0.3)
     | dict(model="simmim_vit_mini_patch4", mask_ratio=0.6, norm_pix_loss=False, betas=(0.9, 0.999), clip_grad=5.0, blr=5e-4),
+    "cifar10_localmim": _CIFAR10
+    | _progressive(100, 0.65)
+    | dict(model="localmim_vit_mini_patch4", norm_pix_loss=False, min_lr=1e-6),
+    "cifar10_tec": _CIFAR10  # its teacher is a run of cifar10_mae
+    | _progressive(100, 0.5)
+    | dict(model="tec_vit_mini_patch4", norm_pix_loss=False, att_topk=15, att_tau=1.8),
     "quickstart": _SMALL
     | _progressive(16, 0.5)
     | dict(input_size=[64], patch_size=8, total_batch_size=32, warmup_epochs=2, blr=1.2e-2),
@@ -174,6 +204,7 @@ _LINPROBE = LINPROBE_DEFAULTS | dict(total_batch_size=16384, trainable_blocks=0)
 _FINETUNE_BASE = _FINETUNE | dict(model="vit_base_patch16")
 _SIMMIM_FINETUNE = _FINETUNE | dict(total_batch_size=2048, blr=6.25e-4, warmup_epochs=20, warmup_lr=1e-6, min_lr=1e-6)
 _SIMMIM_FINETUNE |= dict(lr_schedule="simmim", clip_grad=5.0)
+_TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_decay=False)
 FINETUNE_RECIPES = {
     # All rows of the tables of ablations, schedules, kernels and designs: one recipe a size, the encoder is what differs.
     "finetune_vit_base": _FINETUNE_BASE,  # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
@@ -189,6 +220,18 @@ FINETUNE_RECIPES = {
     "simmim_finetune_swin_base_100ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.9),
     "simmim_finetune_swin_base_800ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.8),
     "simmim_finetune_swin_large_800ep": _SIMMIM_FINETUNE | dict(model="swin_large_patch4_window14", layer_decay=0.7, drop_path=0.2),
+    # LocalMIM / plain .65 / PR-MIM .65, 100 epochs: 83.3 / 82.9 / 83.3; the release's ViT-B of 1600 epochs and ViT-L: 84.0, 85.8
+    "localmim_finetune_vit_base_100ep": _FINETUNE_BASE | dict(blr=1e-3, warmup_epochs=20, layer_decay=0.75),
+    "localmim_finetune_vit_base_1600ep": _FINETUNE_BASE | dict(warmup_epochs=20, min_lr=1e-5),
+    "localmim_finetune_vit_large_800ep": _FINETUNE
+    | dict(model="vit_large_patch16", epochs=50, blr=7.5e-4, layer_decay=0.75, drop_path=0.2),
+    # TEC / plain .5 / PR-MIM .5, iBOT, 300 epochs: 84.8 / 84.5 / 84.7; then the release's other encoders, 85.1 and 84.7.
+    "tec_finetune_vit_base_300ep": _TEC_FINETUNE | dict(layer_decay=0.5),
+    "tec_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
+    "tec_mae_finetune_vit_base_300ep": _TEC_FINETUNE | dict(warmup_epochs=20),
+    "tec_mae_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
+    # Its drop path is not known; MAE's.
+    "tec_finetune_vit_large": _TEC_FINETUNE | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5, drop_path=0.2),
     # Figure "Partial fine-tuning results", 800 epochs; it prints no numbers. 0 blocks are linear probing, 12 are the above.
     **{f"partial{k}_vit_base": _FINETUNE_BASE | dict(trainable_blocks=k) for k in (1, 2, 4, 6, 8, 10)},
     "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),  # MAE's release, 1600 epochs: 67.8
@@ -210,5 +253,6 @@ FINETUNE_RECIPES |= {
     | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, blr=25.6),
     "finetune_cifar10_simmim": _MINI_FINETUNE
     | dict(model="relative_vit_mini_patch4", dataset="cifar10", epochs=20, blr=2e-3, clip_grad=5.0),
+    "finetune_cifar10_tec": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3, cls_token_decay=False),
     "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=3, blr=4e-3),
 }

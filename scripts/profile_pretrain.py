@@ -4,7 +4,8 @@
     python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
 
-GMAC            multiply-adds of one image's forward pass, as torch's counter sees them
+GMAC            multiply-adds of one image's forward pass, as torch's counter sees them; a frozen teacher's (TEC) apart, as the
+                paper leaves it out: its ratio stands in a column of its own, student and teacher together
 saved MB        what the forward pass of one image keeps for the backward pass, in 10^6 bytes: each storage once; counted
                 as the difference between batches of four and of two, in which weights, their casts and tables cancel
 peak GB         most device memory that a step's tensors take, in 10^9 bytes: weights, moments, gradients, activations and
@@ -50,6 +51,8 @@ TABLES = {
     "kernels": _base("kernel3", "kernel5", "prmim50", "kernel9", "kernel11"),
     "frameworks": ["mff_vit_base_800ep", "mff_plain50_vit_base_800ep", "mff_prmim50_vit_base_800ep", "simmim_vit_base_100ep"]
     + ["simmim_plain30_vit_base_100ep", "simmim_prmim30_vit_base_100ep", "simmim_prmim50_vit_base_100ep"],
+    "targets": ["localmim_vit_base_100ep", "localmim_plain65_vit_base_100ep", "localmim_prmim65_vit_base_100ep"]
+    + ["tec_vit_base_300ep", "tec_plain50_vit_base_300ep", "tec_prmim50_vit_base_300ep"],
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
 # Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the
@@ -61,20 +64,35 @@ PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("mae_vit_large_patch16", 0.5): (0.87, 0.82, None),
     ("mff_vit_base_patch16", 0.5): (0.73, 0.64, None),
     ("simmim_vit_base_patch16", 0.3): (0.50, 0.61, None),
+    ("localmim_vit_base_patch16", 0.65): (0.91, 0.84, None),
+    ("tec_vit_base_patch16", 0.5): (0.82, 0.81, None),
 }
-COSTS = ("gmac", "saved_mb", "peak_gb", "ms", "images_per_second")
+COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "peak_gb", "ms", "images_per_second")
 COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
 COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
 COLUMNS += ["compile"]
 
 
 def forward_gmac(settings):
-    """Multiply-adds, in 10^9, of the forward pass of one image, counted on the meta device."""
-    with torch.device("meta"):
-        model = build_model(settings)
+    """Multiply-adds, in 10^9, of one image's forward pass, counted on the meta device -> (what is trained, teacher)."""
+    with torch.device("meta"):  # where a teacher needs no weights
+        model = build_model({**settings, "teacher": None})
         imgs, ids_shuffle = torch.empty(1, 3, *model.img_size), torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
+    teacher = getattr(model, "teacher", None)
+    if teacher is None:
+        return counted(lambda: model(imgs, ids_shuffle)), 0.0
+    inputs = []
+    handle = teacher.register_forward_hook(lambda _, args, kwargs, __: inputs.append((args, kwargs)), with_kwargs=True)
+    total = counted(lambda: model(imgs, ids_shuffle))
+    handle.remove()
+    ((args, kwargs),) = inputs
+    alone = counted(lambda: teacher(*args, **kwargs))
+    return total - alone, alone
+
+
+def counted(forward):
     with FlopCounterMode(display=False) as counter:
-        model(imgs, ids_shuffle)
+        forward()
     return counter.get_total_flops() / 2e9
 
 
@@ -206,7 +224,9 @@ def measure(names, settings, args, device, images):
     rows = []
     for name, s in zip(names, settings, strict=True):
         saved_mb, peak_gb = measure_memory(s, args, device, images)
-        rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": forward_gmac(s)})
+        gmac, teacher_gmac = forward_gmac(s)
+        rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": gmac})
+        rows[-1] |= {"gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
         rows[-1] |= {"saved_mb": saved_mb, "peak_gb": peak_gb}
         rows[-1] |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper_figures(s), strict=True))
     if args.compile:  # one model class is compiled anew for each recipe
@@ -240,11 +260,13 @@ def markdown(rows):
         return number(ours, 3) + ("" if theirs is None else f" / {theirs:.2f}")
 
     first = rows[0]
-    header = ["recipe", "ρ_d", "GMAC", "ratio / paper", "saved MB", "ratio / paper", "peak GB", "ratio / paper", "ms a step"]
-    header += ["ratio / paper", "images/s", "ratio"]
+    taught = any(row["gmac_with_teacher"] for row in rows)
+    header = ["recipe", "ρ_d", "GMAC", "ratio / paper", *["with teacher", "ratio"] * taught, "saved MB", "ratio / paper"]
+    header += ["peak GB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio"]
     body = [
         [
             *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
+            *[number(r["gmac_with_teacher"], 3), ratio(r, "gmac_with_teacher")] * taught,
             *(number(r["saved_mb"], 1), ratio(r, "saved_mb", "paper_memory_ratio")),
             *(number(r["peak_gb"], 2), ratio(r, "peak_gb", "paper_memory_ratio") if r["peak_gb"] else "–"),
             *(number(r["ms"], 1), ratio(r, "ms", "paper_time_ratio")),

@@ -88,7 +88,7 @@ def pretrain(job, machine, folder):
     if all(name in mse for name, n in tokens.items() if n):  # plain predicts no thrown token
         result["mse_masked"] = sum(mse[name] * tokens[name] for name in mse) / sum(tokens[name] for name in mse)
     losses = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return result | {"loss": losses[-1]["epoch_loss"], "gmac": forward_gmac(settings)}
+    return result | {"loss": losses[-1]["epoch_loss"], "gmac": forward_gmac(settings)[0]}
 
 
 def finetune(job, machine, folder, encoder):

@@ -460,6 +460,28 @@ def test_other_frameworks_finetune_as_their_releases():
     assert [simmim[key] for key in same] == [mae[key] for key in same]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "lr", "layer_decay", "warmup_epochs", "min_lr"),
+    [
+        ("localmim_finetune_vit_base_100ep", 4e-3, 0.75, 20, 1e-6),
+        ("localmim_finetune_vit_base_1600ep", 2e-3, 0.65, 20, 1e-5),
+        ("localmim_finetune_vit_large_800ep", 3e-3, 0.75, 5, 1e-6),
+        ("tec_finetune_vit_base_300ep", 2e-3, 0.5, 5, 1e-6),
+        ("tec_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
+        ("tec_mae_finetune_vit_base_300ep", 2e-3, 0.65, 20, 1e-6),
+        ("tec_mae_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
+        ("tec_finetune_vit_large", 4e-3, 0.65, 5, 1e-5),
+    ],
+)
+def test_localmim_and_tec_are_fine_tuned_as_their_releases(recipe, lr, layer_decay, warmup_epochs, min_lr):
+    s, mae = settings_of(recipe), settings_of("finetune_vit_large" if "large" in recipe else "finetune_vit_base")
+    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(lr)
+    assert (s["layer_decay"], s["warmup_epochs"], s["min_lr"]) == (layer_decay, warmup_epochs, min_lr)
+    assert s["cls_token_decay"] == (not recipe.startswith("tec_"))
+    changed = {"recipe", "blr", "layer_decay", "warmup_epochs", "min_lr", "cls_token_decay"}
+    assert {k: v for k, v in s.items() if k not in changed} == {k: v for k, v in mae.items() if k not in changed}
+
+
 @pytest.mark.parametrize(("size", "epochs"), [("base", 90), ("large", 50), ("huge", 50)])
 def test_linear_probing_follows_mae(size, epochs):
     s = settings_of(f"linprobe_vit_{size}")
@@ -476,7 +498,7 @@ def test_a_probe_without_a_recipe_has_a_probe_s_defaults_and_flags_win():
 def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
-    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad"} | set(
+    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad", "cls_token_decay"} | set(
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
         "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "

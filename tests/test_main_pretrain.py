@@ -68,6 +68,50 @@ def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys, arm):
     assert (tmp_path / "out" / "log.txt").read_text().count("epoch 0, step") == 3
 
 
+@pytest.fixture(scope="module")
+def teacher(photos, tmp_path_factory):
+    """The folder of a short run of MAE, whose encoder is a teacher."""
+    folder = tmp_path_factory.mktemp("teacher")
+    run(photos, folder, "--model", "mae_vit_micro_patch4", "--max_steps", 1)
+    return folder
+
+
+def test_localmim_trains_and_resumes(photos, tmp_path):
+    flags = ["--model", "localmim_vit_micro_patch4"]
+    expected = run(photos, tmp_path / "whole", *flags)
+    run(photos, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    assert {"loss_hog1", "loss_hog2", "loss_hog4", "loss_hog8"} <= reports(tmp_path / "whole")[0].keys()
+
+
+def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teacher):
+    """The teacher is in no checkpoint; it may move, and another one is pointed out."""
+    flags = ["--model", "tec_vit_micro_patch4", "--teacher", teacher]
+    expected = run(photos, tmp_path / "whole", *flags)
+    assert "checkpoint-1.pth', width 96, 4 blocks: 52 loaded" in capsys.readouterr().out
+    assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["teacher"]) == 64
+    assert {"loss_feature", "loss_attention"} <= reports(tmp_path / "whole")[0].keys()
+    run(photos, tmp_path / "parts", *flags, "--max_steps", 4)
+    moved = shutil.copytree(teacher, tmp_path / "moved")
+    assert_same_state(run(photos, tmp_path / "parts", *flags[:-1], moved), expected)
+    assert "warning" not in capsys.readouterr().out
+    other = tmp_path / "other"
+    run(photos, other, "--model", "mae_vit_micro_patch4", "--max_steps", 1, "--seed", 1)
+    run(photos, tmp_path / "parts", *flags[:-1], other)
+    assert "warning: the teacher's weights are others than before" in capsys.readouterr().out
+
+
+def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(photos, tmp_path, capsys, teacher):
+    tec, out = ("--model", "tec_vit_micro_patch4"), tmp_path / "out"
+    assert "--model tec_vit_micro_patch4 needs --teacher: a checkpoint" in fails(capsys, photos, out, *tec)
+    assert "'nowhere.pth' is neither a file nor the name of a timm" in fails(capsys, photos, out, *tec, "--teacher", "nowhere.pth")
+    message = fails(capsys, photos, out, *tec, "--teacher", teacher, "--patch_size", 8)
+    assert "cuts patches of 4 px, the student of 8: tokens must be the same" in message
+    assert "--teacher belongs to TEC, but --model is mae_vit_mini_patch4" in fails(capsys, photos, out, "--teacher", teacher)
+    assert "att_topk must be from 1 to 64" in fails(capsys, photos, out, *tec, "--teacher", teacher, "--att_topk", 65)
+    assert not (out / "settings.json").exists()
+
+
 def test_loss_falls(photos, tmp_path):
     run(photos, tmp_path / "out", "--epochs", 12, "--lr", 2e-3)
     losses = [r["epoch_loss"] for r in reports(tmp_path / "out") if "epoch_loss" in r]

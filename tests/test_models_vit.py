@@ -97,6 +97,18 @@ def test_layer_scales_and_decays_are_mae_s(global_pool):
     assert found[id(model.patch_embed.proj.weight)][0] == pytest.approx(0.0036972, rel=1e-4)
 
 
+def test_the_class_token_may_learn_like_the_head():
+    """TEC's layer ids: class token 1.0, positions and patches the deepest decay."""
+    with torch.device("meta"):
+        model = vit_base_patch16()
+    model.cls_token_decay = False
+    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
+    found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert found[id(model.cls_token)] == (1.0, 0.0) and found[id(model.head.weight)] == (1.0, 0.05)
+    assert found[id(model.pos_embed)][0] == found[id(model.patch_embed.proj.weight)][0] == 0.5**13
+    assert found[id(model.blocks[0].mlp.fc1.weight)][0] == 0.5**12
+
+
 DEEP = SIZES | dict(depth=4)
 
 

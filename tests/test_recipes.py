@@ -5,7 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import main_pretrain
+from framework import PixelFramework
 from main_pretrain import build_model, get_args_parser
+from prmim import TokenOrder
 from recipes import RECIPES
 from util.cli import parse_with_recipe
 
@@ -37,7 +39,8 @@ def test_recipe_builds_and_counts(recipe):
     if model.counts.num_tokens == 196 and not recipe.startswith("simmim_"):
         counts = (model.counts.num_visible, model.counts.num_retained, model.counts.num_thrown)
         assert counts == COUNTS[settings["throw_ratio"]]
-    assert model.norm_pix_loss == settings["norm_pix_loss"]
+    if isinstance(model, PixelFramework):
+        assert model.norm_pix_loss == settings["norm_pix_loss"]
     aggregates = any("aggregation" in name for name, _ in model.named_parameters())
     assert aggregates == (settings["progressive"] and settings["throw_ratio"] > 0 and settings["aggregation"] != "avgpool")
 
@@ -88,6 +91,76 @@ def test_simmim_trains_as_its_release(recipe):
     percent = re.search(r"(plain|prmim)(\d+)", recipe)
     assert s["throw_ratio"] == (int(percent[2]) / 100 if percent else 0)
     assert (s["progressive"], s["sampling"]) == ((False, "random") if percent and percent[1] == "plain" else (True, "furthest"))
+
+
+def arm_of(recipe, throw_ratio):
+    """(throw_ratio, progressive, sampling) that a recipe's name promises."""
+    arm = re.search(r"_(plain|prmim)\d\d_", recipe)
+    plain = bool(arm) and arm[1] == "plain"
+    return (throw_ratio if arm else 0.0, not plain, "random" if plain else "furthest")
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("localmim_")])
+def test_localmim_trains_as_its_release(recipe):
+    """lr 1.6e-3 at batch 2048 and 2.4e-3 at 4096 for ViT-L; floor 1e-6; 10 warm-up epochs of 100, 40 of the longer runs."""
+    s = settings_of(recipe)
+    large = "large" in recipe
+    assert (s["total_batch_size"], s["min_lr"], s["weight_decay"]) == (4096 if large else 2048, 1e-6, 0.05)
+    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(2.4e-3 if large else 1.6e-3)
+    assert (s["epochs"], s["warmup_epochs"]) == {100: (100, 10), 800: (800, 40), 1600: (1600, 40)}[s["epochs"]]
+    assert (tuple(s["betas"]), tuple(s["crop_scale"]), s["interpolation"]) == ((0.9, 0.95), (0.2, 1.0), "bicubic")
+    assert (s["lr_schedule"], s["warmup_lr"], s["clip_grad"], s["mask_ratio"]) == ("mae", 0, None, 0.75)
+    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.65)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("tec_")])
+def test_tec_trains_as_its_release(recipe):
+    """lr 2.4e-3 at batch 4096, no floor, 40 warm-up epochs; K and temperature by the kind of teacher."""
+    s = settings_of(recipe)
+    assert (s["blr"] * s["total_batch_size"] / 256, s["total_batch_size"]) == (pytest.approx(2.4e-3), 4096)
+    assert (s["warmup_epochs"], s["min_lr"], s["weight_decay"], tuple(s["betas"])) == (40, 0, 0.05, (0.9, 0.95))
+    assert (s["att_topk"], s["att_tau"]) == ((15, 1.8) if recipe.startswith("tec_mae") else (9, 1.0))
+    assert s["teacher"] is None and s["epochs"] == int(re.search(r"_(\d+)ep$", recipe)[1])
+    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
+    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.5)
+
+
+@pytest.mark.parametrize(("throw_ratio", "total", "ratio"), [(0.0, 5.234, 1), (0.5, 4.876, 0.932), (0.65, 4.775, 0.912)])
+def test_cost_of_localmim(throw_ratio, total, ratio):
+    """With all patches embedded and the heads of levels 0 to 2 on all cells."""
+    recipe = "localmim_prmim65_vit_base_100ep"
+    heads = 256 * 512 + 4 * 128 * 256 + 16 * 64 * 27 + 256 * 512 + 4 * 128 * 27 + 256 * 27  # of a token
+    lean = 147 * 768 * 768 + 49 * heads
+    counted = forward_multiply_adds(settings_of(recipe, throw_ratio=throw_ratio)) + lean
+    assert counted == pytest.approx(total * 1e9, rel=2e-4)
+    assert counted / 5.234e9 == pytest.approx(ratio, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("throw_ratio", "progressive", "total", "ratio"),
+    [
+        (0.0, True, 8.302, 1),
+        (0.25, False, 7.558, 0.910),
+        (0.5, False, 6.834, 0.823),
+        (0.65, False, 6.415, 0.773),
+        (0.5, True, 6.960, 0.838),
+    ],
+)
+def test_cost_of_tec_s_student(throw_ratio, progressive, total, ratio):
+    """Without the teacher; with all patches embedded, all tokens predicted and queried, the class token's MLP not counted."""
+    s = settings_of("tec_prmim50_vit_base_300ep", throw_ratio=throw_ratio, progressive=progressive)
+    with torch.device("meta"):
+        model = build_model(s)
+        imgs, ids_shuffle = torch.empty(1, 3, 224, 224), torch.empty(1, 196, dtype=torch.int64)
+    num_keys = 196 if progressive else model.counts.num_kept
+    with FlopCounterMode(display=False) as counter:
+        model.teacher(imgs, TokenOrder(ids_shuffle, model.counts), num_keys, topk=9)
+    teacher = counter.get_total_flops() / 2
+    lean = 147 * 768 * 768 + 50 * 512 * 768 + (num_keys - 9) * 512 * 768 - 2 * 768 * 3072
+    counted = forward_multiply_adds(s) - teacher + lean
+    assert counted == pytest.approx(total * 1e9, rel=1e-3)
+    assert counted / 8.302e9 == pytest.approx(ratio, abs=1e-3)
+    assert teacher == pytest.approx(17.68e9, rel=5e-3)
 
 
 @pytest.mark.parametrize(("throw_ratio", "ratio", "thrown"), [(0.3, 0.701, 58), (0.5, 0.499, 98)])
@@ -155,7 +228,8 @@ def test_flags_are_frozen():
     flags = {action.dest for action in get_args_parser()._actions} - {"help"}
     assert flags == set(
         "recipe model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size "  # noqa: SIM905
-        "applies_to norm_pix_loss batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay "
+        "applies_to norm_pix_loss teacher att_topk att_tau batch_size accum_iter total_batch_size epochs warmup_epochs "
+        "blr lr min_lr weight_decay "
         "warmup_lr lr_schedule lr_steps clip_grad betas crop interpolation "
         "seed dataset data_path crop_scale num_workers output_dir resume device precision compile max_steps save_every "
         "save_steps picture_every print_freq".split()
