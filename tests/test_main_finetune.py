@@ -14,11 +14,9 @@ from PIL import Image
 import main_finetune
 import main_pretrain
 from models_vit import VisionTransformer
-from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from tests.conftest import write_photo
 from tests.test_main_pretrain import assert_same_state
 from util.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
-from util.cli import parse_with_recipe
 from util.datasets import AddressedDataset, open_images
 from util.transforms import Normalize, ResizeCenterCrop
 
@@ -410,104 +408,6 @@ def test_an_incomplete_imagenet_is_pointed_out(tmp_path, capsys):
     result = evaluate(tmp_path / "data", tmp_path / "w.pth", "--batch_size", "250")
     assert result["num_images"] == 1000 and result["top1"] == pytest.approx(0.1)  # the same image a thousand times
     assert "note: 1000 validation images of 1000 classes; ImageNet has 50000 of 1000" in capsys.readouterr().out
-
-
-# ----------------------------------------------------------------------------------------------------------- recipes
-
-
-def settings_of(recipe):
-    parser, args = main_finetune.parse_args(["--recipe", recipe])
-    return vars(args)
-
-
-@pytest.mark.parametrize("recipe", FINETUNE_RECIPES)
-def test_recipes_build(recipe):
-    settings = settings_of(recipe)
-    settings["global_pool"] = "token" if settings["trainable_blocks"] == 0 else "avg"
-    with torch.device("meta"):
-        model = main_finetune.build_model(settings | {"nb_classes": 10, "input_size": settings["input_size"]})
-    assert settings["total_batch_size"] and any(p.requires_grad for p in model.parameters())
-
-
-TABLE = {  # spec of the protocol: epochs, lr at batch 1024, layer decay, drop path
-    "finetune_vit_base": (100, 2e-3, 0.65, 0.1),
-    "finetune_vit_large": (50, 4e-3, 0.75, 0.2),
-    "finetune_vit_huge": (50, 4e-3, 0.75, 0.3),
-    "inat18_vit_base": (360, 2e-3, 0.65, 0.1),
-    "inat19_vit_base": (360, 2e-3, 0.65, 0.1),
-    "partial2_vit_base": (100, 2e-3, 0.65, 0.1),
-}
-
-
-@pytest.mark.parametrize("recipe", TABLE)
-def test_finetuning_follows_the_supplementary(recipe):
-    s = settings_of(recipe)
-    assert (s["epochs"], s["blr"] * 1024 / 256, s["layer_decay"], s["drop_path"]) == pytest.approx(TABLE[recipe])
-    assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"], s["min_lr"]) == (1024, 5, 0.05, 1e-6)
-    assert (s["aa"], s["color_jitter"], s["reprob"], s["remode"], s["recount"]) == ("rand-m9-mstd0.5-inc1", None, 0.25, "pixel", 1)
-    assert (s["mixup"], s["cutmix"], s["mixup_prob"], s["mixup_switch_prob"], s["mixup_mode"]) == (0.8, 1.0, 1.0, 0.5, "batch")
-    assert (s["smoothing"], s["crop_scale"], s["crop_pct"], s["clip_crop"]) == (0.1, (0.08, 1.0), None, False)
-
-
-def test_other_frameworks_finetune_as_their_releases():
-    mff, simmim, mae = (settings_of(f"{name}finetune_vit_base") for name in ("mff_", "simmim_", ""))
-    changed = {key for key in mff if mff[key] != mae[key]} - {"recipe"}
-    assert changed == {"lr_schedule", "warmup_lr"} and (mff["lr_schedule"], mff["warmup_lr"]) == ("mff", pytest.approx(2e-3 * 1e-4))
-    assert simmim["blr"] * simmim["total_batch_size"] / 256 == pytest.approx(5e-3) and simmim["total_batch_size"] == 2048
-    assert (simmim["epochs"], simmim["warmup_epochs"], simmim["warmup_lr"], simmim["min_lr"]) == (100, 20, 1e-6, 1e-6)
-    assert (simmim["layer_decay"], simmim["drop_path"], simmim["clip_grad"], simmim["lr_schedule"]) == (0.65, 0.1, 5.0, "simmim")
-    same = ["aa", "reprob", "mixup", "cutmix", "smoothing", "weight_decay", "crop_scale"]
-    assert [simmim[key] for key in same] == [mae[key] for key in same]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "lr", "layer_decay", "warmup_epochs", "min_lr"),
-    [
-        ("localmim_finetune_vit_base_100ep", 4e-3, 0.75, 20, 1e-6),
-        ("localmim_finetune_vit_base_1600ep", 2e-3, 0.65, 20, 1e-5),
-        ("localmim_finetune_vit_large_800ep", 3e-3, 0.75, 5, 1e-6),
-        ("tec_finetune_vit_base_300ep", 2e-3, 0.5, 5, 1e-6),
-        ("tec_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
-        ("tec_mae_finetune_vit_base_300ep", 2e-3, 0.65, 20, 1e-6),
-        ("tec_mae_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
-        ("tec_finetune_vit_large", 4e-3, 0.65, 5, 1e-5),
-    ],
-)
-def test_localmim_and_tec_are_fine_tuned_as_their_releases(recipe, lr, layer_decay, warmup_epochs, min_lr):
-    s, mae = settings_of(recipe), settings_of("finetune_vit_large" if "large" in recipe else "finetune_vit_base")
-    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(lr)
-    assert (s["layer_decay"], s["warmup_epochs"], s["min_lr"]) == (layer_decay, warmup_epochs, min_lr)
-    assert s["cls_token_decay"] == (not recipe.startswith("tec_"))
-    changed = {"recipe", "blr", "layer_decay", "warmup_epochs", "min_lr", "cls_token_decay"}
-    assert {k: v for k, v in s.items() if k not in changed} == {k: v for k, v in mae.items() if k not in changed}
-
-
-@pytest.mark.parametrize(("size", "epochs"), [("base", 90), ("large", 50), ("huge", 50)])
-def test_linear_probing_follows_mae(size, epochs):
-    s = settings_of(f"linprobe_vit_{size}")
-    assert (s["epochs"], s["warmup_epochs"], s["total_batch_size"]) == (epochs, 10, 16384)
-    assert s["blr"] * 16384 / 256 == pytest.approx(6.4) and s["weight_decay"] == s["min_lr"] == 0
-    assert all(not s[name] for name in ("aa", "mixup", "cutmix", "reprob", "smoothing", "drop_path")) and s["clip_crop"]
-
-
-def test_a_probe_without_a_recipe_has_a_probe_s_defaults_and_flags_win():
-    _, args = main_finetune.parse_args(["--trainable_blocks", "0", "--epochs", "7"])
-    assert args.epochs == 7 and args.blr == LINPROBE_DEFAULTS["blr"] and args.aa is None
-
-
-def test_flags_are_frozen():
-    """Users' scripts depend on these names: a removal or renaming must be deliberate."""
-    flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
-    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad", "cls_token_decay"} | set(
-        "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
-        "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
-        "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "
-        "mixup_mode clip_crop eval_every crop_pct mean std output_dir resume device precision compile max_steps save_every "
-        "save_steps print_freq".split()
-    )
-    assert flags >= main_finetune.FinetuneRun.machine_flags
-    with pytest.raises(SystemExit):
-        parse_with_recipe(main_finetune.get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])
 
 
 @pytest.mark.gpu
