@@ -194,10 +194,10 @@ class LoadReport(NamedTuple):
 def load_encoder(model, path):
     """Loads a pre-trained encoder into a fine-tune model; -> LoadReport.
 
-    Takes this project's checkpoints, timm's files, and the releases of MAE, MFF and SimMIM (the weights may lie under
-    `model` or `state_dict`). Position tables of another grid are resized (bicubic, class row kept), and so are tables of
-    relative-position biases; a table that all blocks shared is copied into each. Only the head and the pooling norm may be
-    missing; anything else missing or mis-shaped raises ValueError.
+    Takes this project's checkpoints, timm's files, and the releases of MAE, MFF, SimMIM, LocalMIM and TEC (the weights may
+    lie under `model` or `state_dict`). The MLP on TEC's class token is folded into the token. Position tables of another grid
+    are resized (bicubic, class row kept), and so are tables of relative-position biases; a table that all blocks shared is
+    copied into each. Only the head and the pooling norm may be missing; anything else missing or mis-shaped raises ValueError.
     """
     return fit_encoder(model, read_checkpoint(path), repr(str(path)))
 
