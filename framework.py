@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from models_vit import unpatchify
-from prmim import TokenOrder
+from prmim import MaskCollator, TokenOrder, TokenOrderSampler
 
 
 class Framework(nn.Module):
@@ -17,6 +17,14 @@ class Framework(nn.Module):
     mask_unit = 1  # tokens a side of the squares that are masked
     shared_visible = False  # each image draws its own visible tokens
     throws = True  # the framework can throw tokens
+
+    visible_order = "raster"
+    planner = None  # makes in the worker what `forward` takes beside images and token order
+
+    def collator(self, sampling, seed):
+        """The `MaskCollator` whose batches this model takes; `sampling` picks the retained tokens."""
+        sampler = TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, self.visible_order)
+        return MaskCollator(sampler, seed, self.shared_visible, self.planner)
 
     def reconstruct(self, imgs, ids_shuffle):
         """-> (the framework's predictions in raster order, mask bool [B, N] of the predicted tokens)."""
@@ -34,8 +42,12 @@ class Framework(nn.Module):
 class PixelFramework(Framework):
     """What frameworks that predict pixels share: targets, predictions as tokens, predictions as pictures.
 
-    A subclass has `norm_pix_loss` and `predict_all`.
+    A subclass has `norm_pix_loss` and `predict_all`. P below is the pixels of a token that is masked.
     """
+
+    def cut_pixels(self, imgs):
+        """imgs [B, C, H, W] of the model's size -> the pixels of each token that is masked [B, N, P]."""
+        return self.cut(imgs)
 
     def predict_all(self, imgs, order):
         """imgs -> predictions of all tokens [B, N, p*p*C], or of the kept ones if plain, in token order."""
@@ -49,6 +61,14 @@ class PixelFramework(Framework):
             mean, std = patch_statistics(target)
             target = (target - mean) / std
         return target
+
+    def error(self, pred, patches, order):
+        """Predictions of the supervised tokens [B, n, P] less their targets, in float32 at least.
+
+        Every image supervises the same number of tokens, so a plain mean is MAE's sum over masked / number masked.
+        """
+        target = self.target(patches, order, pred.shape[1])
+        return pred.to(torch.promote_types(pred.dtype, torch.float32)) - target
 
     @torch.no_grad()
     def reconstruct(self, imgs, ids_shuffle):
@@ -67,13 +87,13 @@ class PixelFramework(Framework):
         Per-patch normalisation is undone with the true patch's own mean and variance, which the model never predicts.
         """
         pred, mask = self.reconstruct(imgs, ids_shuffle)
-        patches = self.cut(imgs)
+        patches = self.cut_pixels(imgs)
         if self.norm_pix_loss:
             mean, std = patch_statistics(patches)
             pred = pred * std + mean
         visible = ~TokenOrder(ids_shuffle, self.counts).mask
         patches = torch.where(mask.unsqueeze(-1), pred.to(patches.dtype), patches * visible.unsqueeze(-1))
-        return unpatchify(patches, self.patch_size, self.grid_size), mask
+        return unpatchify(patches, self.img_size[0] // self.grid_size[0], self.grid_size), mask
 
     def panels(self, imgs, ids_shuffle, undo):
         return {"reconstruction": undo(self.reconstruct_image(imgs, ids_shuffle)[0])}

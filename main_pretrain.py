@@ -13,13 +13,14 @@ import torch
 from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 
+import models_greenmim_pr
 import models_localmim_pr
 import models_mae_pr
 import models_mff_pr
 import models_simmim_pr
 import models_tec_pr
 from engine_pretrain import PretrainEngine
-from prmim import SAMPLING, MaskCollator, SpatialAggregation, TokenOrder, TokenOrderSampler
+from prmim import SAMPLING, SpatialAggregation, TokenOrder
 from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
@@ -27,8 +28,10 @@ from util.pictures import panel_grid
 from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch, open_everywhere
 from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 
-FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr)
-TEACHER_FLAGS = ("teacher", "att_topk", "att_tau")
+FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr, models_greenmim_pr)
+# Flags of one framework: passed on where they are given, and refused elsewhere.
+OWN_FLAGS = dict.fromkeys(("teacher", "att_topk", "att_tau"), ("TEC", models_tec_pr))
+OWN_FLAGS["decoder_order"] = ("GreenMIM", models_greenmim_pr)
 MODELS = {name: getattr(module, name) for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 
 
@@ -49,6 +52,7 @@ def get_args_parser():
     method("--kernel_size", type=int, default=7, help="of the aggregation, odd")
     method("--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="the cells that the aggregation fills")
     method("--norm_pix_loss", action=boolean, default=True, help="targets are pixels normalised per patch, where they are pixels")
+    method("--decoder_order", choices=models_greenmim_pr.DECODER_ORDERS, help="GreenMIM: where visible units lie (default: true)")
     method("--teacher", help="TEC's: a checkpoint (iBOT's, MAE's, ours), a run's folder, or a timm model's name")
     method("--att_topk", type=int, help="TEC: patches whose attention is predicted (default: 9, for iBOT; 15 for MAE)")
     method("--att_tau", type=float, help="TEC: temperature of the attention target (default: 1, for iBOT; 1.8 for MAE)")
@@ -73,10 +77,11 @@ def build_model(settings):
     """The model that `settings` (vars(args), or a checkpoint's) describe."""
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
     options = {name: settings[name] for name in names}
-    options |= {name: settings[name] for name in TEACHER_FLAGS if settings.get(name) is not None}
-    misplaced = [name for name in TEACHER_FLAGS if name in options and settings["model"] not in models_tec_pr.__all__]
-    if misplaced:
-        raise ValueError(f"--{misplaced[0]} belongs to TEC, but --model is {settings['model']}")
+    for name, (owner, module) in OWN_FLAGS.items():
+        if settings.get(name) is not None:
+            if settings["model"] not in module.__all__:
+                raise ValueError(f"--{name} belongs to {owner}, but --model is {settings['model']}")
+            options[name] = settings[name]
     if settings["patch_size"] is not None:
         options["patch_size"] = settings["patch_size"]
     if settings["input_size"] is not None:
@@ -112,8 +117,7 @@ class PretrainRun(TrainRun):
         self.model = model = build_model(vars(args)).to(self.process.device)
         self.images = open_everywhere(args, "train")
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
-        order_sampler = TokenOrderSampler(model.grid_size, model.counts, args.sampling, model.mask_unit)
-        self.collator = MaskCollator(order_sampler, args.seed, model.shared_visible)
+        self.collator = model.collator(args.sampling, args.seed)
         self.transform = make_augmentation(args)
         if any(isinstance(module, DropPath) for module in model.modules()):  # it draws by micro-batch and process
             self.machine_flags = self.machine_flags - {"batch_size", "accum_iter"}
@@ -159,7 +163,7 @@ class PretrainRun(TrainRun):
             return
         indices = np.linspace(0, len(self.images) - 1, min(8, len(self.images))).astype(int)
         dataset = AddressedDataset(self.images, ResizeCenterCrop(self.model.img_size))
-        imgs, _, ids_shuffle = self.collator([dataset[(0, int(i))] for i in indices])
+        imgs, _, ids_shuffle, *_ = self.collator([dataset[(0, int(i))] for i in indices])
         self.log.picture("reconstruction", reconstruction_picture(self.model, self.normalize, imgs, ids_shuffle), step)
 
 

@@ -3,8 +3,6 @@
 `throw_ratio=0` is MAE; with `progressive=False` it is MAE with plain partial reconstruction.
 """
 
-import torch
-
 from framework import PixelFramework
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
@@ -78,20 +76,12 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.cut(imgs)  # [B, N, p*p*C]
         pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
-        return {"pixel": self.forward_loss(patches, pred, order)}
+        return {"pixel": self.error(pred, patches, order).square().mean()}
 
     def forward_encoder(self, patches, order):
         """All patches [B, N, p*p*C] -> latent of the visible ones [B, 1 + num_visible, D], class token first."""
         tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:])
         return self.norm(self.encode(tokens))
-
-    def forward_loss(self, patches, pred, order):
-        """Mean squared error over the supervised tokens, in float32 at least.
-
-        Every image supervises the same number of tokens, so the plain mean is MAE's sum over masked / number masked.
-        """
-        target = self.target(patches, order, pred.shape[1])
-        return (pred.to(torch.promote_types(pred.dtype, torch.float32)) - target).square().mean()
 
     def predict_all(self, imgs, order):
         latent = self.forward_encoder(self.cut(imgs), order)

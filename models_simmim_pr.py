@@ -68,8 +68,7 @@ class SimMIMViT(PixelFramework, RelativeViTEncoder):
         patches = self.cut(imgs)  # [B, N, p*p*C]
         x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
         pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
-        target = self.target(patches, order, pred.shape[1])
-        return {"pixel": (pred.to(torch.promote_types(pred.dtype, torch.float32)) - target).abs().mean()}
+        return {"pixel": self.error(pred, patches, order).abs().mean()}
 
     def forward_encoder(self, patches, order):
         """All patches [B, N, p*p*C] -> features of all tokens [B, N, D] (plain: of the kept ones), token order."""
@@ -125,8 +124,7 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         """imgs [B, C, H, W], normalised, and ids_shuffle int64 [B, N] -> {"pixel": scalar loss}."""
         order = TokenOrder(ids_shuffle, self.counts)
         pred = self.predict_all(imgs, order)[:, self.counts.num_visible :]
-        target = self.target(self.cut(imgs), order, self.counts.num_masked)
-        return {"pixel": (pred.to(torch.promote_types(pred.dtype, torch.float32)) - target).abs().mean()}
+        return {"pixel": self.error(pred, self.cut(imgs), order).abs().mean()}
 
     def predict_all(self, imgs, order):
         tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.cut(imgs))), self.mask_token)

@@ -1,9 +1,12 @@
-"""The Swin Transformer (Liu et al., ICCV 2021): the dense encoder, and the model that is fine-tuned.
+"""The Swin Transformer (Liu et al., ICCV 2021): the encoder, dense or on visible tokens alone, and the model that is fine-tuned.
 
-State-dict names are those of Swin's and SimMIM's releases: a stage ends with its `downsample`. Tokens stay on their grid,
-[B, rows, columns, C], from the patches to the last norm.
+State-dict names are those of Swin's and SimMIM's releases: a stage ends with its `downsample`. Dense tokens stay on their
+grid, [B, rows, columns, C], from the patches to the last norm. Visible ones (GreenMIM, Huang et al., NeurIPS 2022) are those
+of whole units, the cells of the last stage, [B, units, side, side, C] with a side that halves from stage to stage: merging
+patches is the same on units as on images, and windows, which units do not line up with, become groups of tokens.
 """
 
+import numpy as np
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
@@ -11,6 +14,7 @@ from torch.nn import functional as F
 
 from models_relative_vit import lookup_bias
 from models_vit import PatchEmbed, drop_path_rates, patchify
+from util.window_groups import plan_groups
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
@@ -48,13 +52,27 @@ class WindowAttention(nn.Module):
 
     def forward(self, x, mask=None):
         """x [B, W, L, C] of W windows, mask [W, L, L], added to the logits -> [B, W, L, C]."""
-        B, W, L, C = x.shape
-        q, k, v = self.qkv(x.flatten(0, 1)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B*W, heads, L, d]
-        bias = lookup_bias(self.relative_position_index, self.relative_position_bias_table)  # [heads, L, L]
+        return self.proj(self.attend(self.qkv(x), self.relative_position_index, mask))
+
+    def among_visible(self, x, groups):
+        """Visible tokens [B, T, C] -> [B, T, C]; only what lies between the two projections runs on padded groups."""
+        x = self.attend(groups.gather(self.qkv(x)), groups.bias_index, groups.mask)
+        return self.proj(groups.scatter(x))
+
+    def attend(self, qkv, index, mask):
+        """[B, G, L, 3 C] of G groups, index [L, L] or [G, L, L] into the bias table, mask None or [G, L, L] -> [B, G, L, C]."""
+        B, G, L, _ = qkv.shape
+        bias = lookup_bias(index, self.relative_position_bias_table)  # [heads, L, L] or [G, heads, L, L]
         if mask is not None:
-            bias = (bias + mask.unsqueeze(1)).expand(B, -1, -1, -1, -1).flatten(0, 1)  # [B*W, heads, L, L]
+            bias = bias + mask.unsqueeze(1).to(bias.dtype)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(3, 0, 1, 4, 2, 5)  # [B, G, heads, L, d] each
+        # The bias has one row for all images: groups are taken for heads, or for images where all have the same bias.
+        if bias.ndim == 4:
+            (q, k, v), bias = (x.flatten(1, 2) for x in (q, k, v)), bias.flatten(0, 1).unsqueeze(0)
+        else:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-        return self.proj(x.transpose(1, 2).reshape(B, W, L, C))
+        return x.reshape(B, G, self.num_heads, L, -1).transpose(2, 3).flatten(3)
 
 
 class SwinBlock(nn.Module):
@@ -69,9 +87,10 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
 
-    def forward(self, x):
-        """[B, rows, columns, C] -> the same."""
-        x = x + self.drop_path(self.attend(self.norm1(x)))
+    def forward(self, x, groups=None):
+        """[B, rows, columns, C] -> the same; with `groups` visible tokens [B, T, C]."""
+        y = self.norm1(x)
+        x = x + self.drop_path(self.attend(y) if groups is None else self.attn.among_visible(y, groups))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
     def attend(self, x):
@@ -119,6 +138,77 @@ class PatchMerging(nn.Module):
         return self.reduction(self.norm(x))
 
 
+class WindowGroups:
+    """Which of T visible tokens see each other, in windows that `shift` moves: groups of whole windows, padded to one size.
+
+    coords: int64 [T, 2], row and column of each token. groups: int64 [G, g], the tokens of each group, -1 where padded; None
+    is one group of all. Only the cost depends on them.
+    """
+
+    def __init__(self, coords, window, shift, groups=None):
+        self.ids = self.slots = None
+        if groups is None:
+            coords, present = coords.unsqueeze(0), None  # [1, T, 2]
+        else:
+            present, T = groups >= 0, len(coords)
+            self.ids = groups.clamp(min=0)
+            ranks = torch.arange(groups.numel(), device=groups.device)
+            home = torch.where(present, groups, T).flatten()  # padding goes to a place beyond the last token
+            self.slots = torch.empty(T + 1, dtype=torch.int64, device=groups.device).scatter_(0, home, ranks)[:T]
+            coords = coords[self.ids]  # [G, g, 2]
+        homes = window_of(coords, window, shift)
+        same = (homes[:, :, None] == homes[:, None]).all(dim=-1)
+        if present is not None:
+            same = same & present[:, :, None] & present[:, None]
+        offsets = coords[:, :, None] - coords[:, None] + window - 1  # query less key
+        self.bias_index = torch.where(same, offsets[..., 0] * (2 * window - 1) + offsets[..., 1], 0)  # [G, g, g]
+        self.mask = torch.where(same, 0.0, -100.0)
+
+    def gather(self, x):
+        """[B, T, C] -> [B, G, g, C]"""
+        return x.unsqueeze(1) if self.ids is None else x.index_select(1, self.ids.flatten()).unflatten(1, self.ids.shape)
+
+    def scatter(self, x):
+        """[B, G, g, C] -> [B, T, C]"""
+        return x.squeeze(1) if self.ids is None else x.flatten(1, 2).index_select(1, self.slots)
+
+
+def window_of(coords, window, shift):
+    """Row and column of each token [..., 2] -> row and column of its window, numbered without any roll."""
+    return (coords + (window - shift) % window) // window
+
+
+def unit_coords(units, columns, side):
+    """Raster ids of units [V], on a grid so many columns wide -> coordinates of their side * side tokens [V * side * side, 2]."""
+    y, x = units // columns, units % columns
+    corner = side * torch.stack([y, x], dim=-1)  # [V, 2]
+    inside = torch.stack(torch.meshgrid(*[torch.arange(side, device=units.device)] * 2, indexing="ij"), dim=-1)
+    return (corner[:, None, None] + inside).flatten(0, 2)
+
+
+class GroupPlanner:
+    """Plans the groups of every stage for a set of visible units: in a DataLoader worker, since the search is a loop.
+
+    `planner(units)`, raster ids int64 [V] -> int64 [G, window * window] each, for `SwinEncoder.encode_visible` on sorted units. The
+    number of groups depends on the mask; plans are padded to what `samples` random masks needed at most, and one group more,
+    so that shapes hardly ever change.
+    """
+
+    def __init__(self, encoder, num_visible, samples=64):
+        self.columns, self.stages, self.capacities = encoder.unit_grid[1], encoder.grouped_stages(num_visible), None
+        rng, num_units = np.random.default_rng(0), encoder.unit_grid[0] * encoder.unit_grid[1]
+        masks = (rng.permutation(num_units)[:num_visible] for _ in range(samples if self.stages else 0))
+        plans = [self(torch.from_numpy(np.sort(units))) for units in masks]
+        self.capacities = [1 + max(len(plan) for plan in of_stage) for of_stage in zip(*plans, strict=True)]
+
+    def __call__(self, units):
+        plans, units = [], units.sort().values  # tokens are numbered as the encoder takes them
+        for (side, window, shift), capacity in zip(self.stages, self.capacities or [0] * len(self.stages), strict=True):
+            y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
+            plans.append(torch.from_numpy(plan_groups(y * (x.max() + 1) + x, window**2, capacity)))
+        return plans
+
+
 class Stage(nn.Module):
     def __init__(self, dim, grid_size, num_heads, window, mlp_ratio, drop_paths, downsample):
         super().__init__()
@@ -130,12 +220,22 @@ class Stage(nn.Module):
             SwinBlock(dim, grid_size, num_heads, window, 0 if whole or i % 2 == 0 else window // 2, mlp_ratio, rate)
             for i, rate in enumerate(drop_paths)
         )
+        self.window, self.shifts = window, sorted({block.shift for block in self.blocks})
         self.downsample = PatchMerging(dim) if downsample else None
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x if self.downsample is None else self.downsample(x)
+
+    def forward_visible(self, x, groups):
+        """Visible units [B, V, side, side, C], {shift: WindowGroups} -> [B, V, side / 2, side / 2, 2 C], or as large if last."""
+        shape, x = x.shape, x.flatten(1, 3)
+        for block in self.blocks:
+            x = block(x, groups[block.shift])
+        x = x.view(-1, *shape[2:])  # units are images to the merging
+        x = x if self.downsample is None else self.downsample(x)
+        return x.unflatten(0, shape[:2])
 
 
 class SwinEncoder(nn.Module):
@@ -159,12 +259,13 @@ class SwinEncoder(nn.Module):
         if any(side < self.stride or side % self.stride for side in self.img_size):
             raise ValueError(f"img_size {self.img_size[0]} x {self.img_size[1]} must be a multiple of {self.stride} px")
         self.patch_size, self.embed_dim, self.depths = patch_size, embed_dim, tuple(depths)
-        self.grid_size = tuple(side // patch_size for side in self.img_size)
+        self.grid_size = self.token_grid = tuple(side // patch_size for side in self.img_size)
+        self.unit_grid = tuple(side // self.stride for side in self.img_size)  # of the last stage's cells
         self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
         rates = drop_path_rates(drop_path_rate, sum(depths))
         self.layers = nn.ModuleList()
         for s, depth in enumerate(depths):
-            grid_size, rates_here = tuple(side >> s for side in self.grid_size), [rates.pop(0) for _ in range(depth)]
+            grid_size, rates_here = tuple(side >> s for side in self.token_grid), [rates.pop(0) for _ in range(depth)]
             downsample = s < len(depths) - 1
             self.layers.append(Stage(embed_dim << s, grid_size, num_heads[s], window_size, mlp_ratio, rates_here, downsample))
         self.num_features = embed_dim << (len(depths) - 1)
@@ -177,16 +278,42 @@ class SwinEncoder(nn.Module):
 
     def cut(self, imgs):
         """imgs [B, C, H, W] of the model's size -> patches [B, N, p*p*C]."""
+        self.check_size(imgs)
+        return patchify(imgs, self.patch_size)
+
+    def check_size(self, imgs):
         if tuple(imgs.shape[-2:]) != self.img_size:
             raise ValueError(f"the model is built for images of {self.img_size} px, got {tuple(imgs.shape[-2:])}")
-        return patchify(imgs, self.patch_size)
 
     def encode(self, tokens):
         """Embedded tokens [B, N, D] -> features [B, cells, 8 D] of the last stage, raster order, after the norm."""
-        x = tokens.unflatten(1, self.grid_size)
+        x = tokens.unflatten(1, self.token_grid)
         for stage in self.layers:
             x = stage(x)
         return self.norm(x.flatten(1, 2))
+
+    def encode_visible(self, tokens, units, plans=()):
+        """Embedded tokens of V units [B, V, side, side, D] at raster ids `units` [V], the same for all images -> [B, V, 8 D].
+
+        plans: groups as `GroupPlanner` makes them. Without them every stage is one group of all tokens: equal, and slower.
+        """
+        x, plans = tokens, iter(plans)
+        grouped = self.grouped_stages(len(units))
+        for stage in self.layers:
+            side = x.shape[2]
+            coords, groups = unit_coords(units, self.unit_grid[1], side), {}
+            for shift in stage.shifts:
+                plan = next(plans, None) if (side, stage.window, shift) in grouped else None
+                groups[shift] = WindowGroups(coords, stage.window, shift, plan)
+            x = stage.forward_visible(x, groups)
+        return self.norm(x.flatten(1, 3))
+
+    def grouped_stages(self, num_units):
+        """[(tokens a side of a unit, window, shift)] where grouping pays: more visible tokens than two windows hold."""
+        sides = [self.stride // self.patch_size >> s for s in range(len(self.layers))]
+        stages = zip(sides, self.layers, strict=True)
+        many = [(side, stage) for side, stage in stages if num_units * side**2 > 2 * stage.window**2]
+        return [(side, stage.window, shift) for side, stage in many for shift in stage.shifts]
 
     def forward_features(self, imgs):
         """Images [B, C, H, W], normalised -> [B, cells, 8 D]."""

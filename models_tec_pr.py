@@ -173,11 +173,15 @@ class TECViT(Framework, ViTEncoder):
 
     @torch.no_grad()
     def panels(self, imgs, ids_shuffle, undo):
-        """Main components of the teacher's features as colours: all of them; true where visible, predicted where masked."""
+        """Main components of the teacher's features as colours: all of them; true where visible, predicted where masked.
+
+        What the images have in common at a place is taken away: features tell positions first of all.
+        """
         pred, mask = self.reconstruct(imgs, ids_shuffle)
         order = TokenOrder(ids_shuffle, self.counts)
         target = self.feature_target(self.teacher.features(imgs))
-        truth, pred = principal_colors(target, target, pred)
+        common = target.mean(dim=0) if len(target) > 1 else 0.0
+        truth, pred = principal_colors(target - common, target - common, pred - common)
         pred = torch.where(mask.unsqueeze(-1), pred, truth * ~order.mask.unsqueeze(-1))
         images = (x.transpose(1, 2).unflatten(2, self.grid_size) for x in (truth, pred))
         return dict(zip(("teacher", "predicted"), (F.interpolate(x, size=self.img_size) for x in images), strict=True))

@@ -139,21 +139,25 @@ class TokenOrderSampler:
 
     Sorting the noise shuffles the tokens; the head of the shuffled list is visible, as in MAE, and its tail is the
     masked list that the sampling function sees. `mask_unit` u > 1 masks whole squares of u x u tokens (SimMIM), while
-    throwing stays per token.
+    throwing stays per token. `visible_order="noise"` leaves the visible tokens as they were shuffled, which only the
+    reference's GreenMIM asks for.
     """
 
-    def __init__(self, grid_size, counts, sampling="furthest", mask_unit=1):
+    def __init__(self, grid_size, counts, sampling="furthest", mask_unit=1, visible_order="raster"):
         rows, columns = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         if rows * columns != counts.num_tokens:
             raise ValueError(f"a grid of {rows} x {columns} tokens does not hold the {counts.num_tokens} of {counts}")
         if sampling not in SAMPLING:
             raise ValueError(f"unknown sampling {sampling!r}, choose from {', '.join(SAMPLING)}")
+        if visible_order not in ("raster", "noise"):
+            raise ValueError(f"unknown visible_order {visible_order!r}, choose from raster, noise")
         if rows % mask_unit or columns % mask_unit or counts.num_visible % mask_unit**2:
             raise ValueError(
                 f"mask_unit {mask_unit} must divide the grid {rows} x {columns}, "
                 f"and its square the {counts.num_visible} visible tokens"
             )
         self.grid_size, self.counts, self.sampling, self.mask_unit = (rows, columns), counts, sampling, mask_unit
+        self.visible_order = visible_order
         self.coords = np.stack(np.divmod(np.arange(rows * columns), columns), axis=-1).astype(np.int16)  # [N, 2]
 
     def visible_tokens(self, noise):
@@ -186,7 +190,10 @@ class TokenOrderSampler:
         state = np.full(noise.shape, 2, np.int8)  # 0 visible, 1 retained, 2 thrown
         np.put_along_axis(state, shuffled[:, : counts.num_visible], 0, axis=1)
         np.put_along_axis(state, retained, 1, axis=1)
-        return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
+        ids_shuffle = state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
+        if self.visible_order == "noise":
+            ids_shuffle[:, : counts.num_visible] = shuffled[:, : counts.num_visible]
+        return ids_shuffle
 
 
 class MaskCollator:
@@ -194,11 +201,12 @@ class MaskCollator:
 
     A sample is `(img uint8 [3, H, W], label, (epoch, index))`; a batch is `(imgs uint8 [B, 3, H, W], labels [B],
     ids_shuffle int64 [B, N])`. With `shared_visible` the whole batch shares the visible set of its first sample
-    (GreenMIM), and each image still draws its own thrown tokens.
+    (GreenMIM), and each image still draws its own thrown tokens. `planner(ids_visible [V])` -> tensors that the model takes
+    beside: they follow in the batch.
     """
 
-    def __init__(self, sampler, seed, shared_visible=False):
-        self.sampler, self.seed, self.shared_visible = sampler, seed, shared_visible
+    def __init__(self, sampler, seed, shared_visible=False, planner=None):
+        self.sampler, self.seed, self.shared_visible, self.planner = sampler, seed, shared_visible, planner
 
     def __call__(self, samples):
         imgs, labels, addresses = zip(*samples, strict=True)
@@ -206,8 +214,12 @@ class MaskCollator:
         noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
         visible = self.sampler.visible_tokens(noise[:1]) if self.shared_visible else None
         ids_shuffle = torch.from_numpy(self.sampler(noise, visible))
+        ids_visible = ids_shuffle[:, : self.sampler.counts.num_visible]
+        if self.shared_visible:
+            ids_visible[:] = ids_visible[:1].clone()  # one set already, and now one order
+        plans = self.planner(ids_visible[0]) if self.planner else ()
         # default_collate stacks straight into shared memory when it runs in a worker.
-        return torch.utils.data.default_collate(imgs), torch.as_tensor(labels), ids_shuffle
+        return torch.utils.data.default_collate(imgs), torch.as_tensor(labels), ids_shuffle, *plans
 
 
 class TokenOrder:
@@ -364,7 +376,8 @@ class ProgressiveDecoder(nn.Module):
     `progressive=False` is plain partial reconstruction (Fig. 2b): thrown tokens are neither reconstructed nor
     supervised. Without thrown tokens there is no aggregator and this is MAE's decoder (Fig. 2a).
 
-    head: the last layer, a module that takes features [B, n, C], or the width of a linear one.
+    head: the last layer, a module that takes features [B, n, C], or the width of a linear one. cls_token: one comes before
+    the visible tokens; P below is 1 then, else 0.
     """
 
     def __init__(
@@ -381,12 +394,13 @@ class ProgressiveDecoder(nn.Module):
         kernel_size=7,
         aggregation="dwconv",
         applies_to="thrown",
+        cls_token=True,
     ):
         super().__init__()
-        self.grid_size, self.counts = grid_size, counts
+        self.grid_size, self.counts, self.num_prefix = grid_size, counts, int(cls_token)
         self.embed = nn.Linear(embed_dim, decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
-        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token=True).float()
+        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
         self.blocks = nn.ModuleList(Block(decoder_embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
         self.norm = layer_norm(decoder_embed_dim)
@@ -403,26 +417,26 @@ class ProgressiveDecoder(nn.Module):
         return self.counts.num_retained if self.aggregation is None else self.counts.num_masked
 
     def forward(self, x, order):
-        """Latent [B, 1 + num_visible, D], class token first -> predictions [B, num_supervised, out_dim] in token order."""
+        """Latent [B, P + num_visible, D], class token first -> predictions [B, num_supervised, out_dim] in token order."""
         return self.predict(self.reconstruct(x, order)[:, self.counts.num_visible :])
 
     def reconstruct(self, x, order):
-        """Latent [B, 1 + num_visible, D] -> features of all tokens [B, N, C] (plain: of the kept ones), token order."""
+        """Latent [B, P + num_visible, D] -> features of all tokens [B, N, C] (plain: of the kept ones), token order."""
         return self.aggregate(self.decode(x, order), order)
 
     def decode(self, x, order):
-        """Latent [B, 1 + num_visible, D] -> the blocks' output on the kept tokens [B, num_kept, C], token order."""
+        """Latent [B, P + num_visible, D] -> the blocks' output on the kept tokens [B, num_kept, C], token order."""
         x = self.embed_tokens(x, order)
         for block in self.blocks:
             x = block(x)
-        return x[:, 1:]
+        return x[:, self.num_prefix :]
 
     def embed_tokens(self, x, order):
-        """Latent [B, 1 + num_visible, D] -> what the blocks see [B, 1 + num_kept, C]: class token first, then token order."""
-        x = self.embed(x)  # [B, 1 + num_visible, C]
-        tokens = order.append_mask_tokens(x[:, 1:], self.mask_token)  # [B, num_kept, C]
-        tokens = tokens + order.take_kept(self.pos_embed[:, 1:])
-        return torch.cat([x[:, :1] + self.pos_embed[:, :1], tokens], dim=1)
+        """Latent [B, P + num_visible, D] -> what the blocks see [B, P + num_kept, C]: class token first, then token order."""
+        x, P = self.embed(x), self.num_prefix
+        tokens = order.append_mask_tokens(x[:, P:], self.mask_token)  # [B, num_kept, C]
+        tokens = tokens + order.take_kept(self.pos_embed[:, P:])
+        return torch.cat([x[:, :P] + self.pos_embed[:, :P], tokens], dim=1)
 
     def aggregate(self, x, order):
         """The blocks' output on the kept tokens [B, num_kept, C] -> of all tokens [B, N, C] (plain: as it is), token order."""

@@ -30,7 +30,6 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from main_pretrain import build_model, get_args_parser
-from prmim import MaskCollator, TokenOrderSampler
 from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe, why_not_writable
 from util.datasets import AddressedDataset, open_images
@@ -53,6 +52,8 @@ TABLES = {
     + ["simmim_plain30_vit_base_100ep", "simmim_prmim30_vit_base_100ep", "simmim_prmim50_vit_base_100ep"],
     "targets": ["localmim_vit_base_100ep", "localmim_plain65_vit_base_100ep", "localmim_prmim65_vit_base_100ep"]
     + ["tec_vit_base_300ep", "tec_plain50_vit_base_300ep", "tec_prmim50_vit_base_300ep"],
+    "swin": [f"greenmim_{arm}swin_base_100ep" for arm in ("", "plain50_", "prmim50_")]
+    + [f"greenmim_{arm}swin_large_100ep" for arm in ("", "prmim50_")],
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
 # Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the
@@ -77,13 +78,14 @@ def forward_gmac(settings):
     """Multiply-adds, in 10^9, of one image's forward pass, counted on the meta device -> (what is trained, teacher)."""
     with torch.device("meta"):  # where a teacher needs no weights
         model = build_model({**settings, "teacher": None})
-        imgs, ids_shuffle = torch.empty(1, 3, *model.img_size), torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
+        imgs = torch.empty(1, 3, *model.img_size)
+    orders = [order.to("meta") for order in a_batch(model, settings, 1)[1]]
     teacher = getattr(model, "teacher", None)
     if teacher is None:
-        return counted(lambda: model(imgs, ids_shuffle)), 0.0
+        return counted(lambda: model(imgs, *orders)), 0.0
     inputs = []
     handle = teacher.register_forward_hook(lambda _, args, kwargs, __: inputs.append((args, kwargs)), with_kwargs=True)
-    total = counted(lambda: model(imgs, ids_shuffle))
+    total = counted(lambda: model(imgs, *orders))
     handle.remove()
     ((args, kwargs),) = inputs
     alone = counted(lambda: teacher(*args, **kwargs))
@@ -113,18 +115,17 @@ def saved_bytes(forward):
     return sum(storages.values())
 
 
-def a_batch(model, settings, batch_size, images):
-    """uint8 crops of `images`, or random bytes, and their token orders."""
-    sampler = TokenOrderSampler(model.grid_size, model.counts, settings["sampling"], model.mask_unit)
-    collator = MaskCollator(sampler, seed=0, shared_visible=model.shared_visible)
+def a_batch(model, settings, batch_size, images=None):
+    """uint8 crops of `images`, or random bytes; and [their token orders, and what the model takes beside]."""
+    collator = model.collator(settings["sampling"], seed=0)
     if images is None:
         generator = torch.Generator().manual_seed(0)
         crops = torch.randint(0, 256, (batch_size, 3, *model.img_size), dtype=torch.uint8, generator=generator)
-        imgs, _, ids_shuffle = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
+        imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
     else:
         dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed=0))
-        imgs, _, ids_shuffle = collator([dataset[(0, i % len(dataset))] for i in range(batch_size)])
-    return imgs, ids_shuffle
+        imgs, _, *orders = collator([dataset[(0, i % len(dataset))] for i in range(batch_size)])
+    return imgs, orders
 
 
 class Step:
@@ -136,18 +137,19 @@ class Step:
         self.precision, self.autocast, _ = precision(args.precision, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.normalize = Normalize().to(device)
-        self.imgs, self.ids_shuffle = (t.to(device) for t in a_batch(self.model, settings, args.batch_size, images))
+        imgs, orders = a_batch(self.model, settings, args.batch_size, images)
+        self.imgs, self.orders = imgs.to(device), [order.to(device) for order in orders]
         self.compile = args.compile
 
-    def forward(self, imgs, ids_shuffle):
+    def forward(self, imgs, *orders):
         with self.autocast():
-            return sum(self.model(self.normalize(imgs), ids_shuffle).values())
+            return sum(self.model(self.normalize(imgs), *orders).values())
 
     def __call__(self):
         """-> seconds of one step."""
         self.wait()
         start = time.perf_counter()
-        self.forward(self.imgs, self.ids_shuffle).backward()
+        self.forward(self.imgs, *self.orders).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.wait()
@@ -168,8 +170,9 @@ class Step:
         """MB an image; before the warm-up, so eager whatever is timed."""
 
         def saved(n):
-            imgs, ids_shuffle = self.imgs[:1].repeat(n, 1, 1, 1), self.ids_shuffle[:1].repeat(n, 1)
-            return saved_bytes(lambda: self.forward(imgs, ids_shuffle))
+            ids_shuffle, *plans = self.orders
+            imgs, ids_shuffle = self.imgs[:1].repeat(n, 1, 1, 1), ids_shuffle[:1].repeat(n, 1)
+            return saved_bytes(lambda: self.forward(imgs, ids_shuffle, *plans))
 
         return (saved(4) - saved(2)) / 2e6
 
@@ -201,9 +204,8 @@ def paper_figures(settings):
 
 
 def time_in_turn(steps, rounds):
-    """-> median seconds of each step; another one is first in each round: a step feels the memory its predecessor left."""
-    for step in steps:
-        step.warm_up()
+    """Functions that return their seconds -> the median of each; another one is first in each round, since a step feels the
+    memory that its predecessor left."""
     times = [[] for _ in steps]
     for i in range(rounds):
         for j in range(len(steps)):
@@ -232,6 +234,8 @@ def measure(names, settings, args, device, images):
     if args.compile:  # one model class is compiled anew for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
     steps = [Step(s, args, device, images) for s in settings]
+    for step in steps:
+        step.warm_up()
     for row, seconds in zip(rows, time_in_turn(steps, args.rounds), strict=True):
         row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
         row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}

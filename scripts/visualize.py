@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from framework import PixelFramework
 from main_pretrain import build_model, reconstruction_picture
-from prmim import MaskCollator, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
+from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from util import checkpoint, pictures
 from util.cli import Parser
 from util.datasets import AddressedDataset, open_images
@@ -43,10 +43,9 @@ def load_run(path):
 def crops(model, settings, images, indices, batch_size=64):
     """Centre crops of the images at `indices` with their token orders, in batches (imgs uint8, ids_shuffle)."""
     dataset = AddressedDataset(images, ResizeCenterCrop(model.img_size))
-    sampler = TokenOrderSampler(model.grid_size, model.counts, settings["sampling"], model.mask_unit)
-    collator = MaskCollator(sampler, settings["seed"], model.shared_visible)
+    collator = model.collator(settings["sampling"], settings["seed"])
     for first in range(0, len(indices), batch_size):
-        imgs, _, ids_shuffle = collator([dataset[(0, int(i))] for i in indices[first : first + batch_size]])
+        imgs, _, ids_shuffle, *_ = collator([dataset[(0, int(i))] for i in indices[first : first + batch_size]])
         yield imgs, ids_shuffle
 
 

@@ -73,6 +73,19 @@ def test_localmim_and_tec_are_fine_tuned_as_their_releases(recipe, lr, layer_dec
     assert {k: v for k, v in s.items() if k not in changed} == {k: v for k, v in mae.items() if k not in changed}
 
 
+@pytest.mark.parametrize(
+    ("size", "rates", "layer_decay", "drop_path"),
+    [("base", (1.25e-3, 2.5e-7, 2.5e-7), 0.9, 0.1), ("large", (1e-3, 2e-7, 3.5e-7), 0.8, 0.3)],
+)
+def test_greenmim_is_fine_tuned_as_its_release(size, rates, layer_decay, drop_path):
+    """Peak, start and floor are given for 512 images."""
+    s, simmim = settings_of(f"greenmim_finetune_swin_{size}"), settings_of("simmim_finetune_swin_base_100ep")
+    assert (s["blr"] * 2, s["warmup_lr"] * 512 / 768, s["min_lr"] * 512 / 768) == pytest.approx(rates)
+    assert (s["total_batch_size"], s["layer_decay"], s["drop_path"]) == (768, layer_decay, drop_path)
+    same = ("epochs", "warmup_epochs", "lr_schedule", "clip_grad", "weight_decay", "mixup", "cutmix", "reprob", "aa")
+    assert [s[key] for key in same] == [simmim[key] for key in same] and s["epochs"] == 100
+
+
 @pytest.mark.parametrize(("size", "epochs"), [("base", 90), ("large", 50), ("huge", 50)])
 def test_linear_probing_follows_mae(size, epochs):
     s = settings_of(f"linprobe_vit_{size}")

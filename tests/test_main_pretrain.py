@@ -10,6 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_pretrain
+import models_greenmim_pr
 from util import train_run
 from util.checkpoint import newest_checkpoint, read_checkpoint
 
@@ -82,6 +83,18 @@ def test_localmim_trains_and_resumes(photos, tmp_path):
     run(photos, tmp_path / "parts", *flags, "--max_steps", 4)
     assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
     assert {"loss_hog1", "loss_hog2", "loss_hog4", "loss_hog8"} <= reports(tmp_path / "whole")[0].keys()
+
+
+def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, capsys, monkeypatch):
+    """At 64 px windows are grouped; the plans come with the batches."""
+    counts, forward = [], models_greenmim_pr.GreenMIMSwin.forward
+    monkeypatch.setattr(models_greenmim_pr.GreenMIMSwin, "forward", lambda *args: counts.append(len(args)) or forward(*args))
+    flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
+    expected = run(photos, tmp_path / "whole", *flags)
+    assert set(counts) == {3 + 2}  # model, images, order; stage 1, shifted or not
+    run(photos, tmp_path / "parts", *flags, "--max_steps", 4, "--num_workers", 1)
+    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    assert "--decoder_order belongs to GreenMIM" in fails(capsys, photos, tmp_path / "o", "--decoder_order", "true")
 
 
 def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teacher):

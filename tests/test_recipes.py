@@ -9,6 +9,7 @@ from framework import PixelFramework
 from main_pretrain import build_model, get_args_parser
 from prmim import TokenOrder
 from recipes import RECIPES
+from scripts.profile_pretrain import forward_gmac
 from util.cli import parse_with_recipe
 
 COUNTS = {0.0: (49, 147, 0), 0.25: (49, 98, 49), 0.5: (49, 49, 98), 0.65: (49, 20, 127)}  # of 196 tokens, mask ratio .75
@@ -91,6 +92,27 @@ def test_simmim_trains_as_its_release(recipe):
     percent = re.search(r"(plain|prmim)(\d+)", recipe)
     assert s["throw_ratio"] == (int(percent[2]) / 100 if percent else 0)
     assert (s["progressive"], s["sampling"]) == ((False, "random") if percent and percent[1] == "plain" else (True, "furthest"))
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("greenmim_")])
+def test_greenmim_trains_as_its_release(recipe):
+    """Base learning rates 1.5e-4 and, for Swin-L and the first release, 1e-4; a total batch of 2048, 40 warm-up epochs."""
+    s = settings_of(recipe)
+    assert s["blr"] == (1e-4 if "large" in recipe or "800" in recipe else 1.5e-4) and s["total_batch_size"] == 2048
+    assert (s["warmup_epochs"], s["min_lr"], s["weight_decay"], tuple(s["betas"])) == (40, 0, 0.05, (0.9, 0.95))
+    assert (s["norm_pix_loss"], s["mask_ratio"], s["clip_grad"], s["lr_schedule"]) == (True, 0.75, None, "mae")
+    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
+    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.5)
+    assert s["decoder_order"] == ("reference" if "800" in recipe else None)
+    assert s["model"] == ("greenmim_swin_large_patch4_window14" if "large" in recipe else "greenmim_swin_base_patch4_window7")
+
+
+@pytest.mark.parametrize(("size", "plain", "progressive"), [("base", 0.972, 0.981), ("large", 0.987, 0.991)])
+def test_cost_of_greenmim(size, plain, progressive):
+    """Little of Swin's cost is the decoder's, which is all that throwing saves."""
+    full, *thrown = (forward_gmac(settings_of(f"greenmim_{arm}swin_{size}_100ep"))[0] for arm in ("", "plain50_", "prmim50_"))
+    assert [gmac / full for gmac in thrown] == pytest.approx([plain, progressive], abs=1e-3)
+    assert full == pytest.approx({"base": 4.007, "large": 8.853}[size], rel=1e-3)
 
 
 def arm_of(recipe, throw_ratio):
@@ -228,8 +250,8 @@ def test_flags_are_frozen():
     flags = {action.dest for action in get_args_parser()._actions} - {"help"}
     assert flags == set(
         "recipe model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size "  # noqa: SIM905
-        "applies_to norm_pix_loss teacher att_topk att_tau batch_size accum_iter total_batch_size epochs warmup_epochs "
-        "blr lr min_lr weight_decay "
+        "applies_to norm_pix_loss decoder_order teacher att_topk att_tau batch_size accum_iter total_batch_size "
+        "epochs warmup_epochs blr lr min_lr weight_decay "
         "warmup_lr lr_schedule lr_steps clip_grad betas crop interpolation "
         "seed dataset data_path crop_scale num_workers output_dir resume device precision compile max_steps save_every "
         "save_steps picture_every print_freq".split()

@@ -62,7 +62,7 @@ def test_saved_memory_of_an_image_is_that_of_its_activations():
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
     settings = settings_of("--model", "mae_vit_micro_patch4")
     step = Step(settings, args, torch.device("cpu"), None)
-    count = lambda n: saved_bytes(lambda: step.forward(step.imgs[:1].repeat(n, 1, 1, 1), step.ids_shuffle[:1].repeat(n, 1)))  # noqa: E731
+    count = lambda n: saved_bytes(lambda: step.forward(step.imgs[:1].repeat(n, 1, 1, 1), step.orders[0][:1].repeat(n, 1)))  # noqa: E731
     assert count(6) - count(3) == pytest.approx(3e6 * step.saved_mb())
     kept_by_weights = count(1) - 1e6 * step.saved_mb()
     assert kept_by_weights > 0.8 * 4 * sum(p.numel() for p in step.model.parameters() if p.dim() > 1 and p.requires_grad)
