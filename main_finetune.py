@@ -66,7 +66,7 @@ def get_args_parser():
     optimisation = parser.add_argument_group("optimisation of fine-tuning").add_argument
     optimisation("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
     optimisation("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before it")
-    optimisation("--cls_token_decay", action=boolean, default=True, help="off: the class token learns like the head, as in TEC")
+    optimisation("--cls_token_layer_decay", action=boolean, default=True, help="off: the class token learns like the head (TEC)")
 
     add_data_flags(parser.add_argument_group("data"))
     augmentation = parser.add_argument_group("augmentation").add_argument
@@ -130,22 +130,18 @@ def load_classifier(path, args):
     """
     path = checkpoint.find_checkpoint_file(path)
     content = checkpoint.read_checkpoint(path)
-    weights = checkpoint.weights_of(content)
+    weights = checkpoint.encoder_weights_of(content)
     head = weights.get("head.weight", weights.get("head.1.weight"))
     if head is None:
         raise ValueError(f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune")
     meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
     settings = dict(meta.get("settings", {}))
     if "model" not in settings:
-        absent = [name for name in ("cls_token", "pos_embed", "patch_embed.proj.weight") if name not in weights]
-        if absent:
-            raise ValueError(f"{str(path)!r} is no plain ViT with a class token: it lacks {', '.join(absent)}")
-        embed_dim, _, _, patch_size = weights["patch_embed.proj.weight"].shape
-        side = round((weights["pos_embed"].shape[1] - 1) ** 0.5)
+        sizes = models_vit.read_sizes(weights, settings, repr(str(path)))
         settings |= dict(
-            model=models_vit.find_factory(embed_dim, len({k.split(".")[1] for k in weights if k.startswith("blocks.")})),
-            input_size=side * patch_size,
-            patch_size=patch_size,
+            model=models_vit.find_factory(sizes["embed_dim"], sizes["depth"], repr(str(path)))[0],
+            input_size=sizes["img_size"][0],
+            patch_size=sizes["patch_size"],
             global_pool="avg" if "fc_norm.weight" in weights else "token",
             trainable_blocks=0 if "head.1.weight" in weights else None,
             nb_classes=len(head),
@@ -342,7 +338,9 @@ def make_mixup(args):
 
 
 def make_optimizer(model, args):
-    model.cls_token_decay = args.cls_token_decay
+    if not args.cls_token_layer_decay and not hasattr(model, "cls_token"):
+        raise ValueError(f"--no-cls_token_layer_decay is for models with a class token, which {args.model} has not")
+    model.cls_token_layer_decay = args.cls_token_layer_decay
     groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
     if args.optimizer == "lars":
         return LARS(groups, lr=args.lr, weight_decay=args.weight_decay)

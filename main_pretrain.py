@@ -7,6 +7,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import models_tec_pr
 from engine_pretrain import PretrainEngine
 from prmim import SAMPLING, SpatialAggregation, TokenOrder
 from recipes import RECIPES
+from util.checkpoint import find_checkpoint_file
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
 from util.pictures import panel_grid
@@ -113,6 +115,8 @@ class PretrainRun(TrainRun):
         super().__init__(args)
         if args.model in models_tec_pr.__all__ and args.teacher is None:
             raise ValueError(f"--model {args.model} needs --teacher: a checkpoint, a run's folder, or the name of a timm model")
+        if args.teacher and Path(args.teacher).exists():  # said so that it is found from other folders, too
+            args.teacher = str(find_checkpoint_file(args.teacher).resolve())
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = model = build_model(vars(args)).to(self.process.device)
         self.images = open_everywhere(args, "train")

@@ -29,9 +29,9 @@ SCALES = (4, 2, 1, 0.5)  # a level's cells a side of a token: its decoder predic
 class LocalMIMViT(Framework, ViTEncoder):
     """A ViT encoder that owns four progressive decoders. Arguments are MAE's, then LocalMIM's, then PR-MIM's.
 
-    taps: numbers of the four blocks (from 0) whose outputs are decoded, increasing; by default the release's second, fourth,
-    third last and last. hog_bias: the gradient filters have a random bias that never changes, as in the release's ViT-L.
-    norm_pix_loss has no effect; it is there because every framework has it.
+    taps: numbers of the four blocks (from 0) whose outputs are decoded, increasing to the last block; by default the
+    release's second, fourth, third last and last. hog_bias: the gradient filters have a random bias that never changes, as in
+    the release's ViT-L. norm_pix_loss has no effect; it is there because every framework has it.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class LocalMIMViT(Framework, ViTEncoder):
     ):
         super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
         self.taps = tuple((1, 3, depth - 3, depth - 1) if taps is None else taps)
-        if len({*self.taps}) != 4 or sorted(self.taps) != list(self.taps) or self.taps[0] < 0 or self.taps[3] >= depth:
-            raise ValueError(f"taps must be four increasing numbers from 0 to {depth - 1} of the {depth} blocks, got {self.taps}")
+        if len({*self.taps}) != 4 or sorted(self.taps) != list(self.taps) or self.taps[0] < 0 or self.taps[3] != depth - 1:
+            raise ValueError(
+                f"taps must be four numbers that increase from 0 or more to the last block {depth - 1}, got {self.taps}"
+            )
         if patch_size % 4 or any(side % 2 for side in self.grid_size):
             rows, columns = self.grid_size
             raise ValueError(
@@ -81,13 +83,12 @@ class LocalMIMViT(Framework, ViTEncoder):
                 decoder_depth=decoder_depth,
                 decoder_num_heads=decoder_num_heads,
                 mlp_ratio=mlp_ratio,
-                progressive=progressive,
-                kernel_size=kernel_size,
-                aggregation=aggregation,
-                applies_to=applies_to,
+                progressive=False,
             )
             for scale in SCALES
         )
+        for decoder in self.decoder if progressive else ():
+            decoder.add_aggregation(kernel_size, aggregation, applies_to)
 
     def forward(self, imgs, ids_shuffle):
         """imgs [B, C, H, W], normalised, and ids_shuffle int64 [B, N] -> {"hog4", "hog8", "hog16", "hog32": scalar losses}."""

@@ -22,8 +22,8 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     every second one and the last, which are the release's 0, 2, 4, 6, 8, 11 of ViT-B.
     """
 
-    def __init__(self, fused_blocks=None, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(self, fused_blocks=None, progressive=True, kernel_size=7, aggregation="dwconv", applies_to="thrown", **kwargs):
+        super().__init__(progressive=False, **kwargs)
         last = len(self.blocks) - 1
         self.fused_blocks = tuple([*range(0, last - 1, 2), last] if fused_blocks is None else fused_blocks)
         if sorted({*self.fused_blocks}) != list(self.fused_blocks) or self.fused_blocks[-1:] != (last,) or self.fused_blocks[0] < 0:
@@ -32,6 +32,8 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         self.proj_layers = nn.ModuleList(nn.Linear(self.embed_dim, self.embed_dim) for _ in self.fused_blocks[:-1])
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
+        if progressive:
+            self.decoder.add_aggregation(kernel_size, aggregation, applies_to)
 
     def encode(self, tokens):
         """Embedded tokens with positions [B, n, D] -> the levels' mixture [B, 1 + n, D], class token first, before the norm."""

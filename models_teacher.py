@@ -58,9 +58,15 @@ class Teacher(ViTEncoder):
 
 
 def attention_logits(q, k, num_heads):
-    """Queries [B, Q, T] and keys [B, n, T] -> their products, head by head, unscaled [B, heads, Q, n]."""
-    q, k = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k))
-    return q @ k.transpose(-2, -1)
+    """Queries [B, Q, T] and keys [B, n, T] -> their products, head by head, unscaled [B, heads, Q, n], in float32 at least.
+
+    Half precision would round what a ranking and a softmax are made of, and the few rows cost nothing.
+    """
+    device = "cpu" if q.device.type == "meta" else q.device.type  # meta, where costs are counted, knows no autocast
+    with torch.autocast(device, enabled=False):
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        q, k = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k))
+        return q @ k.transpose(-2, -1)
 
 
 def open_teacher(source, img_size, patch_size):
@@ -70,10 +76,11 @@ def open_teacher(source, img_size, patch_size):
     whose pre-trained weights timm then fetches. Positions of another grid are resized. ValueError where there is no such
     thing, where it is no plain ViT of a known size, or where its patches are of another size.
     """
-    theirs = None
+    theirs, source = None, str(source)
     if Path(source).exists():
         path = checkpoint.find_checkpoint_file(source)
         content, fingerprint, what = checkpoint.read_checkpoint(path), checkpoint.sha256(path), f"teacher {str(path)!r}"
+        what += " (of a whole run, the student)" if checkpoint.is_whole_run(content) else ""
     elif timm.is_model(source):
         what, fingerprint = f"teacher {source!r}", source
         theirs = _timm_model(source, img_size, what)
@@ -82,23 +89,25 @@ def open_teacher(source, img_size, patch_size):
         near = difflib.get_close_matches(source, timm.list_models("vit_*", pretrained=True), n=3)
         close = f"; close to it: {', '.join(near)}" if near else ""
         raise ValueError(f"teacher {source!r} is neither a file nor the name of a timm model{close}")
-    teacher, report = _build(content, img_size, patch_size, what, theirs and theirs.blocks[0].attn.num_heads)
+    settings = content["meta"].get("settings", {}) if isinstance(content.get("meta"), dict) else {}
+    teacher, report = _build(content, settings, img_size, patch_size, what, theirs and theirs.blocks[0].attn.num_heads)
     if theirs is not None:
         _compare(teacher, theirs, what)
-        _take_imagenet_pixels(teacher, **{k: theirs.pretrained_cfg[k] for k in ("mean", "std")})
+        settings = theirs.pretrained_cfg
+    _take_imagenet_pixels(teacher, settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD)
     teacher.origin = f"{what}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
     teacher.fingerprint = fingerprint
     return teacher
 
 
-def _build(content, img_size, patch_size, what, num_heads):
+def _build(content, settings, img_size, patch_size, what, num_heads):
     """-> (teacher with the encoder in a checkpoint's content, LoadReport)"""
     weights = checkpoint.encoder_weights_of(content)
-    settings = content["meta"].get("settings", {}) if isinstance(content.get("meta"), dict) else {}
     sizes = read_sizes(weights, settings, what, num_heads)
     if sizes["patch_size"] != patch_size:
         raise ValueError(f"{what} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same")
-    teacher = Teacher(**sizes | dict(img_size=img_size))
+    with torch.random.fork_rng(devices=[]):  # so that the student's first weights do not depend on the teacher's size
+        teacher = Teacher(**sizes | dict(img_size=img_size))
     checkpoint.refuse_foreign(teacher, {k: v for k, v in weights.items() if not k.startswith("norm.")}, what)
     return teacher, checkpoint.fit_encoder(teacher, content, what)
 

@@ -25,23 +25,19 @@ __all__ = [
     "tec_vit_large_patch16",
 ]
 
-# Parameter names of TEC's releases -> ours, where they differ; both decoders have the positions.
-OFFICIAL_NAMES = {
-    "decoder_embed.": "embed.",
-    "mask_token": "mask_token",
-    "decoder_norm.": "norm.",
-    "decoder_pred.": "pred.",
-    "decoder_qk.": "pred.",
-}
+# Names of TEC's releases -> ours: the two decoders, and what is in them.
+OFFICIAL_DECODERS = {"forward_fea_decoder": "decoder_fea", "forward_att_decoder": "decoder_att"}
+OFFICIAL_NAMES = {"decoder_embed": "embed", "decoder_norm": "norm", "decoder_pred": "pred", "decoder_qk": "pred"}
 
 
 class TECViT(Framework, ViTEncoder):
     """A ViT encoder with adapters that owns two progressive decoders. Arguments are MAE's, then TEC's, then PR-MIM's.
 
-    teacher: a checkpoint, a run's folder or the name of a timm model (`models_teacher.open_teacher`); without one, an
-    untrained ViT of the student's size, for tests and for counting costs. att_topk: patches whose attention is predicted
-    beside the class token's; att_tau: temperature of the target (iBOT: 9 and 1.0; MAE: 15 and 1.8, ViT-L 1.4). num_adap:
-    groups of blocks that the adapter fuses. norm_pix_loss has no effect; it is there because every framework has it.
+    teacher: a `Teacher`, or what `models_teacher.open_teacher` makes one of: a checkpoint, a run's folder, the name of a timm
+    model; without one, an untrained ViT of the student's size, for tests and for counting costs. att_topk: patches whose
+    attention is predicted beside the class token's; att_tau: temperature of the target (iBOT: 9 and 1.0; MAE: 15 and 1.8,
+    ViT-L 1.4). num_adap: groups of blocks that the adapter fuses. norm_pix_loss has no effect; it is there because every
+    framework has it.
     """
 
     def __init__(
@@ -76,7 +72,7 @@ class TECViT(Framework, ViTEncoder):
         init_weights(self.encoder_adaptor)
         if teacher is None:
             teacher = Teacher(self.img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
-        elif isinstance(teacher, str):
+        elif not isinstance(teacher, Teacher):
             teacher = open_teacher(teacher, self.img_size, patch_size)
         # Beside the modules, so that neither checkpoints nor optimizers nor DDP know of it; `_apply` moves it.
         object.__setattr__(self, "teacher", teacher)
@@ -84,20 +80,23 @@ class TECViT(Framework, ViTEncoder):
         num_keys = self.num_tokens if progressive else self.counts.num_kept
         if not 1 <= att_topk <= num_keys or att_tau <= 0:
             raise ValueError(f"att_topk must be from 1 to {num_keys} and att_tau above 0, got {att_topk} and {att_tau}")
-        options = dict(decoder_embed_dim=decoder_embed_dim, progressive=progressive, kernel_size=kernel_size)
-        options |= dict(decoder_num_heads=decoder_num_heads, mlp_ratio=mlp_ratio, aggregation=aggregation, applies_to=applies_to)
-        width = teacher.embed_dim
+        self.num_keys = num_keys
+        options = dict(decoder_embed_dim=decoder_embed_dim, decoder_num_heads=decoder_num_heads, mlp_ratio=mlp_ratio)
+        options, width = options | dict(progressive=False), teacher.embed_dim
         # The feature decoder's blocks are the attention decoder's, too.
         self.decoder_fea = ProgressiveDecoder(
             self.grid_size, self.counts, embed_dim, head=width, decoder_depth=decoder_depth, **options
         )
         self.decoder_att = ProgressiveDecoder(self.grid_size, self.counts, embed_dim, head=2 * width, decoder_depth=0, **options)
+        for decoder in (self.decoder_fea, self.decoder_att) if progressive else ():
+            decoder.add_aggregation(kernel_size, aggregation, applies_to)
 
     def forward(self, imgs, ids_shuffle):
         """imgs [B, C, H, W], normalised, and ids_shuffle int64 [B, N] -> {"feature", "attention": scalar losses}."""
         order = TokenOrder(ids_shuffle, self.counts)
+        # The teacher first: what it computes with is free again before the student's activations are kept.
+        features, logits, queries = self.teacher(imgs, order, self.num_keys, self.att_topk)
         fea, att = self.forward_decoders(self.forward_encoder(self.cut(imgs), order), order)
-        features, logits, queries = self.teacher(imgs, order, num_keys=att.shape[1] - 1, topk=self.att_topk)
         return {"feature": self.feature_loss(fea, features, order), "attention": self.attention_loss(att, logits, queries)}
 
     def forward_encoder(self, patches, order):
@@ -156,7 +155,6 @@ class TECViT(Framework, ViTEncoder):
         q, k = F.linear(rows, query_weight, query_bias), F.linear(x[:, 1:], key_weight, key_bias)
         # The release scales by the width of all heads.
         ours = attention_logits(q, k, self.teacher.num_heads) * q.shape[-1] ** -0.5
-        ours, logits = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (ours, logits))
         target = (logits / self.att_tau).softmax(dim=-1)
         return -(target * ours.log_softmax(dim=-1)).sum(dim=-1).mean()
 
@@ -212,13 +210,13 @@ class TECViT(Framework, ViTEncoder):
         renamed = {}
         for name, value in state_dict.get("model", state_dict).items():
             owner, _, rest = name.partition(".")
-            if owner == "decoder_pos_embed":
+            if owner == "decoder_pos_embed":  # the release has one table for both
                 renamed |= {"decoder_fea.pos_embed": value, "decoder_att.pos_embed": value}
             elif owner == "decoder_blocks":
                 renamed[f"decoder_fea.blocks.{rest}"] = value
-            elif owner in ("forward_fea_decoder", "forward_att_decoder"):
-                prefix = next((old for old in OFFICIAL_NAMES if rest.startswith(old)), "")
-                renamed[f"decoder_{owner[8:11]}.{OFFICIAL_NAMES.get(prefix, '')}{rest[len(prefix) :]}"] = value
+            elif owner in OFFICIAL_DECODERS:
+                module, dot, leaf = rest.partition(".")
+                renamed[f"{OFFICIAL_DECODERS[owner]}.{OFFICIAL_NAMES.get(module, module)}{dot}{leaf}"] = value
             else:
                 renamed[name] = value
         load_strict(self, renamed, "TEC weights", optional="aggregation.")

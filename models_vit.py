@@ -207,12 +207,12 @@ class ViTEncoder(PatchEncoder):
 class Classifier(nn.Module):
     """What turns an encoder into a classifier: pooling, head, and freezing all but its last blocks.
 
-    `frozen`: modules that stay in eval mode. `cls_token_decay`: the class token is of the first layer for layer-wise lr decay;
-    else of the last, as in TEC.
+    `frozen`: modules that stay in eval mode. `cls_token_layer_decay`: to layer-wise lr decay the class token is of the first
+    layer; else of the last, as in TEC.
     """
 
     frozen = ()
-    cls_token_decay = True
+    cls_token_layer_decay = True
 
     def forward(self, imgs):
         """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
@@ -246,7 +246,7 @@ class Classifier(nn.Module):
 
     def group_matcher(self, coarse=False):
         """timm's description of the layers, for layer-wise lr decay: embeddings, each block, then norm and head together."""
-        cls_token = r"^cls_token|" if self.cls_token_decay else ""
+        cls_token = r"^cls_token|" if self.cls_token_layer_decay else ""
         return {"stem": cls_token + r"^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
 
 
@@ -306,7 +306,7 @@ def read_sizes(weights, settings, what, num_heads=None):
         in_chans=in_chans,
         embed_dim=embed_dim,
         depth=depth,
-        num_heads=num_heads or known_num_heads(embed_dim, depth, what),
+        num_heads=num_heads or find_factory(embed_dim, depth, what)[1]["num_heads"],
         mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
     )
 
@@ -325,23 +325,15 @@ def read_grid(settings, patch_size, num_tokens, what):
     return side, side
 
 
-def known_num_heads(embed_dim, depth, what):
-    """The one size that no weight shows, by the published sizes and ours."""
-    known = {(size["embed_dim"], size["depth"]): size["num_heads"] for size in _FACTORIES.values()}
+def find_factory(embed_dim, depth, what):
+    """-> (name, sizes) of the factory below that builds a ViT of this width and depth; ValueError, in which `what` names it."""
+    known = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _FACTORIES.items()}
     if (embed_dim, depth) not in known:
         raise ValueError(
             f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; known "
             f"(width, depth): {', '.join(map(str, known))}"
         )
     return known[embed_dim, depth]
-
-
-def find_factory(embed_dim, depth):
-    """The name of the factory below that builds a ViT of this width and depth; ValueError where none does."""
-    sizes = {(size["embed_dim"], size["depth"]): name for name, size in _FACTORIES.items()}
-    if (embed_dim, depth) not in sizes:
-        raise ValueError(f"no ViT of width {embed_dim} and depth {depth} is known; (width, depth): {', '.join(map(str, sizes))}")
-    return sizes[embed_dim, depth]
 
 
 def vit_micro_patch4(**kwargs):

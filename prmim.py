@@ -408,8 +408,14 @@ class ProgressiveDecoder(nn.Module):
         init_weights(self)
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation = None
-        if progressive and counts.num_thrown:  # last: the same seed gives every arm of an ablation the same first weights
-            self.aggregation = SpatialAggregation(decoder_embed_dim, kernel_size, aggregation, applies_to)
+        if progressive:
+            self.add_aggregation(kernel_size, aggregation, applies_to)
+
+    def add_aggregation(self, kernel_size=7, kind="dwconv", applies_to="thrown"):
+        """Where tokens are thrown. It is the last to be made, of all decoders of a framework: the same seed then gives every
+        arm of an ablation the same first weights."""
+        if self.counts.num_thrown:
+            self.aggregation = SpatialAggregation(self.embed.out_features, kernel_size, kind, applies_to)
 
     @property
     def num_supervised(self):

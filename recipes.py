@@ -141,6 +141,8 @@ RECIPES |= {
     "tec_prmim50_vit_base_300ep": _TEC | _progressive(300, 0.5),  # 84.7
     "tec_vit_base_800ep": _TEC | _full(800),  # the release's: 85.1
     "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # the release's, MAE's 1600 epochs as the teacher: 84.7
+    "tec_mae_vit_base_800ep": _TEC_MAE | _full(800),
+    "tec_mae_vit_large_300ep": _TEC_MAE | _full(300) | dict(model="tec_vit_large_patch16", att_tau=1.4),  # epochs: as ViT-B's
 }
 
 # Table "Compatibility with Swin transformer": GreenMIM, 224 px. The 100 epochs have no release of their own: its settings, a
@@ -222,7 +224,7 @@ _SIMMIM_FINETUNE = _FINETUNE | dict(total_batch_size=2048, blr=6.25e-4, warmup_e
 _SIMMIM_FINETUNE |= dict(lr_schedule="simmim", clip_grad=5.0)
 # Starts and floors of the release times 768 / 512.
 _GREENMIM_FINETUNE = _SIMMIM_FINETUNE | dict(total_batch_size=768, warmup_lr=3.75e-7, min_lr=3.75e-7)
-_TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_decay=False)
+_TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_layer_decay=False)
 FINETUNE_RECIPES = {
     # All rows of the tables of ablations, schedules, kernels and designs: one recipe a size, the encoder is what differs.
     "finetune_vit_base": _FINETUNE_BASE,  # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
@@ -253,7 +255,7 @@ FINETUNE_RECIPES = {
     "tec_mae_finetune_vit_base_300ep": _TEC_FINETUNE | dict(warmup_epochs=20),
     "tec_mae_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
     # Its drop path is not known; MAE's.
-    "tec_finetune_vit_large": _TEC_FINETUNE | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5, drop_path=0.2),
+    "tec_mae_finetune_vit_large": _TEC_FINETUNE | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5, drop_path=0.2),
     # Figure "Partial fine-tuning results", 800 epochs; it prints no numbers. 0 blocks are linear probing, 12 are the above.
     **{f"partial{k}_vit_base": _FINETUNE_BASE | dict(trainable_blocks=k) for k in (1, 2, 4, 6, 8, 10)},
     "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),  # MAE's release, 1600 epochs: 67.8
@@ -277,6 +279,6 @@ FINETUNE_RECIPES |= {
     | dict(model="relative_vit_mini_patch4", dataset="cifar10", epochs=20, blr=2e-3, clip_grad=5.0),
     "finetune_cifar10_swin": _MINI_FINETUNE
     | dict(model="swin_micro_patch4_window4", dataset="cifar10", epochs=20, blr=2e-3, layer_decay=0.8, clip_grad=5.0),
-    "finetune_cifar10_tec": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3, cls_token_decay=False),
+    "finetune_cifar10_tec": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3, cls_token_layer_decay=False),
     "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=3, blr=4e-3),
 }

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_pretrain
 from main_pretrain import MODELS, build_model, make_augmentation
+from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from scripts.visualize import load_run
 from util import checkpoint
@@ -286,8 +287,8 @@ def load(path, args):
     else:
         settings = defaults("--model", args.model, "--throw_ratio", "0")
         model = build_model(settings)
-    if not hasattr(model, "decoder"):
-        raise ValueError(f"{settings['model']} has no decoder: only where one throws tokens is there an MAE to compare with")
+    if not isinstance(model, MaskedAutoencoderViT):
+        raise ValueError(f"gradients are compared for MAE and MFF, not for {settings['model']}")
     if args.model is not None:
         model.load_official(checkpoint.read_checkpoint(path))
     if settings["throw_ratio"] and not settings["progressive"]:

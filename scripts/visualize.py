@@ -28,14 +28,20 @@ from util.datasets import AddressedDataset, open_images
 from util.transforms import Normalize, ResizeCenterCrop
 
 
-def load_run(path):
-    """-> (model in eval mode, settings) of a checkpoint of main_pretrain, or of the newest in a run's folder."""
+def load_run(path, teacher=None):
+    """-> (model in eval mode, settings) of a checkpoint of main_pretrain, or of the newest in a run's folder.
+
+    teacher: where TEC's teacher lies now; ValueError if it is another one than the run's.
+    """
     path = checkpoint.find_checkpoint_file(path)
     content = checkpoint.read_checkpoint(path)
     if not isinstance(content.get("meta"), dict) or "mask_ratio" not in content["meta"].get("settings", {}):
         raise ValueError(f"{str(path)!r} is not a checkpoint of main_pretrain.py: it does not say which model it holds")
-    settings = content["meta"]["settings"]
+    settings = content["meta"]["settings"] | ({"teacher": teacher} if teacher else {})
     model = build_model(settings)
+    known = content["meta"].get("teacher")
+    if known is not None and known != model.teacher.fingerprint:
+        raise ValueError(f"the teacher at {settings['teacher']!r} has other weights than that of the run at {str(path)!r}")
     checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
     return model.eval(), settings
 
@@ -86,6 +92,7 @@ def main(argv=None):
     parser.add_argument("--out", default="reconstruction.png")
     parser.add_argument("--rows", type=int, default=8, help="images to draw, evenly spaced")
     parser.add_argument("--max_images", type=int, default=1000, help="images to measure, evenly spaced")
+    parser.add_argument("--teacher", help="TEC's, if it is no longer where it was")
     parser.add_argument("--patterns", help="draw the sampling patterns to this PNG")
     args = parser.parse_args(argv)
     if args.run is None and not args.patterns:
@@ -104,7 +111,7 @@ def main(argv=None):
 
 def look(args):
     """Draws and measures the run's reconstructions."""
-    model, settings = load_run(args.run)
+    model, settings = load_run(args.run, args.teacher)
     images = open_images("folder" if args.images else settings["dataset"], args.images or settings["data_path"], "val")
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     (imgs, ids_shuffle), *_ = crops(model, settings, images, drawn, batch_size=len(drawn))

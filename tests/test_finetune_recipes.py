@@ -61,15 +61,15 @@ def test_other_frameworks_finetune_as_their_releases():
         ("tec_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
         ("tec_mae_finetune_vit_base_300ep", 2e-3, 0.65, 20, 1e-6),
         ("tec_mae_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
-        ("tec_finetune_vit_large", 4e-3, 0.65, 5, 1e-5),
+        ("tec_mae_finetune_vit_large", 4e-3, 0.65, 5, 1e-5),
     ],
 )
 def test_localmim_and_tec_are_fine_tuned_as_their_releases(recipe, lr, layer_decay, warmup_epochs, min_lr):
     s, mae = settings_of(recipe), settings_of("finetune_vit_large" if "large" in recipe else "finetune_vit_base")
     assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(lr)
     assert (s["layer_decay"], s["warmup_epochs"], s["min_lr"]) == (layer_decay, warmup_epochs, min_lr)
-    assert s["cls_token_decay"] == (not recipe.startswith("tec_"))
-    changed = {"recipe", "blr", "layer_decay", "warmup_epochs", "min_lr", "cls_token_decay"}
+    assert s["cls_token_layer_decay"] == (not recipe.startswith("tec_"))
+    changed = {"recipe", "blr", "layer_decay", "warmup_epochs", "min_lr", "cls_token_layer_decay"}
     assert {k: v for k, v in s.items() if k not in changed} == {k: v for k, v in mae.items() if k not in changed}
 
 
@@ -99,10 +99,16 @@ def test_a_probe_without_a_recipe_has_a_probe_s_defaults_and_flags_win():
     assert args.epochs == 7 and args.blr == LINPROBE_DEFAULTS["blr"] and args.aa is None
 
 
+def test_only_a_class_token_learns_like_the_head():
+    with pytest.raises(ValueError, match="for models with a class token, which swin_micro_patch4_window4 has not"):
+        _, args = main_finetune.parse_args(["--model", "swin_micro_patch4_window4", "--no-cls_token_layer_decay"])
+        main_finetune.make_optimizer(main_finetune.MODELS[args.model](), args)
+
+
 def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
-    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad", "cls_token_decay"} | set(
+    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad", "cls_token_layer_decay"} | set(
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
         "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "

@@ -128,6 +128,14 @@ def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm)
 
 
 @frameworks
+def test_the_same_seed_gives_every_arm_the_same_first_weights(name):
+    first = build(name, throw_ratio=0.0).state_dict()
+    for arm in (dict(progressive=False), dict(), dict(kernel_size=3), dict(aggregation="transformer")):
+        weights = build(name, throw_ratio=0.5, **arm).state_dict()
+        assert [key for key, value in weights.items() if "aggregation" not in key and not torch.equal(value, first[key])] == []
+
+
+@frameworks
 @arms
 def test_gradients_reach_every_trainable_parameter(name, arm):
     model = build(name, **arm)

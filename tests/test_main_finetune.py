@@ -261,7 +261,7 @@ def test_eval_of_foreign_files(labelled, tmp_path, pool):
 def test_a_size_that_nobody_published_is_named(tmp_path, labelled, capsys):
     torch.save(VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).state_dict(), tmp_path / "w.pth")
     message = fails(capsys, "--eval", "--resume", tmp_path / "w.pth", "--data_path", labelled)
-    assert "no ViT of width 48 and depth 2 is known; (width, depth): (96, 4), (192, 6)" in message
+    assert "none is known for width 48 and depth 2; known (width, depth): (96, 4), (192, 6)" in message
 
 
 def test_an_exported_classifier_keeps_its_classes_and_statistics(labelled, tmp_path, capsys):

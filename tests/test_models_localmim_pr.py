@@ -16,7 +16,7 @@ SIZES |= dict(decoder_embed_dim=16, decoder_num_heads=2)
 ARMS = [(0.0, True), (0.5, False), (0.5, True)]
 
 
-def slow_losses(w, imgs, splits, throws, progressive, num_bins=9):
+def slow_losses(w, imgs, splits, throws, progressive, num_bins=9, bias=None):
     """The four losses of a batch: one image, one level, one token, one cell at a time."""
     w = {name: value.double() for name, value in w.items()}
     sums = [[0.0, 0.0] for _ in SCALES]
@@ -24,7 +24,7 @@ def slow_losses(w, imgs, splits, throws, progressive, num_bins=9):
         supervised = {*retained, *(thrown if progressive else [])}
         for k, latent in enumerate(slow_latents(w, img, visible)):
             tokens = slow_decoder(w, f"decoder.{k}", latent, retained, thrown if progressive and throws else [])
-            target = slow_hog(img, (2, 4, 8, 16)[k], num_bins)
+            target = slow_hog(img, (2, 4, 8, 16)[k], num_bins, bias[k].tolist() if bias is not None else (0.0, 0.0))
             for (row, column), pred in slow_head(w, f"decoder.{k}.pred", k, tokens).items():
                 cells = 2 if k == 3 else (4, 2, 1)[k]
                 if k == 3:
@@ -124,6 +124,30 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
                 torch.testing.assert_close(preds[k][b, row * columns + column], pred, rtol=1e-9, atol=1e-9)
 
 
+def test_losses_with_the_bias_of_vit_large():
+    torch.manual_seed(0)
+    model = perturbed(LocalMIMViT(**SIZES, throw_ratio=0.5, kernel_size=3, num_bins=18, hog_bias=True))
+    imgs, ids = tie_free((32, 32)), orders(model, 2)
+    splits = [segments(row, model.counts) for row in ids]
+    expected = slow_losses(model.state_dict(), imgs, splits, True, True, num_bins=18, bias=model.hog_bias)
+    assert [loss.item() for loss in model(imgs, ids).values()] == pytest.approx([float(value) for value in expected], rel=1e-9)
+
+
+def test_panels_show_the_truth_where_visible_and_predictions_where_there_are_any():
+    for progressive in (True, False):
+        model = LocalMIMViT(**SIZES, throw_ratio=0.5, progressive=progressive)
+        imgs, ids = tie_free((32, 32)).float(), orders(model, 2)
+        order, panels = TokenOrder(ids, model.counts), model.panels(imgs, ids, None)
+        visible, thrown = (
+            torch.nn.functional.interpolate(tokens.view(2, 1, 4, 4).float(), scale_factor=8).bool().expand(-1, 3, -1, -1)
+            for tokens in (~order.mask, order.thrown)
+        )
+        for cell in model.cells:
+            truth, pred = panels[f"HOG, {cell} px"], panels[f"predicted, {cell} px"]
+            assert torch.equal(truth[visible], pred[visible]) and not torch.equal(truth[~visible], pred[~visible])
+            assert bool(pred[thrown].any()) == progressive
+
+
 def test_heads_are_the_release_s_convolutions_on_the_grid():
     """The modules' weights in torch's own operators, on whole grids."""
     model = perturbed(LocalMIMViT(**SIZES, throw_ratio=0.0))
@@ -157,16 +181,17 @@ def test_every_masked_token_is_supervised_at_all_scales_or_the_retained_alone(th
     for x in features:
         x.retain_grad()
     sum(losses).backward()
-    rank = model.counts.num_kept if throw_ratio and not progressive else 16
-    supervised = order.masked_of_first(rank)
-    assert torch.equal(supervised, order.mask & (order.ids_restore < rank))
+    present = model.counts.num_kept if throw_ratio and not progressive else 16
+    supervised = torch.zeros(3, 16, dtype=torch.bool)
+    for row, (_, retained, thrown) in zip(supervised, (segments(ids_of, model.counts) for ids_of in ids), strict=True):
+        row[[*retained, *(thrown if progressive else [])]] = True
     for k, x in enumerate(features):
         touched = order.restore(x.grad.abs().amax(-1, keepdim=True)).squeeze(-1) > 0
         if k < 3:
             assert torch.equal(touched, supervised)
         else:  # tokens of one cell share its weight
             groups = supervised.view(3, 2, 2, 2, 2).any(2, keepdim=True).any(4, keepdim=True).expand(3, 2, 2, 2, 2).reshape(3, 16)
-            assert torch.equal(touched, groups & (order.ids_restore < rank))
+            assert torch.equal(touched, groups & (order.ids_restore < present))
 
 
 def test_weights_of_the_coarse_level_are_fractions():
@@ -195,6 +220,16 @@ def test_the_release_s_parameters():
     assert shapes["decoder.1.pred.0.weight"] == [256, 128, 2, 2] and shapes["decoder.1.pred.1.weight"] == [27, 128, 1, 1]
     assert shapes["decoder.2.pred.0.weight"] == [27, 256, 1, 1] == shapes["decoder.3.pred.1.weight"]
     assert shapes["decoder.3.blocks.0.attn.qkv.weight"] == [768, 256] and "norm.3.bias" in shapes and "norm.weight" not in shapes
+
+
+def test_initialisation():
+    """Linear layers Xavier-uniform, but the heads' convolutions keep the framework's default; tokens normal."""
+    torch.manual_seed(0)
+    model = LocalMIMViT(**SIZES | dict(decoder_embed_dim=64))
+    embed, head = model.decoder[1].embed.weight, model.decoder[1].pred[1]
+    assert 0.9 * (6 / 88) ** 0.5 < embed.abs().max() <= (6 / 88) ** 0.5
+    assert 0.9 < head.weight.abs().max() * 32**0.5 <= 1 and head.bias.any()  # Kaiming-uniform, a = sqrt 5, of 32 channels
+    assert 0.01 < model.decoder[3].mask_token.std() < 0.04
 
 
 def test_gradients_flow_from_each_level_into_the_blocks_before_its_tap_alone():
@@ -253,7 +288,8 @@ def test_the_release_s_file_is_fine_tuned_and_probed(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(taps=None), r"four increasing numbers from 0 to 3 of the 4 blocks, got (1, 3, 1, 3)"),
+        (dict(taps=None), "four numbers that increase from 0 or more to the last block 3, got (1, 3, 1, 3)"),
+        (dict(taps=(0, 1, 2, 3), depth=5), "to the last block 4, got (0, 1, 2, 3)"),
         (dict(taps=(0, 1, 2)), "got (0, 1, 2)"),
         (dict(taps=(0, 1, 2, 4)), "got (0, 1, 2, 4)"),
         (dict(taps=(1, 0, 2, 3)), "got (1, 0, 2, 3)"),

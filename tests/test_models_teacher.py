@@ -46,6 +46,7 @@ def test_features_and_attention_are_timm_s(tmp_path, form):
     theirs = timm_vit()
     torch.save(FORMS[form](theirs.state_dict()), tmp_path / "teacher.pth")
     teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
+    assert ("of a whole run, the student" in teacher.origin) == (form == "whole run")
     imgs = torch.randn(2, 3, 32, 32)
     expected, features = theirs_and_ours(theirs, teacher, imgs)
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
@@ -75,6 +76,19 @@ def test_a_run_of_ours_is_a_teacher_and_says_so(tmp_path):
     assert torch.equal(teacher.blocks[3].mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
     assert "checkpoint-7.pth', width 96, 4 blocks: 52 loaded" in teacher.origin and len(teacher.fingerprint) == 64
     assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
+
+
+def test_a_run_s_own_normalisation_of_pixels_is_respected(tmp_path):
+    model, pixels = mae_vit_micro_patch4(), torch.rand(2, 3, 32, 32)
+    settings = dict(input_size=[32], patch_size=4, mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.4])
+    mean, std = (torch.tensor(settings[name]).view(3, 1, 1) for name in ("mean", "std"))
+    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    features = []
+    for number, meta in enumerate(({"settings": settings}, {})):
+        path = save_checkpoint(tmp_path, number, {"model": model.state_dict()}, meta)
+        ours, ours_std = (torch.tensor(x).view(3, 1, 1) for x in imagenet) if number == 0 else (mean, std)
+        features.append(open_teacher(path, (32, 32), 4).features((pixels - ours) / ours_std))
+    torch.testing.assert_close(*features, rtol=1e-4, atol=1e-4)
 
 
 def test_positions_of_another_grid_are_resized(tmp_path):
@@ -133,6 +147,8 @@ def test_what_cannot_be_a_teacher(tmp_path, timm_gives):
 
     weights = vit_mini_patch4(global_pool="token").state_dict()
     refused(weights, "cuts patches of 4 px, the student of 8: tokens must be the same", patch_size=8)
+    for odd in ({"model": torch.zeros(2)}, {"model": "x"}, {"state_dict": None}, {0: torch.zeros(2)}):
+        refused(odd, "holds no weights by their names")
     refused({"fc.weight": torch.zeros(2)}, "holds no Vision Transformer of this kind: cls_token, ")
     refused({**weights, "blocks.0.ls1.gamma": torch.zeros(192)}, "another kind of encoder: this ViT has no blocks.0.ls1.gamma")
     refused({k: v for k, v in weights.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias")

@@ -101,7 +101,7 @@ def test_the_class_token_may_learn_like_the_head():
     """TEC's layer ids: class token 1.0, positions and patches the deepest decay."""
     with torch.device("meta"):
         model = vit_base_patch16()
-    model.cls_token_decay = False
+    model.cls_token_layer_decay = False
     groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
     found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert found[id(model.cls_token)] == (1.0, 0.0) and found[id(model.head.weight)] == (1.0, 0.05)

@@ -135,6 +135,8 @@ def weights_of(content):
     """The state dict in a checkpoint's content: under `model` (ours, MAE's), `state_dict` (iBOT's), or the content itself
     (timm's); of iBOT's and DINO's whole runs the student's backbone."""
     weights = content.get("model", content.get("state_dict", content.get("student", content)))
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
+        raise ValueError("the file holds no weights by their names: they may lie under `model`, `state_dict` or `student`")
     wrapped = "module.backbone."
     backbone = {name.removeprefix(wrapped): value for name, value in weights.items() if name.startswith(wrapped)}
     return backbone or weights
@@ -158,6 +160,11 @@ def load_strict(model, state_dict, what, optional=None):
         text = "; ".join(f"{len(keys)} {kind}: {_shorten(keys)}" for kind, keys in problems if keys)
         raise ValueError(f"{what} do not fit this {type(model).__name__}: {text}")
     model.load_state_dict(state_dict, strict=False)
+
+
+def is_whole_run(content):
+    """Whether a checkpoint's content is that of a whole run of iBOT or DINO, where `weights_of` takes the student."""
+    return "student" in content and not {"model", "state_dict"} & content.keys()
 
 
 def encoder_weights_of(content):

@@ -11,7 +11,7 @@ def hog(imgs, cells, num_bins=9, bias=None):
     """Images [B, C, H, W] -> one [B, C * num_bins, H / cell, W / cell] for each side in `cells`, float32 (or float64).
 
     Each colour channel has its own histogram, of unsigned orientations: the whole gradient of a pixel goes to one bin; the
-    mean over the cell is divided by its L2 norm. Angles run from the horizontal response, so bin 0 is a gradient along y.
+    mean over the cell is divided by its L2 norm. The angle is atan2(horizontal, vertical), so bin 0 is a gradient along y.
     cells: pixels, increasing, each a multiple of the first. bias [len(cells), 2] is added to the two responses (the
     release's gradient filters for ViT-L have one by accident).
 

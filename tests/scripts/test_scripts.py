@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import main_pretrain
-from scripts import sample_photos, visualize
+from scripts import export, sample_photos, visualize
 from util.checkpoint import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +32,32 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
     for name in ("r.png", "p.png"):
         picture = np.asarray(Image.open(tmp_path / name))
         assert picture.shape[1] > 300 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 3
+
+
+@pytest.mark.parametrize("framework", ["localmim", "tec", "greenmim"])
+def test_other_frameworks_are_drawn_measured_and_exported(photos, tmp_path, capsys, framework):
+    model = {"greenmim": "greenmim_swin_micro_patch4_window4"}.get(framework, f"{framework}_vit_micro_patch4")
+    flags = ["--model", model]
+    if framework == "tec":
+        pretrain(photos, tmp_path / "teacher", "--model", "mae_vit_micro_patch4")
+        flags += ["--teacher", str(tmp_path / "teacher")]
+    pretrain(photos, tmp_path / "run", *flags)
+    capsys.readouterr()
+    visualize.main([str(tmp_path / "run"), "--out", str(tmp_path / "r.png")])
+    out, expected = capsys.readouterr().out, {"localmim": "HOG error at 8 px", "tec": "feature error", "greenmim": "masked MSE"}
+    assert out.count(f": {expected[framework]} ") == 2
+    if framework != "greenmim":
+        export.main([str(tmp_path / "run"), "--out", str(tmp_path / "encoder.pth")])
+        assert "largest difference of timm's features" in capsys.readouterr().out
+    if framework == "tec":
+        pretrain(photos, tmp_path / "other", "--model", "mae_vit_micro_patch4", "--seed", "1")
+        (tmp_path / "teacher").rename(tmp_path / "moved")
+        refused = {"": "is neither a file nor the name of a timm model", str(tmp_path / "other"): "has other weights than that of"}
+        for teacher, message in refused.items():
+            with pytest.raises(SystemExit):
+                visualize.main([str(tmp_path / "run"), *(["--teacher", teacher] if teacher else [])])
+            assert message in capsys.readouterr().err
+        visualize.main([str(tmp_path / "run"), "--teacher", str(tmp_path / "moved"), "--out", str(tmp_path / "r.png")])
 
 
 def test_masked_errors_against_a_loop(photos, tmp_path):
