@@ -207,7 +207,7 @@ class FinetuneRun(TrainRun):
         args.input_size, args.patch_size = model.img_size[0], model.patch_size
         self.normalize = Normalize(args.mean, args.std).to(self.process.device)
         self.transform = make_augmentation(args)
-        self.val_transform = ResizeCenterCrop(args.input_size, args.crop_pct)
+        self.val_transform = ResizeCenterCrop(args.input_size, args.crop_pct, args.loader == "reference")
         self.collator = stack
         self.optimizer = make_optimizer(model, args)
         self.start(
@@ -318,9 +318,10 @@ class FinetuneRun(TrainRun):
 
 
 def make_augmentation(args):
+    reference = args.loader == "reference"
     if args.clip_crop:
-        return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, clip=True)
-    return FinetuneAugment(args.input_size, args.seed, args.crop_scale, args.aa, args.color_jitter)
+        return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, clip=True, reference=reference)
+    return FinetuneAugment(args.input_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference)
 
 
 def make_mixup(args):
@@ -374,7 +375,7 @@ def evaluate_only(args):
     check_pixel_statistics(args)
     resolve_workers(args, process)
     model, settings, classes = load_classifier(args.resume, args)
-    transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"])
+    transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True)
     if classes:
         check_classes(classes, images.classes, "the checkpoint", "the data")

@@ -100,9 +100,10 @@ def build_model(settings):
 
 
 def make_augmentation(args):
+    how = dict(interpolation=args.interpolation, reference=args.loader == "reference")
     if args.crop == "padded":
-        return PaddedCropFlip(args.input_size, args.seed, args.interpolation)
-    return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, interpolation=args.interpolation)
+        return PaddedCropFlip(args.input_size, args.seed, **how)
+    return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, **how)
 
 
 class PretrainRun(TrainRun):

@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo
 from main_finetune import check_pixel_statistics, load_classifier, score, write_json
 from util import checkpoint, distributed
 from util.cli import Parser
-from util.datasets import FolderImages, ImageError
+from util.images import FolderImages, ImageError
 from util.train_engine import PRECISIONS, precision
 from util.train_run import check_least, refuse, resolve_workers, writable_folder
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop

@@ -253,7 +253,7 @@ def test_flags_are_frozen():
         "applies_to norm_pix_loss decoder_order teacher att_topk att_tau batch_size accum_iter total_batch_size "
         "epochs warmup_epochs blr lr min_lr weight_decay "
         "warmup_lr lr_schedule lr_steps clip_grad betas crop interpolation "
-        "seed dataset data_path crop_scale num_workers output_dir resume device precision compile max_steps save_every "
+        "seed dataset data_path loader crop_scale num_workers output_dir resume device precision compile max_steps save_every "
         "save_steps picture_every print_freq".split()
     )
     assert flags >= main_pretrain.PretrainRun.machine_flags

@@ -17,15 +17,16 @@ from util.datasets import (
     DATASETS,
     DOWNLOADED,
     AddressedDataset,
-    ImageError,
     StepBatchSampler,
     available_cores,
     batches,
     open_images,
     steps_per_epoch,
 )
+from util.images import ImageError
 from util.logging import RunLog
 from util.lr_sched import SCHEDULES, Schedule
+from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
 
@@ -58,6 +59,7 @@ def add_data_flags(group):
     flag = group.add_argument
     flag("--dataset", default="folder", choices=DATASETS)
     flag("--data_path", default="data", help="the images' folder; for CIFAR where it lies or goes, for iNaturalist with the .json")
+    flag("--loader", default="fast", choices=("fast", "reference"), help="reference: Pillow decodes and resizes, as torchvision's")
     flag("--crop_scale", type=float, nargs=2, help="area of the random crop")
     flag("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
 
@@ -157,10 +159,12 @@ def find_checkpoint(args):
 
 
 def open_everywhere(args, split, labelled=False):
-    """`open_images` of the flags, in every process; one of them downloads what is missing, and all hear it if that fails."""
-    if args.dataset in DOWNLOADED:
+    """`open_images` of the flags, in every process; one of them downloads or indexes first, and all hear it if that fails."""
+    if args.dataset in DOWNLOADED or (args.dataset == "folder" and find_tars(args.data_path, split, labelled)):
         distributed.from_main(lambda: open_images(args.dataset, args.data_path, split, labelled) and None)
-    return open_images(args.dataset, args.data_path, split, labelled)
+    images = open_images(args.dataset, args.data_path, split, labelled)
+    images.reference = args.loader == "reference"
+    return images
 
 
 class TrainRun:

@@ -26,16 +26,16 @@ class RandomResizedCropFlip:
     its sides clipped to the image, as MAE crops for linear probing.
     """
 
-    def __init__(self, size, seed, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), clip=False, interpolation="bicubic"):
+    def __init__(self, size, seed, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), clip=False, interpolation="bicubic", reference=False):
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.seed, self.scale, self.ratio, self.clip = seed, tuple(scale), tuple(ratio), clip
-        self.interpolation = interpolation
+        self.interpolation, self.reference = interpolation, reference
 
     def __call__(self, img, epoch, index):
         """uint8 [3, H, W] (any strides) -> uint8 [3, *size], contiguous."""
         draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * _TRIES + 3)[0].tolist()
         top, left, height, width = self.box(img.shape[-2], img.shape[-1], draws)
-        crop = resize(img[:, top : top + height, left : left + width], self.size, self.interpolation)
+        crop = resize(img[:, top : top + height, left : left + width], self.size, self.interpolation, self.reference)
         return (crop.flip(-1) if draws[-1] < 0.5 else crop).contiguous()
 
     def box(self, height, width, draws):
@@ -63,13 +63,14 @@ class PaddedCropFlip:
 
     padding = 4
 
-    def __init__(self, size, seed, interpolation="bilinear"):
+    def __init__(self, size, seed, interpolation="bilinear", reference=False):
         self.size, self.seed, self.interpolation = (size, size) if isinstance(size, int) else tuple(size), seed, interpolation
+        self.reference = reference
 
     def __call__(self, img, epoch, index):
         """uint8 [3, H, W] (any strides) -> uint8 [3, *size], contiguous."""
         u_top, u_left, u_flip = addressed_uniform(AUGMENT, self.seed, epoch, [index], 3)[0].tolist()
-        img = resize(img, covering_size(img.shape[-2:], self.size), self.interpolation)
+        img = resize(img, covering_size(img.shape[-2:], self.size), self.interpolation, self.reference)
         (rows, columns), pad = self.size, self.padding
         height, width = img.shape[-2:]
         top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
@@ -91,8 +92,8 @@ class FinetuneAugment:
     Both may be None. timm draws from global generators, which are seeded by the sample's address around the call.
     """
 
-    def __init__(self, size, seed, scale=(0.08, 1.0), auto_augment=None, color_jitter=None):
-        self.crop = RandomResizedCropFlip(size, seed, scale)
+    def __init__(self, size, seed, scale=(0.08, 1.0), auto_augment=None, color_jitter=None, reference=False):
+        self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference)
         options = dict(auto_augment=auto_augment, color_jitter=color_jitter, interpolation="bicubic")
         try:
             _, self.augment, _ = create_transform(self.crop.size, is_training=True, separate=True, **options)
@@ -115,8 +116,8 @@ class ResizeCenterCrop:
     crop_pct None: 224 / 256 up to 224 px, 1 above, as MAE evaluates. Sizes and offsets are torchvision's to the pixel.
     """
 
-    def __init__(self, size, crop_pct=None):
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
+    def __init__(self, size, crop_pct=None, reference=False):
+        self.size, self.reference = (size, size) if isinstance(size, int) else tuple(size), reference
         if crop_pct is None:
             crop_pct = 0.875 if max(self.size) <= 224 else 1.0
         if not 0 < crop_pct <= 1:
@@ -125,7 +126,7 @@ class ResizeCenterCrop:
 
     def __call__(self, img, epoch=0, index=0):
         """uint8 [3, H, W] -> uint8 [3, *size]."""
-        img = resize(img, covering_size(img.shape[-2:], self.resized))
+        img = resize(img, covering_size(img.shape[-2:], self.resized), reference=self.reference)
         top, left = (round((side - wanted) / 2) for side, wanted in zip(img.shape[-2:], self.size, strict=True))
         return img[:, top : top + self.size[0], left : left + self.size[1]].contiguous()
 
@@ -138,10 +139,13 @@ def covering_size(size, wanted):
     return columns * height // width, columns
 
 
-def resize(img, size, interpolation="bicubic"):
-    """uint8 [3, H, W] -> uint8 [3, *size], antialiased."""
+def resize(img, size, interpolation="bicubic", reference=False):
+    """uint8 [3, H, W] -> uint8 [3, *size], antialiased: by torch's kernel on bytes, or, as the `reference`, by Pillow's."""
     if tuple(img.shape[-2:]) == tuple(size):
         return img
+    if reference:
+        img = Image.fromarray(img.permute(1, 2, 0).numpy()).resize(size[::-1], Image.Resampling[interpolation.upper()])
+        return torch.from_numpy(np.array(img)).permute(2, 0, 1)
     return F.interpolate(img.unsqueeze(0), size=tuple(size), mode=interpolation, antialias=True).squeeze(0)
 
 

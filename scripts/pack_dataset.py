@@ -1,0 +1,207 @@
+"""Packs millions of small image files into a few indexed shards, which `--data_path` reads in place.
+
+    python scripts/pack_dataset.py IMAGENET IMAGENET_PACKED --workers 16
+    python scripts/pack_dataset.py IMAGENET IMAGENET_PACKED --verify
+    python main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET_PACKED
+
+IMAGENET is a folder as `--data_path` takes it; each of its train/ and val/ (or the folder itself) becomes
+IMAGENET_PACKED/<split>/shard-00000.bin and so on, with an index. The files' own bytes are kept, so training on packed data is
+bit for bit training on the folder. `--quality 90` re-encodes as JPEG at the original size instead: about half of the bytes and
+a faster decode, but other pixels; images are never made smaller.
+
+Stopped? The same command goes on with the shards that are missing. `--verify` reads everything again: the shards' hashes,
+each image's checksum, the counts, and the class list against IMAGENET's.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import sys
+import zlib
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from util import packed
+from util.cli import Parser
+from util.datasets import available_cores
+from util.images import FolderImages, ImageError
+
+
+def plan_shards(sizes, shard_bytes):
+    """Files' sizes -> [(first, end)]: runs of images of about `shard_bytes`."""
+    number = (np.cumsum(sizes) - sizes) // shard_bytes  # by where an image begins
+    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(sizes)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def pack_shard(images, first, end, path, quality, stamp):
+    """Writes images first .. end - 1 to `path`, and beside it what the index will need; -> number of bytes."""
+    digest, offset, entries = hashlib.sha256(), 0, []
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            for i in range(first, end):
+                data = encoded(images, i, quality)
+                file.write(data)
+                digest.update(data)
+                entries.append((offset, len(data), zlib.crc32(data)))
+                offset += len(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    record = {"stamp": stamp, "size": offset, "sha256": digest.hexdigest(), "entries": entries}
+    packed.write_atomically(path.with_suffix(".json"), json.dumps(record).encode())
+    return offset
+
+
+def encoded(images, i, quality):
+    """The file's own bytes, once Pillow has read its header; or, with a quality, a new JPEG of the same size."""
+    data = images.read(i)
+    if quality is None:
+        try:
+            Image.open(io.BytesIO(data)).close()
+        except packed.PILLOW_ERRORS as error:
+            raise ImageError(f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
+        return data
+    buffer = io.BytesIO()
+    Image.fromarray(images.load(i)[0]).save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    return buffer.getvalue()
+
+
+def pack_split(images, folder, args):
+    """Packs `images` into `folder`; what is there already, by the same settings, is left as it is."""
+    sizes = np.array([os.stat(images.path(i)).st_size for i in range(len(images))], np.int64)
+    names = [bytes(name) for name in images.paths]
+    listing = hashlib.sha256(b"\0".join([*names, sizes.tobytes(), images.labels.tobytes()])).hexdigest()
+    facts = {"source": listing, "quality": args.quality, "shard_mb": args.shard_mb}
+    if (folder / packed.INDEX).is_file():
+        content, _ = packed.read_index(folder)
+        if {key: content.get(key) for key in facts} != facts:
+            raise ValueError(f"{str(folder)!r} holds other data, or the same packed otherwise; choose another DESTINATION")
+        print(f"{folder}: {content['num_images']} images in {len(content['shards'])} shards, packed already")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = {}
+    for k, (first, end) in enumerate(plan_shards(sizes, args.shard_mb * 1_000_000)):
+        path = folder / f"shard-{k:05d}.bin"
+        jobs[path] = (first, end, path, args.quality, [facts, first, end])
+    missing = [job for path, job in jobs.items() if not is_packed(path, job[-1])]
+    with ProcessPoolExecutor(args.workers) as pool, tqdm(total=len(images), unit="image", desc=str(folder)) as bar:
+        bar.update(len(images) - sum(end - first for first, end, *_ in missing))
+        futures = {pool.submit(pack_shard, images, *job): job for job in missing}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                bar.update(futures[future][1] - futures[future][0])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # shards that are under way are finished, and kept
+            raise
+    finish(images, folder, jobs, names, facts)
+
+
+def is_packed(path, stamp):
+    """Whether the shard at `path` was written whole, from the same files and by the same settings."""
+    record = path.with_suffix(".json")
+    if not record.is_file() or not path.is_file():
+        return False
+    content = json.loads(record.read_text())
+    return content["stamp"] == stamp and content["size"] == path.stat().st_size
+
+
+def finish(images, folder, jobs, names, facts):
+    """The index of all shards; their own records are no longer needed then."""
+    rows, shards = [], []
+    for k, (path, (first, end, *_)) in enumerate(jobs.items()):
+        record = json.loads(path.with_suffix(".json").read_text())
+        shards.append({"name": path.name, "size": record["size"], "sha256": record["sha256"]})
+        for i, entry in zip(range(first, end), record["entries"], strict=True):
+            rows.append((k, images.labels[i], *entry, names[i]))
+    packed.write_index(folder, packed.records(rows), shards, images.classes, **facts)
+    for path in jobs:
+        path.with_suffix(".json").unlink()
+    total = sum(shard["size"] for shard in shards)
+    print(f"{folder}: {len(rows)} images, {len(images.classes)} classes, {total / 1e9:.2f} GB in {len(shards)} shards")
+
+
+def verify_shard(path, shard, rows):
+    """What is wrong with a shard, as a list of sentences."""
+    digest, problems, position = hashlib.sha256(), [], 0
+    with open(path, "rb") as file:
+        for row in rows:
+            data = file.read(row["length"])
+            digest.update(data)
+            if row["offset"] != position or zlib.crc32(data) != row["crc32"]:
+                problems.append(f"{path}: {os.fsdecode(bytes(row['name']))} is not what was packed")
+            position += int(row["length"])
+        digest.update(file.read())
+    if digest.hexdigest() != shard["sha256"]:
+        problems.append(f"{path}: its SHA-256 is not the recorded one")
+    return problems
+
+
+def verify_split(images, folder, args):
+    """ValueError names what is damaged, or differs from the source."""
+    ours = packed.PackedImages(folder, check_images=0)
+    problems = []
+    if images is not None:
+        pairs = {"images": (len(ours), len(images)), "classes": (ours.classes, images.classes)}
+        pairs["names and labels"] = [
+            [(bytes(name), int(label)) for name, label in zip(paths, labels, strict=True)]
+            for paths, labels in ((ours.records["name"], ours.labels), (images.paths, images.labels))
+        ]
+        problems += [f"{folder}: its {what} are not the source's" for what, (a, b) in pairs.items() if a != b]
+    with ProcessPoolExecutor(args.workers) as pool, tqdm(total=len(ours), unit="image", desc=f"verify {folder}") as bar:
+        futures = {}
+        for k, (path, shard) in enumerate(zip(ours.shards, ours.content["shards"], strict=True)):
+            rows = np.array(ours.records[ours.records["shard"] == k])
+            futures[pool.submit(verify_shard, path, shard, rows)] = len(rows)
+        for future in as_completed(futures):
+            problems += future.result()
+            bar.update(futures[future])
+    if problems:
+        raise ValueError("; ".join(problems[:5]) + (f"; {len(problems) - 5} more" if len(problems) > 5 else ""))
+    print(f"{folder}: {len(ours)} images of {len(ours.classes)} classes are what was packed")
+
+
+def find_splits(source):
+    """{split: folder below DESTINATION} of a source: train/ and val/ where they are, else the folder itself."""
+    splits = [split for split in ("train", "val") if (Path(source) / split).is_dir()]
+    return {split: split for split in splits} or {"train": "."}
+
+
+def main(argv=None):
+    parser = Parser("pack_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = parser.add_argument
+    flag("source", help="class folders, or train/ and val/ of them")
+    flag("destination", help="the packed data's folder")
+    flag("--shard_mb", type=int, default=1000, help="megabytes a shard, before any re-encoding")
+    flag("--quality", type=int, help="re-encode as JPEG of this quality (default: keep the files' bytes)")
+    flag("--workers", type=int, default=available_cores())
+    flag(
+        "--verify", action=argparse.BooleanOptionalAction, default=False, help="check what is packed, against its hashes and SOURCE"
+    )
+    args = parser.parse_args(argv)
+    if min(args.shard_mb, args.workers) < 1:
+        parser.error(f"--shard_mb and --workers must be at least 1, got {args.shard_mb} and {args.workers}")
+    if args.quality is not None and not 1 <= args.quality <= 100:
+        parser.error(f"--quality must be from 1 to 100, got {args.quality}")
+    try:
+        for split, below in find_splits(args.source).items():
+            images, folder = FolderImages(args.source, split), Path(args.destination) / below
+            (verify_split if args.verify else pack_split)(images, folder, args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+import json
+import shutil
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from scripts import pack_dataset
+from tests.test_main_pretrain import assert_same_state, run
+from util import packed
+from util.datasets import open_images
+from util.images import FolderImages, ImageError
+
+
+def pack(*arguments):
+    pack_dataset.main([*map(str, arguments), "--workers", "1"])
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Shards of about 3 kB, so that the photos need several."""
+    monkeypatch.setattr(pack_dataset, "plan_shards", lambda sizes, _, plan=pack_dataset.plan_shards: plan(sizes, 3000))
+
+
+def test_packed_images_are_the_folder_s_in_its_order(photos, tmp_path, small_shards, capsys):
+    pack(photos, tmp_path / "packed")
+    folder, ours = FolderImages(photos), open_images("folder", tmp_path / "packed", labelled=True)
+    assert len(ours.content["shards"]) > 2 and ours.classes == folder.classes and len(ours) == len(folder)
+    for i in range(len(folder)):
+        (img, label), (other, same) = folder.load(i), ours.load(i)
+        assert np.array_equal(img, other) and label == same and ours.read(i) == folder.read(i)
+    assert "24 images, 2 classes, 0.00 GB in" in capsys.readouterr().out
+    assert sorted(p.suffix for p in (tmp_path / "packed" / "train").iterdir() if p.suffix != ".bin") == [".json", ".npy"]
+    pack(photos, tmp_path / "packed")
+    assert "packed already" in capsys.readouterr().out
+    pack(photos, tmp_path / "packed", "--verify")
+    assert "24 images of 2 classes are what was packed" in capsys.readouterr().out
+
+
+def test_training_on_packed_data_is_training_on_the_folder(photos, tmp_path, small_shards):
+    """And it resumes in mid-epoch, with other workers."""
+    pack(photos, tmp_path / "packed")
+    expected = run(photos, tmp_path / "folder")
+    run(tmp_path / "packed", tmp_path / "run", "--max_steps", 4, "--num_workers", 2)
+    assert_same_state(run(tmp_path / "packed", tmp_path / "run", "--num_workers", 1), expected)
+
+
+def test_packing_goes_on_where_it_was_stopped(photos, tmp_path, small_shards, monkeypatch):
+    written, exact = [], pack_dataset.pack_shard
+
+    class Inline:  # a pool in this process
+        def __init__(self, _):
+            pass
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda *_: None  # noqa: E731
+
+        def submit(self, function, *args):
+            future = Future()
+            try:
+                future.set_result(function(*args))
+            except ImageError as error:
+                future.set_exception(error)
+            return future
+
+        def shutdown(self, **_):
+            pass
+
+    def stop_at_third(*args):
+        if len(written) == 2:
+            raise ImageError("stopped")
+        written.append(args[3])
+        return exact(*args)
+
+    monkeypatch.setattr(pack_dataset, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(pack_dataset, "pack_shard", stop_at_third)
+    with pytest.raises(SystemExit):
+        pack(photos, tmp_path / "packed")
+    first = list(written)
+    assert len(first) == 2 and all(path.exists() for path in first)
+    with pytest.raises(ValueError, match=r"is not a folder|holds no image|no valid file"):
+        open_images("folder", tmp_path / "packed")
+    monkeypatch.setattr(pack_dataset, "pack_shard", lambda *args: written.append(args[3]) or exact(*args))
+    pack(photos, tmp_path / "packed")
+    assert not set(first) & set(written[2:]) and len(open_images("folder", tmp_path / "packed")) == 24
+
+
+def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
+    pack(photos, tmp_path / "packed", "--quality", "90")
+    folder, ours = FolderImages(photos), open_images("folder", tmp_path / "packed")
+    for i in range(len(folder)):
+        img, other = folder.load(i)[0].astype(float), ours.load(i)[0].astype(float)
+        assert img.shape == other.shape and 0 < np.abs(img - other).mean() < 6
+    with pytest.raises(SystemExit):
+        pack(photos, tmp_path / "packed")
+    assert "holds other data, or the same packed otherwise" in capsys.readouterr().err
+
+
+def damaged(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "short":
+        del data[-5:]
+    else:
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "message"),
+    [
+        ("shard-00001.bin", "short", r"shard-00001\.bin' has \d+ bytes; \d+ bytes were indexed"),
+        ("shard-00001.bin", "gone", r"shard-00001\.bin' is missing"),
+        ("index.npy", "flip", r"index\.npy' is missing or not what index\.json describes"),
+        ("index.json", "short", r"index\.json' is no index of packed images"),
+    ],
+)
+def test_damage_is_named_when_the_data_is_opened(photos, tmp_path, small_shards, name, how, message):
+    pack(photos, tmp_path / "packed")
+    path = tmp_path / "packed" / "train" / name
+    path.unlink() if how == "gone" else damaged(path, how)
+    with pytest.raises(ValueError, match=message):
+        open_images("folder", tmp_path / "packed")
+
+
+def test_verify_finds_one_flipped_bit_and_another_source(photos, tmp_path, small_shards, capsys):
+    pack(photos, tmp_path / "packed")
+    damaged(tmp_path / "packed" / "train" / "shard-00002.bin", "flip")
+    with pytest.raises(SystemExit):
+        pack(photos, tmp_path / "packed", "--verify")
+    error = capsys.readouterr().err
+    assert "is not what was packed" in error and "shard-00002.bin: its SHA-256 is not the recorded one" in error
+    other = tmp_path / "other"
+    shutil.copytree(photos, other)
+    next((other / "train" / "cat").iterdir()).unlink()
+    with pytest.raises(SystemExit):
+        pack(other, tmp_path / "packed", "--verify")
+    assert "its images are not the source's" in capsys.readouterr().err
+
+
+def test_a_broken_file_stops_the_packing_with_its_name(photos, tmp_path, capsys):
+    shutil.copytree(photos, tmp_path / "photos")
+    images = FolderImages(tmp_path / "photos")
+    broken = images.path(5)
+    with open(broken, "wb") as file:
+        file.write(b"hello")
+    with pytest.raises(SystemExit):
+        pack(tmp_path / "photos", tmp_path / "packed")
+    assert "is not a readable image" in capsys.readouterr().err
+
+
+def test_shards_are_cut_by_size_and_hold_whole_images():
+    sizes = np.array([40, 70, 10, 200, 5, 5])
+    assert pack_dataset.plan_shards(sizes, 100) == [(0, 2), (2, 4), (4, 6)]
+    for shard_bytes in (1, 50, 100, 10_000):
+        shards = pack_dataset.plan_shards(sizes, shard_bytes)
+        assert [i for first, end in shards for i in range(first, end)] == list(range(6))
+        assert all(end > first for first, end in shards)
+    assert pack_dataset.plan_shards(sizes, 10_000) == [(0, 6)]
+
+
+def test_many_shards_need_few_descriptors(photos, tmp_path, small_shards, monkeypatch):
+    monkeypatch.setattr(packed, "_OPEN_SHARDS", 2)
+    pack(photos, tmp_path / "packed")
+    images = open_images("folder", tmp_path / "packed")
+    for i in (0, 23, 5, 17, 0):
+        assert images.load(i)[0].shape[2] == 3
+        assert len(images._files) <= 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--shard_mb", "0"], "must be at least 1, got 0"),
+        (["--quality", "101"], "--quality must be from 1 to 100, got 101"),
+        (["--verify"], "is no index of packed images"),
+    ],
+)
+def test_errors(photos, tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        pack(photos, tmp_path / "packed", *flags)
+    assert message in capsys.readouterr().err
+
+
+def test_the_record_of_an_image_is_small_and_typed():
+    rows = packed.records([(0, 1, 2, 3, 4, b"a/b.jpg"), (1, 0, 5, 6, 7, b"c.jpg")])
+    assert rows["name"].tolist() == [b"a/b.jpg", b"c.jpg"] and rows["offset"].dtype == np.int64 and rows.itemsize == 35
+    assert json.dumps(rows["label"].tolist()) == "[1, 0]"

@@ -1,0 +1,160 @@
+import io
+import os
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import write_photo
+from util import tars
+from util.datasets import open_images
+from util.tars import find_tars, index_tars, open_tars
+
+
+def photo(seed):
+    path = io.BytesIO()
+    path.name = "a.jpg"
+    write_photo(path, size=(20, 24), seed=seed)
+    return path.getvalue()
+
+
+def add(tar, name, data=b"", **fields):
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def write(path, members):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for member in members:
+            add(tar, *member)
+    return path
+
+
+def webdataset(path, labels, first=0):
+    members = []
+    for i, label in enumerate(labels, start=first):
+        members += [(f"{i:04d}.cls", str(label).encode()), (f"{i:04d}.jpg", photo(i)), (f"{i:04d}.json", b"{}")]
+    return write(path, members)
+
+
+def test_webdataset_shards(tmp_path):
+    webdataset(tmp_path / "imagenet-train-0000.tar", [2, 0])
+    webdataset(tmp_path / "imagenet-train-0001.tar", [1], first=2)
+    webdataset(tmp_path / "imagenet-validation-00.tar", [2, 2], first=3)
+    images = open_images("folder", tmp_path, "train", labelled=True)
+    assert len(images) == 3 and images.classes == ["0", "1", "2"] and images.labels.tolist() == [2, 0, 1]
+    expected = pixels(photo(2))
+    assert np.array_equal(images.load(2)[0], expected) and images.load(2)[1] == 1
+    assert images.path(2).endswith("imagenet-train-0001.tar: 0002.jpg")
+    assert len(open_images("folder", tmp_path, "val", labelled=True)) == 2
+
+
+def pixels(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def test_folders_inside_and_wordnet_ids_are_classes(tmp_path):
+    write(tmp_path / "a" / "one.tar", [("x/cat/1.jpg", photo(1)), ("x/dog/2.JPEG", photo(2)), ("._3.jpg", b"macOS")])
+    images = open_tars([tmp_path / "a" / "one.tar"])
+    assert images.classes == ["cat", "dog"] and images.labels.tolist() == [0, 1]
+    for name, seed in (("n00000002", 1), ("n00000001", 2)):
+        write(tmp_path / "b" / "train" / f"{name}.tar", [(f"{name}_{seed}.JPEG", photo(seed))])
+    images = open_images("folder", tmp_path / "b", "train", labelled=True)
+    assert images.classes == ["n00000001", "n00000002"] and images.labels.tolist() == [0, 1]
+    assert np.array_equal(images.load(0)[0], pixels(photo(2)))
+
+
+def test_imagenet_s_tar_of_tars(tmp_path):
+    names, inner = ("n00000001", "n00000002"), []
+    for k, name in enumerate(names):
+        path = write(tmp_path / f"{name}.part", [(f"{name}_1.JPEG", photo(k))])
+        inner.append((f"{name}.tar", path.read_bytes()))
+    outer = write(tmp_path / "data" / "ILSVRC2012_img_train.tar", inner)
+    images = open_images("folder", outer, "train")
+    assert images.classes == list(names)
+    for k in range(2):
+        assert np.array_equal(images.load(k)[0], pixels(photo(k)))
+
+
+def test_unlabelled_images_pre_train_and_do_not_fine_tune(tmp_path):
+    write(tmp_path / "train" / "0.tar", [("1.jpg", photo(1))])
+    assert open_images("folder", tmp_path).classes == [] and open_images("folder", tmp_path).load(0)[1] == 0
+    with pytest.raises(ValueError, match="have no labels"):
+        open_images("folder", tmp_path, labelled=True)
+
+
+def test_the_index_is_made_once_and_again_when_a_tar_has_changed(tmp_path, capsys, monkeypatch):
+    path = webdataset(tmp_path / "train-0.tar", [0, 1])
+    for expected in (1, 0, 0):
+        open_images("folder", tmp_path)
+        assert capsys.readouterr().out.count("indexing 1 tars") == expected
+    webdataset(path, [0, 1, 2])
+    assert len(open_images("folder", tmp_path)) == 3 and "indexing" in capsys.readouterr().out
+    (tmp_path / ".prmim").rename(tmp_path / "gone")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / ".prmim").write_text("in the way, as a read-only folder would be")
+    for expected in (1, 0):
+        assert len(open_images("folder", tmp_path)) == 3
+        assert capsys.readouterr().out.count("indexing") == expected
+
+
+def test_hostile_names_links_and_devices_are_left_out_and_nothing_is_written(tmp_path, capsys):
+    path = tmp_path / "data" / "train.tar"
+    path.parent.mkdir()
+    with tarfile.open(path, "w") as tar:
+        add(tar, "good/1.jpg", photo(1))
+        add(tar, "../../escape.jpg", photo(2))
+        add(tar, "/etc/absolute.jpg", photo(3))
+        add(tar, "good/link.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add(tar, "good/hard.jpg", type=tarfile.LNKTYPE, linkname="good/1.jpg")
+        add(tar, "good/device.jpg", type=tarfile.CHRTYPE)
+    images = open_images("folder", path.parent)
+    assert len(images) == 1 and images.path(0).endswith("good/1.jpg")
+    assert "5 members that are links, devices or lead out of their tars are left out" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == ["data"] and sorted(os.listdir(path.parent)) == [".prmim", "train.tar"]
+
+
+def test_damage_is_named(tmp_path):
+    path = webdataset(tmp_path / "train.tar", [0, 1, 2])
+    whole = path.read_bytes()
+    for damaged, message in (
+        (whole[:3000], "no end mark: it was cut short"),
+        (b"\x1f\x8b" + whole[2:], "cannot be read as a tar"),
+        (b"", "cannot be read as a tar"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            index_tars([path])
+    write(path, [("1.cls", b"cat"), ("1.jpg", photo(1))])
+    with pytest.raises(ValueError, match="holds b'cat', which is not the number of a class"):
+        index_tars([path])
+    write(path, [("1.cls", b"3"), ("1.jpg", photo(1)), ("2.jpg", photo(2))])
+    with pytest.raises(ValueError, match="not labelled alike"):
+        index_tars([path])
+    write(path, [("notes.txt", b"hello")])
+    with pytest.raises(ValueError, match="hold no image; extensions .jpg"):
+        index_tars([path])
+
+
+def test_a_tar_cut_short_after_it_was_indexed_is_named(tmp_path):
+    path = webdataset(tmp_path / "train.tar", [0, 1])
+    images = open_tars([path])
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="has become shorter: it ends before .*0001.jpg"):
+        images.load(1)
+
+
+def test_splits_by_folder_and_by_name(tmp_path):
+    for name in ("a-train-0.tar", "a-val-0.tar", "b-train-1.tar"):
+        webdataset(tmp_path / name, [0])
+    assert [p.name for p in find_tars(tmp_path, "train")] == ["a-train-0.tar", "b-train-1.tar"]
+    assert [p.name for p in find_tars(tmp_path, "val", labelled=True)] == ["a-val-0.tar"]
+    one = webdataset(tmp_path / "other" / "shard.tar", [0])
+    assert find_tars(one.parent, "train") == find_tars(one.parent, "val") == [one] == find_tars(one, "train")
+    assert find_tars(one.parent, "val", labelled=True) == []  # or it would be evaluated on what it was trained on
+    assert tars._class_of("n01440764") == "n01440764" and tars._class_of("shard-0001") is None
