@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from timm.layers import DropPath
@@ -12,10 +14,13 @@ from util.transforms import Normalize
 
 class SilentLog:
     def __init__(self):
-        self.reports = []
+        self.reports, self.lines = [], []
 
     def advance(self):
         pass
+
+    def info(self, line):
+        self.lines.append(line)
 
     def report(self, step, scalars, line, postfix):
         self.reports.append({"step": step, **scalars})
@@ -225,6 +230,23 @@ def test_a_step_never_waits_for_the_gpu(name):
         engine.train_step(batches, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("seconds", "hint", "said"), [(0.02, "buy a disk", 1), (0.02, "", 0), (0.0, "buy a disk", 0)])
+def test_waiting_for_data_is_said_once_and_not_of_the_first_report(seconds, hint, said):
+    engine = an_engine()
+    engine.data_hint = hint
+
+    def slow():
+        for batch in stream(8):
+            time.sleep(seconds)
+            yield batch
+
+    engine.train_one_epoch(0, range(2), slow(), lambda step: None)
+    assert engine.log.lines == [] and len(engine.log.reports) == 1
+    engine.train_one_epoch(0, range(2, 8), slow(), lambda step: None)
+    assert len(engine.log.lines) == said
+    assert all("of the time goes into waiting for data: buy a disk" in line for line in engine.log.lines)
 
 
 def test_meter_survives_a_checkpoint():

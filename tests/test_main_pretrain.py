@@ -1,5 +1,7 @@
+import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_pretrain
 import models_greenmim_pr
+from scripts import pack_dataset
 from util import train_run
 from util.checkpoint import newest_checkpoint, read_checkpoint
 
@@ -123,6 +126,39 @@ def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(
     assert "--teacher belongs to TEC, but --model is mae_vit_mini_patch4" in fails(capsys, photos, out, "--teacher", teacher)
     assert "att_topk must be from 1 to 64" in fails(capsys, photos, out, *tec, "--teacher", teacher, "--att_topk", 65)
     assert not (out / "settings.json").exists()
+
+
+def test_the_same_batches_by_any_number_of_workers_from_a_folder_or_packed(photos, tmp_path):
+    pack_dataset.main([str(photos), str(tmp_path / "packed"), "--workers", "1", "--shard_mb", "1"])
+    first = run(photos, tmp_path / "0", "--max_steps", 2)
+    for workers, data in ((1, photos), (4, photos), (0, tmp_path / "packed"), (4, tmp_path / "packed")):
+        assert_same_state(run(data, tmp_path / f"{workers}-{data.name}", "--max_steps", 2, "--num_workers", workers), first)
+
+
+def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
+    fast, reference = (run(photos, tmp_path / name, "--max_steps", 1, "--loader", name) for name in ("fast", "reference"))
+    losses = [reports(tmp_path / name)[0]["loss"] for name in ("fast", "reference")]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert fast["meta"]["settings"]["loader"] == "fast" and reference["meta"]["settings"]["loader"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (dict(num_workers=0), ""),
+        (dict(num_workers=1), "raise --num_workers, 1 now, to this process's 8 cores"),
+        (dict(num_workers=7, loader="reference"), "--loader reference is half as fast"),
+        (dict(num_workers=7), "simplejpeg|pack_dataset.py"),
+    ],
+)
+def test_what_would_help_a_run_that_waits_for_its_data(flags, hint, monkeypatch):
+    monkeypatch.setattr(train_run, "available_cores", lambda: 16)
+    args = argparse.Namespace(**{"loader": "fast", **flags})
+    process = argparse.Namespace(device=torch.device("cpu"), local_world_size=2)
+    found = train_run.data_hint(args, process)
+    assert re.search(hint, found) if hint else found == ""
+    process.device = torch.device("cuda")
+    assert flags["num_workers"] or "no worker loads ahead" in train_run.data_hint(args, process)
 
 
 def test_loss_falls(photos, tmp_path):

@@ -28,4 +28,5 @@ def decode(data, reference=False):
         except ValueError:  # a damaged file: Pillow says how, or reads it after all
             pass
     with Image.open(io.BytesIO(data)) as img:
-        return np.array(img.convert("RGB"))
+        img.load()
+        return np.array(img if img.mode == "RGB" else img.convert("RGB"))  # convert copies what it need not

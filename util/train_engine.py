@@ -19,6 +19,7 @@ from util.distributed import all_reduce_sum, rank_and_world_size
 from util.logging import RunLog, duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+STARVED = 0.1  # a larger share of the time spent waiting for data is worth a word
 MAX_BAD_STEPS = 20  # so many non-finite steps in a row, as seen at a report, end the run
 
 
@@ -119,7 +120,7 @@ class TrainEngine:
 
     `learning_rate(step, lr_scale)` -> float, for parameter groups of that `lr_scale` (1 where they have none); `normalize`
     turns uint8 batches into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`;
-    `clip_grad` bounds the norm of the whole gradient.
+    `clip_grad` bounds the norm of the whole gradient; `data_hint` says what would help where the data is too slow.
     """
 
     model: torch.nn.Module
@@ -136,11 +137,12 @@ class TrainEngine:
     print_freq: int = 20
     clip_grad: float | None = None
     seed: int = 0
+    data_hint: str = ""
 
     def __post_init__(self):
         self.device = self.normalize.mean.device
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.meter, self.clock = Meter(self.device), Clock()
+        self.meter, self.clock, self.reports = Meter(self.device), Clock(), 0
 
     def losses_of(self, batch, step, micro):
         """The scalar losses, by name, of a micro-batch; called inside autocast."""
@@ -223,6 +225,11 @@ class TrainEngine:
         values += f", {skipped} steps skipped" if skipped else ""
         line = f"epoch {epoch}, step {step}/{self.last_step}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
         self.log.report(step, scalars, line, values)
+        self.reports += 1
+        # The first report has the workers' start in it; one word is enough.
+        if self.reports > 1 and self.data_hint and scalars["data_share"] > STARVED:
+            self.log.info(f"warning: {scalars['data_share']:.0%} of the time goes into waiting for data: {self.data_hint}")
+            self.data_hint = ""
 
 
 def _total(means):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from util import checkpoint, distributed
+from util import checkpoint, decode, distributed
 from util.datasets import (
     DATASETS,
     DOWNLOADED,
@@ -99,6 +99,19 @@ def resolve(args, process, default_batch_size=64):
 def resolve_workers(args, process):
     if args.num_workers is None:
         args.num_workers = min(16, max(1, available_cores() // process.local_world_size - 1))  # one core is the trainer's
+
+
+def data_hint(args, process):
+    """What would most likely help a run that waits for its data; nothing is said of a CPU that is its own loader."""
+    cores = max(1, available_cores() // process.local_world_size)
+    if args.num_workers == 0:
+        return "" if process.device.type == "cpu" else "no worker loads ahead; set --num_workers"
+    hints = [f"raise --num_workers, {args.num_workers} now, to this process's {cores} cores"] * (args.num_workers < cores - 1)
+    hints += ["pip install simplejpeg, which decodes JPEGs faster"] * (decode.simplejpeg is None and args.loader == "fast")
+    hints += ["--loader reference is half as fast as the default"] * (args.loader == "reference")
+    return (
+        "; ".join(hints) or "more cores a GPU; and scripts/pack_dataset.py, if files are many and the disk is slow, or --quality 90"
+    )
 
 
 def check_least(args, least, names):
@@ -220,6 +233,7 @@ class TrainRun:
             print_freq=args.print_freq,
             clip_grad=args.clip_grad,
             seed=args.seed,
+            data_hint=data_hint(args, process),
             **options,
         )
         if content:

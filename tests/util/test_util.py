@@ -84,7 +84,9 @@ def test_crops_are_pil_s_to_a_twentieth_of_a_level():
         expected = TF.resized_crop(pil, top, left, h, w, (64, 64), InterpolationMode.BICUBIC)
         ours = resize(img[:, top : top + h, left : left + w], (64, 64))
         errors.append(np.abs(ours.permute(1, 2, 0).numpy().astype(float) - np.asarray(expected)).mean())
-    assert np.mean(errors) < 0.05
+        exact = resize(img[:, top : top + h, left : left + w], (64, 64), reference=True)
+        assert np.array_equal(exact.permute(1, 2, 0).numpy(), np.asarray(expected))
+    assert 0 < np.mean(errors) < 0.05
 
 
 def test_augmentation_is_a_function_of_the_address():
@@ -139,8 +141,11 @@ def test_evaluation_view_is_torchvision_s(size, target, crop_pct):
     pct = crop_pct or (224 / 256 if target <= 224 else 1.0)
     resized = TF.resize(img, int(target / pct), InterpolationMode.BICUBIC)
     expected = np.asarray(TF.center_crop(resized, [target, target]), dtype=float)
-    ours = ResizeCenterCrop(target, crop_pct)(torch.from_numpy(np.asarray(img).copy()).permute(2, 0, 1))
+    pixels = torch.from_numpy(np.asarray(img).copy()).permute(2, 0, 1)
+    ours = ResizeCenterCrop(target, crop_pct)(pixels)
     assert np.abs(ours.permute(1, 2, 0).numpy() - expected).mean() < 0.05
+    exact = ResizeCenterCrop(target, crop_pct, reference=True)(pixels)
+    assert np.array_equal(exact.permute(1, 2, 0).numpy(), expected)
 
 
 def test_crop_pct_1_leaves_an_image_of_the_right_size_alone():
