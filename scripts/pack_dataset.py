@@ -20,7 +20,7 @@ import json
 import os
 import sys
 import zlib
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,8 @@ from util.cli import Parser
 from util.datasets import available_cores
 from util.images import FolderImages, ImageError
 
+_worker = {}  # a worker's images: a million paths travel once a worker, and not with every shard
+
 
 def plan_shards(sizes, shard_bytes):
     """Files' sizes -> [(first, end)]: runs of images of about `shard_bytes`."""
@@ -42,8 +44,9 @@ def plan_shards(sizes, shard_bytes):
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def pack_shard(images, first, end, path, quality, stamp):
-    """Writes images first .. end - 1 to `path`, and beside it what the index will need; -> number of bytes."""
+def pack_shard(first, end, path, quality, stamp):
+    """Writes images first .. end - 1 to `path`, and beside it what the index will need."""
+    images = _worker["images"]
     digest, offset, entries = hashlib.sha256(), 0, []
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
@@ -61,7 +64,6 @@ def pack_shard(images, first, end, path, quality, stamp):
         temporary.unlink(missing_ok=True)
     record = {"stamp": stamp, "size": offset, "sha256": digest.hexdigest(), "entries": entries}
     packed.write_atomically(path.with_suffix(".json"), json.dumps(record).encode())
-    return offset
 
 
 def encoded(images, i, quality):
@@ -80,7 +82,8 @@ def encoded(images, i, quality):
 
 def pack_split(images, folder, args):
     """Packs `images` into `folder`; what is there already, by the same settings, is left as it is."""
-    sizes = np.array([os.stat(images.path(i)).st_size for i in range(len(images))], np.int64)
+    with ThreadPoolExecutor(32) as pool:  # a network disk answers many at once
+        sizes = np.array([*pool.map(lambda i: os.stat(images.path(i)).st_size, range(len(images)))], np.int64)
     names = [bytes(name) for name in images.paths]
     listing = hashlib.sha256(b"\0".join([*names, sizes.tobytes(), images.labels.tobytes()])).hexdigest()
     facts = {"source": listing, "quality": args.quality, "shard_mb": args.shard_mb}
@@ -96,9 +99,10 @@ def pack_split(images, folder, args):
         path = folder / f"shard-{k:05d}.bin"
         jobs[path] = (first, end, path, args.quality, [facts, first, end])
     missing = [job for path, job in jobs.items() if not is_packed(path, job[-1])]
-    with ProcessPoolExecutor(args.workers) as pool, tqdm(total=len(images), unit="image", desc=str(folder)) as bar:
+    pool = ProcessPoolExecutor(args.workers, initializer=_worker.update, initargs=({"images": images},))
+    with pool, tqdm(total=len(images), unit="image", desc=str(folder)) as bar:
         bar.update(len(images) - sum(end - first for first, end, *_ in missing))
-        futures = {pool.submit(pack_shard, images, *job): job for job in missing}
+        futures = {pool.submit(pack_shard, *job): job for job in missing}
         try:
             for future in as_completed(futures):
                 future.result()

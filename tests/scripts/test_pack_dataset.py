@@ -49,8 +49,8 @@ def test_packing_goes_on_where_it_was_stopped(photos, tmp_path, small_shards, mo
     written, exact = [], pack_dataset.pack_shard
 
     class Inline:  # a pool in this process
-        def __init__(self, _):
-            pass
+        def __init__(self, _, initializer, initargs):
+            initializer(*initargs)
 
         __enter__ = lambda self: self  # noqa: E731
         __exit__ = lambda *_: None  # noqa: E731
@@ -69,7 +69,7 @@ def test_packing_goes_on_where_it_was_stopped(photos, tmp_path, small_shards, mo
     def stop_at_third(*args):
         if len(written) == 2:
             raise ImageError("stopped")
-        written.append(args[3])
+        written.append(args[2])
         return exact(*args)
 
     monkeypatch.setattr(pack_dataset, "ProcessPoolExecutor", Inline)
@@ -80,7 +80,7 @@ def test_packing_goes_on_where_it_was_stopped(photos, tmp_path, small_shards, mo
     assert len(first) == 2 and all(path.exists() for path in first)
     with pytest.raises(ValueError, match=r"is not a folder|holds no image|no valid file"):
         open_images("folder", tmp_path / "packed")
-    monkeypatch.setattr(pack_dataset, "pack_shard", lambda *args: written.append(args[3]) or exact(*args))
+    monkeypatch.setattr(pack_dataset, "pack_shard", lambda *args: written.append(args[2]) or exact(*args))
     pack(photos, tmp_path / "packed")
     assert not set(first) & set(written[2:]) and len(open_images("folder", tmp_path / "packed")) == 24
 
