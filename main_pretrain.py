@@ -124,7 +124,8 @@ class PretrainRun(TrainRun):
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
         self.collator = model.collator(args.sampling, args.seed)
         self.transform = make_augmentation(args)
-        if any(isinstance(module, DropPath) for module in model.modules()):  # it draws by micro-batch and process
+        # Drop path draws by micro-batch and process; a shared visible set is that of a micro-batch's first image.
+        if model.shared_visible or any(isinstance(module, DropPath) for module in model.modules()):
             self.machine_flags = self.machine_flags - {"batch_size", "accum_iter"}
         groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=tuple(args.betas), fused=True)

@@ -97,6 +97,9 @@ def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, c
     assert set(counts) == {3 + 2}  # model, images, order; stage 1, shifted or not
     run(photos, tmp_path / "parts", *flags, "--max_steps", 4, "--num_workers", 1)
     assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    capsys.readouterr()
+    run(photos, tmp_path / "parts", *flags, "--batch_size", 4, "--accum_iter", 2)  # other images share their visible units
+    assert "warning: --batch_size was 8 and now is 4" in capsys.readouterr().out
     assert "--decoder_order belongs to GreenMIM" in fails(capsys, photos, tmp_path / "o", "--decoder_order", "true")
 
 
