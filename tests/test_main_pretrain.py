@@ -1,8 +1,11 @@
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_pretrain
 import models_greenmim_pr
 from scripts import pack_dataset
-from util import train_run
+from util import train_engine, train_run
 from util.checkpoint import newest_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,6 +183,59 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, stop
     keys = ("step", "loss", "epoch_loss", "grad_norm", "lr")
     whole, parts = ([{k: r.get(k) for k in keys} for r in reports(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == whole and [r["step"] for r in whole] == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
+    """Sent in the midst of the second step, to the trainer and its worker: saved after it, and resumed bit for bit."""
+    expected = run(photos, tmp_path / "whole")
+    number, steps, exact = getattr(signal, name), [], train_engine.TrainEngine.train_step
+
+    def interrupted(engine, batches, step):
+        if step == 1:
+            os.kill(os.getpid(), number)
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, number)
+        steps.append(step)
+        exact(engine, batches, step)
+
+    monkeypatch.setattr(train_engine.TrainEngine, "train_step", interrupted)
+    content = run(photos, tmp_path / "parts", "--num_workers", 1)
+    assert steps == [0, 1] and content["meta"]["step"] == 2
+    assert f"stopped by {name} after step 2 of 6; the same command goes on from there" in capsys.readouterr().out
+    monkeypatch.setattr(train_engine.TrainEngine, "train_step", exact)
+    assert_same_state(run(photos, tmp_path / "parts"), expected)
+    assert [r["step"] for r in reports(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
+    """Through torchrun, one signal to a rank: no rank waits for the other, and the run ends as the undisturbed one."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    flags = command(photos, tmp_path / "run", "--batch_size", "4", "--epochs", "40")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*launch, "main_pretrain.py", *flags], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "step 3/" in line:
+            os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 0 and "the same command goes on from there" in rest
+    stopped = int(re.search(r"after step (\d+) of 120", rest)[1])
+    assert 3 <= stopped < 120 and newest_checkpoint(tmp_path / "run")[0].name == f"checkpoint-{stopped}.pth"
+    assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, stopped + 1))
+
+
+def children_of(pid):
+    """Process ids, ascending, by Linux's /proc."""
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if os.access(path, os.R_OK)]
+    fields = [(int(text.split()[0]), int(text.rpartition(")")[2].split()[1])) for text in stats]
+    return sorted(child for child, parent in fields if parent == pid)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_a_lost_step_is_logged_once(photos, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from util import packed
 from util.addressed import SHUFFLE, addressed_uniform
 from util.images import CifarImages, FolderImages, INaturalistImages
+from util.signals import ignore_in_worker
 from util.tars import find_tars, open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
@@ -123,6 +124,7 @@ def batches(dataset, sampler, collator, num_workers, pin_memory):
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=4 if num_workers else None,
+        worker_init_fn=ignore_in_worker,
     )
     return iter(loader)
 

@@ -159,11 +159,11 @@ class TrainEngine:
         np.random.seed(seed)
         torch.manual_seed(seed)
 
-    def train_one_epoch(self, epoch, steps, batches, after_step):
-        """Runs the optimizer steps `steps`, a range of global step numbers.
+    def train_one_epoch(self, epoch, steps, batches, after_step, stop=lambda: False):
+        """Runs the optimizer steps `steps`, a range of global step numbers; -> whether `stop` ended it.
 
         batches: iterator of the collator's batches, `accum_iter` of them a step, standing at `steps.start`.
-        after_step(number of steps done) is called after each step; it may save.
+        after_step(number of steps done) is called after each step; it may save. stop() is asked then.
         """
         self.model.train()
         self.clock = Clock()
@@ -174,6 +174,9 @@ class TrainEngine:
             if (step + 1) % self.print_freq == 0 or epoch_ends:
                 self.report(epoch, step + 1, epoch_ends)
             after_step(step + 1)
+            if stop():
+                return True
+        return False
 
     def train_step(self, batches, step):
         """The optimizer step number `step`, over `accum_iter` micro-batches."""

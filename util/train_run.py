@@ -26,6 +26,7 @@ from util.datasets import (
 from util.images import ImageError
 from util.logging import RunLog
 from util.lr_sched import SCHEDULES, Schedule
+from util.signals import StopSignal
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
@@ -211,7 +212,7 @@ class TrainRun:
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
         content = self.restore(self.resume_path) if self.resume_path else None
-        self.start_step = content["meta"]["step"] if content else 0
+        self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
         model = self.model
         if args.compile:
@@ -327,12 +328,26 @@ class TrainRun:
             args.num_workers,
             pin_memory=self.process.device.type == "cuda",
         )
+        stop, stopped = StopSignal(), False
         for epoch in range(self.start_step // self.steps_per_epoch, args.epochs):
             end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
             steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
-            if steps:
-                self.engine.train_one_epoch(epoch, steps, stream, self.after_step)
-        self.finish()
+            if steps and not stopped:
+                stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
+        stop.close()
+        if stopped and self.step < self.last_step:
+            self.interrupt(stop.name)
+        else:
+            self.finish()
+
+    def interrupt(self, signal_name):
+        """A signal has stopped the run before its end: saves, so that no step is lost, and ends."""
+        if self.saved_step != self.step:
+            self.save(self.step)
+        what = signal_name or "a signal to another process"
+        self.log.info(f"stopped by {what} after step {self.step} of {self.last_step}; the same command goes on from there")
+        self.log.close()
+        distributed.shut_down()
 
     def finish(self):
         self.log.info(self.summary())
@@ -349,6 +364,7 @@ class TrainRun:
 
     def after_step(self, step):
         """Saves when it is time; `step` optimizer steps are done."""
+        self.step = step
         if (
             step == self.last_step
             or step % self.steps_per_epoch == 0
@@ -357,6 +373,7 @@ class TrainRun:
             self.save(step)
 
     def save(self, step):
+        self.saved_step = step
         meter = self.engine.meter.state_dict()  # of all processes
         if not self.process.is_main:
             return

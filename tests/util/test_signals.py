@@ -1,0 +1,59 @@
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.two_processes import run_in_two_processes
+from util import signals
+from util.signals import SIGNALS, StopSignal
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_the_old_handlers_come_back(number):
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    stop = StopSignal()
+    assert not stop.agreed()
+    os.kill(os.getpid(), number)
+    assert stop.agreed() and stop.name == signal.Signals(number).name
+    os.kill(os.getpid(), number)  # SLURM's second one
+    assert stop.agreed()
+    stop.close()
+    assert {n: signal.getsignal(n) for n in SIGNALS} == before
+
+
+def test_a_late_second_signal_means_what_it_meant(monkeypatch):
+    """Here an exception, which stands for the default action."""
+    taken = []
+    monkeypatch.setattr(signals.os, "kill", lambda pid, number: taken.append((pid, number)))
+    stop = StopSignal()
+    try:
+        stop._take_note(signal.SIGTERM, None)
+        stop._take_note(signal.SIGTERM, None)
+        assert not taken
+        stop.since -= 2 * signals.PATIENCE
+        stop._take_note(signal.SIGTERM, None)
+        assert taken == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        stop.close()
+
+
+def _stops(rank):
+    stop, steps = StopSignal(), 0
+    for step in range(50):
+        time.sleep(0.01 * rank)  # out of step
+        if rank == 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        steps += 1
+        if stop.agreed():
+            break
+    stop.close()
+    dist.barrier()
+    return {"steps": steps, "name": stop.name}
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step():
+    first, second = run_in_two_processes(_stops)
+    assert first["steps"] == second["steps"] == 9  # noted in the eighth, known to all one step later
+    assert (first["name"], second["name"]) == (None, "SIGUSR2")
