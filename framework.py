@@ -11,15 +11,15 @@ class Framework(nn.Module):
     """A pre-training model: `model(imgs, ids_shuffle) -> {name: scalar loss}`, whose sum is trained on.
 
     A subclass is an encoder, too, and has `img_size`, `patch_size`, `grid_size`, `counts`, `cut` and `load_official`. Images
-    are normalised float [B, C, H, W], `ids_shuffle` is int64 [B, N].
+    are normalised float [B, C, H, W], `ids_shuffle` is int64 [B, N]. A framework with a `planner` also takes what it makes of
+    a batch's visible tokens, `model(imgs, ids_shuffle, *plans)`; it may do without.
     """
 
     mask_unit = 1  # tokens a side of the squares that are masked
     shared_visible = False  # each image draws its own visible tokens
     throws = True  # the framework can throw tokens
-
-    visible_order = "raster"
-    planner = None  # makes in the worker what `forward` takes beside images and token order
+    visible_order = "raster"  # inside ids_shuffle; "noise" as they were shuffled
+    planner = None  # ids of visible tokens [V] -> tensors, in the DataLoader worker
 
     def collator(self, sampling, seed):
         """The `MaskCollator` whose batches this model takes; `sampling` picks the retained tokens."""

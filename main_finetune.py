@@ -55,6 +55,7 @@ def get_args_parser():
     model = parser.add_argument_group("model").add_argument
     model("--model", default="vit_base_patch16", choices=MODELS)
     model("--finetune", help="the pre-trained encoder: a checkpoint or a run's folder; without it, training is from scratch")
+    model("--first_release_merging", action=boolean, default=False, help="--finetune is one of GreenMIM's public files")
     model("--input_size", type=int, help="image side in pixels (default: the model's)")
     model("--patch_size", type=int, help="default: the model's")
     model("--trainable_blocks", type=int, help="train the last so many blocks and the head; 0: linear probing (default: all)")
@@ -197,8 +198,8 @@ class FinetuneRun(TrainRun):
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = build_model(vars(args))
         if args.finetune and not self.resume_path:
-            path = checkpoint.find_checkpoint_file(args.finetune)
-            self.remarks.append(f"encoder from {path}: {checkpoint.load_encoder(self.model, path)}")
+            path, load = checkpoint.find_checkpoint_file(args.finetune), checkpoint.load_encoder
+            self.remarks.append(f"encoder from {path}: {load(self.model, path, args.first_release_merging)}")
         elif not self.resume_path:
             if self.model.frozen:
                 raise ValueError(f"--trainable_blocks {args.trainable_blocks} needs --finetune: what is frozen must be pre-trained")
@@ -263,7 +264,7 @@ class FinetuneRun(TrainRun):
         step = self.start_step
         if self.is_evaluated_after(step) and not distributed.from_main(lambda: step in self.evaluations()):
             self.evaluate(step)  # the run was stopped between the checkpoint and its evaluation
-        super().train()
+        return super().train()
 
     def finish(self):
         if self.process.is_main:
@@ -395,10 +396,9 @@ def evaluate_only(args):
 def main(argv=None):
     parser, args = parse_args(argv)
     if not args.eval:
-        launch(parser, args, FinetuneRun)
-        return
+        return launch(parser, args, FinetuneRun)
     try:
-        evaluate_only(args)
+        return evaluate_only(args)
     except (ValueError, FloatingPointError) as error:
         distributed.shut_down()
         refuse(parser, error)

@@ -122,6 +122,8 @@ class PretrainRun(TrainRun):
         self.model = model = build_model(vars(args)).to(self.process.device)
         self.images = open_everywhere(args, "train")
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
+        for name in OWN_FLAGS.keys() - {"teacher"}:
+            setattr(args, name, getattr(model, name, None))
         self.collator = model.collator(args.sampling, args.seed)
         self.transform = make_augmentation(args)
         # Drop path draws by micro-batch and process; a shared visible set is that of a micro-batch's first image.
@@ -187,7 +189,7 @@ def reconstruction_picture(model, normalize, imgs, ids_shuffle):
 
 def main(argv=None):
     parser = get_args_parser()
-    launch(parser, parse_with_recipe(parser, RECIPES, argv), PretrainRun)
+    return launch(parser, parse_with_recipe(parser, RECIPES, argv), PretrainRun)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from models_swin import GroupPlanner, SwinEncoder
 from models_vit import init_weights, patchify
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
 from util.checkpoint import load_strict
-from util.key_names import from_simmim
+from util.key_names import swap_merging
 
 __all__ = [
     "GreenMIMSwin",
@@ -29,7 +29,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
 
     N counts units here, not patches. decoder_order "true" puts visible units where they belong; "reference" does as the
     release's code, which encodes them in raster order and takes them for the order of the mask's noise: each then lies
-    at a random one of the visible places.
+    at a random one of the visible places (with the batches of `collator`, which alone keep that order).
     """
 
     shared_visible = True
@@ -59,7 +59,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         super().__init__(img_size, patch_size, in_chans, embed_dim, depths, num_heads, window_size, mlp_ratio)
         if decoder_order not in DECODER_ORDERS:
             raise ValueError(f"unknown decoder_order {decoder_order!r}, choose from {', '.join(DECODER_ORDERS)}")
-        self.grid_size, self.norm_pix_loss = self.unit_grid, norm_pix_loss
+        self.grid_size, self.norm_pix_loss, self.decoder_order = self.unit_grid, norm_pix_loss, decoder_order
         self.visible_order = "noise" if decoder_order == "reference" else "raster"
         for module in self.modules():
             if isinstance(module, torch.nn.LayerNorm):
@@ -86,7 +86,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     def forward(self, imgs, ids_shuffle, *plans):
         """imgs [B, C, H, W], normalised, and ids_shuffle int64 [B, N] -> {"pixel": scalar loss}.
 
-        plans: the collator's groups of windows for the batch's visible set; without them attention is dense, and equal.
+        plans: the groups of windows that `collator` has planned for the batch's visible set; without them each stage is one
+        group of all visible tokens: equal, and slower.
         """
         order = TokenOrder(ids_shuffle, self.counts)
         units = self.cut_pixels(imgs)  # [B, N, 32 * 32 * C]
@@ -101,8 +102,11 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     def forward_encoder(self, units, order, plans=()):
         """All units [B, N, 32 * 32 * C] -> latent of the visible ones [B, num_visible, 8 D]."""
         ids = order.ids_visible
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling() and (ids != ids[:1]).any():
-            raise ValueError("all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True")
+        if ids.device.type != "meta" and not torch.compiler.is_compiling():
+            shared = (ids == ids[:1]).all()
+            if ids.device.type == "cpu" and not shared:
+                raise ValueError("all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True")
+            torch._assert_async(shared)  # waits for no device
         if self.visible_order == "noise":  # the reference encodes in raster order, whatever the order of the noise
             ids = ids.sort(dim=1).values
         side, p = self.stride // self.patch_size, self.patch_size
@@ -123,20 +127,14 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         Strict, apart from the aggregator. first_release: the files that are public merge patches in the order 00, 01, 10,
         11, and are re-indexed to Swin's 00, 10, 01, 11. ValueError names missing, unexpected and mis-shaped keys.
         """
-        weights = state_dict.get("model", state_dict)
-        renamed = from_simmim(weights) | {"decoder.mask_token": weights.get("mask_token")}
-        for name, value in weights.items():
-            if name.startswith("decoder_"):
-                renamed[name.replace("decoder_", "decoder.", 1)] = value
-        if first_release:
-            renamed = {name: swap_merging(value) if ".downsample." in name else value for name, value in renamed.items()}
-        load_strict(self, {k: v for k, v in renamed.items() if v is not None}, "GreenMIM weights", optional="aggregation.")
-
-
-def swap_merging(value):
-    """The second and third quarter of a patch merging's 4 C inputs, the last axis of its norm and of its matrix, swapped."""
-    first, second, third, fourth = value.chunk(4, dim=-1)
-    return torch.cat([first, third, second, fourth], dim=-1)
+        renamed = {}
+        for name, value in state_dict.get("model", state_dict).items():
+            if name.startswith("decoder_") or name == "mask_token":
+                renamed["decoder." + name.removeprefix("decoder_")] = value
+            elif not name.endswith(("relative_position_index", "attn_mask")):  # those are computed
+                renamed[name.removeprefix("encoder.")] = value
+        renamed = swap_merging(renamed) if first_release else renamed
+        load_strict(self, renamed, "GreenMIM weights", optional="aggregation.")
 
 
 def greenmim_swin_micro_patch4_window4(**kwargs):

@@ -151,10 +151,12 @@ class WindowGroups:
             coords, present = coords.unsqueeze(0), None  # [1, T, 2]
         else:
             present, T = groups >= 0, len(coords)
+            if groups.device.type == "cpu" and not torch.compiler.is_compiling() and int(present.sum()) != T:
+                raise ValueError(f"the plan groups {int(present.sum())} tokens, but {T} are visible")
             self.ids = groups.clamp(min=0)
             ranks = torch.arange(groups.numel(), device=groups.device)
             home = torch.where(present, groups, T).flatten()  # padding goes to a place beyond the last token
-            self.slots = torch.empty(T + 1, dtype=torch.int64, device=groups.device).scatter_(0, home, ranks)[:T]
+            self.slots = torch.full((T + 1,), -1, device=groups.device).scatter_(0, home, ranks)[:T]
             coords = coords[self.ids]  # [G, g, 2]
         homes = window_of(coords, window, shift)
         same = (homes[:, :, None] == homes[:, None]).all(dim=-1)
@@ -166,11 +168,28 @@ class WindowGroups:
 
     def gather(self, x):
         """[B, T, C] -> [B, G, g, C]"""
-        return x.unsqueeze(1) if self.ids is None else x.index_select(1, self.ids.flatten()).unflatten(1, self.ids.shape)
+        if self.ids is None:
+            return x.unsqueeze(1)
+        return _Gather.apply(x, self.ids.flatten(), self.slots).unflatten(1, self.ids.shape)
 
     def scatter(self, x):
         """[B, G, g, C] -> [B, T, C]"""
         return x.squeeze(1) if self.ids is None else x.flatten(1, 2).index_select(1, self.slots)
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens [B, T, C] -> slots [B, S, C]. Padding, which reads token 0, gets no gradient, so the backward is a gather, too:
+    a scatter would add up in no fixed order on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, ids, slots):
+        ctx.save_for_backward(slots)
+        return x.index_select(1, ids)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (slots,) = ctx.saved_tensors
+        return gradient.index_select(1, slots), None, None
 
 
 def window_of(coords, window, shift):
@@ -189,21 +208,32 @@ def unit_coords(units, columns, side):
 class GroupPlanner:
     """Plans the groups of every stage for a set of visible units: in a DataLoader worker, since the search is a loop.
 
-    `planner(units)`, raster ids int64 [V] -> int64 [G, window * window] each, for `SwinEncoder.encode_visible` on sorted units. The
-    number of groups depends on the mask; plans are padded to what `samples` random masks needed at most, and one group more,
-    so that shapes hardly ever change.
+    `planner(units)`, raster ids int64 [V] -> int64 [G, window * window] each, for `SwinEncoder.encode_visible` on sorted
+    units. A group is as large as a full window, whatever the mask, so that shapes are static; nothing but the attention itself
+    runs on the padding. The number of groups depends on the mask. Plans are padded to what `samples` random masks needed at
+    most; if one stage needs more, all are padded to what no mask can exceed: there are two shapes in all.
     """
 
     def __init__(self, encoder, num_visible, samples=64):
-        self.columns, self.stages, self.capacities = encoder.unit_grid[1], encoder.grouped_stages(num_visible), None
+        self.columns, self.stages = encoder.unit_grid[1], encoder.grouped_stages(num_visible)
+        # Two groups hold more than one group's tokens together, or they would be one.
+        tokens = [num_visible * side**2 for side, _, _ in self.stages]
+        self.ceilings = [2 * (T // (window**2 + 1)) + 1 for T, (_, window, _) in zip(tokens, self.stages, strict=True)]
         rng, num_units = np.random.default_rng(0), encoder.unit_grid[0] * encoder.unit_grid[1]
         masks = (rng.permutation(num_units)[:num_visible] for _ in range(samples if self.stages else 0))
-        plans = [self(torch.from_numpy(np.sort(units))) for units in masks]
-        self.capacities = [1 + max(len(plan) for plan in of_stage) for of_stage in zip(*plans, strict=True)]
+        plans = [self.plan(torch.from_numpy(np.sort(units)), [0] * len(self.stages)) for units in masks]
+        self.capacities = [max(len(plan) for plan in of_stage) for of_stage in zip(*plans, strict=True)]
 
     def __call__(self, units):
+        plans = self.plan(units, self.capacities)
+        if any(len(plan) > capacity for plan, capacity in zip(plans, self.capacities, strict=True)):
+            plans = self.plan(units, self.ceilings)
+        return plans
+
+    def plan(self, units, capacities):
+        """At least so many groups a stage."""
         plans, units = [], units.sort().values  # tokens are numbered as the encoder takes them
-        for (side, window, shift), capacity in zip(self.stages, self.capacities or [0] * len(self.stages), strict=True):
+        for (side, window, shift), capacity in zip(self.stages, capacities, strict=True):
             y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
             plans.append(torch.from_numpy(plan_groups(y * (x.max() + 1) + x, window**2, capacity)))
         return plans
@@ -297,8 +327,10 @@ class SwinEncoder(nn.Module):
 
         plans: groups as `GroupPlanner` makes them. Without them every stage is one group of all tokens: equal, and slower.
         """
-        x, plans = tokens, iter(plans)
         grouped = self.grouped_stages(len(units))
+        if len(plans) not in (0, len(grouped)):
+            raise ValueError(f"{len(grouped)} plans are needed, or none, got {len(plans)}")
+        x, plans = tokens, iter(plans)
         for stage in self.layers:
             side = x.shape[2]
             coords, groups = unit_coords(units, self.unit_grid[1], side), {}

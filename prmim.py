@@ -200,9 +200,9 @@ class MaskCollator:
     """Collates samples and draws their token orders, in the DataLoader worker and once per batch.
 
     A sample is `(img uint8 [3, H, W], label, (epoch, index))`; a batch is `(imgs uint8 [B, 3, H, W], labels [B],
-    ids_shuffle int64 [B, N])`. With `shared_visible` the whole batch shares the visible set of its first sample
-    (GreenMIM), and each image still draws its own thrown tokens. `planner(ids_visible [V])` -> tensors that the model takes
-    beside: they follow in the batch.
+    ids_shuffle int64 [B, N])`. With `shared_visible` the whole batch shares the visible set of its first sample (GreenMIM),
+    and each image still draws its own thrown tokens. `planner(ids_visible [V])` -> tensors that the model takes beside: they
+    follow in the batch.
     """
 
     def __init__(self, sampler, seed, shared_visible=False, planner=None):

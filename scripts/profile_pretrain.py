@@ -52,8 +52,7 @@ TABLES = {
     + ["simmim_plain30_vit_base_100ep", "simmim_prmim30_vit_base_100ep", "simmim_prmim50_vit_base_100ep"],
     "targets": ["localmim_vit_base_100ep", "localmim_plain65_vit_base_100ep", "localmim_prmim65_vit_base_100ep"]
     + ["tec_vit_base_300ep", "tec_plain50_vit_base_300ep", "tec_prmim50_vit_base_300ep"],
-    "swin": [f"greenmim_{arm}swin_base_100ep" for arm in ("", "plain50_", "prmim50_")]
-    + [f"greenmim_{arm}swin_large_100ep" for arm in ("", "prmim50_")],
+    "swin": [f"greenmim_{arm}swin_{size}_100ep" for size in ("base", "large") for arm in ("", "plain50_", "prmim50_")],
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
 # Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the

@@ -108,7 +108,15 @@ def test_only_a_class_token_learns_like_the_head():
 def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
-    assert flags == {"warmup_lr", "lr_schedule", "lr_steps", "clip_grad", "cls_token_layer_decay", "loader"} | set(
+    assert flags == {
+        "warmup_lr",
+        "lr_schedule",
+        "lr_steps",
+        "clip_grad",
+        "cls_token_layer_decay",
+        "loader",
+        "first_release_merging",
+    } | set(
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
         "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "

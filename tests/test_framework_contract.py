@@ -18,7 +18,7 @@ from util.key_names import encoder_names
 from util.transforms import Normalize
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=32, depth=4, num_heads=2)
-SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(1, 2), num_heads=(1, 2), window_size=4)
+SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=2)  # grouped, shifted
 DECODER = dict(decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2)
 
 CLASSES = {
@@ -43,9 +43,10 @@ def build(name, throw_ratio=None, **options):
 
 
 def a_batch(model, size=4, seed=0):
-    _, _, ids_shuffle, *_ = model.collator("furthest", seed)([(torch.zeros(1), 0, (0, i)) for i in range(size)])
+    """Images, token orders, and what the model's collator plans beside."""
+    _, _, *orders = model.collator("furthest", seed)([(torch.zeros(1), 0, (0, i)) for i in range(size)])
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 3, *model.img_size, generator=generator), ids_shuffle
+    return torch.randn(size, 3, *model.img_size, generator=generator), *orders
 
 
 def total(losses):
@@ -84,7 +85,7 @@ def test_losses_are_named_finite_scalars(name, arm):
 @arms
 def test_masked_pixels_never_change_a_prediction(name, arm):
     model = build(name, **arm).eval()
-    imgs, ids = a_batch(model)
+    imgs, ids, *plans = a_batch(model)
     masked = pixels_of(model, TokenOrder(ids, model.counts).mask)
     before, mask = predictions(model, imgs, ids)
     after, _ = predictions(model, torch.where(masked, torch.randn_like(imgs) * 9, imgs), ids)
@@ -116,13 +117,13 @@ def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm)
     Where targets are no pixels the frameworks' own tests look at the gradient of their predictions.
     """
     model = build(name, **arm)
-    imgs, ids = a_batch(model)
+    imgs, ids, *plans = a_batch(model)
     order = TokenOrder(ids, model.counts)
     supervised = order.mask if arm.get("progressive", True) else order.mask & ~order.thrown
     assert torch.equal(predictions(model, imgs, ids)[1], supervised)
     if isinstance(model, PixelFramework):
         imgs.requires_grad_()
-        total(model(imgs, ids)).backward()
+        total(model(imgs, ids, *plans)).backward()
         touched = nn.functional.adaptive_max_pool2d(imgs.grad.abs().amax(1, keepdim=True), model.grid_size).flatten(1) > 0
         assert torch.equal(touched & order.mask, supervised)
 
@@ -150,7 +151,7 @@ def test_gradients_reach_every_trainable_parameter(name, arm):
 @arms
 def test_panels_and_errors_are_what_pictures_and_tables_need(name, arm):
     model = build(name, **arm).eval()
-    imgs, ids = a_batch(model)
+    imgs, ids, *plans = a_batch(model)
     undo = Normalize().undo
     panels, errors = model.panels(imgs, ids, undo), model.token_errors(imgs, ids, undo)
     assert all(p.shape == imgs.shape and p.min() >= 0 and p.max() <= 1 and p.std() > 0 for p in panels.values())
@@ -161,7 +162,7 @@ def test_panels_and_errors_are_what_pictures_and_tables_need(name, arm):
 @frameworks
 def test_the_order_of_tokens_inside_a_segment_does_not_matter(name):
     model = build(name).double()
-    imgs, ids = a_batch(model)
+    imgs, ids, *plans = a_batch(model)
     counts = model.counts
     mixed = torch.cat([part.flip(1) for part in ids.split([counts.num_visible, counts.num_retained, counts.num_thrown], 1)], 1)
     torch.testing.assert_close(total(model(imgs.double(), ids)), total(model(imgs.double(), mixed)))
@@ -211,9 +212,9 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
 def _gradients(rank, name):
     """Gradient of a rank's half of the batch through DDP."""
     model = build(name)
-    imgs, ids = a_batch(model)
+    imgs, ids, *plans = a_batch(model)
     ddp = nn.parallel.DistributedDataParallel(model)
-    total(ddp(imgs[2 * rank : 2 * rank + 2], ids[2 * rank : 2 * rank + 2])).backward()
+    total(ddp(imgs[2 * rank : 2 * rank + 2], ids[2 * rank : 2 * rank + 2], *plans)).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 

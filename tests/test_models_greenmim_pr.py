@@ -8,8 +8,8 @@ from models_greenmim_pr import GreenMIMSwin, greenmim_swin_base_patch4_window7, 
 from models_swin import GroupPlanner, SwinEncoder, SwinTransformer, WindowAttention, WindowGroups, unit_coords, window_of
 from prmim import TokenOrder
 from tests.test_models_mae_pr import perturbed
-from util.checkpoint import load_encoder
-from util.window_groups import plan_groups
+from util.checkpoint import load_encoder, save_checkpoint
+from util.window_groups import group_windows, plan_groups
 
 # Units of 16 px: 4 x 4 of them; 4 x 4 tokens a unit in the first stage, where windows of 2 x 2 must be grouped.
 SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 2), num_heads=(2, 2, 4), window_size=2)
@@ -108,12 +108,54 @@ def test_plans_of_any_mask_have_one_shape_and_change_nothing():
     assert len(shapes) == 1
 
 
-def test_a_mask_that_needs_more_groups_than_foreseen_gets_them():
+def test_a_mask_that_needs_more_groups_than_foreseen_gets_the_other_shape():
+    """Which no mask can exceed: there are two shapes, and a compiled model two graphs."""
     model = build()
-    model.planner.capacities = [1 for _ in model.planner.capacities]
+    usual = {tuple(plan.shape for plan in a_batch(model, seed=seed)[2:]) for seed in range(4)}
+    model.planner.capacities[1] = 1
+    shapes = set()
+    for seed in range(20):
+        imgs, ids, *plans = a_batch(model, seed=seed)
+        shapes.add(tuple(len(plan) for plan in plans))
+        torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
+    assert len(usual) == 1 and shapes == {tuple(model.planner.ceilings)}
+
+
+def test_no_mask_exceeds_the_ceiling():
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        counts = rng.integers(1, 10, size=rng.integers(1, 40))
+        assert len(group_windows(counts, 9)) <= 2 * (counts.sum() // 10) + 1
+
+
+def test_gradients_are_those_without_groups():
+    model = build()
     imgs, ids, *plans = a_batch(model)
-    assert all(len(plan) > 1 for plan in plans)
-    torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
+    gradients = []
+    for given in (plans, ()):
+        model.zero_grad()
+        model(imgs, ids, *given)["pixel"].backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-8, atol=1e-10)
+
+
+def test_plans_that_are_not_of_this_mask_are_refused():
+    model = build()
+    imgs, ids, *plans = a_batch(model)
+    with pytest.raises(ValueError, match="4 plans are needed, or none, got 3"):
+        model(imgs, ids, *plans[1:])
+    plans[0] = plans[0].clone()
+    plans[0][0] = -1
+    with pytest.raises(ValueError, match=r"the plan groups \d+ tokens, but 64 are visible"):
+        model(imgs, ids, *plans)
+
+
+def test_a_step_reads_nothing_from_the_device():
+    """On the meta device there is nothing to read: what asked for a value would fail."""
+    model = build().float().to("meta")
+    batch = [tensor.to("meta") for tensor in a_batch(build())]
+    model(batch[0].float(), *batch[1:])["pixel"].backward()
 
 
 def test_which_stages_are_grouped_at_full_size():
@@ -313,14 +355,58 @@ def test_load_official():
     model.load_official({"model": weights})
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+    with pytest.raises(ValueError, match=r"GreenMIM weights do not fit this GreenMIMSwin: 1 unexpected: head\.weight"):
+        model.load_official(weights | {"head.weight": torch.zeros(3)})
     with pytest.raises(ValueError, match=r"GreenMIM weights do not fit this GreenMIMSwin: 1 missing: decoder\.mask_token"):
         model.load_official({name: value for name, value in weights.items() if name != "mask_token"})
 
 
-def test_the_first_release_s_order_of_merging():
+def block_keys(name, width):
+    shapes = {"norm1": (width,), "norm2": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
+    shapes |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
+    return {f"{name}.{k}.weight": s for k, s in shapes.items()} | {f"{name}.{k}.bias": s[:1] for k, s in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "heads", "tables"),
+    [
+        (greenmim_swin_base_patch4_window7, 128, (4, 8, 16, 32), (169,) * 4),
+        (greenmim_swin_large_patch4_window14, 192, (6, 12, 24, 48), (729, 729, 729, 169)),
+    ],
+)
+def test_the_release_s_keys_as_published(make, width, heads, tables):
+    keys = {"mask_token": (1, 1, 512), "decoder_pos_embed": (1, 49, 512)}
+    keys |= {"encoder.patch_embed.proj.weight": (width, 3, 4, 4), "encoder.patch_embed.proj.bias": (width,)}
+    for s, depth in enumerate((2, 2, 18, 2)):
+        C = width << s
+        for b in range(depth):
+            name = f"encoder.layers.{s}.blocks.{b}"
+            keys |= block_keys(name, C) | {f"{name}.attn.relative_position_bias_table": (tables[s], heads[s])}
+        if s < 3:
+            name = f"encoder.layers.{s}.downsample"
+            keys |= {f"{name}.norm.weight": (4 * C,), f"{name}.norm.bias": (4 * C,), f"{name}.reduction.weight": (2 * C, 4 * C)}
+    for name, n in (("encoder.patch_embed.norm", width), ("encoder.norm", 8 * width), ("decoder_norm", 512)):
+        keys |= {f"{name}.weight": (n,), f"{name}.bias": (n,)}
+    for name, shape in (("decoder_embed", (512, 8 * width)), ("decoder_pred", (3072, 512))):
+        keys |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    keys |= block_keys("decoder_blocks.0", 512)
+    with torch.device("meta"):
+        model = make(throw_ratio=0.5)
+        model.load_official({name: torch.empty(shape) for name, shape in keys.items()})
+
+
+def test_the_first_release_s_order_of_merging(tmp_path):
     """Re-indexed, the weights of a model that merges 00, 01, 10, 11 give the same features when Swin merges 00, 10, 01, 11."""
     source, model = build(throw_ratio=0.0).float(), build(throw_ratio=0.0).float()
     model.load_official(release(source), first_release=True)
+    torch.save({"model": release(source)}, tmp_path / "release.pth")
+    tuned = SwinTransformer(num_classes=3, **SIZES)
+    load_encoder(tuned, tmp_path / "release.pth", first_release_merging=True)
+    assert torch.equal(tuned.layers[1].downsample.reduction.weight, model.layers[1].downsample.reduction.weight)
+    with pytest.raises(ValueError, match="only Swin's have an order of merging"):
+        load_encoder(
+            tuned, save_checkpoint(tmp_path, 1, {"model": {"norm.weight": torch.zeros(3)}}, {}), first_release_merging=True
+        )
     merging, theirs = model.layers[0].downsample, source.layers[0].downsample
     x = torch.randn(2, 4, 4, 16)
     older = torch.cat([x[:, i::2, j::2] for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))], dim=-1)

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from util.key_names import encoder_names
+from util.key_names import encoder_names, swap_merging
 from util.rel_pos import resize_bias_table
 
 
@@ -198,20 +198,22 @@ class LoadReport(NamedTuple):
         )
 
 
-def load_encoder(model, path):
+def load_encoder(model, path, first_release_merging=False):
     """Loads a pre-trained encoder into a fine-tune model; -> LoadReport.
 
-    Takes this project's checkpoints, timm's files, and the releases of MAE, MFF, SimMIM, LocalMIM and TEC (the weights may
-    lie under `model` or `state_dict`). The MLP on TEC's class token is folded into the token. Position tables of another grid
-    are resized (bicubic, class row kept), and so are tables of relative-position biases; a table that all blocks shared is
-    copied into each. Only the head and the pooling norm may be missing; anything else missing or mis-shaped raises ValueError.
+    Takes this project's checkpoints, timm's files, and the releases of MAE, MFF, SimMIM, LocalMIM, TEC and GreenMIM (the
+    weights may lie under `model` or `state_dict`). The MLP on TEC's class token is folded into the token;
+    first_release_merging re-indexes GreenMIM's public files. Position tables of another grid are resized (bicubic, class row
+    kept), and so are tables of relative-position biases; a table that all blocks shared is copied into each. Only the head
+    and the pooling norm may be missing; anything else missing or mis-shaped raises ValueError.
     """
-    return fit_encoder(model, read_checkpoint(path), repr(str(path)))
+    return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging)
 
 
-def fit_encoder(model, content, what):
+def fit_encoder(model, content, what, first_release_merging=False):
     """`load_encoder` for the content of a file that was read already, or for a state dict; `what` names it in errors."""
     weights = encoder_weights_of(content)
+    weights = swap_merging(weights) if first_release_merging else weights
     own = model.state_dict()
     shared = weights.get("rel_pos_bias.relative_position_bias_table")
     if shared is not None:

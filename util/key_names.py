@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 from torch.nn import functional as F
 
 # mmpretrain (MFF). Its layers count their norms from 1, and so does its backbone: ln1 is the encoder's final norm.
@@ -39,6 +40,21 @@ def from_simmim(weights):
         for name, value in weights.items()
         if name.startswith("encoder.") and not name.endswith(computed)
     }
+
+
+def swap_merging(weights):
+    """Swin weights that merge (row, column) neighbours in the order 00, 01, 10, 11, GreenMIM's first release, -> 00, 10, 01, 11.
+
+    That is an exact re-indexing: the second and third quarter of the norm's and of the matrix's 4 C inputs change places.
+    """
+    merging = [name for name in weights if ".downsample." in name]
+    if not merging:
+        raise ValueError("these weights merge no patches: only Swin's have an order of merging")
+    swapped = {}
+    for name in merging:
+        first, second, third, fourth = weights[name].chunk(4, dim=-1)
+        swapped[name] = torch.cat([first, third, second, fourth], dim=-1)
+    return weights | swapped
 
 
 def from_localmim(weights):

@@ -310,6 +310,7 @@ class TrainRun:
             self.log.info(remark)
 
     def train(self):
+        """Trains to the end, or until a signal; -> whether it was the end."""
         args = self.args
         addresses = StepBatchSampler(
             len(self.images),
@@ -337,8 +338,9 @@ class TrainRun:
         stop.close()
         if stopped and self.step < self.last_step:
             self.interrupt(stop.name)
-        else:
-            self.finish()
+            return False
+        self.finish()
+        return True
 
     def interrupt(self, signal_name):
         """A signal has stopped the run before its end: saves, so that no step is lost, and ends."""
@@ -419,13 +421,13 @@ def refuse(parser, error):
 
 
 def launch(parser, args, run_class):
-    """Builds and trains the run, and ends with one paragraph where that cannot be."""
+    """Builds and trains the run, and ends with one paragraph where that cannot be; -> False if a signal stopped it."""
     try:
         run = run_class(args)
     except ValueError as error:
         distributed.shut_down()
         refuse(parser, error)
     try:
-        run.train()
+        return run.train()
     except (ImageError, FloatingPointError) as error:
         refuse(parser, error)
