@@ -25,6 +25,7 @@ ALLOWED = {
     "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune"},
+    "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
 ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}

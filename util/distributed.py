@@ -1,6 +1,8 @@
 """One process or many: what the environment says, and the few collectives that training needs."""
 
 import os
+import re
+import subprocess
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +27,7 @@ class Process:
 
 
 def init_process(device="auto", timeout_minutes=30):
-    """Joins the process group that torchrun's environment describes (nccl on GPUs, else gloo); -> Process.
+    """Joins the process group that torchrun's environment, or srun's, describes (nccl on GPUs, else gloo); -> Process.
 
     Without such an environment the run is this one process. ValueError for half an environment or a device that is
     not there.
@@ -35,6 +37,8 @@ def init_process(device="auto", timeout_minutes=30):
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU: check nvidia-smi, or use --device cpu")
     use_cuda = device != "cpu" and torch.cuda.is_available()
+    slurm = slurm_environment(os.environ)
+    os.environ.update(slurm)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     found = [name for name in names if name in os.environ]
     if "RANK" not in found and "WORLD_SIZE" not in found:
@@ -44,6 +48,8 @@ def init_process(device="auto", timeout_minutes=30):
         raise ValueError(f"the environment sets {', '.join(found)} but not {absent}: start with torchrun, or unset them")
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if slurm and use_cuda and torch.cuda.device_count() == 1:  # srun may show each task its own GPU alone
+        local_rank = 0
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise ValueError(f"LOCAL_RANK {local_rank}, but this node has {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
@@ -51,6 +57,30 @@ def init_process(device="auto", timeout_minutes=30):
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))
     return Process(place, rank, local_rank, world_size, local_world_size)
+
+
+def slurm_environment(environment):
+    """What torchrun would have set, for a task that srun has started among others; {} anywhere else.
+
+    A batch script, and what torchrun starts, are no such tasks. The port follows from the job's number.
+    """
+    if "RANK" in environment or "SLURM_STEP_ID" not in environment or int(environment.get("SLURM_NTASKS", 1)) == 1:
+        return {}
+    try:
+        nodes = environment.get("SLURM_STEP_NODELIST", environment["SLURM_JOB_NODELIST"])
+        hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout.split()
+        # "4(x2),1": four tasks on each of two nodes, one on the third
+        here = int(environment["SLURM_NODEID"])
+        groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(",")]
+        tasks = [int(group[1]) for group in groups for _ in range(int(group[2] or 1))][here]
+        own = {"RANK": environment["SLURM_PROCID"], "WORLD_SIZE": environment["SLURM_NTASKS"]}
+        own |= {"LOCAL_RANK": environment["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": str(tasks), "MASTER_ADDR": hosts[0]}
+        return own | {"MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000)}
+    except (KeyError, OSError, IndexError, TypeError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"this is one of {environment['SLURM_NTASKS']} tasks of srun, but where the others are is not clear "
+            f"({type(error).__name__}: {error}); start with submitit_launch.py or torchrun"
+        ) from error
 
 
 def all_reduce_sum(tensor):

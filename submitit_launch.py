@@ -1,0 +1,176 @@
+"""Submits any main of this project to SLURM, and sees it through time limits and preemptions.
+
+    python submitit_launch.py --nodes 8 --partition P main_pretrain --recipe prmim50_vit_base_800ep --data_path IMAGENET
+    python submitit_launch.py --cluster local --gpus_per_node 0 --tasks_per_node 2 main_pretrain --recipe quickstart ...
+    python submitit_launch.py --dry_run ...
+
+What follows the name of the main is the main's own. Each task is a process of the run; --output_dir is chosen if it is not
+given, and holds the job's logs, too (jobs/), beside a copy of the code as it was submitted (code/), which is what runs. Before
+the time limit, or when the job is preempted, SLURM's signal makes the run save after its step; then the job is requeued and
+goes on there, as often as it takes. A job whose process or node has died is requeued, too, if its run has got further since
+it was started.
+"""
+
+import argparse
+import importlib
+import os
+import shlex
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import submitit
+
+from recipes import RECIPES
+from util.cli import Parser, parse_with_recipe
+
+MAINS = ("main_pretrain", "main_finetune", "main_robustness")
+ROOT = Path(__file__).resolve().parent
+MINUTES_FOR_SAVING = 5  # SLURM's signal may come a minute late
+
+
+class Task:
+    """What a job does: `main`, with its flags, in every process of the job. submitit pickles it, and again to requeue it."""
+
+    def __init__(self, main, argv, folder):
+        self.main, self.argv, self.folder = main, argv, folder
+
+    def __call__(self):
+        os.chdir(self.folder)  # where it was submitted, to which the flags' paths are relative; the code is elsewhere
+        requeue = signal.getsignal(signal.SIGUSR2)  # submitit's own, which the run replaces while it trains
+        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        finished = importlib.import_module(self.main).main(self.argv)
+        # A signal has stopped it, and it has saved. The first process requeues the job and exits; the others just end.
+        if finished is False and submitit.JobEnvironment().global_rank == 0:
+            requeue(signal.SIGUSR2, None)
+
+    def checkpoint(self):
+        """Called by submitit to requeue: the same command goes on where the run was saved."""
+        return submitit.helpers.DelayedSubmission(Task(self.main, self.argv, self.folder))
+
+
+def get_args_parser():
+    parser = Parser("submitit_launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--cluster", default="slurm", choices=("slurm", "local", "debug"), help="local: processes here; debug: this process")
+    flag("--nodes", type=int, default=1)
+    flag("--gpus_per_node", type=int, default=8)
+    flag("--tasks_per_node", type=int, help="processes a node (default: one a GPU)")
+    flag("--cpus_per_task", type=int, default=10)
+    flag("--mem_gb", type=float, help="a node's (default: the partition's)")
+    flag("--timeout_min", type=int, default=24 * 60, help="of a job; the run takes as many jobs as it needs")
+    flag("--partition")
+    flag("--account")
+    flag("--qos")
+    flag("--constraint")
+    flag("--comment")
+    flag("--name", help="of the job (default: the folder's)")
+    flag("--wait", action=boolean, default=False, help="until the job has ended; always with --cluster debug")
+    flag("--dry_run", action=boolean, default=False, help="print what would be submitted")
+    flag("main", choices=MAINS)
+    flag("argv", nargs=argparse.REMAINDER, help="the main's flags")
+    return parser
+
+
+def parse_args(argv=None):
+    """-> (args, the run's folder). The main parses its own flags now, so that a typing error is not found in the queue."""
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    if min(args.nodes, args.cpus_per_task, args.timeout_min) < 1 or args.gpus_per_node < 0:
+        parser.error("--nodes, --cpus_per_task and --timeout_min must be at least 1, and --gpus_per_node at least 0")
+    args.tasks_per_node = args.tasks_per_node or max(1, args.gpus_per_node)
+    if args.cluster != "slurm" and args.nodes > 1:
+        parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
+    if args.timeout_min <= 2 * MINUTES_FOR_SAVING and args.cluster == "slurm":
+        parser.error(f"--timeout_min {args.timeout_min} leaves no time beside the {MINUTES_FOR_SAVING} minutes for saving")
+    if "--output_dir" not in args.argv:
+        args.argv += ["--output_dir", str(Path("output") / time.strftime(f"{args.main}-%Y%m%d-%H%M%S"))]
+    folder = Path(known_flags(args.main, args.argv).output_dir).resolve()
+    args.argv += ["--output_dir", str(folder)]  # the last one counts; jobs start elsewhere
+    return args, folder
+
+
+def known_flags(main, argv):
+    """The main's flags, parsed by itself."""
+    module = importlib.import_module(main)
+    if hasattr(module, "parse_args"):
+        return module.parse_args(argv)[1]
+    parser = module.get_args_parser()
+    return parse_with_recipe(parser, RECIPES, argv) if main == "main_pretrain" else parser.parse_args(argv)
+
+
+def job_parameters(args, folder):
+    """submitit's parameters of the job."""
+    parameters = dict(
+        name=args.name or folder.name,
+        nodes=args.nodes,
+        tasks_per_node=args.tasks_per_node,
+        gpus_per_node=args.gpus_per_node,
+        cpus_per_task=args.cpus_per_task,
+        timeout_min=args.timeout_min,
+    )
+    if args.mem_gb is not None:
+        parameters["mem_gb"] = args.mem_gb
+    if args.cluster != "slurm":
+        return parameters
+    chosen = {name: getattr(args, name) for name in ("partition", "account", "qos", "constraint", "comment")}
+    parameters |= {f"slurm_{name}": value for name, value in chosen.items() if value}
+    return parameters | dict(
+        slurm_signal_delay_s=60 * MINUTES_FOR_SAVING,
+        slurm_srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
+        slurm_additional_parameters={"requeue": True},
+        slurm_teardown=guard(folder),
+    )
+
+
+def guard(folder):
+    """Lines after srun: a job whose process or node has died goes back to the queue, unless it died where it had died before.
+
+    Exit codes 2 and 3 are a user's error and numbers that are not finite: another start would end alike.
+    """
+    last = shlex.quote(str(folder / "jobs" / "progress"))
+    newest = f"ls {shlex.quote(str(folder))} 2>/dev/null | sed -n 's/^checkpoint-\\([0-9]*\\).json$/\\1/p' | sort -n | tail -1"
+    return [
+        "rc=$?",
+        f'now=$({newest}); before=$(cat {last} 2>/dev/null); echo "$now" > {last}',
+        'if [ $rc -ne 0 ] && [ $rc -ne 2 ] && [ $rc -ne 3 ] && [ "$now" != "$before" ]; then scontrol requeue $SLURM_JOB_ID; fi',
+        "exit $rc",
+    ]
+
+
+def snapshot(folder):
+    """Copies the code beside the run, so that what is edited while a job waits does not run; -> the copy."""
+    code, temporary = folder / "code", folder / f".code.tmp-{os.getpid()}"
+    if not code.exists():
+        shutil.copytree(ROOT / "util", temporary / "util", ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, temporary)
+        temporary.rename(code)
+    return code
+
+
+def main(argv=None):
+    args, folder = parse_args(argv)
+    parameters = job_parameters(args, folder)
+    if args.dry_run:
+        print(f"{args.main} {shlex.join(args.argv)}")
+        print("\n".join(f"  {name}: {value}" for name, value in parameters.items()))
+        return None
+    options = {"slurm_max_num_timeout": 10_000} if args.cluster == "slurm" else {}  # submitit's 3 end a long run
+    executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)
+    executor.update_parameters(**parameters)
+    here = os.getcwd()
+    os.chdir(snapshot(folder))  # jobs start in the folder that they are submitted from, and import what lies there
+    try:
+        job = executor.submit(Task(args.main, args.argv, here))
+    finally:
+        os.chdir(here)
+    print(f"job {job.job_id}: {folder}\nlogs: {job.paths.stdout}")
+    if args.wait or args.cluster == "debug":
+        job.results()
+    return job
+
+
+if __name__ == "__main__":
+    importlib.import_module("submitit_launch").main()  # under its own name, or the pickled task would be of __main__

@@ -1,0 +1,122 @@
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import submitit_launch
+from tests.test_main_pretrain import SMALL, children_of, reports, run
+
+
+def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
+    flags = [
+        "--nodes",
+        "8",
+        "--partition",
+        "P",
+        "--account",
+        "A",
+        "--timeout_min",
+        "300",
+        "--mem_gb",
+        "400",
+        "--dry_run",
+        "main_pretrain",
+        "--recipe",
+        "cifar10",
+    ]
+    assert submitit_launch.main([*flags, "--output_dir", str(tmp_path / "run")]) is None
+    out = capsys.readouterr().out
+    assert out.startswith("main_pretrain --recipe cifar10 --output_dir ") and not (tmp_path / "run").exists()
+    for line in ("nodes: 8", "tasks_per_node: 8", "gpus_per_node: 8", "slurm_partition: P", "slurm_account: A", "mem_gb: 400.0"):
+        assert f"  {line}\n" in out
+    assert "slurm_signal_delay_s: 300" in out and "--kill-on-bad-exit=1" in out and "'requeue': True" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("main_train", "invalid choice: 'main_train'"),
+        ("--nodes 0 main_pretrain", "must be at least 1"),
+        ("--cluster local --nodes 2 main_pretrain", "--cluster local is one node, got --nodes 2"),
+        ("--timeout_min 5 main_pretrain", "--timeout_min 5 leaves no time"),
+        ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
+        ("main_pretrain --no_such_flag 3", "unrecognized arguments: --no_such_flag 3"),
+    ],
+)
+def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        submitit_launch.main(["--dry_run", *flags.split()])
+    assert stop.value.code == 2 and message in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rc", "before", "now", "requeued"),
+    [
+        (1, None, "20", True),
+        (137, "20", "40", True),
+        (1, "40", "40", False),
+        (2, None, "20", False),
+        (3, "20", "40", False),
+        (0, "20", "40", False),
+    ],
+)
+def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, before, now, requeued):
+    """The lines that follow srun, with a make-believe scontrol."""
+    run_folder = tmp_path / "my run"
+    (run_folder / "jobs").mkdir(parents=True)
+    for name in ("checkpoint-5.json", f"checkpoint-{now}.json", "checkpoint-best.json", "settings.json"):
+        (run_folder / name).touch()
+    if before is not None:
+        (run_folder / "jobs" / "progress").write_text(f"{before}\n")
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/called"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    script = "\n".join([f"(exit {rc})", *submitit_launch.guard(run_folder)])
+    (tmp_path / "job.sh").write_text(script)
+    status = os.system(f"PATH={tmp_path}:$PATH SLURM_JOB_ID=77 sh {tmp_path}/job.sh")
+    assert os.waitstatus_to_exitcode(status) == rc
+    assert (tmp_path / "called").exists() == requeued
+    assert not requeued or (tmp_path / "called").read_text() == "requeue 77\n"
+    assert (run_folder / "jobs" / "progress").read_text() == f"{now}\n"
+
+
+def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path):
+    """submitit's own controller on this machine, with its copy of the code; the run starts again at the very step."""
+    flags = [*SMALL.split(), "--data_path", str(photos), "--batch_size", "4", "--epochs", "30", "--save_every", "1000"]
+    job = submitit_launch.main(
+        ["--cluster", "local", "--gpus_per_node", "0", "--tasks_per_node", "2", "--cpus_per_task", "1", "main_pretrain", *flags]
+        + ["--output_dir", str(tmp_path / "run")]
+    )
+    log = tmp_path / "run" / "log.jsonl"
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
+    for rank in children_of(int(job.job_id)):
+        os.kill(rank, signal.SIGUSR2)
+    text = tmp_path / "run" / "log.txt"
+    wait_for(lambda: "pre-trained" in text.read_text())
+    stopped = int(re.search(r"stopped by SIGUSR2 after step (\d+) of 90", text.read_text())[1])
+    assert f"checkpoint-{stopped}.pth at step {stopped}" in text.read_text()
+    assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, 91))
+    expected = run(photos, tmp_path / "one", "--epochs", 30)
+    losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("run", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and expected["meta"]["step"] == 90
+    assert (tmp_path / "run" / "code" / "util" / "train_run.py").is_file()
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["output_dir"] == str(tmp_path / "run")
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.2)
+
+
+def test_the_copy_of_the_code_is_made_once(tmp_path):
+    code = submitit_launch.snapshot(tmp_path)
+    assert {"main_pretrain.py", "prmim.py", "util", "recipes.py"} <= {path.name for path in code.iterdir()}
+    (code / "recipes.py").write_text("# as it was submitted\n")
+    assert submitit_launch.snapshot(tmp_path) == code and (code / "recipes.py").read_text() == "# as it was submitted\n"
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["code"]
