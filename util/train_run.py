@@ -4,6 +4,7 @@ A main subclasses `TrainRun`; `launch` turns what goes wrong into one paragraph 
 """
 
 import argparse
+import inspect
 import json
 import sys
 import tempfile
@@ -218,7 +219,10 @@ class TrainRun:
         if args.compile:
             model.compile(fullgraph=True, dynamic=False)
         if process.world_size > 1:
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # evaluate does
+            # Buffers are not sent around with every step (evaluation sends them); the flag has a new name in newer torch.
+            known = inspect.signature(DistributedDataParallel).parameters
+            flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True, **{flag: False})
         self.engine = engine_class(
             model=model,
             optimizer=self.optimizer,
