@@ -37,7 +37,7 @@ from util import decode
 from util.cli import Parser, why_not_writable
 from util.datasets import AddressedDataset, batches
 from util.images import FolderImages
-from util.packed import PackedImages
+from util.packed import INDEX, PackedImages
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, RandomResizedCropFlip
 
 SIZE, SKIPPED = 224, 2
@@ -66,10 +66,10 @@ class TorchvisionFolder(torch.utils.data.Dataset):
 
 
 class Way:
-    """A data set and its collation, and whether simplejpeg may decode."""
+    """A data set and its collation."""
 
-    def __init__(self, images, fast=True, reference=False, torchvisions=False):
-        self.images, self.fast = images, fast
+    def __init__(self, images, reference=False, torchvisions=False):
+        self.images = images
         self.transform = RandomResizedCropFlip(SIZE, seed=0, reference=reference)
         self.dataset = TorchvisionFolder(images) if torchvisions else AddressedDataset(images, self.transform)
         self.collator = torch.utils.data.default_collate if torchvisions else make_collator()
@@ -78,31 +78,16 @@ class Way:
         """One turn: a new worker loads the same images as the other ways in this epoch."""
         indices = np.random.default_rng(epoch).integers(0, len(self.images), (SKIPPED + num_batches, batch_size))
         addresses = [[(epoch, int(i)) for i in row] for row in indices]
-        with decoder(self.fast):
-            stream = batches(self.dataset, addresses, self.collator, num_workers=1, pin_memory=False)
-            for _ in range(SKIPPED):
-                next(stream)
-            start = time.perf_counter()
-            for _ in range(num_batches):
-                next(stream)
-            return num_batches * batch_size / (time.perf_counter() - start)
+        stream = batches(self.dataset, addresses, self.collator, num_workers=1, pin_memory=False)
+        for _ in range(SKIPPED):
+            next(stream)
+        start = time.perf_counter()
+        for _ in range(num_batches):
+            next(stream)
+        return num_batches * batch_size / (time.perf_counter() - start)
 
     def crop(self, i):
-        with decoder(self.fast):
-            return AddressedDataset(self.images, self.transform)[(0, i)][0].float()
-
-
-class decoder:
-    """Within it simplejpeg is there (if it is installed), or not."""
-
-    def __init__(self, fast):
-        self.fast, self.known = fast, decode.simplejpeg
-
-    def __enter__(self):
-        decode.simplejpeg = self.known if self.fast else None
-
-    def __exit__(self, *_):
-        decode.simplejpeg = self.known
+        return AddressedDataset(self.images, self.transform)[(0, i)][0].float()
 
 
 def make_ways(images, folder):
@@ -112,14 +97,14 @@ def make_ways(images, folder):
     ways = {
         "reference": Way(images, torchvisions=True),
         "loader reference": Way(slow, reference=True),
-        "pillow": Way(images, fast=False),
+        "pillow": Way(slow),
     }
     if decode.simplejpeg is not None:
         ways["simplejpeg"] = Way(images)
     for name, flags in (("packed", []), ("packed q90", ["--quality", "90"])):
         with redirect_stdout(StringIO()):
             pack_dataset.main([str(images.root), str(folder / name), *flags])
-        ways[name] = Way(PackedImages(next((folder / name).glob("**/index.json")).parent))
+        ways[name] = Way(PackedImages(next((folder / name).rglob(INDEX)).parent))
     return ways
 
 

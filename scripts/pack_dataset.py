@@ -1,7 +1,7 @@
 """Packs millions of small image files into a few indexed shards, which `--data_path` reads in place.
 
     python scripts/pack_dataset.py IMAGENET IMAGENET_PACKED --workers 16
-    python scripts/pack_dataset.py IMAGENET IMAGENET_PACKED --verify
+    python scripts/pack_dataset.py --verify IMAGENET_PACKED
     python main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET_PACKED
 
 IMAGENET is a folder as `--data_path` takes it; each of its train/ and val/ (or the folder itself) becomes
@@ -10,7 +10,7 @@ bit for bit training on the folder. `--quality 90` re-encodes as JPEG at the ori
 a faster decode, but other pixels; images are never made smaller.
 
 Stopped? The same command goes on with the shards that are missing. `--verify` reads everything again: the shards' hashes,
-each image's checksum, the counts, and the class list against IMAGENET's.
+each image's checksum and, with IMAGENET given as well, its images' names, labels and classes.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import hashlib
 import io
 import json
 import os
+import secrets
+import signal
 import sys
 import zlib
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -33,8 +35,27 @@ from util import packed
 from util.cli import Parser
 from util.datasets import available_cores
 from util.images import FolderImages, ImageError
+from util.signals import ignore_in_worker
 
 _worker = {}  # a worker's images: a million paths travel once a worker, and not with every shard
+
+
+def start_worker(images):
+    _worker["images"] = images
+    ignore_in_worker(None)
+
+
+def file_sizes(images, chunk=1000):
+    """Bytes of each file, int64 [n]; a network disk answers many questions at once."""
+    chunks = [range(first, min(first + chunk, len(images))) for first in range(0, len(images), chunk)]
+    with ThreadPoolExecutor(32) as pool:
+        sizes = pool.map(lambda part: [os.stat(images.path(i)).st_size for i in part], chunks)
+        return np.array([size for part in sizes for size in part], np.int64)
+
+
+def listing(names, sizes, labels):
+    """What is packed, as a hash."""
+    return hashlib.sha256(b"\0".join([*names, sizes.tobytes(), labels.tobytes()])).hexdigest()
 
 
 def plan_shards(sizes, shard_bytes):
@@ -48,7 +69,7 @@ def pack_shard(first, end, path, quality, stamp):
     """Writes images first .. end - 1 to `path`, and beside it what the index will need."""
     images = _worker["images"]
     digest, offset, entries = hashlib.sha256(), 0, []
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
             for i in range(first, end):
@@ -76,17 +97,17 @@ def encoded(images, i, quality):
             raise ImageError(f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
         return data
     buffer = io.BytesIO()
-    Image.fromarray(images.load(i)[0]).save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    try:
+        Image.fromarray(images.load(i)[0]).save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    except OSError as error:  # a side above 65,535 px, say
+        raise ImageError(f"{images.path(i)!r} cannot be encoded as JPEG: {error}; pack without --quality") from error
     return buffer.getvalue()
 
 
 def pack_split(images, folder, args):
     """Packs `images` into `folder`; what is there already, by the same settings, is left as it is."""
-    with ThreadPoolExecutor(32) as pool:  # a network disk answers many at once
-        sizes = np.array([*pool.map(lambda i: os.stat(images.path(i)).st_size, range(len(images)))], np.int64)
-    names = [bytes(name) for name in images.paths]
-    listing = hashlib.sha256(b"\0".join([*names, sizes.tobytes(), images.labels.tobytes()])).hexdigest()
-    facts = {"source": listing, "quality": args.quality, "shard_mb": args.shard_mb}
+    sizes, names = file_sizes(images), [bytes(name) for name in images.paths]
+    facts = {"source": listing(names, sizes, images.labels), "quality": args.quality, "shard_mb": args.shard_mb}
     if (folder / packed.INDEX).is_file():
         content, _ = packed.read_index(folder)
         if {key: content.get(key) for key in facts} != facts:
@@ -94,12 +115,15 @@ def pack_split(images, folder, args):
         print(f"{folder}: {content['num_images']} images in {len(content['shards'])} shards, packed already")
         return
     folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".shard-*.tmp-*"):  # of a killed process
+        leftover.unlink()
     jobs = {}
     for k, (first, end) in enumerate(plan_shards(sizes, args.shard_mb * 1_000_000)):
-        path = folder / f"shard-{k:05d}.bin"
-        jobs[path] = (first, end, path, args.quality, [facts, first, end])
+        path, part = folder / packed.SHARD.format(k), slice(first, end)
+        stamp = [listing(names[part], sizes[part], images.labels[part]), args.quality]
+        jobs[path] = (first, end, path, args.quality, stamp)
     missing = [job for path, job in jobs.items() if not is_packed(path, job[-1])]
-    pool = ProcessPoolExecutor(args.workers, initializer=_worker.update, initargs=({"images": images},))
+    pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
     with pool, tqdm(total=len(images), unit="image", desc=str(folder)) as bar:
         bar.update(len(images) - sum(end - first for first, end, *_ in missing))
         futures = {pool.submit(pack_shard, *job): job for job in missing}
@@ -108,7 +132,7 @@ def pack_split(images, folder, args):
                 future.result()
                 bar.update(futures[future][1] - futures[future][0])
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # shards that are under way are finished, and kept
+            pool.shutdown(cancel_futures=True)  # shards that are under way are finished, and kept: workers ignore signals
             raise
     finish(images, folder, jobs, names, facts)
 
@@ -133,6 +157,8 @@ def finish(images, folder, jobs, names, facts):
     packed.write_index(folder, packed.records(rows), shards, images.classes, **facts)
     for path in jobs:
         path.with_suffix(".json").unlink()
+    for path in {*folder.glob("shard-*")} - {*jobs}:  # of an earlier plan that was never finished
+        path.unlink()
     total = sum(shard["size"] for shard in shards)
     print(f"{folder}: {len(rows)} images, {len(images.classes)} classes, {total / 1e9:.2f} GB in {len(shards)} shards")
 
@@ -186,25 +212,30 @@ def find_splits(source):
 def main(argv=None):
     parser = Parser("pack_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
-    flag("source", help="class folders, or train/ and val/ of them")
-    flag("destination", help="the packed data's folder")
+    flag("folders", nargs="+", metavar="FOLDER", help="SOURCE, class folders or train/ and val/ of them; and DESTINATION")
     flag("--shard_mb", type=int, default=1000, help="megabytes a shard, before any re-encoding")
     flag("--quality", type=int, help="re-encode as JPEG of this quality (default: keep the files' bytes)")
     flag("--workers", type=int, default=available_cores())
-    flag(
-        "--verify", action=argparse.BooleanOptionalAction, default=False, help="check what is packed, against its hashes and SOURCE"
-    )
+    flag("--verify", action=argparse.BooleanOptionalAction, default=False, help="check it against its hashes, and SOURCE if given")
     args = parser.parse_args(argv)
     if min(args.shard_mb, args.workers) < 1:
         parser.error(f"--shard_mb and --workers must be at least 1, got {args.shard_mb} and {args.workers}")
     if args.quality is not None and not 1 <= args.quality <= 100:
         parser.error(f"--quality must be from 1 to 100, got {args.quality}")
+    if len(args.folders) > 2 or len(args.folders) + args.verify < 2:
+        parser.error(f"give SOURCE and DESTINATION, or with --verify DESTINATION alone, got {', '.join(args.folders)}")
+    *source, destination = args.folders
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the workers end with it
     try:
-        for split, below in find_splits(args.source).items():
-            images, folder = FolderImages(args.source, split), Path(args.destination) / below
+        for split, below in find_splits(*source or [destination]).items():
+            images, folder = FolderImages(*source, split) if source else None, Path(destination) / below
             (verify_split if args.verify else pack_split)(images, folder, args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "pack_dataset.py: stopped; the same command goes on\n")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,13 @@ def open_images(dataset, data_path, split="train", labelled=False):
 
 def open_folder(data_path, split, labelled):
     """Images of ROOT/<split>/ or of ROOT: packed, in tars, or files."""
-    folders = [Path(data_path) / split] + [Path(data_path)] * (not labelled)
-    for folder in folders:
+    for folder in [Path(data_path) / split] + [Path(data_path)] * (not labelled):
         if (folder / packed.INDEX).is_file():
             return packed.PackedImages(folder, labelled=labelled)
+        if (folder / packed.SHARD.format(0)).is_file():
+            raise ValueError(f"{str(folder)!r} holds shards without {packed.INDEX}: pack_dataset.py has not finished; run it again")
     tars = find_tars(data_path, split, labelled)
-    return open_tars(tars, labelled) if tars else FolderImages(data_path, split, labelled)
+    return open_tars(tars, split, labelled) if tars else FolderImages(data_path, split, labelled)
 
 
 class AddressedDataset(torch.utils.data.Dataset):
@@ -130,5 +131,10 @@ def batches(dataset, sampler, collator, num_workers, pin_memory):
 
 
 def available_cores():
-    """The cores this process may use, which on a cluster are fewer than the node has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """The cores this process may use, which on a cluster, and in a container, are fewer than the node has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return cores

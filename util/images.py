@@ -163,6 +163,7 @@ class CifarImages:
 
 
 _LAYOUT = (
-    "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg) or directly in ROOT; "
+    "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg) or directly in ROOT, tars, or "
+    "what pack_dataset.py has written; "
     f"extensions {', '.join(IMG_EXTENSIONS)}"
 )

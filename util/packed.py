@@ -1,14 +1,16 @@
 """Images inside large files: shards of `scripts/pack_dataset.py`, or tars as they are. Read in place, never extracted.
 
-An index says where each image lies: `index.npy`, a record an image, and `index.json`, written last, with the shards and their
-sizes, the classes, and the hash of the records. Any image can be had at any time by one `pread`, so packed data has the
-addressed randomness, the exact resume and, if it was packed from one, the order of a folder.
+An index says where each image lies: RECORDS, one an image, and INDEX, written last, with the shards and their sizes, the
+classes, and the hash of the records. Any image can be had at any time by one `pread`, so packed data has the addressed
+randomness, the exact resume and, if it was packed from one, the order of a folder.
 """
 
 import hashlib
 import io
 import json
 import os
+import resource
+import secrets
 from collections import OrderedDict
 from pathlib import Path
 
@@ -18,9 +20,9 @@ from PIL import Image
 from util.decode import PILLOW_ERRORS
 from util.images import EncodedImages, ImageError
 
-INDEX = "index.json"
+INDEX, RECORDS, SHARD = "prmim-index.json", "prmim-index.npy", "shard-{:05d}.bin"
 _FIELDS = [("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<u4")]
-_OPEN_SHARDS = 64  # file descriptors that a process holds
+_OPEN_SHARDS = min(4096, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))  # descriptors that a process holds
 
 
 def records(rows):
@@ -30,19 +32,19 @@ def records(rows):
 
 
 def write_index(folder, rows, shards, classes, **facts):
-    """Writes `folder`/index.npy and, last, index.json. shards: [{"name": path, "size": bytes, ...}]; facts: JSON-able."""
+    """Writes the records to `folder` and, last, the index. shards: [{"name": path, "size": bytes, ...}]; facts: JSON-able."""
     buffer = io.BytesIO()
     np.save(buffer, rows)
     digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
     content = {"num_images": len(rows), "classes": classes, "index_sha256": digest, "shards": shards, **facts}
-    write_atomically(folder / "index.npy", buffer.getbuffer())
+    write_atomically(folder / RECORDS, buffer.getbuffer())
     write_atomically(folder / INDEX, json.dumps(content, indent=1).encode())
 
 
 def write_atomically(path, data):
     """A file that exists whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
@@ -54,17 +56,25 @@ def write_atomically(path, data):
 
 
 def read_index(folder):
-    """-> (content of index.json, records as a read-only memory map); ValueError where they do not belong together."""
+    """-> (content of the index, records); ValueError where they do not belong together, or lead out of the shards."""
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        wanted, shards, classes = content["index_sha256"], content["shards"], content["classes"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(folder / INDEX)!r} is no index of packed images ({type(error).__name__}: {error})") from error
-    path = folder / "index.npy"
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
-        raise ValueError(f"{str(path)!r} is missing or not what {INDEX} describes; pack the data again, or fetch both files again")
-    assert isinstance(shards, list) and isinstance(classes, list), content.keys()
-    return content, np.load(path, mmap_mode="r")
+        data = (folder / RECORDS).read_bytes()
+        if hashlib.sha256(data).hexdigest() != content["index_sha256"]:
+            raise ValueError(f"{RECORDS} is not what it describes")
+        rows, sizes = np.load(io.BytesIO(data)), np.array([shard["size"] for shard in content["shards"]], np.int64)
+        for shard in content["shards"]:
+            if Path(shard["name"]).name != shard["name"]:
+                raise ValueError(f"shard {shard['name']!r} is no plain file name")
+        inside = (rows["shard"] >= 0) & (rows["shard"] < len(sizes)) & (rows["offset"] >= 0) & (rows["length"] >= 0)
+        inside &= (rows["label"] >= 0) & (rows["label"] < max(1, len(content["classes"])))
+        inside[inside] &= (rows["offset"] + rows["length"])[inside] <= sizes[rows["shard"][inside]]
+        if not inside.all():
+            raise ValueError(f"record {int(inside.argmin())} lies outside its shard or the classes")
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        what = f"{str(folder / INDEX)!r} is no index of packed images ({type(error).__name__}: {error})"
+        raise ValueError(f"{what}; pack the data again, or fetch the files again") from error
+    return content, rows
 
 
 class PackedImages(EncodedImages):
@@ -74,25 +84,25 @@ class PackedImages(EncodedImages):
     """
 
     def __init__(self, folder, root=None, labelled=False, check_images=16):
-        folder = Path(folder)
-        self.root = Path(root or folder)
-        self.content, self.records = read_index(folder)
-        self.classes, self.labels = self.content["classes"], np.array(self.records["label"], np.int64)
-        self.shards, self._files = [self.root / shard["name"] for shard in self.content["shards"]], OrderedDict()
+        self.folder, self.root, self._files = Path(folder), Path(root or folder), OrderedDict()
+        self.content, self.records = read_index(self.folder)
+        self.classes, self.labels = self.content["classes"], self.records["label"].astype(np.int64)
+        self.shards = [self.root / shard["name"] for shard in self.content["shards"]]
         if labelled and not self.classes:
-            raise ValueError(f"the packed images in {str(folder)!r} have no labels")
+            raise ValueError(f"the packed images in {str(self.folder)!r} have no labels")
         if not len(self):
-            raise ValueError(f"the index in {str(folder)!r} names no image")
+            raise ValueError(f"the index in {str(self.folder)!r} names no image")
         for shard, path in zip(self.content["shards"], self.shards, strict=True):
             size = path.stat().st_size if path.is_file() else None
             if size != shard["size"]:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise ValueError(f"shard {str(path)!r} {found}; {shard['size']} bytes were indexed: fetch or pack it again")
         for i in np.unique(np.linspace(0, len(self) - 1, min(check_images, len(self))).astype(int)):
+            data = self.read(i)
             try:
-                Image.open(io.BytesIO(self.read(i))).close()
+                Image.open(io.BytesIO(data)).close()
             except PILLOW_ERRORS as error:
-                raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); see pack_dataset.py --verify") from error
+                raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); fetch or pack its shard again") from error
 
     def path(self, i):
         record = self.records[i]
@@ -122,5 +132,9 @@ class PackedImages(EncodedImages):
         return self._files[key]
 
     def __getstate__(self):
-        """Of a copy for another process: descriptors are not for sharing, and the records are mapped anew."""
-        return self.__dict__ | {"_files": OrderedDict(), "records": np.array(self.records)}
+        """Of a copy for another process, which reads the index by itself: a million records are not sent around."""
+        return {"arguments": (self.folder, self.root, False, 0), "reference": self.reference}
+
+    def __setstate__(self, state):
+        self.__init__(*state["arguments"])
+        self.reference = state["reference"]

@@ -24,9 +24,10 @@ from util.datasets import (
     open_images,
     steps_per_epoch,
 )
-from util.images import ImageError
+from util.images import EncodedImages, ImageError
 from util.logging import RunLog
 from util.lr_sched import SCHEDULES, Schedule
+from util.packed import PackedImages
 from util.signals import StopSignal
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
@@ -103,17 +104,18 @@ def resolve_workers(args, process):
         args.num_workers = min(16, max(1, available_cores() // process.local_world_size - 1))  # one core is the trainer's
 
 
-def data_hint(args, process):
-    """What would most likely help a run that waits for its data; nothing is said of a CPU that is its own loader."""
+def data_hint(args, process, images):
+    """What would most likely help a run that waits for these images; nothing is said of a CPU that is its own loader."""
     cores = max(1, available_cores() // process.local_world_size)
     if args.num_workers == 0:
         return "" if process.device.type == "cpu" else "no worker loads ahead; set --num_workers"
     hints = [f"raise --num_workers, {args.num_workers} now, to this process's {cores} cores"] * (args.num_workers < cores - 1)
-    hints += ["pip install simplejpeg, which decodes JPEGs faster"] * (decode.simplejpeg is None and args.loader == "fast")
-    hints += ["--loader reference is half as fast as the default"] * (args.loader == "reference")
-    return (
-        "; ".join(hints) or "more cores a GPU; and scripts/pack_dataset.py, if files are many and the disk is slow, or --quality 90"
-    )
+    if isinstance(images, EncodedImages):
+        hints += ["pip install simplejpeg, which decodes JPEGs faster"] * (decode.simplejpeg is None and args.loader == "fast")
+        hints += ["--loader reference is half as fast as the default"] * (args.loader == "reference")
+    packed = isinstance(images, PackedImages)
+    slow = "a faster disk, or --quality 90 of" if packed else "a faster disk, or fewer and larger files by"
+    return "; ".join(hints) or f"more cores a GPU; {slow} scripts/pack_dataset.py"
 
 
 def check_least(args, least, names):
@@ -238,7 +240,7 @@ class TrainRun:
             print_freq=args.print_freq,
             clip_grad=args.clip_grad,
             seed=args.seed,
-            data_hint=data_hint(args, process),
+            data_hint=data_hint(args, process, self.images),
             **options,
         )
         if content:

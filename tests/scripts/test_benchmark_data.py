@@ -16,15 +16,6 @@ def test_every_way_is_measured_on_the_same_images(photos, tmp_path, capsys):
     assert errors["loader reference"] == 0 < errors["pillow"] == errors["packed"] < 0.5 < errors["packed q90"]
 
 
-def test_the_decoder_is_as_before_afterwards(monkeypatch):
-    monkeypatch.setattr(decode, "simplejpeg", "installed")
-    with benchmark_data.decoder(False):
-        assert decode.simplejpeg is None
-    with benchmark_data.decoder(True):
-        assert decode.simplejpeg == "installed"
-    assert decode.simplejpeg == "installed"
-
-
 def test_errors(tmp_path, capsys):
     for arguments, message in (
         ([str(tmp_path)], "holds no image"),

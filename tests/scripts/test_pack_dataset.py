@@ -1,6 +1,8 @@
 import json
+import pickle
 import shutil
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,11 +80,14 @@ def test_packing_goes_on_where_it_was_stopped(photos, tmp_path, small_shards, mo
         pack(photos, tmp_path / "packed")
     first = list(written)
     assert len(first) == 2 and all(path.exists() for path in first)
-    with pytest.raises(ValueError, match=r"is not a folder|holds no image|no valid file"):
+    with pytest.raises(ValueError, match="holds shards without prmim-index.json: pack_dataset.py has not finished; run it again"):
         open_images("folder", tmp_path / "packed")
     monkeypatch.setattr(pack_dataset, "pack_shard", lambda *args: written.append(args[2]) or exact(*args))
+    (tmp_path / "packed" / "train" / ".shard-00009.bin.tmp-dead").touch()  # of a killed process
+    damaged(first[1], "short")
     pack(photos, tmp_path / "packed")
-    assert not set(first) & set(written[2:]) and len(open_images("folder", tmp_path / "packed")) == 24
+    assert first[0] not in written[2:] and first[1] in written[2:]
+    assert len(open_images("folder", tmp_path / "packed")) == 24 and not [*(tmp_path / "packed").rglob("*.tmp-*")]
 
 
 def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
@@ -110,8 +115,8 @@ def damaged(path, how):
     [
         ("shard-00001.bin", "short", r"shard-00001\.bin' has \d+ bytes; \d+ bytes were indexed"),
         ("shard-00001.bin", "gone", r"shard-00001\.bin' is missing"),
-        ("index.npy", "flip", r"index\.npy' is missing or not what index\.json describes"),
-        ("index.json", "short", r"index\.json' is no index of packed images"),
+        ("prmim-index.npy", "flip", r"prmim-index\.npy is not what it describes"),
+        ("prmim-index.json", "short", r"prmim-index\.json' is no index of packed images"),
     ],
 )
 def test_damage_is_named_when_the_data_is_opened(photos, tmp_path, small_shards, name, how, message):
@@ -137,15 +142,61 @@ def test_verify_finds_one_flipped_bit_and_another_source(photos, tmp_path, small
     assert "its images are not the source's" in capsys.readouterr().err
 
 
-def test_a_broken_file_stops_the_packing_with_its_name(photos, tmp_path, capsys):
+def test_a_broken_file_stops_the_packing_and_what_is_packed_stays(photos, tmp_path, small_shards, monkeypatch, capsys):
+    """Broken after the folder was opened, which looks at headers, too."""
     shutil.copytree(photos, tmp_path / "photos")
-    images = FolderImages(tmp_path / "photos")
-    broken = images.path(5)
-    with open(broken, "wb") as file:
-        file.write(b"hello")
+    broken = Path(FolderImages(tmp_path / "photos").path(20))
+    monkeypatch.setattr(FolderImages, "_check", lambda self, i: None)
+    broken.write_bytes(b"hello")
     with pytest.raises(SystemExit):
         pack(tmp_path / "photos", tmp_path / "packed")
-    assert "is not a readable image" in capsys.readouterr().err
+    assert f"{str(broken)!r} is not a readable image" in capsys.readouterr().err
+    shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed" / "train").glob("*.bin")}
+    broken.unlink()
+    pack(tmp_path / "photos", tmp_path / "packed")
+    assert len(open_images("folder", tmp_path / "packed")) == 23
+    assert shards and sum(path.stat().st_mtime_ns == time for path, time in shards.items()) >= len(shards) - 2
+
+
+def test_verify_compares_names_and_labels_and_does_without_the_source(photos, tmp_path, capsys):
+    shutil.copytree(photos, tmp_path / "photos")
+    pack(tmp_path / "photos", tmp_path / "packed")
+    pack("--verify", tmp_path / "packed")
+    assert "24 images of 2 classes are what was packed" in capsys.readouterr().out
+    first = Path(FolderImages(tmp_path / "photos").path(0))
+    first.rename(first.with_name("renamed.jpg"))
+    with pytest.raises(SystemExit):
+        pack(tmp_path / "photos", tmp_path / "packed", "--verify")
+    assert "its names and labels are not the source's" in capsys.readouterr().err
+
+
+def test_a_copy_for_another_process_reads_the_index_by_itself(photos, tmp_path, small_shards):
+    pack(photos, tmp_path / "packed")
+    images = open_images("folder", tmp_path / "packed")
+    images.reference, expected = True, images.read(7)
+    data = pickle.dumps(images)
+    other = pickle.loads(data)
+    assert len(data) < 1000 and other.reference and other.read(7) == expected and other.labels.tolist() == images.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["shards"][0].update(name="../secret.jpg"), "'../secret.jpg' is no plain file name"),
+        (lambda c: c["shards"][0].update(size=10), "record 0 lies outside its shard or the classes"),
+        (lambda c: c.update(shards=[1]), "TypeError"),
+        (lambda c: c.update(classes=["cat"]), "lies outside its shard or the classes"),
+        (lambda c: c.pop("index_sha256"), "KeyError"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused(photos, tmp_path, change, message):
+    pack(photos, tmp_path / "packed")
+    path = tmp_path / "packed" / "train" / packed.INDEX
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        open_images("folder", tmp_path / "packed")
 
 
 def test_shards_are_cut_by_size_and_hold_whole_images():
@@ -173,6 +224,7 @@ def test_many_shards_need_few_descriptors(photos, tmp_path, small_shards, monkey
         (["--shard_mb", "0"], "must be at least 1, got 0"),
         (["--quality", "101"], "--quality must be from 1 to 100, got 101"),
         (["--verify"], "is no index of packed images"),
+        (["third"], "give SOURCE and DESTINATION"),
     ],
 )
 def test_errors(photos, tmp_path, capsys, flags, message):

@@ -1,5 +1,6 @@
 import io
 import os
+import shutil
 import tarfile
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import write_photo
-from util import tars
+from util import packed, tars
 from util.datasets import open_images
 from util.tars import find_tars, index_tars, open_tars
 
@@ -50,6 +51,7 @@ def test_webdataset_shards(tmp_path):
     assert len(images) == 3 and images.classes == ["0", "1", "2"] and images.labels.tolist() == [2, 0, 1]
     expected = pixels(photo(2))
     assert np.array_equal(images.load(2)[0], expected) and images.load(2)[1] == 1
+    assert [images.read(i) == photo(i) for i in range(3)] == [True] * 3  # to the byte
     assert images.path(2).endswith("imagenet-train-0001.tar: 0002.jpg")
     assert len(open_images("folder", tmp_path, "val", labelled=True)) == 2
 
@@ -115,7 +117,7 @@ def test_hostile_names_links_and_devices_are_left_out_and_nothing_is_written(tmp
         add(tar, "good/device.jpg", type=tarfile.CHRTYPE)
     images = open_images("folder", path.parent)
     assert len(images) == 1 and images.path(0).endswith("good/1.jpg")
-    assert "5 members that are links, devices or lead out of their tars are left out" in capsys.readouterr().out
+    assert "5 members that are links, devices or sparse, or lead out of their tars, are left out" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == ["data"] and sorted(os.listdir(path.parent)) == [".prmim", "train.tar"]
 
 
@@ -123,9 +125,10 @@ def test_damage_is_named(tmp_path):
     path = webdataset(tmp_path / "train.tar", [0, 1, 2])
     whole = path.read_bytes()
     for damaged, message in (
-        (whole[:3000], "no end mark: it was cut short"),
+        (whole[:3000], "does not lie inside it|no end mark"),
         (b"\x1f\x8b" + whole[2:], "cannot be read as a tar"),
-        (b"", "cannot be read as a tar"),
+        (b"", "it is empty"),
+        (whole + whole, "or more behind it"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
@@ -137,7 +140,7 @@ def test_damage_is_named(tmp_path):
     with pytest.raises(ValueError, match="not labelled alike"):
         index_tars([path])
     write(path, [("notes.txt", b"hello")])
-    with pytest.raises(ValueError, match="hold no image; extensions .jpg"):
+    with pytest.raises(ValueError, match="hold no image of train; extensions .jpg"):
         index_tars([path])
 
 
@@ -157,4 +160,83 @@ def test_splits_by_folder_and_by_name(tmp_path):
     one = webdataset(tmp_path / "other" / "shard.tar", [0])
     assert find_tars(one.parent, "train") == find_tars(one.parent, "val") == [one] == find_tars(one, "train")
     assert find_tars(one.parent, "val", labelled=True) == []  # or it would be evaluated on what it was trained on
-    assert tars._class_of("n01440764") == "n01440764" and tars._class_of("shard-0001") is None
+    assert tars._is_wordnet_id("n01440764") and not tars._is_wordnet_id("shard-0001")
+
+
+def test_a_number_wins_over_a_folder_and_masks_are_no_images(tmp_path):
+    members = [("cat/1.jpg", photo(1)), ("cat/1.cls", b"4"), ("cat/1.mask.png", photo(2))]
+    images = open_tars([write(tmp_path / "train.tar", members)])
+    assert images.labels.tolist() == [4] and len(images.classes) == 5
+    write(tmp_path / "train.tar", [("1.jpg", photo(1)), ("1.cls", b"99999999")])
+    with pytest.raises(ValueError, match="not the number of a class"):
+        index_tars([tmp_path / "train.tar"])
+
+
+def test_classes_are_the_folders_below_what_all_have_in_common(tmp_path):
+    names = ("cat/x/1", "cat/y/2", "dog/x/3")
+    write(tmp_path / "a.tar", [(f"data/{name}.jpg", photo(k)) for k, name in enumerate(names)])
+    images = open_tars([tmp_path / "a.tar"])
+    assert images.classes == ["cat", "dog"] and images.labels.tolist() == [0, 0, 1]
+
+
+def test_splits_inside_a_tar(tmp_path):
+    names = ("s/train/cat/1.jpg", "s/train/dog/2.jpg", "s/val/cat/3.jpg", "s/val/dog/4.jpg")
+    path = write(tmp_path / "set.tar", [(name, photo(k)) for k, name in enumerate(names)])
+    train, val = (open_tars([path], split) for split in ("train", "val"))
+    assert [images.read(1) for images in (train, val)] == [photo(1), photo(3)]
+    assert train.classes == val.classes == ["cat", "dog"] and len(train) == len(val) == 2
+
+
+def test_tars_do_not_displace_files(photos, tmp_path):
+    shutil.copytree(photos / "train", tmp_path / "flat")
+    webdataset(tmp_path / "flat" / "backup.tar", [0])
+    assert open_images("folder", tmp_path / "flat").classes == ["cat", "dog"]
+    shutil.copytree(photos / "train", tmp_path / "both" / "val")
+    webdataset(tmp_path / "both" / "ILSVRC2012_img_val.tar", [0])
+    assert open_images("folder", tmp_path / "both", "val", labelled=True).classes == ["cat", "dog"]
+    only = webdataset(tmp_path / "only" / "interval-0000.tar", [0])  # says no val
+    assert find_tars(only.parent, "train") == [only]
+
+
+def inner_tar(members):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for member in members:
+            add(tar, *member)
+    return data.getvalue()
+
+
+def blocks(data):
+    """Bytes that a member takes, with its header."""
+    return 512 + 512 * -(-len(data) // 512)
+
+
+def test_an_inner_tar_ends_where_it_ends(tmp_path):
+    whole = inner_tar([("n1_1.JPEG", photo(1)), ("n1_2.JPEG", photo(2))])
+    cut = whole[: blocks(photo(1))]  # at a member's boundary
+    for data, message in ((cut, "no end mark|does not lie inside"), (b"", "it is empty"), (whole[:700], "does not lie inside")):
+        path = write(tmp_path / "train.tar", [("n00000001.tar", data), ("n00000002.tar", whole)])
+        with pytest.raises(ValueError, match=message):
+            index_tars([path])
+    path = write(tmp_path / "train.tar", [("n00000001.tar", inner_tar([("deep.tar", whole), ("1.jpg", photo(1))]))])
+    assert len(index_tars([path])[0]) == 1  # one level, no more
+
+
+def test_a_negative_size_ends(tmp_path):
+    path = write(tmp_path / "train.tar", [("1.jpg", photo(1)), ("2.jpg", photo(2))])
+    data, header = bytearray(path.read_bytes()), blocks(photo(1))
+    data[header + 124 : header + 136] = b"\xff" * 12  # -1, in base 256
+    checksum = 256 + sum(data[header : header + 148]) + sum(data[header + 156 : header + 512])
+    data[header + 148 : header + 156] = b"%06o\0 " % checksum
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read as a tar"):
+        index_tars([path])
+
+
+def test_a_broken_index_is_made_again(tmp_path):
+    path = webdataset(tmp_path / "train.tar", [0, 1])
+    open_tars([path])
+    for name in (packed.INDEX, packed.RECORDS):
+        (index,) = (tmp_path / ".prmim").rglob(name)
+        index.write_bytes(index.read_bytes()[:-3])
+        assert len(open_tars([path])) == 2
