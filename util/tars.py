@@ -2,7 +2,7 @@
 
 Nothing is extracted: headers are walked, and images are later read where they lie (`util.packed`). A label is, in this
 order: the number in the `.cls` beside the image; the name of the inner tar, or of the tar where that is a WordNet id; the
-first folder below what all images' folders have in common. Where folders are called train or val, only the split's count.
+first folder below what all images' folders have in common. Where all lie below train or val, only the split's count.
 Members that are links, devices or sparse, or lead out of the tar, are left out, and counted.
 """
 
@@ -122,8 +122,8 @@ def index_tars(tars, split="train"):
 
 
 def _of_split(found, split):
-    """The images below a folder called like the split, if any folder is called train or val; all otherwise."""
-    if any(part in _SPLITS for *_, name in found for part in name.parent.parts):
+    """The images below a folder called like the split, where all lie below a train or val; all otherwise: train is a class, too."""
+    if all(any(part in _SPLITS for part in name.parent.parts) for *_, name in found):
         return [image for image in found if split in image[-1].parent.parts]
     return found
 

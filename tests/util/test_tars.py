@@ -187,6 +187,12 @@ def test_splits_inside_a_tar(tmp_path):
     assert train.classes == val.classes == ["cat", "dog"] and len(train) == len(val) == 2
 
 
+def test_a_class_called_train_is_a_class(tmp_path):
+    write(tmp_path / "coco.tar", [(f"{name}/{k}.jpg", photo(k)) for k, name in enumerate(("bus", "train", "train"))])
+    images = open_tars([tmp_path / "coco.tar"])
+    assert images.classes == ["bus", "train"] and images.labels.tolist() == [0, 1, 1]
+
+
 def test_tars_do_not_displace_files(photos, tmp_path):
     shutil.copytree(photos / "train", tmp_path / "flat")
     webdataset(tmp_path / "flat" / "backup.tar", [0])
