@@ -2,7 +2,7 @@
 
 SLURM sends TERM before a job is cancelled or preempted, and whatever `--signal` says before its time is up; a terminal sends
 INT. A handler only takes note. All processes must stop after the same step, so each step they compare notes by an all-reduce
-of one number on the CPU, which runs beside the step and is read a step later: the device is never waited for.
+of one number, beside the step's own work, and read the outcome a step later.
 """
 
 import os
@@ -18,13 +18,15 @@ PATIENCE = 5.0  # seconds; a later signal ends the process at once (SLURM sends 
 
 
 class StopSignal:
-    """Takes note of signals from its construction on; `agreed()` is called once a step by every process."""
+    """Takes note of signals from its construction on; `agreed()` is called once a step by every process.
 
-    def __init__(self):
-        self.name, self.since = None, None
-        self.pending, self.group = None, None
-        if dist.is_initialized():
-            self.group = dist.new_group(backend="gloo")
+    On a GPU the comparison has a stream of its own, and what is waited for is the step before the last one that was queued:
+    the device never runs out of work.
+    """
+
+    def __init__(self, device):
+        self.name, self.since, self.pending = None, None, None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and dist.is_initialized() else None
         self.previous = {}
         if threading.current_thread() is threading.main_thread():
             self.previous = {number: signal.signal(number, self._take_note) for number in SIGNALS}
@@ -38,22 +40,36 @@ class StopSignal:
 
     def agreed(self):
         """Whether to stop after this step: the same answer in every process, one step after the first took note."""
-        if self.group is None:
+        if not dist.is_initialized():
             return self.name is not None
-        stop = False
-        if self.pending is not None:
-            work, notes = self.pending
-            work.wait()
-            stop = bool(notes.item())
-        notes = torch.tensor([float(self.name is not None)])
-        self.pending = dist.all_reduce(notes, group=self.group, async_op=True), notes
+        stop = self._outcome()
+        self.pending = self._compare(float(self.name is not None))
         return stop
+
+    def _compare(self, note):
+        """Starts an all-reduce; -> (function that waits for it, number of notes on the CPU)."""
+        if self.stream is None:
+            notes = torch.full((1,), note)
+            return dist.all_reduce(notes, async_op=True).wait, notes
+        with torch.cuda.stream(self.stream):
+            notes = torch.full((1,), note, device=self.stream.device)
+            dist.all_reduce(notes)
+            outcome = torch.empty(1, pin_memory=True).copy_(notes, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return event.synchronize, outcome
+
+    def _outcome(self):
+        if self.pending is None:
+            return False
+        wait, notes = self.pending
+        wait()
+        return bool(notes.item())
 
     def close(self):
         """Signals mean again what they meant before; the last comparison is waited for, since all took part in it."""
-        if self.pending is not None:
-            self.pending[0].wait()
-            self.pending = None
+        self._outcome()
+        self.pending = None
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self.previous = {}

@@ -335,7 +335,7 @@ class TrainRun:
             args.num_workers,
             pin_memory=self.process.device.type == "cuda",
         )
-        stop, stopped = StopSignal(), False
+        stop, stopped = StopSignal(self.process.device), False
         for epoch in range(self.start_step // self.steps_per_epoch, args.epochs):
             end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
             steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)

@@ -3,6 +3,7 @@ import signal
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.two_processes import run_in_two_processes
@@ -13,7 +14,7 @@ from util.signals import SIGNALS, StopSignal
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_the_old_handlers_come_back(number):
     before = {n: signal.getsignal(n) for n in SIGNALS}
-    stop = StopSignal()
+    stop = StopSignal(torch.device("cpu"))
     assert not stop.agreed()
     os.kill(os.getpid(), number)
     assert stop.agreed() and stop.name == signal.Signals(number).name
@@ -27,7 +28,7 @@ def test_a_late_second_signal_means_what_it_meant(monkeypatch):
     """Here an exception, which stands for the default action."""
     taken = []
     monkeypatch.setattr(signals.os, "kill", lambda pid, number: taken.append((pid, number)))
-    stop = StopSignal()
+    stop = StopSignal(torch.device("cpu"))
     try:
         stop._take_note(signal.SIGTERM, None)
         stop._take_note(signal.SIGTERM, None)
@@ -40,7 +41,7 @@ def test_a_late_second_signal_means_what_it_meant(monkeypatch):
 
 
 def _stops(rank):
-    stop, steps = StopSignal(), 0
+    stop, steps = StopSignal(torch.device("cpu")), 0
     for step in range(50):
         time.sleep(0.01 * rank)  # out of step
         if rank == 1 and step == 7:
@@ -57,3 +58,16 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step():
     first, second = run_in_two_processes(_stops)
     assert first["steps"] == second["steps"] == 9  # noted in the eighth, known to all one step later
     assert (first["name"], second["name"]) == (None, "SIGUSR2")
+
+
+@pytest.mark.gpu
+def test_processes_on_gpus_compare_notes_on_a_stream_of_their_own(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    stop = StopSignal(torch.device("cuda", 0))
+    try:
+        assert not stop.agreed()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert [stop.agreed(), stop.agreed()] == [False, True]  # a step later
+    finally:
+        stop.close()
+        dist.destroy_process_group()
