@@ -5,6 +5,8 @@ INT. A handler only takes note. All processes must stop after the same step, so 
 of one number, beside the step's own work, and read the outcome a step later.
 """
 
+import atexit
+import multiprocessing
 import os
 import signal
 import threading
@@ -79,3 +81,12 @@ def ignore_in_worker(_):
     """For DataLoader workers: signals to a whole job are the trainer's to answer, which still needs its batches."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _kill_workers():
+    """Workers that ignore TERM would be waited for without end by multiprocessing, whose own exit handler runs after this."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

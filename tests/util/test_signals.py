@@ -1,6 +1,9 @@
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ import torch.distributed as dist
 from tests.two_processes import run_in_two_processes
 from util import signals
 from util.signals import SIGNALS, StopSignal
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -38,6 +43,20 @@ def test_a_late_second_signal_means_what_it_meant(monkeypatch):
         assert taken == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         stop.close()
+
+
+def test_an_error_while_workers_load_ends_the_program():
+    """An iterator that is still referred to at the end leaves its workers to multiprocessing, whose TERM they ignore."""
+    program = """
+import torch
+from util.signals import ignore_in_worker
+
+batches = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, worker_init_fn=ignore_in_worker))
+print(int(next(batches)), flush=True)
+raise SystemExit(2)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "0\n", "")
 
 
 def _stops(rank):
