@@ -243,14 +243,13 @@ class FinetuneRun(TrainRun):
         if args.trainable_blocks == 0 and args.batch_size == 1:
             raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
-    def restore(self, path):
-        content = super().restore(path)
-        before, now = content["meta"]["settings"]["finetune"], self.args.finetune
+    def check_identity(self, meta):
+        super().check_identity(meta)
+        before, now = meta["settings"]["finetune"], self.args.finetune
         if now not in (None, before):
             raise ValueError(f"{self.args.output_dir!r} holds a run from {before!r}, not from {now!r}; choose another --output_dir")
         self.args.finetune = before
-        check_classes(content["meta"]["classes"], self.classes, "the run", "the data")
-        return content
+        check_classes(meta["classes"], self.classes, "the run", "the data")
 
     def describe(self):
         args, trained = self.args, sum(p.numel() for p in self.model.parameters() if p.requires_grad)

@@ -157,7 +157,7 @@ class PretrainRun(TrainRun):
 
     def changes(self, meta):
         other = meta.get("teacher") != self.extra_meta().get("teacher")
-        return super().changes(meta) + ["warning: the teacher's weights are others than before"] * other
+        return super().changes(meta) + ["the teacher's weights are others than before"] * other
 
     def after_step(self, step):
         super().after_step(step)

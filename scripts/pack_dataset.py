@@ -106,7 +106,7 @@ def encoded(images, i, quality):
 
 def pack_split(images, folder, args):
     """Packs `images` into `folder`; what is there already, by the same settings, is left as it is."""
-    sizes, names = file_sizes(images), [bytes(name) for name in images.paths]
+    sizes, names = file_sizes(images), [bytes(name) for name in images.names]
     facts = {"source": listing(names, sizes, images.labels), "quality": args.quality, "shard_mb": args.shard_mb}
     if (folder / packed.INDEX).is_file():
         content, _ = packed.read_index(folder)
@@ -187,7 +187,7 @@ def verify_split(images, folder, args):
         pairs = {"images": (len(ours), len(images)), "classes": (ours.classes, images.classes)}
         pairs["names and labels"] = [
             [(bytes(name), int(label)) for name, label in zip(paths, labels, strict=True)]
-            for paths, labels in ((ours.records["name"], ours.labels), (images.paths, images.labels))
+            for paths, labels in ((ours.records["name"], ours.labels), (images.names, images.labels))
         ]
         problems += [f"{folder}: its {what} are not the source's" for what, (a, b) in pairs.items() if a != b]
     with ProcessPoolExecutor(args.workers) as pool, tqdm(total=len(ours), unit="image", desc=f"verify {folder}") as bar:

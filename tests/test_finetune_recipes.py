@@ -116,6 +116,7 @@ def test_flags_are_frozen():
         "cls_token_layer_decay",
         "loader",
         "first_release_merging",
+        "allow_changes",
     } | set(
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "

@@ -38,11 +38,11 @@ def reports(output_dir):
     return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
 
 
-def fails(capsys, photos, output_dir, *flags):
+def fails(capsys, photos, output_dir, *flags, code=2):
     """The error message of a command that must stop before its first step."""
     with pytest.raises(SystemExit) as stop:
         main_pretrain.main(command(photos, output_dir, *flags))
-    assert stop.value.code == 2
+    assert stop.value.code == code
     message = capsys.readouterr().err
     assert message.startswith("main_pretrain.py: error: ") and "Traceback" not in message and len(message) < 900
     return message
@@ -103,7 +103,7 @@ def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, c
     assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
     capsys.readouterr()
     run(photos, tmp_path / "parts", *flags, "--batch_size", 4, "--accum_iter", 2)  # other images share their visible units
-    assert "warning: --batch_size was 8 and now is 4" in capsys.readouterr().out
+    assert "(accum_iter was 1 and now is 2, batch_size was 8 and now is 4); other random draws" in capsys.readouterr().out
     assert "--decoder_order belongs to GreenMIM" in fails(capsys, photos, tmp_path / "o", "--decoder_order", "true")
 
 
@@ -120,8 +120,7 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
     assert "warning" not in capsys.readouterr().out
     other = tmp_path / "other"
     run(photos, other, "--model", "mae_vit_micro_patch4", "--max_steps", 1, "--seed", 1)
-    run(photos, tmp_path / "parts", *flags[:-1], other)
-    assert "warning: the teacher's weights are others than before" in capsys.readouterr().out
+    assert "the teacher's weights are others than before" in fails(capsys, photos, tmp_path / "parts", *flags[:-1], other)
 
 
 def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(photos, tmp_path, capsys, teacher):
@@ -263,7 +262,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
     assert "skipped a checkpoint, checkpoint-6.pth: " in out and "checkpoint-3.pth at step 3" in out
     for path in (tmp_path / "out").glob("*.pth"):
         path.write_bytes(b"")
-    assert "no checkpoint in" in fails(capsys, photos, tmp_path / "out")
+    assert "no checkpoint in" in fails(capsys, photos, tmp_path / "out", code=4)
 
 
 def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
@@ -275,9 +274,13 @@ def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path / "out")) == before and len(reports(tmp_path / "out")) == 6
 
 
-def test_changed_settings_are_pointed_out_and_take_effect(photos, tmp_path, capsys):
+def test_changed_settings_are_refused_or_by_request_take_effect(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 2)
-    content = run(photos, tmp_path / "out", "--weight_decay", 0.1)
+    message = fails(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
+    assert "--throw_ratio was 0.5 and now is 0.25; --weight_decay was 0.05 and now is 0.1. Undo that" in message
+    assert "--batch_size" not in fails(capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2)
+    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2]  # and nothing was touched
+    content = run(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
     out = capsys.readouterr().out
     assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
     assert sorted(group["weight_decay"] for group in content["optimizer"]["param_groups"]) == [0.0, 0.1]
@@ -286,17 +289,33 @@ def test_changed_settings_are_pointed_out_and_take_effect(photos, tmp_path, caps
 
 def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
-    content = run(photos, tmp_path / "out", "--precision", "bf16")
+    content = run(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
     assert content["scaler"]["scale"] == 1 and content["meta"]["settings"]["precision"] == "bf16"
     assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
 
 
-def test_changed_data_is_pointed_out(photos, tmp_path, capsys):
+def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path / "photos")
     run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
-    (tmp_path / "photos" / "train" / "cat" / "0.jpg").unlink()
-    run(tmp_path / "photos", tmp_path / "out")
-    assert "warning: the data had 24 images and now has 23" in capsys.readouterr().out
+    cats = tmp_path / "photos" / "train" / "cat"
+    (cats / "0.jpg").rename(cats / "x.jpg")  # as many as before, in another order
+    assert re.search(r"the data had 24 images \(.*\) and now has 24", fails(capsys, tmp_path / "photos", tmp_path / "out"))
+    (cats / "x.jpg").unlink()
+    assert "and now has 23 images" in fails(capsys, tmp_path / "photos", tmp_path / "out")
+    run(tmp_path / "photos", tmp_path / "out", "--allow_changes")
+    assert "warning: the data had 24 images" in capsys.readouterr().out
+
+
+def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    program = f"from util.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\nprint('held', flush=True)\ninput()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        assert f"is in use by process {other.pid} on {socket.gethostname()}: wait" in fails(capsys, photos, output_dir)
+        other.kill()
+    run(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -436,10 +455,12 @@ def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, c
 
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 1)
-    message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8)
+    message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8, code=4)
     assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [192, 3, 4, 4]" in message
     torch.save({"model": read_checkpoint(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
-    assert "holds weights but no run to resume" in fails(capsys, photos, tmp_path / "b", "--resume", tmp_path / "weights.pth")
+    assert "holds weights but no run to resume" in fails(
+        capsys, photos, tmp_path / "b", "--resume", tmp_path / "weights.pth", code=4
+    )
 
 
 def test_starting_over_never_overwrites(photos, tmp_path, capsys):

@@ -22,6 +22,10 @@ from util.key_names import encoder_names, swap_merging
 from util.rel_pos import resize_bias_table
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used for what it was given for; the message is for the user."""
+
+
 def save_checkpoint(output_dir, step, state, meta):
     """Writes `state` (a dict of tensors and plain values) and `meta` (JSON-able) as the checkpoint of `step`; its path.
 
@@ -76,7 +80,7 @@ def find_checkpoint_file(path):
         return path
     found, skipped = newest_checkpoint(path)
     if found is None:
-        raise ValueError(f"{str(path)!r} holds no intact checkpoint{': ' + '; '.join(skipped) if skipped else ''}")
+        raise CheckpointError(f"{str(path)!r} holds no intact checkpoint{': ' + '; '.join(skipped) if skipped else ''}")
     return found
 
 
@@ -107,16 +111,16 @@ def read_checkpoint(path):
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     record = path.with_suffix(".json")
     if record.exists() and "sha256" in record.read_text() and (problem := _problem(path)):
-        raise ValueError(f"checkpoint {str(path)!r} is damaged: {problem}")
+        raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {problem}")
     try:
         if path.suffix == ".safetensors":
             return _read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for files that are not its own
-        raise ValueError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {error}") from error
+        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
+        raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     if isinstance(content.get("meta"), str):
         content["meta"] = json.loads(content["meta"])
     return content
@@ -136,7 +140,7 @@ def weights_of(content):
     (timm's); of iBOT's and DINO's whole runs the student's backbone."""
     weights = content.get("model", content.get("state_dict", content.get("student", content)))
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise ValueError("the file holds no weights by their names: they may lie under `model`, `state_dict` or `student`")
+        raise CheckpointError("the file holds no weights by their names: they may lie under `model`, `state_dict` or `student`")
     wrapped = "module.backbone."
     backbone = {name.removeprefix(wrapped): value for name, value in weights.items() if name.startswith(wrapped)}
     return backbone or weights
@@ -158,7 +162,7 @@ def load_strict(model, state_dict, what, optional=None):
     problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped)]
     if any(keys for _, keys in problems):
         text = "; ".join(f"{len(keys)} {kind}: {_shorten(keys)}" for kind, keys in problems if keys)
-        raise ValueError(f"{what} do not fit this {type(model).__name__}: {text}")
+        raise CheckpointError(f"{what} do not fit this {type(model).__name__}: {text}")
     model.load_state_dict(state_dict, strict=False)
 
 
@@ -180,7 +184,7 @@ def refuse_foreign(model, weights, what):
     """ValueError if the weights hold a part of an encoder that `model` has not: without it they compute something else."""
     foreign = [k for k in weights if k.startswith(_ENCODER_KEYS) and k not in model.state_dict()]
     if foreign:
-        raise ValueError(f"{what} holds another kind of encoder: this ViT has no {_shorten(foreign)}")
+        raise CheckpointError(f"{what} holds another kind of encoder: this ViT has no {_shorten(foreign)}")
 
 
 class LoadReport(NamedTuple):
@@ -239,7 +243,7 @@ def fit_encoder(model, content, what, first_release_merging=False):
         meta = content.get("meta")
         made_as = meta.get("settings", {}).get("model") if isinstance(meta, dict) else None
         made = f" (it was made as {made_as})" if made_as else ""
-        raise ValueError(f"{what}{made} does not hold the encoder of this {type(model).__name__}: {text}")
+        raise CheckpointError(f"{what}{made} does not hold the encoder of this {type(model).__name__}: {text}")
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
 
@@ -265,7 +269,7 @@ def _grid_of(content, table):
 def _resize_pos_embed(table, source, target, shape):
     """[1, 1 + n, D] of the grid `source` -> [1, 1 + m, D] of `target`: the class row stays, the grid is interpolated."""
     if source is None or table.shape[2] != shape[2]:
-        raise ValueError(
+        raise CheckpointError(
             f"pos_embed {list(table.shape)} cannot be resized to {list(shape)}: a square grid plus a class row is needed"
         )
     grid = table[:, 1:].float().unflatten(1, source).permute(0, 3, 1, 2)
@@ -279,7 +283,7 @@ def _fit_bias_table(table, content, own, model):
     A grid's table has three rows more, the class token's.
     """
     if table.shape[1] != own.shape[1]:
-        raise ValueError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
+        raise CheckpointError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
     if hasattr(model, "cls_token"):
         square = round(((len(table) - 3) ** 0.5 + 1) / 2)
         source, target, extra = _settings_grid(content) or (square, square), tuple(model.grid_size), 3

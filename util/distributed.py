@@ -110,10 +110,10 @@ def from_main(function):
         try:
             outcome[0] = function()
         except ValueError as error:
-            outcome[1] = str(error)
+            outcome[1] = error
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise ValueError(outcome[1])
+        raise outcome[1]
     return outcome[0]
 
 

@@ -3,6 +3,7 @@
 Labels are optional here: a folder of images without classes pre-trains as well as ImageNet does.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,7 +21,8 @@ class ImageError(ValueError):
 
 
 class EncodedImages:
-    """Images that lie encoded somewhere. A subclass has `labels` [n], `classes`, `root`, `path(i)` and `read(i) -> bytes`.
+    """Images that lie encoded somewhere. A subclass has `labels` [n], `names` [n] in bytes, `classes`, `root`, `path(i)`
+    and `read(i) -> bytes`.
 
     reference: Pillow decodes them all, as torchvision's ImageFolder does.
     """
@@ -29,6 +31,10 @@ class EncodedImages:
 
     def __len__(self):
         return len(self.labels)
+
+    def fingerprint(self):
+        """SHA-256 of all names and labels, in order: the same for a folder and for what was packed from it."""
+        return hashlib.sha256(b"\0".join([*self.names.tolist(), self.labels.tobytes()])).hexdigest()
 
     def load(self, i):
         """-> (uint8 [H, W, 3], label); ImageError names the file."""
@@ -48,7 +54,7 @@ class ImageFiles(EncodedImages):
     def __init__(self, root, samples, classes, check_files=1000):
         self.root, self.classes = root, classes
         # Arrays instead of a list of tuples: forked workers then share the memory of a million paths.
-        self.paths = np.array([os.fsencode(path) for path, _ in samples])
+        self.names = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = np.array([label for _, label in samples], np.int64)
         for i in np.unique(np.linspace(0, len(self) - 1, min(check_files, len(self))).astype(int)):
             self._check(i)
@@ -60,7 +66,7 @@ class ImageFiles(EncodedImages):
             raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
 
     def path(self, i):
-        return os.path.join(self.root, os.fsdecode(bytes(self.paths[i])))
+        return os.path.join(self.root, os.fsdecode(bytes(self.names[i])))
 
     def _check(self, i):
         """Opens the file, of which Pillow reads no more than the header."""
@@ -156,6 +162,9 @@ class CifarImages:
 
     def __len__(self):
         return len(self.images)
+
+    def fingerprint(self):
+        return self.root
 
     def load(self, i):
         img, label = self.images[i]

@@ -87,6 +87,7 @@ class PackedImages(EncodedImages):
         self.folder, self.root, self._files = Path(folder), Path(root or folder), OrderedDict()
         self.content, self.records = read_index(self.folder)
         self.classes, self.labels = self.content["classes"], self.records["label"].astype(np.int64)
+        self.names = self.records["name"]
         self.shards = [self.root / shard["name"] for shard in self.content["shards"]]
         if labelled and not self.classes:
             raise ValueError(f"the packed images in {str(self.folder)!r} have no labels")
@@ -103,6 +104,10 @@ class PackedImages(EncodedImages):
                 Image.open(io.BytesIO(data)).close()
             except PILLOW_ERRORS as error:
                 raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); fetch or pack its shard again") from error
+
+    def fingerprint(self):
+        quality = self.content.get("quality")  # of a second compression, after which pixels are others
+        return super().fingerprint() + (f"-q{quality}" if quality else "")
 
     def path(self, i):
         record = self.records[i]

@@ -7,8 +7,6 @@ import argparse
 import inspect
 import json
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +26,7 @@ from util.images import EncodedImages, ImageError
 from util.logging import RunLog
 from util.lr_sched import SCHEDULES, Schedule
 from util.packed import PackedImages
+from util.run_folder import FolderLock, find_checkpoint, writable_folder
 from util.signals import StopSignal
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
@@ -36,8 +35,10 @@ from util.transforms import Normalize
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = {
     *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
-    *("compile", "max_steps", "save_every", "save_steps", "print_freq"),
+    *("compile", "max_steps", "save_every", "save_steps", "print_freq", "allow_changes"),
 }
+# Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
+SPLIT_FLAGS = {"batch_size", "accum_iter"}
 
 
 def add_optimisation_flags(group):
@@ -71,6 +72,7 @@ def add_run_flags(group):
     flag, boolean = group.add_argument, argparse.BooleanOptionalAction
     flag("--output_dir")
     flag("--resume", default="auto", help="auto: the newest good checkpoint in output_dir; none; or a checkpoint's path")
+    flag("--allow_changes", action=boolean, default=False, help="resume though settings or data have changed what comes out")
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
@@ -150,31 +152,6 @@ def split_batch(args, world_size, default=64):
     args.batch_size, args.accum_iter = fitting, per_process // fitting
 
 
-def writable_folder(path):
-    """Creates the folder; ValueError where it cannot be written to."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return Path(path)
-    except OSError as error:
-        raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
-
-
-def find_checkpoint(args):
-    """-> (path of the checkpoint that --resume means, or None for a new run; what to say about it)."""
-    present = bool(checkpoint.list_checkpoints(args.output_dir))
-    if args.resume == "none":
-        if present:
-            raise ValueError(f"--resume none, but {args.output_dir!r} holds a run: choose another --output_dir, or --resume auto")
-        return None, []
-    if args.resume != "auto":
-        return args.resume, []
-    path, skipped = checkpoint.newest_checkpoint(args.output_dir)
-    if path is None and present:
-        raise ValueError(f"no checkpoint in {args.output_dir!r} is intact ({'; '.join(skipped)}); remove them to start over")
-    return path, [f"skipped a checkpoint, {reason}" for reason in skipped]
-
-
 def open_everywhere(args, split, labelled=False):
     """`open_images` of the flags, in every process; one of them downloads or indexes first, and all hear it if that fails."""
     if args.dataset in DOWNLOADED or (args.dataset == "folder" and find_tars(args.data_path, split, labelled)):
@@ -201,11 +178,17 @@ class TrainRun:
         self.output_dir = writable_folder(args.output_dir)
         self.normalize = Normalize().to(self.process.device)
         # The main process chooses, so that all resume from the same file.
-        self.resume_path, self.remarks = distributed.from_main(lambda: find_checkpoint(args))
+        self.resume_path, self.remarks = distributed.from_main(self.enter_folder)
 
     def resolve(self):
         """Fills in what follows from other settings; ValueError for values that cannot be."""
         resolve(self.args, self.process)
+
+    def enter_folder(self):
+        """-> (checkpoint to resume, remarks); the folder is this run's until the process ends."""
+        self.lock = FolderLock(self.output_dir)
+        path, remarks = find_checkpoint(self.args.output_dir, self.args.resume)
+        return path, self.lock.remarks + remarks
 
     def start(self, engine_class, **options):
         """Makes the engine (`options` are its own fields), restores the run if there is one, and says what will happen."""
@@ -214,6 +197,7 @@ class TrainRun:
         self.last_step = min(args.epochs * self.steps_per_epoch, args.max_steps or sys.maxsize)
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
+        self.data = {"num_images": len(self.images), "data": self.images.fingerprint()}
         content = self.restore(self.resume_path) if self.resume_path else None
         self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
@@ -245,46 +229,67 @@ class TrainRun:
         )
         if content:
             self.engine.meter.load_state_dict(content["meter"])
-            self.remarks += [f"resuming {self.resume_path} at step {self.start_step}", *self.changes(content["meta"])]
+            self.remarks.append(f"resuming {self.resume_path} at step {self.start_step}")
         self.announce()
 
     def restore(self, path):
         """Loads weights, moments and loss scale; -> the checkpoint's content."""
         content = checkpoint.read_checkpoint(path)
         if "optimizer" not in content or not isinstance(content.get("meta"), dict):
-            raise ValueError(f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program")
-        if content["meta"].get("program", self.program) != self.program:
-            raise ValueError(f"{str(path)!r} is a checkpoint of {content['meta']['program']}; choose another --output_dir")
-        before, now = content["meta"]["settings"]["total_batch_size"], self.args.total_batch_size
-        if before != now:
-            raise ValueError(f"the run's total batch was {before} and now is {now}, so its steps would no longer mean the same")
+            raise checkpoint.CheckpointError(
+                f"{str(path)!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
+            )
+        self.check_identity(content["meta"])
         checkpoint.load_strict(self.model, content["model"], "the checkpoint's weights")
+        changes, notes = self.changes(content["meta"]), self.notes(content["meta"])
+        if changes and not self.args.allow_changes:
+            raise ValueError(
+                f"{str(path)!r} would go on with other results than it has so far: {'; '.join(changes)}. "
+                f"Undo that, choose another --output_dir, or accept it by --allow_changes"
+            )
+        self.remarks += [f"warning: {change}" for change in changes] + notes
         today = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
             self.optimizer.load_state_dict(content["optimizer"])
         except ValueError as error:
-            raise ValueError(f"the checkpoint's optimizer does not fit these settings ({error})") from error
+            raise checkpoint.CheckpointError(f"the checkpoint's optimizer does not fit these settings ({error})") from error
         for group, settings in zip(self.optimizer.param_groups, today, strict=True):
             group.update(settings)  # weight decay, say, is today's
         if content["meta"]["settings"]["precision"] == self.args.precision:
             self.scaler.load_state_dict(content["scaler"])
         return content
 
+    def check_identity(self, meta):
+        """ValueError if the checkpoint's run is another one than this."""
+        if meta.get("program", self.program) != self.program:
+            raise ValueError(f"{self.args.output_dir!r} holds a run of {meta['program']}; choose another --output_dir")
+        before, now = meta["settings"]["total_batch_size"], self.args.total_batch_size
+        if before != now:
+            raise ValueError(f"the run's total batch was {before} and now is {now}, so its steps would no longer mean the same")
+
     def changes(self, meta):
-        """Warnings where a resumed run no longer is the old one."""
+        """What differs from the run so far, and changes its results."""
         settings, before = self.settings(), meta["settings"]
         # A flag that the run's program did not have yet has changed nothing: its default is what was done before.
-        changed = [name for name in sorted(before.keys() & settings.keys() - self.machine_flags) if before[name] != settings[name]]
-        warnings = [f"warning: --{name} was {before.get(name)} and now is {settings[name]}" for name in changed]
-        if meta["num_images"] != len(self.images):
-            warnings.append(
-                f"warning: the data had {meta['num_images']} images and now has {len(self.images)}: "
-                f"order and schedule follow the new number"
-            )
-        processes = meta["world_size"], self.process.world_size
-        if "batch_size" not in self.machine_flags and processes[0] != processes[1]:
-            warnings.append(f"warning: the run had {processes[0]} processes and now has {processes[1]}: other random draws")
-        return warnings
+        known = before.keys() & settings.keys() - self.machine_flags - SPLIT_FLAGS
+        changes = [
+            f"--{name} was {before[name]} and now is {settings[name]}" for name in sorted(known) if before[name] != settings[name]
+        ]
+        if any(meta.get(name, now) != now for name, now in self.data.items()):
+            was, now = (f"{data['num_images']} images (names and labels {data.get('data', '?')[:8]})" for data in (meta, self.data))
+            changes.append(f"the data had {was} and now has {now}: their order would be another")
+        return changes
+
+    def notes(self, meta):
+        """What differs from the run so far, and may: where draws follow the split of the batch, not to the last bit."""
+        settings, before = self.settings(), meta["settings"]
+        split = {name: (before[name], settings[name]) for name in sorted(SPLIT_FLAGS)}
+        split["world_size"] = meta["world_size"], self.process.world_size
+        changed = [f"{name} was {was} and now is {now}" for name, (was, now) in split.items() if was != now]
+        if not changed:
+            return []
+        draws = "" if "batch_size" in self.machine_flags else "; other random draws within a step"
+        return [f"note: the same images in each step, split otherwise ({', '.join(changed)}){draws}"]
 
     def settings(self):
         """The resolved settings as JSON knows them."""
@@ -411,7 +416,7 @@ class TrainRun:
             "epoch": step / self.steps_per_epoch,
             "world_size": self.process.world_size,
             "settings": self.settings(),
-            "num_images": len(self.images),
+            **self.data,
             "torch": torch.__version__,
             **self.extra_meta(),
         }
@@ -420,10 +425,16 @@ class TrainRun:
         return {}
 
 
+def exit_code(error):
+    """2: a user's error; 3: numbers that are not finite; 4: a checkpoint that cannot be used."""
+    codes = {FloatingPointError: 3, checkpoint.CheckpointError: 4}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 2)
+
+
 def refuse(parser, error):
-    """Ends the program with one paragraph: exit code 2 for a user's error, 3 for numbers that are not finite."""
+    """Ends the program with one paragraph and the error's `exit_code`."""
     message = str(error).strip().rpartition("ImageError: ")[2]  # a worker's error comes with its traceback before it
-    parser.exit(3 if isinstance(error, FloatingPointError) else 2, f"{parser.prog}: error: {message}\n")
+    parser.exit(exit_code(error), f"{parser.prog}: error: {message}\n")
 
 
 def launch(parser, args, run_class):
