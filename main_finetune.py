@@ -186,7 +186,8 @@ class FinetuneRun(TrainRun):
 
     def __init__(self, args):
         super().__init__(args)
-        self.images, self.val_images = (open_everywhere(args, split, labelled=True) for split in ("train", "val"))
+        self.images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
+        self.val_images = open_everywhere(args, "val", labelled=True)
         self.classes = self.images.classes
         check_classes(self.classes, self.val_images.classes, "the training data", "the validation data")
         if args.nb_classes not in (None, len(self.classes)):

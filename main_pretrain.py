@@ -120,7 +120,7 @@ class PretrainRun(TrainRun):
             args.teacher = str(find_checkpoint_file(args.teacher).resolve())
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = model = build_model(vars(args)).to(self.process.device)
-        self.images = open_everywhere(args, "train")
+        self.images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
         for name in OWN_FLAGS.keys() - {"teacher"}:
             setattr(args, name, getattr(model, name, None))
@@ -170,7 +170,7 @@ class PretrainRun(TrainRun):
         if not self.process.is_main:
             return
         indices = np.linspace(0, len(self.images) - 1, min(8, len(self.images))).astype(int)
-        dataset = AddressedDataset(self.images, ResizeCenterCrop(self.model.img_size))
+        dataset = AddressedDataset(self.images, ResizeCenterCrop(self.model.img_size), replace=True)
         imgs, _, ids_shuffle, *_ = self.collator([dataset[(0, int(i))] for i in indices])
         self.log.picture("reconstruction", reconstruction_picture(self.model, self.normalize, imgs, ids_shuffle), step)
 

@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo
 from main_finetune import check_pixel_statistics, load_classifier, score, write_json
 from util import checkpoint, distributed
 from util.cli import Parser
-from util.images import FolderImages, ImageError
+from util.images import FolderImages
 from util.train_engine import PRECISIONS, precision
 from util.train_run import check_least, refuse, resolve_workers, writable_folder
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
@@ -123,11 +123,9 @@ class Part:
         """The logits that the labels mean: label i is logit columns[i]. Strictly increasing, as both lists are sorted."""
         return [wnids.index(wnid) for wnid in self.classes]
 
-    def open(self, check_files=0):
+    def open(self):
         try:
-            return FolderImages(self.folder, "", labelled=True, check_files=check_files)
-        except ImageError:
-            raise
+            return FolderImages(self.folder, "", labelled=True)
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", f"--{self.flag}")) from error
 
@@ -156,7 +154,9 @@ def find_parts(args, wnids):
 def check_part(part, wnids, allow_incomplete):
     """-> the part with its classes and number of images. ValueError unless they are the published ones."""
     official, what = part.benchmark, f"--{part.flag} {part.folder!r}"
-    images = part.open(check_files=200)
+    images = part.open()
+    images.num_checked = 200  # of each of the many parts
+    images.check()
     unknown = sorted(set(images.classes) - set(wnids))
     if unknown:
         raise ValueError(f"{what} has {len(unknown)} folder(s) that are no class of ImageNet-1k: {shorten(unknown)}")

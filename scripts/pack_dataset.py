@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from util import packed
 from util.cli import Parser
 from util.datasets import available_cores
+from util.decode import PILLOW_ERRORS, check_header
 from util.images import FolderImages, ImageError
 from util.signals import ignore_in_worker
 
@@ -92,8 +93,8 @@ def encoded(images, i, quality):
     data = images.read(i)
     if quality is None:
         try:
-            Image.open(io.BytesIO(data)).close()
-        except packed.PILLOW_ERRORS as error:
+            check_header(io.BytesIO(data))
+        except PILLOW_ERRORS as error:
             raise ImageError(f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
         return data
     buffer = io.BytesIO()
@@ -181,7 +182,7 @@ def verify_shard(path, shard, rows):
 
 def verify_split(images, folder, args):
     """ValueError names what is damaged, or differs from the source."""
-    ours = packed.PackedImages(folder, check_images=0)
+    ours = packed.PackedImages(folder)
     problems = []
     if images is not None:
         pairs = {"images": (len(ours), len(images)), "classes": (ours.classes, images.classes)}
@@ -229,6 +230,8 @@ def main(argv=None):
     try:
         for split, below in find_splits(*source or [destination]).items():
             images, folder = FolderImages(*source, split) if source else None, Path(destination) / below
+            if images and not args.verify:
+                images.check()
             (verify_split if args.verify else pack_split)(images, folder, args)
     except (ValueError, OSError) as error:
         parser.error(str(error))

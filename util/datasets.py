@@ -7,27 +7,33 @@ import torch
 
 from util import packed
 from util.addressed import SHUFFLE, addressed_uniform
-from util.images import CifarImages, FolderImages, INaturalistImages
+from util.bad_images import shared_flags
+from util.images import CifarImages, FolderImages, ImageError, INaturalistImages
 from util.signals import ignore_in_worker
 from util.tars import find_tars, open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
+MOST_SKIPPED = 100  # bad images in a row, after which there is something else wrong
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST)
 
 
-def open_images(dataset, data_path, split="train", labelled=False):
+def open_images(dataset, data_path, split="train", labelled=False, max_bad_fraction=0.0):
     """`dataset`: one of DATASETS; `labelled`: every image must have a class. -> images with `load(i)` and `classes`.
 
-    A "folder" may also hold packed images or tars.
+    A "folder" may also hold packed images or tars. ImageError if a sample of the headers has more bad ones than the
+    fraction.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
     if dataset == "folder":
-        return open_folder(data_path, split, labelled)
-    if dataset in INATURALIST:
-        return INaturalistImages(data_path, split, INATURALIST[dataset])
-    return CifarImages(dataset, data_path, split)
+        images = open_folder(data_path, split, labelled)
+    elif dataset in INATURALIST:
+        images = INaturalistImages(data_path, split, INATURALIST[dataset])
+    else:
+        images = CifarImages(dataset, data_path, split)
+    images.check(max_bad_fraction)
+    return images
 
 
 def open_folder(data_path, split, labelled):
@@ -44,20 +50,31 @@ def open_folder(data_path, split, labelled):
 class AddressedDataset(torch.utils.data.Dataset):
     """`dataset[(epoch, index)] -> (img uint8 [3, H, W], label, (epoch, index))`.
 
-    `transform(img uint8 [3, H, W], epoch, index) -> uint8 [3, h, w]` draws what it needs from the address.
+    `transform(img uint8 [3, H, W], epoch, index) -> uint8 [3, h, w]` draws what it needs from the address. With `replace` an
+    image that cannot be read is marked in `bad`, and the next one that can be gives its pixels and label.
     """
 
-    def __init__(self, images, transform):
+    def __init__(self, images, transform, replace=False):
         self.images, self.transform = images, transform
+        self.bad = shared_flags(len(images)) if replace else None
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, address):
         epoch, index = address
-        img, label = self.images.load(index)
+        img, label = self._load(index)
         img = torch.from_numpy(img).permute(2, 0, 1)  # a view: the crop will copy, once
         return self.transform(img, epoch, index), label, (epoch, index)
+
+    def _load(self, index):
+        for skipped in range(MOST_SKIPPED if self.bad is not None else 0):
+            i = (index + skipped) % len(self)
+            try:
+                return self.images.load(i)
+            except ImageError:
+                self.bad[i] = 1
+        return self.images.load(index)
 
 
 class StepBatchSampler:

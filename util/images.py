@@ -4,16 +4,16 @@ Labels are optional here: a folder of images without classes pre-trains as well 
 """
 
 import hashlib
+import io
 import json
 import os
 from pathlib import Path
 
 import numpy as np
 import torchvision
-from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from util.decode import PILLOW_ERRORS, decode
+from util.decode import PILLOW_ERRORS, check_header, decode
 
 
 class ImageError(ValueError):
@@ -28,6 +28,7 @@ class EncodedImages:
     """
 
     reference = False
+    num_checked = 1000  # headers that `check` reads
 
     def __len__(self):
         return len(self.labels)
@@ -35,6 +36,30 @@ class EncodedImages:
     def fingerprint(self):
         """SHA-256 of all names and labels, in order: the same for a folder and for what was packed from it."""
         return hashlib.sha256(b"\0".join([*self.names.tolist(), self.labels.tobytes()])).hexdigest()
+
+    def check(self, max_bad_fraction=0.0):
+        """Reads the headers of up to `num_checked` evenly spaced images; ImageError if too many are no images.
+
+        One is always let pass, unless the fraction is 0.
+        """
+        looked_at = np.unique(np.linspace(0, len(self) - 1, min(self.num_checked, len(self))).astype(int))
+        problems = [problem for i in looked_at if (problem := self._problem(i))]
+        if len(problems) > (max(1, max_bad_fraction * len(looked_at)) if max_bad_fraction else 0):
+            count = f"{len(problems)} of the {len(looked_at)} images looked at cannot be read: " * (len(problems) > 1)
+            raise ImageError(count + "; ".join(problems[:10]))
+
+    def _problem(self, i):
+        try:
+            check_header(self.source(i))
+        except ImageError as error:
+            return str(error)
+        except PILLOW_ERRORS as error:
+            return f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file"
+        return None
+
+    def source(self, i):
+        """What Pillow opens."""
+        return io.BytesIO(self.read(i))
 
     def load(self, i):
         """-> (uint8 [H, W, 3], label); ImageError names the file."""
@@ -46,18 +71,13 @@ class EncodedImages:
 
 
 class ImageFiles(EncodedImages):
-    """Images by path.
+    """Images by path."""
 
-    All headers are read up to `check_files`, evenly spaced ones beyond; ValueError names a file that is not an image.
-    """
-
-    def __init__(self, root, samples, classes, check_files=1000):
+    def __init__(self, root, samples, classes):
         self.root, self.classes = root, classes
         # Arrays instead of a list of tuples: forked workers then share the memory of a million paths.
         self.names = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = np.array([label for _, label in samples], np.int64)
-        for i in np.unique(np.linspace(0, len(self) - 1, min(check_files, len(self))).astype(int)):
-            self._check(i)
 
     def read(self, i):
         try:
@@ -68,12 +88,8 @@ class ImageFiles(EncodedImages):
     def path(self, i):
         return os.path.join(self.root, os.fsdecode(bytes(self.names[i])))
 
-    def _check(self, i):
-        """Opens the file, of which Pillow reads no more than the header."""
-        try:
-            Image.open(self.path(i)).close()
-        except PILLOW_ERRORS as error:
-            raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
+    def source(self, i):
+        return self.path(i)  # of which no more than the header is read
 
 
 class FolderImages(ImageFiles):
@@ -83,7 +99,7 @@ class FolderImages(ImageFiles):
     that is missing, empty, or holds a class without images.
     """
 
-    def __init__(self, data_path, split="train", labelled=False, check_files=1000):
+    def __init__(self, data_path, split="train", labelled=False):
         root = Path(data_path)
         if not root.is_dir():
             raise ValueError(f"--data_path {str(data_path)!r} is not a folder; {_LAYOUT}")
@@ -104,7 +120,7 @@ class FolderImages(ImageFiles):
             samples.sort()
         if not samples:
             raise ValueError(f"--data_path {str(root)!r} holds no image; {_LAYOUT}")
-        super().__init__(root, [(os.path.relpath(path, root), label) for path, label in samples], classes, check_files)
+        super().__init__(root, [(os.path.relpath(path, root), label) for path, label in samples], classes)
 
 
 class INaturalistImages(ImageFiles):
@@ -114,7 +130,7 @@ class INaturalistImages(ImageFiles):
     label, a label without its image, an unknown category, a path that leaves ROOT.
     """
 
-    def __init__(self, data_path, split, year, check_files=1000):
+    def __init__(self, data_path, split, year):
         path = Path(data_path) / f"{split}{year}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -140,7 +156,7 @@ class INaturalistImages(ImageFiles):
         if found or not names:
             raise ValueError(f"{str(path)!r} disagrees with itself: {'; '.join(found) or 'it names no image'}")
         samples = [(name, label_of[labels[i]]) for i, name in sorted(names.items())]
-        super().__init__(Path(data_path), samples, [categories[c] for c in sorted(categories)], check_files)
+        super().__init__(Path(data_path), samples, [categories[c] for c in sorted(categories)])
 
 
 class CifarImages:
@@ -165,6 +181,9 @@ class CifarImages:
 
     def fingerprint(self):
         return self.root
+
+    def check(self, max_bad_fraction=0.0):
+        """Nothing to be done: torchvision has compared the hash."""
 
     def load(self, i):
         img, label = self.images[i]

@@ -15,9 +15,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from util.decode import PILLOW_ERRORS
 from util.images import EncodedImages, ImageError
 
 INDEX, RECORDS, SHARD = "prmim-index.json", "prmim-index.npy", "shard-{:05d}.bin"
@@ -83,7 +81,9 @@ class PackedImages(EncodedImages):
     ValueError where a shard is missing or has another size than when it was indexed, or, with `labelled`, without classes.
     """
 
-    def __init__(self, folder, root=None, labelled=False, check_images=16):
+    num_checked = 16
+
+    def __init__(self, folder, root=None, labelled=False):
         self.folder, self.root, self._files = Path(folder), Path(root or folder), OrderedDict()
         self.content, self.records = read_index(self.folder)
         self.classes, self.labels = self.content["classes"], self.records["label"].astype(np.int64)
@@ -98,12 +98,6 @@ class PackedImages(EncodedImages):
             if size != shard["size"]:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise ValueError(f"shard {str(path)!r} {found}; {shard['size']} bytes were indexed: fetch or pack it again")
-        for i in np.unique(np.linspace(0, len(self) - 1, min(check_images, len(self))).astype(int)):
-            data = self.read(i)
-            try:
-                Image.open(io.BytesIO(data)).close()
-            except PILLOW_ERRORS as error:
-                raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); fetch or pack its shard again") from error
 
     def fingerprint(self):
         quality = self.content.get("quality")  # of a second compression, after which pixels are others
@@ -138,7 +132,7 @@ class PackedImages(EncodedImages):
 
     def __getstate__(self):
         """Of a copy for another process, which reads the index by itself: a million records are not sent around."""
-        return {"arguments": (self.folder, self.root, False, 0), "reference": self.reference}
+        return {"arguments": (self.folder, self.root), "reference": self.reference}
 
     def __setstate__(self, state):
         self.__init__(*state["arguments"])

@@ -120,7 +120,8 @@ class TrainEngine:
 
     `learning_rate(step, lr_scale)` -> float, for parameter groups of that `lr_scale` (1 where they have none); `normalize`
     turns uint8 batches into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`;
-    `clip_grad` bounds the norm of the whole gradient; `data_hint` says what would help where the data is too slow.
+    `clip_grad` bounds the norm of the whole gradient; `data_hint` says what would help where the data is too slow;
+    `at_report()` is called with each report, by all processes.
     """
 
     model: torch.nn.Module
@@ -138,6 +139,7 @@ class TrainEngine:
     clip_grad: float | None = None
     seed: int = 0
     data_hint: str = ""
+    at_report: Callable = lambda: None
 
     def __post_init__(self):
         self.device = self.normalize.mean.device
@@ -228,6 +230,7 @@ class TrainEngine:
         values += f", {skipped} steps skipped" if skipped else ""
         line = f"epoch {epoch}, step {step}/{self.last_step}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
         self.log.report(step, scalars, line, values)
+        self.at_report()
         self.reports += 1
         # The first report has the workers' start in it; one word is enough.
         if self.reports > 1 and self.data_hint and scalars["data_share"] > STARVED:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from util import checkpoint, decode, distributed
+from util.bad_images import BadImages
 from util.datasets import (
     DATASETS,
     DOWNLOADED,
@@ -35,7 +36,7 @@ from util.transforms import Normalize
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = {
     *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
-    *("compile", "max_steps", "save_every", "save_steps", "print_freq", "allow_changes"),
+    *("compile", "max_steps", "save_every", "save_steps", "print_freq", "allow_changes", "max_bad_fraction"),
 }
 # Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
 SPLIT_FLAGS = {"batch_size", "accum_iter"}
@@ -65,6 +66,7 @@ def add_data_flags(group):
     flag("--data_path", default="data", help="the images' folder; for CIFAR where it lies or goes, for iNaturalist with the .json")
     flag("--loader", default="fast", choices=("fast", "reference"), help="reference: Pillow decodes and resizes, as torchvision's")
     flag("--crop_scale", type=float, nargs=2, help="area of the random crop")
+    flag("--max_bad_fraction", type=float, default=0.01, help="unreadable training images are replaced up to this share; 0: none")
     flag("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
 
 
@@ -86,6 +88,8 @@ def resolve(args, process, default_batch_size=64):
     """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
+    if not 0 <= args.max_bad_fraction < 1:
+        raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if args.clip_grad is not None and args.clip_grad <= 0:
         raise ValueError(f"--clip_grad must be above 0, got {args.clip_grad}")
     if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
@@ -152,11 +156,11 @@ def split_batch(args, world_size, default=64):
     args.batch_size, args.accum_iter = fitting, per_process // fitting
 
 
-def open_everywhere(args, split, labelled=False):
+def open_everywhere(args, split, labelled=False, max_bad_fraction=0.0):
     """`open_images` of the flags, in every process; one of them downloads or indexes first, and all hear it if that fails."""
     if args.dataset in DOWNLOADED or (args.dataset == "folder" and find_tars(args.data_path, split, labelled)):
-        distributed.from_main(lambda: open_images(args.dataset, args.data_path, split, labelled) and None)
-    images = open_images(args.dataset, args.data_path, split, labelled)
+        distributed.from_main(lambda: open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction) and None)
+    images = open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction)
     images.reference = args.loader == "reference"
     return images
 
@@ -333,8 +337,11 @@ class TrainRun:
             self.start_step,
             self.last_step,
         )
+        dataset = AddressedDataset(self.images, self.transform, replace=args.max_bad_fraction > 0)
+        bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
+        self.engine.at_report = bad_images.report
         stream = batches(
-            AddressedDataset(self.images, self.transform),
+            dataset,
             addresses,
             self.collator,
             args.num_workers,
@@ -347,6 +354,7 @@ class TrainRun:
             if steps and not stopped:
                 stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
         stop.close()
+        bad_images.report()
         if stopped and self.step < self.last_step:
             self.interrupt(stop.name)
             return False

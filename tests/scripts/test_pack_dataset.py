@@ -146,7 +146,7 @@ def test_a_broken_file_stops_the_packing_and_what_is_packed_stays(photos, tmp_pa
     """Broken after the folder was opened, which looks at headers, too."""
     shutil.copytree(photos, tmp_path / "photos")
     broken = Path(FolderImages(tmp_path / "photos").path(20))
-    monkeypatch.setattr(FolderImages, "_check", lambda self, i: None)
+    monkeypatch.setattr(FolderImages, "check", lambda self: None)
     broken.write_bytes(b"hello")
     with pytest.raises(SystemExit):
         pack(tmp_path / "photos", tmp_path / "packed")

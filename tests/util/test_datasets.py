@@ -19,7 +19,7 @@ from util.datasets import (
     stack,
     steps_per_epoch,
 )
-from util.images import CifarImages, FolderImages, INaturalistImages
+from util.images import CifarImages, FolderImages
 from util.transforms import RandomResizedCropFlip
 
 
@@ -74,13 +74,23 @@ def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
     write_photo(tmp_path / "0.jpg")
     (tmp_path / "1.jpg").write_text("hello")
     with pytest.raises(ValueError, match=r"1\.jpg' is not a readable image"):
-        FolderImages(tmp_path)
+        open_images("folder", tmp_path)
+    open_images("folder", tmp_path, max_bad_fraction=0.01)  # one is let pass
+    (tmp_path / "2.jpg").touch()
+    (tmp_path / "3.png").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"3 of the 4 images looked at cannot be read: .*1\.jpg.*2\.jpg.*3\.png"):
+        open_images("folder", tmp_path, max_bad_fraction=0.01)
+    open_images("folder", tmp_path, max_bad_fraction=0.8)
 
 
 def test_a_decompression_bomb_is_named_before_it_unfolds(tmp_path):
-    Image.new("1", (20000, 20000)).save(tmp_path / "0.png")
-    with pytest.raises(ValueError, match=r"0\.png' is not a readable image.*exceeds limit"):
-        FolderImages(tmp_path)
+    """A few kilobytes; Pillow itself would warn of the first and unfold it."""
+    for side, message in ((13000, "13000 x 13000 pixels are more than"), (20000, "exceeds limit")):
+        Image.new("1", (side, side)).save(tmp_path / "0.png")
+        with pytest.raises(ValueError, match=rf"0\.png' is not a readable image.*{message}"):
+            open_images("folder", tmp_path)
+        with pytest.raises(ValueError, match=rf"0\.png' cannot be decoded.*{message}"):
+            FolderImages(tmp_path).load(0)
 
 
 def test_a_truncated_file_is_named_when_it_is_read(tmp_path):
@@ -243,7 +253,7 @@ NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
 def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, message):
     write_inaturalist(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        INaturalistImages(tmp_path, "val", 2019)
+        open_images("inat19", tmp_path, "val")
 
 
 @pytest.mark.parametrize(("num", "batch_size", "world_size"), [(10, 4, 1), (10, 4, 3), (2, 4, 3), (16, 4, 2)])
