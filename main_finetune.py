@@ -39,6 +39,7 @@ from util.train_run import (
     resolve_workers,
 )
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
+from util.watchdog import BETWEEN
 
 ENCODERS = (models_vit, models_relative_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
@@ -283,7 +284,9 @@ class FinetuneRun(TrainRun):
     def evaluate(self, step):
         """Scores val/ after an epoch, logs it, and keeps the weights if they are the best so far."""
         distributed.broadcast_buffers(self.model)
-        result = score(self.model, self.val_images, self.val_transform, self.normalize, self.engine.autocast, self.args)
+        view = self.val_images, self.val_transform, self.normalize
+        alive = lambda: self.watchdog.reached(step - 1, BETWEEN)  # noqa: E731
+        result = score(self.model, *view, self.engine.autocast, self.args, alive=alive)
         if not self.process.is_main:
             return
         # Logged last: what is not in the log is evaluated again after a kill.
@@ -349,12 +352,13 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.999), fused=True)
 
 
-def score(model, images, transform, normalize, autocast, args, columns=None):
-    """`evaluate` on all of `images`, shared by the processes."""
+def score(model, images, transform, normalize, autocast, args, columns=None, alive=lambda: None):
+    """`evaluate` on all of `images`, shared by the processes; `alive` is called with each batch."""
     rank, world_size = distributed.rank_and_world_size()
     device = normalize.mean.device
     addresses = every_image_once(len(images), args.batch_size, rank, world_size)
     stream = batches(AddressedDataset(images, transform), addresses, stack, args.num_workers, device.type == "cuda")
+    stream = (alive() or batch for batch in stream)
     return evaluate(model, stream, len(images), normalize, autocast, columns)
 
 

@@ -6,6 +6,15 @@ from PIL import Image
 torch.set_num_threads(1)  # the models are tiny; threads that wait for each other would cost more than they give
 
 
+def pytest_addoption(parser):
+    parser.addoption("--repeats", type=int, default=1, help="of tests of faults that strike at random")
+
+
+@pytest.fixture
+def repeats(request):
+    return request.config.getoption("--repeats")
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -240,31 +240,6 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_a_lost_step_is_logged_once(photos, tmp_path):
-    """Killed after step 5 with the checkpoint of step 3: steps 4 and 5 are run and reported again, once."""
-    run(photos, tmp_path / "out")
-    for path in (tmp_path / "out").glob("checkpoint-6.*"):
-        path.unlink()
-    with open(tmp_path / "out" / "log.jsonl", "a") as file:
-        file.write('{"step": 7, "loss": 1')  # a line cut off by the kill
-    run(photos, tmp_path / "out")
-    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
-    expected = run(photos, tmp_path / "out")
-    newest = tmp_path / "out" / "checkpoint-6.pth"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    assert_same_state(run(photos, tmp_path / "out"), expected)
-    out = capsys.readouterr().out
-    assert "skipped a checkpoint, checkpoint-6.pth: " in out and "checkpoint-3.pth at step 3" in out
-    for path in (tmp_path / "out").glob("*.pth"):
-        path.write_bytes(b"")
-    assert "no checkpoint in" in fails(capsys, photos, tmp_path / "out", code=4)
-
-
 def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
     run(photos, tmp_path / "out")
     capsys.readouterr()
@@ -272,88 +247,6 @@ def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
     run(photos, tmp_path / "out")
     assert "in the first epoch" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path / "out")) == before and len(reports(tmp_path / "out")) == 6
-
-
-def test_changed_settings_are_refused_or_by_request_take_effect(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", "--max_steps", 2)
-    message = fails(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
-    assert "--throw_ratio was 0.5 and now is 0.25; --weight_decay was 0.05 and now is 0.1. Undo that" in message
-    assert "--batch_size" not in fails(capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2)
-    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2]  # and nothing was touched
-    content = run(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
-    out = capsys.readouterr().out
-    assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
-    assert sorted(group["weight_decay"] for group in content["optimizer"]["param_groups"]) == [0.0, 0.1]
-    assert "total batch was 8 and now is 4" in fails(capsys, photos, tmp_path / "out", "--batch_size", 4)
-
-
-def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
-    content = run(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
-    assert content["scaler"]["scale"] == 1 and content["meta"]["settings"]["precision"] == "bf16"
-    assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
-
-
-def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
-    shutil.copytree(photos, tmp_path / "photos")
-    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
-    cats = tmp_path / "photos" / "train" / "cat"
-    (cats / "0.jpg").rename(cats / "x.jpg")  # as many as before, in another order
-    assert re.search(r"the data had 24 images \(.*\) and now has 24", fails(capsys, tmp_path / "photos", tmp_path / "out"))
-    (cats / "x.jpg").unlink()
-    assert "and now has 23 images" in fails(capsys, tmp_path / "photos", tmp_path / "out")
-    run(tmp_path / "photos", tmp_path / "out", "--allow_changes")
-    assert "warning: the data had 24 images" in capsys.readouterr().out
-
-
-def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
-    output_dir = tmp_path / "out"
-    output_dir.mkdir()
-    program = f"from util.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\nprint('held', flush=True)\ninput()"
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
-        assert other.stdout.readline() == "held\n"
-        assert f"is in use by process {other.pid} on {socket.gethostname()}: wait" in fails(capsys, photos, output_dir)
-        other.kill()
-    run(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
-
-
-def damage(path):
-    path.write_bytes(path.read_bytes()[:-200])  # its header is good
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_image_is_replaced_by_the_next_and_two_of_24_are_too_many(photos, tmp_path, capsys, workers):
-    cats, flags = tmp_path / "photos" / "train" / "cat", ("--num_workers", workers)
-    shutil.copytree(photos, tmp_path / "photos")
-    original = (cats / "5.jpg").read_bytes()
-    shutil.copy(cats / "6.jpg", cats / "5.jpg")
-    expected = run(tmp_path / "photos", tmp_path / "replaced")
-    (cats / "5.jpg").write_bytes(original)
-    damage(cats / "5.jpg")
-    assert_same_state(run(tmp_path / "photos", tmp_path / "out", *flags), expected)
-    text = (tmp_path / "out" / "log.txt").read_text()
-    assert text.count("cannot be read") == 1 and re.search(r"warning: 1 of 24 images .* New: '\S*cat/5.jpg' cannot be dec", text)
-
-    (cats / "7.jpg").write_text("no image")
-    capsys.readouterr()
-    flags = (*flags, "--save_steps", 1)
-    message = fails(capsys, tmp_path / "photos", tmp_path / "two", *flags)
-    assert "2 of the 24 images looked at" not in message and "2 of 24 images cannot be read, more than --max_bad" in message
-    assert "5.jpg" in message and "7.jpg" in message
-    assert run(tmp_path / "photos", tmp_path / "two", *flags, "--max_bad_fraction", 0.1)["meta"]["step"] == 6
-    message = fails(capsys, tmp_path / "photos", tmp_path / "none", *flags, "--max_bad_fraction", 0)
-    assert "7.jpg' is not a readable image" in message
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_image_may_be_made_to_stop_the_run(photos, tmp_path, capsys, workers):
-    shutil.copytree(photos, tmp_path / "photos")
-    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 3)
-    damage(tmp_path / "photos" / "train" / "cat" / "5.jpg")
-    message = fails(capsys, tmp_path / "photos", tmp_path / "out", "--num_workers", workers, "--max_bad_fraction", 0)
-    assert "5.jpg' cannot be decoded" in message and message.count("\n") == 1
-    assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
 
 
 def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch):
@@ -364,19 +257,6 @@ def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch)
     with pytest.raises(SystemExit) as stop:
         main_pretrain.main(command(photos, tmp_path / "out"))
     assert stop.value.code == 3 and "error: not finite" in capsys.readouterr().err
-
-
-def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
-    save = train_run.checkpoint.save_checkpoint
-
-    def full(output_dir, step, *args):
-        if step == 3:
-            raise OSError(28, "No space left on device")
-        return save(output_dir, step, *args)
-
-    monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full)
-    run(photos, tmp_path / "out")
-    assert "the checkpoint of step 3 could not be written" in capsys.readouterr().out
 
 
 def test_total_batch_size_derives_accumulation(photos, tmp_path):

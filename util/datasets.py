@@ -1,5 +1,6 @@
 """Images by address: `dataset[(epoch, index)]`, and the sampler that hands the addresses out."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from util import packed
 from util.addressed import SHUFFLE, addressed_uniform
 from util.bad_images import shared_flags
 from util.images import CifarImages, FolderImages, ImageError, INaturalistImages
-from util.signals import ignore_in_worker
+from util.signals import children_die_quietly, ignore_in_worker
 from util.tars import find_tars, open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
 MOST_SKIPPED = 100  # bad images in a row, after which there is something else wrong
+MOST_DEATHS = 3  # of workers, without a batch between them
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST)
 
@@ -133,18 +135,50 @@ def stack(samples):
     return torch.stack(imgs), torch.tensor(labels)
 
 
-def batches(dataset, sampler, collator, num_workers, pin_memory):
-    """The DataLoader's iterator over all of `sampler`'s batches of addresses."""
-    loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collator,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        prefetch_factor=4 if num_workers else None,
-        worker_init_fn=ignore_in_worker,
-    )
-    return iter(loader)
+def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
+    """An iterator over the batches of all of `sampler`'s addresses.
+
+    If a worker dies (the kernel kills what takes too much memory), new ones go on with the same batch, and `say` tells.
+    RuntimeError if that does not help. Batches follow from their addresses, so they are the ones that would have come.
+    """
+    taken = deaths = 0
+    while True:
+        loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=_From(sampler, taken),
+            collate_fn=collator,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=4 if num_workers else None,
+            worker_init_fn=ignore_in_worker,
+        )
+        try:
+            with children_die_quietly():
+                stream = iter(loader)
+            for batch in stream:
+                taken, deaths = taken + 1, 0
+                yield batch
+            return
+        except (RuntimeError, OSError) as error:
+            # What a worker raised comes with its traceback and would be raised again; only its death is worth another try.
+            if num_workers == 0 or "in DataLoader worker process" in str(error) or deaths == MOST_DEATHS:
+                raise
+            deaths += 1
+            say(f"warning: a worker was lost before batch {taken + 1} ({str(error).splitlines()[0]}); new ones go on from there")
+            del stream, loader
+
+
+class _From:
+    """What a sampler yields, but for its first items."""
+
+    def __init__(self, sampler, first):
+        self.sampler, self.first = sampler, first
+
+    def __len__(self):
+        return len(self.sampler) - self.first
+
+    def __iter__(self):
+        return itertools.islice(self.sampler, self.first, None)
 
 
 def available_cores():

@@ -20,6 +20,7 @@ class Process:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    store: dist.Store | None = None  # keys and values that all processes see
 
     @property
     def is_main(self):
@@ -55,8 +56,14 @@ def init_process(device="auto", timeout_minutes=30):
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))
-    return Process(place, rank, local_rank, world_size, local_world_size)
+    timeout = timedelta(minutes=timeout_minutes)
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store over its restarts, in which gloo would find the dead processes' addresses. On one node all
+    # know how often it was restarted; on several that differs, and the README's command gives each start a store of its own.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_world_size == world_size else "0"
+    store = dist.PrefixStore(f"restart-{restarts}", store)
+    dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return Process(place, rank, local_rank, world_size, local_world_size, dist.PrefixStore("prmim", store))
 
 
 def slurm_environment(environment):

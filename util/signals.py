@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,17 @@ def ignore_in_worker(_):
     """For DataLoader workers: signals to a whole job are the trainer's to answer, which still needs its batches."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def children_die_quietly():
+    """Within, a DataLoader is set up, whose handler would raise in the middle of a step, or of a save, if a worker dies.
+
+    It finds out anyhow when it waits for that worker's next batch, within five seconds.
+    """
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @atexit.register

@@ -17,6 +17,7 @@ import torch
 from util.addressed import STEP, addressed_seed
 from util.distributed import all_reduce_sum, rank_and_world_size
 from util.logging import RunLog, duration
+from util.watchdog import BACKWARD, BETWEEN, DATA, FORWARD, PHASES
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 STARVED = 0.1  # a larger share of the time spent waiting for data is worth a word
@@ -121,7 +122,7 @@ class TrainEngine:
     `learning_rate(step, lr_scale)` -> float, for parameter groups of that `lr_scale` (1 where they have none); `normalize`
     turns uint8 batches into float ones on the device; `images_per_step` counts all processes; the run ends at `last_step`;
     `clip_grad` bounds the norm of the whole gradient; `data_hint` says what would help where the data is too slow;
-    `at_report()` is called with each report, by all processes.
+    `at_report()` is called with each report, by all processes; `reached` tells a watchdog how far a step is.
     """
 
     model: torch.nn.Module
@@ -140,6 +141,7 @@ class TrainEngine:
     seed: int = 0
     data_hint: str = ""
     at_report: Callable = lambda: None
+    reached: Callable = lambda step, phase: None
 
     def __post_init__(self):
         self.device = self.normalize.mean.device
@@ -186,12 +188,16 @@ class TrainEngine:
             group["lr"] = self.learning_rate(step, group.get("lr_scale", 1.0))
         sums = {}
         for micro in range(1, self.accum_iter + 1):
+            phase = len(PHASES) * (micro - 1)
+            self.reached(step, phase + DATA)
             batch = self.clock.next(batches)
+            self.reached(step, phase + FORWARD)
             # Only the last micro-batch's backward all-reduces: the earlier gradients wait in the process.
             waits = micro < self.accum_iter and hasattr(self.model, "no_sync")
             with self.model.no_sync() if waits else nullcontext():
                 with self.autocast():
                     losses = self.losses_of(batch, step, micro - 1)
+                self.reached(step, phase + BACKWARD)
                 self.scaler.scale(sum(losses.values()) / self.accum_iter).backward()
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach() / self.accum_iter
@@ -204,6 +210,7 @@ class TrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.meter.add(sums, grad_norm)
         self.clock.num_steps += 1
+        self.reached(step, phase + BETWEEN)
 
     def report(self, epoch, step, epoch_ends):
         """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more."""

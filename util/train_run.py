@@ -32,11 +32,12 @@ from util.signals import StopSignal
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
+from util.watchdog import Watchdog
 
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = {
     *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
-    *("compile", "max_steps", "save_every", "save_steps", "print_freq", "allow_changes", "max_bad_fraction"),
+    *("compile", "max_steps", "save_every", "save_steps", "print_freq", "allow_changes", "max_bad_fraction", "dist_timeout"),
 }
 # Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
 SPLIT_FLAGS = {"batch_size", "accum_iter"}
@@ -78,6 +79,7 @@ def add_run_flags(group):
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
+    flag("--dist_timeout", type=float, default=600, help="seconds without progress after which a process ends itself")
     flag("--max_steps", type=int, help="stop (and save) after this many steps of the run in all")
     flag("--save_every", type=int, default=20, help="epochs whose checkpoints are kept for good; the last two are kept anyway")
     flag("--save_steps", type=int, default=0, help="save every so many steps, too, not only after each epoch")
@@ -88,6 +90,8 @@ def resolve(args, process, default_batch_size=64):
     """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
+    if args.dist_timeout <= 0:
+        raise ValueError(f"--dist_timeout must be above 0, got {args.dist_timeout}")
     if not 0 <= args.max_bad_fraction < 1:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if args.clip_grad is not None and args.clip_grad <= 0:
@@ -213,6 +217,7 @@ class TrainRun:
             known = inspect.signature(DistributedDataParallel).parameters
             flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
             model = DistributedDataParallel(model, gradient_as_bucket_view=True, **{flag: False})
+        self.watchdog = Watchdog(args.dist_timeout, process.rank, process.world_size, process.store)
         self.engine = engine_class(
             model=model,
             optimizer=self.optimizer,
@@ -229,6 +234,7 @@ class TrainRun:
             clip_grad=args.clip_grad,
             seed=args.seed,
             data_hint=data_hint(args, process, self.images),
+            reached=self.watchdog.reached,
             **options,
         )
         if content:
@@ -326,40 +332,29 @@ class TrainRun:
 
     def train(self):
         """Trains to the end, or until a signal; -> whether it was the end."""
-        args = self.args
-        addresses = StepBatchSampler(
-            len(self.images),
-            args.batch_size,
-            args.accum_iter,
-            self.process.rank,
-            self.process.world_size,
-            args.seed,
-            self.start_step,
-            self.last_step,
-        )
-        dataset = AddressedDataset(self.images, self.transform, replace=args.max_bad_fraction > 0)
-        bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
-        self.engine.at_report = bad_images.report
-        stream = batches(
-            dataset,
-            addresses,
-            self.collator,
-            args.num_workers,
-            pin_memory=self.process.device.type == "cuda",
-        )
-        stop, stopped = StopSignal(self.process.device), False
-        for epoch in range(self.start_step // self.steps_per_epoch, args.epochs):
-            end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
-            steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
-            if steps and not stopped:
-                stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
+        stream, stop, stopped = self.open_stream(), StopSignal(self.process.device), False
+        with self.watchdog:
+            for epoch in range(self.start_step // self.steps_per_epoch, self.args.epochs):
+                end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
+                steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
+                if steps and not stopped:
+                    stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
         stop.close()
-        bad_images.report()
+        self.engine.at_report()
         if stopped and self.step < self.last_step:
             self.interrupt(stop.name)
             return False
         self.finish()
         return True
+
+    def open_stream(self):
+        """The iterator over this process's batches, from the first step to the last."""
+        args, process = self.args, self.process
+        split = args.batch_size, args.accum_iter, process.rank, process.world_size
+        addresses = StepBatchSampler(len(self.images), *split, args.seed, self.start_step, self.last_step)
+        dataset = AddressedDataset(self.images, self.transform, replace=args.max_bad_fraction > 0)
+        self.engine.at_report = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info).report
+        return batches(dataset, addresses, self.collator, args.num_workers, process.device.type == "cuda", self.log.info)
 
     def interrupt(self, signal_name):
         """A signal has stopped the run before its end: saves, so that no step is lost, and ends."""

@@ -1,0 +1,115 @@
+"""Runs a main with a fault in it: python tests/faults/faulty.py FAULT STEP RANK MARKER main_pretrain [flags]
+
+The fault strikes process RANK (or "all") when it gets to optimizer step STEP, once: MARKER, a path, remembers it over
+restarts ("-": it strikes at every start). Nothing of this is in the trainer; here its methods are wrapped.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from engine_pretrain import PretrainEngine
+from util import checkpoint
+from util.images import EncodedImages
+from util.train_engine import TrainEngine
+
+
+def kill_a_worker():
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+AT_STEP = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(1),
+    "raise": lambda: (_ for _ in ()).throw(RuntimeError("a fault")),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "usr2": lambda: os.kill(os.getpid(), signal.SIGUSR2),
+    "kill-worker": kill_a_worker,
+}
+# Places in a save, as what is wrapped in util.checkpoint's `os`: (function, its call that does not come back).
+IN_SAVE = {
+    "kill-before-sync": ("fsync", 1),
+    "kill-before-rename": ("replace", 1),
+    "kill-after-rename": ("fsync", 2),
+    "kill-before-json": ("replace", 2),
+    "kill-after-json": ("fsync", 4),
+}
+
+
+class Fault:
+    def __init__(self, name, step, rank, marker):
+        self.name, self.step, self.rank, self.marker = name, int(step), rank, marker
+        self.now, self.calls = -1, 0
+
+    def strikes(self, step):
+        """Whether it does, at this step of this process; from then on it has."""
+        if step < self.step or self.rank not in ("all", os.environ.get("RANK", "0")):
+            return False
+        if self.marker == "-":
+            return step == self.step or self.name == "nan-forever"
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(f"{self.marker}.{os.environ.get('RANK', '0')}", os.O_CREAT | os.O_EXCL))
+            return True
+        return False
+
+    def install(self):
+        train_step, losses_of, fault = TrainEngine.train_step, PretrainEngine.losses_of, self
+
+        def faulty_step(engine, batches, step):
+            fault.now = step
+            if fault.name in AT_STEP and fault.strikes(step):
+                AT_STEP[fault.name]()
+            return train_step(engine, batches, step)
+
+        def faulty_losses(engine, batch, step, micro):
+            losses = losses_of(engine, batch, step, micro)
+            if fault.name.startswith("nan") and fault.strikes(step):
+                losses = {name: loss * torch.nan for name, loss in losses.items()}
+            if fault.name == "hang" and fault.strikes(step):
+                time.sleep(10_000)
+            return losses
+
+        TrainEngine.train_step, PretrainEngine.losses_of = faulty_step, faulty_losses
+        if self.name in IN_SAVE:
+            checkpoint.os = self.faulty_os(*IN_SAVE[self.name])
+        if self.name == "hang-worker":
+            load = EncodedImages.load
+
+            def faulty_load(images, i):
+                if multiprocessing.parent_process() and fault.strikes(fault.step):
+                    time.sleep(10_000)
+                return load(images, i)
+
+            EncodedImages.load = faulty_load
+
+    def faulty_os(self, name, call):
+        """The module `os`, one of whose functions kills the process at its `call`-th call in a save."""
+        fault, exact = self, getattr(os, name)
+
+        class FaultyOs:
+            def __getattr__(self, attribute):
+                return deadly if attribute == name else getattr(os, attribute)
+
+        def deadly(*args):
+            fault.calls += 1
+            if fault.calls % (2 if name == "replace" else 4) == call % (2 if name == "replace" else 4) and fault.strikes(fault.now):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return exact(*args)
+
+        return FaultyOs()
+
+
+if __name__ == "__main__":
+    name, step, rank, marker, main, *flags = sys.argv[1:]
+    Fault(name, step, rank, marker).install()
+    importlib.import_module(main).main(flags)

@@ -1,0 +1,97 @@
+"""A run's folder: damaged and lost checkpoints, full disks, other settings, other data, another run."""
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.test_main_pretrain import assert_same_state, fails, reports, run
+from util import train_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_lost_step_is_logged_once(photos, tmp_path):
+    """Killed after step 5 with the checkpoint of step 3: steps 4 and 5 are run and reported again, once."""
+    run(photos, tmp_path / "out")
+    for path in (tmp_path / "out").glob("checkpoint-6.*"):
+        path.unlink()
+    with open(tmp_path / "out" / "log.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 1')  # a line cut off by the kill
+    run(photos, tmp_path / "out")
+    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
+    expected = run(photos, tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoint-6.pth"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert_same_state(run(photos, tmp_path / "out"), expected)
+    out = capsys.readouterr().out
+    assert "skipped a checkpoint, checkpoint-6.pth: " in out and "checkpoint-3.pth at step 3" in out
+    for path in (tmp_path / "out").glob("*.pth"):
+        path.write_bytes(b"")
+    assert "no checkpoint in" in fails(capsys, photos, tmp_path / "out", code=4)
+
+
+def test_changed_settings_are_refused_or_by_request_take_effect(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", "--max_steps", 2)
+    message = fails(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
+    assert "--throw_ratio was 0.5 and now is 0.25; --weight_decay was 0.05 and now is 0.1. Undo that" in message
+    assert "--batch_size" not in fails(capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2)
+    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2]  # and nothing was touched
+    content = run(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
+    out = capsys.readouterr().out
+    assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
+    assert sorted(group["weight_decay"] for group in content["optimizer"]["param_groups"]) == [0.0, 0.1]
+    assert "total batch was 8 and now is 4" in fails(capsys, photos, tmp_path / "out", "--batch_size", 4)
+
+
+def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
+    content = run(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
+    assert content["scaler"]["scale"] == 1 and content["meta"]["settings"]["precision"] == "bf16"
+    assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
+
+
+def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
+    shutil.copytree(photos, tmp_path / "photos")
+    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
+    cats = tmp_path / "photos" / "train" / "cat"
+    (cats / "0.jpg").rename(cats / "x.jpg")  # as many as before, in another order
+    assert re.search(r"the data had 24 images \(.*\) and now has 24", fails(capsys, tmp_path / "photos", tmp_path / "out"))
+    (cats / "x.jpg").unlink()
+    assert "and now has 23 images" in fails(capsys, tmp_path / "photos", tmp_path / "out")
+    run(tmp_path / "photos", tmp_path / "out", "--allow_changes")
+    assert "warning: the data had 24 images" in capsys.readouterr().out
+
+
+def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    program = f"from util.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\nprint('held', flush=True)\ninput()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        assert f"is in use by process {other.pid} on {socket.gethostname()}: wait" in fails(capsys, photos, output_dir)
+        other.kill()
+    run(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
+
+
+def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
+    save = train_run.checkpoint.save_checkpoint
+
+    def full(output_dir, step, *args):
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        return save(output_dir, step, *args)
+
+    monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full)
+    run(photos, tmp_path / "out")
+    assert "the checkpoint of step 3 could not be written" in capsys.readouterr().out
