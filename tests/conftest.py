@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -16,10 +18,12 @@ def repeats(request):
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:  # for scripts/fault_matrix.py
+        item.user_properties += [("fault", " | ".join(mark.args)) for mark in item.iter_markers("fault")]
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "long" in item.keywords and not os.environ.get("PRMIM_LONG_TESTS"):
+            item.add_marker(pytest.mark.skip(reason="takes long: set PRMIM_LONG_TESTS=1"))
 
 
 def write_photo(path, size=(48, 40), seed=0):

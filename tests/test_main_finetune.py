@@ -132,6 +132,7 @@ def test_learning_happens(tmp_path):
     assert losses[-1] < 0.5 * losses[0] and reports(tmp_path / "out")[-1]["val_top1"] == 100
 
 
+@pytest.mark.fault("F7", "fine-tuning with mixup and drop path, stopped", "exact")
 @pytest.mark.parametrize("stops", [[1], [3], [2, 4]])
 @pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "0", "--precision", "bf16"]])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, tmp_path, stops, flags):
@@ -328,6 +329,9 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
+@pytest.mark.fault(
+    "F32", "classes that do not fit the data, or val/ not train/", "exit code 2, with the numbers and the first that differs"
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -175,6 +175,9 @@ def test_loss_falls(photos, tmp_path):
     assert losses[-1] < 0.75 * losses[0]
 
 
+@pytest.mark.fault("F3", "other numbers of workers at each start", "exact")
+@pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
+@pytest.mark.fault("F1", "a stop in mid-epoch", "weights, moments, losses and logs exact")
 @pytest.mark.parametrize("stops", [[1], [2, 4], [3]])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, stops):
     """Stopped in mid-epoch and at its end, resumed with other workers: weights, moments, losses and logs."""
@@ -210,6 +213,7 @@ def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
     assert [r["step"] for r in reports(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.fault("F12", "a signal to one process of two", "both stop after the same step; 0 lost")
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other, and the run ends as the undisturbed one."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
@@ -278,6 +282,7 @@ def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size,
     assert args.total_batch_size == batch_size * accum_iter * world_size
 
 
+@pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
 def test_a_total_that_the_processes_cannot_share_is_refused():
     args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
     with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
@@ -306,6 +311,9 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     assert ours[2]["epoch_loss"] == pytest.approx(theirs[2]["epoch_loss"], rel=1e-4)
 
 
+@pytest.mark.fault(
+    "F33", "data smaller than a batch, and other errors of the user", "exit code 2 before the first step, one paragraph"
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -360,6 +368,7 @@ def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, c
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
+@pytest.mark.fault("F39", "a checkpoint of another model", "exit code 4, with the keys and shapes")
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 1)
     message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8, code=4)

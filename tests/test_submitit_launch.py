@@ -84,6 +84,7 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, before
     assert (run_folder / "jobs" / "progress").read_text() == f"{now}\n"
 
 
+@pytest.mark.fault("F46", "a signal under submitit's local controller", "requeued at the very step; 0 lost")
 def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path):
     """submitit's own controller on this machine, with its copy of the code; the run starts again at the very step."""
     flags = [*SMALL.split(), "--data_path", str(photos), "--batch_size", "4", "--epochs", "30", "--save_every", "1000"]

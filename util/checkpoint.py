@@ -38,7 +38,8 @@ def save_checkpoint(output_dir, step, state, meta):
         try:
             torch.save({**state, "meta": json.dumps(meta)}, file)
         except RuntimeError as error:  # how torch's zip writer reports some failed writes
-            raise OSError(f"torch.save failed: {error}") from error
+            full = isinstance(error.__context__, OSError)  # what the writer met before it said that a position is off
+            raise error.__context__ if full else OSError(f"torch.save failed: {error}") from error
 
     _write_atomically(path, write)
     record = {"size": path.stat().st_size, "sha256": sha256(path), "meta": meta}

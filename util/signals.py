@@ -6,9 +6,11 @@ of one number, beside the step's own work, and read the outcome a step later.
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PATIENCE = 5.0  # seconds; a later signal ends the process at once (SLURM sends TERM twice within .1 s)
 
 
@@ -79,9 +82,14 @@ class StopSignal:
 
 
 def ignore_in_worker(_):
-    """For DataLoader workers: signals to a whole job are the trainer's to answer, which still needs its batches."""
+    """For DataLoader workers: signals to a whole job are the trainer's to answer, which still needs its batches.
+
+    A worker that hangs would outlive its trainer, and hold its pipes and memory; so Linux kills it with the trainer.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 @contextmanager

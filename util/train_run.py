@@ -32,7 +32,7 @@ from util.signals import StopSignal
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
-from util.watchdog import Watchdog
+from util.watchdog import TEMPORARY, Watchdog
 
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = {
@@ -359,7 +359,7 @@ class TrainRun:
     def interrupt(self, signal_name):
         """A signal has stopped the run before its end: saves, so that no step is lost, and ends."""
         if self.saved_step != self.step:
-            self.save(self.step)
+            self.save(self.step, required=True)
         what = signal_name or "a signal to another process"
         self.log.info(f"stopped by {what} after step {self.step} of {self.last_step}; the same command goes on from there")
         self.log.close()
@@ -386,9 +386,13 @@ class TrainRun:
             or step % self.steps_per_epoch == 0
             or (self.args.save_steps and step % self.args.save_steps == 0)
         ):
-            self.save(step)
+            self.save(step, required=step == self.last_step)
 
-    def save(self, step):
+    def save(self, step, required):
+        """Writes the checkpoint of `step`; FloatingPointError, in all processes, if its weights are not finite."""
+        bad = torch.stack([~parameter.isfinite().all() for parameter in self.model.parameters()]).any()
+        if distributed.all_reduce_sum(bad.float()) > 0:
+            raise FloatingPointError(f"the weights are not finite after step {step}: not saved; the last checkpoint is good")
         self.saved_step = step
         meter = self.engine.meter.state_dict()  # of all processes
         if not self.process.is_main:
@@ -399,7 +403,7 @@ class TrainRun:
             "scaler": self.scaler.state_dict(),
             "meter": meter,
         }
-        self.write_checkpoint(step, state, self.meta(step), required=step == self.last_step)
+        self.write_checkpoint(step, state, self.meta(step), required)
 
     def write_checkpoint(self, name, state, meta, required):
         """Writes, prunes, and survives a full disk, unless this checkpoint is `required`: the older ones stand."""
@@ -451,3 +455,5 @@ def launch(parser, args, run_class):
         return run.train()
     except (ImageError, FloatingPointError) as error:
         refuse(parser, error)
+    except OSError as error:  # no space, or a disk that is gone: later, the same command may succeed
+        parser.exit(TEMPORARY, f"{parser.prog}: error: {error}; the same command goes on from the newest checkpoint\n")

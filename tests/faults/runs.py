@@ -11,8 +11,8 @@ from tests.test_main_pretrain import SMALL, free_port, reports
 from util.checkpoint import newest_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-# 60 steps of 8 images in two processes, about 30 ms each.
-TINY = [*SMALL.replace("mini", "micro").replace("--batch_size 8 --epochs 2", "--batch_size 4 --epochs 20").split()]
+# Three epochs of 8 images a step, whatever the number of processes.
+TINY = [*SMALL.replace("mini", "micro").replace("--batch_size 8 --epochs 2", "--total_batch_size 8 --epochs 3").split()]
 TINY += ["--save_every", "1000", "--picture_every", "0"]
 
 
@@ -23,7 +23,16 @@ def command(data, output_dir, *flags, fault=None, processes=2, restarts=0):
         program = [ROOT / "tests" / "faults" / "faulty.py", *fault, "main_pretrain"]
     launch = [sys.executable]
     if processes > 1 or restarts:
-        launch += ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--max_restarts", restarts, "--monitor_interval", 0.1]
+        launch += [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            processes,
+            "--max_restarts",
+            restarts,
+            "--monitor_interval",
+            0.1,
+        ]
         launch += ["--master_port", free_port()]
     return list(map(str, [*launch, *program, *TINY, "--data_path", data, "--output_dir", output_dir, *flags]))
 

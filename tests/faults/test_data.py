@@ -1,18 +1,23 @@
 """Images that are broken, vanish, or are not what they seem; workers that die."""
 
 import re
+import resource
 import shutil
 
 import pytest
+from PIL import Image
 
 from tests.test_main_pretrain import assert_same_state, fails, run
 from util.checkpoint import newest_checkpoint
+from util.train_engine import TrainEngine
 
 
 def damage(path):
     path.write_bytes(path.read_bytes()[:-200])  # its header is good
 
 
+@pytest.mark.fault("F28", "more broken images than --max_bad_fraction", "exit code 2 with their names")
+@pytest.mark.fault("F24", "a truncated JPEG", "the next image in its place, named once; exact")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_is_replaced_by_the_next_and_two_of_24_are_too_many(photos, tmp_path, capsys, workers):
     cats, flags = tmp_path / "photos" / "train" / "cat", ("--num_workers", workers)
@@ -45,3 +50,52 @@ def test_a_broken_image_may_be_made_to_stop_the_run(photos, tmp_path, capsys, wo
     message = fails(capsys, tmp_path / "photos", tmp_path / "out", "--num_workers", workers, "--max_bad_fraction", 0)
     assert "5.jpg' cannot be decoded" in message and message.count("\n") == 1
     assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
+
+
+@pytest.mark.fault("F27", "1 x 1, 1 x 5000, palette with alpha, animated, rotated by EXIF", "all are read")
+def test_odd_images(photos, tmp_path, record_property):
+    cats = tmp_path / "photos" / "train" / "cat"
+    shutil.copytree(photos, tmp_path / "photos")
+    for name, size in (("0.jpg", (1, 1)), ("1.jpg", (1, 5000)), ("2.jpg", (5000, 1))):
+        Image.new("RGB", size, (200, 100, 50)).save(cats / name)
+    palette = Image.open(cats / "3.jpg").quantize(16)
+    palette.info["transparency"] = 3
+    palette.save(cats / "3.png")
+    frames = [Image.new("P", (30, 30), i) for i in range(3)]
+    frames[0].save(cats / "4.webp", save_all=True, append_images=frames[1:])
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    Image.open(cats / "5.jpg").save(cats / "6.jpg", exif=rotated)
+    assert run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0)["meta"]["step"] == 6
+    record_property("measured", "7 of 7")
+
+
+@pytest.mark.fault("F26", "PNGs of 169 and 400 megapixels, a few kilobytes each", "refused by their header, not unfolded")
+def test_decompression_bombs(photos, tmp_path, record_property):
+    cats = tmp_path / "photos" / "train" / "cat"
+    shutil.copytree(photos, tmp_path / "photos")
+    for name, side in (("0.jpg", 13000), ("1.jpg", 20000)):
+        Image.new("1", (side, side)).save(cats / name, "PNG")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    text = (tmp_path / "out" / "log.txt").read_text()
+    assert "2 of 24 images cannot be read" in text and "13000 x 13000 pixels are more than" in text and grown < 200
+    record_property("measured", f"both refused; peak memory of the run grew by {grown:.0f} MB")
+
+
+@pytest.mark.fault("F25", "files that vanish while the run reads them", "as for broken ones")
+def test_files_that_vanish(photos, tmp_path, monkeypatch, record_property):
+    shutil.copytree(photos, tmp_path / "photos")
+    step, files = TrainEngine.train_step, [tmp_path / "photos" / "train" / name for name in ("cat/5.jpg", "dog/7.jpg")]
+
+    def after_the_first(engine, batches, number):
+        if number == 1:
+            for file in files:
+                file.unlink()
+        step(engine, batches, number)
+
+    monkeypatch.setattr(TrainEngine, "train_step", after_the_first)
+    run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1, "--epochs", 3)
+    assert "2 of 24 images cannot be read" in (tmp_path / "out" / "log.txt").read_text()
+    record_property("measured", "2 named, all steps run")

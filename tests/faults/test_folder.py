@@ -1,5 +1,6 @@
 """A run's folder: damaged and lost checkpoints, full disks, other settings, other data, another run."""
 
+import os
 import re
 import shutil
 import socket
@@ -7,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import main_finetune
+from scripts import export
 from tests.test_main_pretrain import assert_same_state, fails, reports, run
 from util import train_run
 
@@ -28,6 +33,7 @@ def test_a_lost_step_is_logged_once(photos, tmp_path):
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.fault("F36", "all checkpoints damaged", "exit code 4; no start from scratch by accident")
 def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
     expected = run(photos, tmp_path / "out")
     newest = tmp_path / "out" / "checkpoint-6.pth"
@@ -60,6 +66,9 @@ def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, cap
     assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
 
 
+@pytest.mark.fault(
+    "F8", "files renamed, added or removed since the last start", "refused, with both fingerprints; --allow_changes goes on"
+)
 def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path / "photos")
     run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
@@ -72,6 +81,7 @@ def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys
     assert "warning: the data had 24 images" in capsys.readouterr().out
 
 
+@pytest.mark.fault("F42", "a second run in the same folder", "refused, with the process that holds it; a dead one holds nothing")
 def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     output_dir = tmp_path / "out"
     output_dir.mkdir()
@@ -95,3 +105,67 @@ def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full)
     run(photos, tmp_path / "out")
     assert "the checkpoint of step 3 could not be written" in capsys.readouterr().out
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 28 MB, where root may make one: room for three checkpoints of a micro model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no file system of one's own without root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.fault("F37", "a full disk", "a warning, and training goes on; no stump is left; the older checkpoint loads")
+def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
+    """Filled after the first epoch's checkpoint, but for the logs; without its last checkpoint a run has not ended well."""
+    output_dir, flags = small_disk / "out", ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
+    expected = run(photos, tmp_path / "whole", *flags)
+    run(photos, output_dir, *flags, "--max_steps", 3)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(65536))
+    with open(ballast, "r+b") as file:  # room for logs
+        file.truncate(ballast.stat().st_size - 600_000)
+    with pytest.raises(SystemExit) as stop:
+        run(photos, output_dir, *flags)
+    captured = capsys.readouterr()
+    assert "warning: the checkpoint of step 6 could not be written ([Errno 28]" in captured.out
+    assert stop.value.code == 75 and "goes on from the newest checkpoint" in captured.err
+    assert sorted(p.name for p in output_dir.glob("*checkpoint*")) == ["checkpoint-3.json", "checkpoint-3.pth"]
+    ballast.unlink()
+    assert_same_state(run(photos, output_dir, *flags), expected)
+    record_property("measured", "exact after room was made")
+
+
+@pytest.mark.fault("F38", "an output folder that cannot be written to", "exit code 2 at the start")
+def test_a_read_only_folder(photos, small_disk, capsys, record_property):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert "cannot be written to" in fails(capsys, photos, small_disk / "out")
+    record_property("measured", "exit code 2")
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.fault("F40", "code in a checkpoint given to --resume, --finetune and export.py", "refused; nothing is run")
+def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch, record_property):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": Payload(), "optimizer": {}, "meta": "{}"}, "evil.pth")
+    assert "cannot be read as a checkpoint of tensors" in fails(capsys, photos, "out", "--resume", "evil.pth", code=4)
+    for folder in ("train", "val"):
+        shutil.copytree(photos / "train", tmp_path / "data" / folder)
+    for main, flags in (
+        (main_finetune.main, ["--finetune", "evil.pth", "--data_path", "data", "--output_dir", "out2", "--device", "cpu"]),
+        (export.main, ["evil.pth", "--out", "out.safetensors"]),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(flags)
+        assert stop.value.code in (2, 4) and "cannot be read as a checkpoint of tensors" in capsys.readouterr().err
+    assert not Path("pwned").exists()
+    record_property("measured", "3 of 3 refused")

@@ -7,11 +7,23 @@ import signal
 import time
 
 import pytest
+import torch
 
+from tests.conftest import write_photo
+from tests.faults.faulty import IN_SAVE
 from tests.faults.runs import finish, losses, start, state, steps_lost, wait_for_step
 from tests.test_main_pretrain import assert_same_state, children_of
 
 SAVE = ("--save_steps", 10)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """160 images: 20 steps an epoch, so that what is lost depends on --save_steps."""
+    folder = tmp_path_factory.mktemp("photos")
+    for i in range(160):
+        write_photo(folder / f"{i:03}.jpg", size=(32, 32), seed=i)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +72,7 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
     record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 5 s")
 
 
+@pytest.mark.long
 @pytest.mark.fault("F19", "one process is stopped (SIGSTOP)", "as for one that hangs")
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
@@ -68,3 +81,141 @@ def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_propert
     assert re.search(r"no sign of life comes from process 1 on \S+; exit code 75", out), out
     assert_as(undisturbed, tmp_path / "out")
     record_property("measured", f"{time.monotonic() - began:.0f} s in all (30 of them torchrun's patience with its SIGTERM)")
+
+
+@pytest.mark.fault(
+    "F10", "SIGTERM to torchrun, at a random step", "all save after one step and end; the same command goes on; exact"
+)
+def test_a_signal_to_torchrun(photos, tmp_path, undisturbed, repeats, record_property):
+    lost, seconds = [], []
+    for k in range(repeats):
+        process = start(photos, tmp_path / str(k), *SAVE)
+        wait_for_step(tmp_path / str(k), random.Random(k).randrange(2, 50), process)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        seconds.append(time.monotonic() - began)
+        finish(photos, tmp_path / str(k), *SAVE)
+        assert_as(undisturbed, tmp_path / str(k))
+        lost += steps_lost((tmp_path / str(k) / "log.txt").read_text())
+    assert lost == [0] * repeats
+    record_property("measured", f"steps lost {lost}; ended within {max(seconds):.1f} s")
+
+
+@pytest.mark.fault("F11", "SIGINT, USR1, USR2 to the trainers", "saved, 0 steps lost, exact")
+@pytest.mark.fault("F13b", "signals to all processes at once, DataLoader workers too", "the save completes, no process is left")
+@pytest.mark.parametrize("name", ["SIGTERM", *(pytest.param(f"SIG{n}", marks=pytest.mark.long) for n in ("INT", "USR1", "USR2"))])
+def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name, record_property):
+    process = start(photos, tmp_path, *SAVE, "--num_workers", 1)
+    wait_for_step(tmp_path, 12, process)
+    trainers = children_of(process.pid)
+    family = trainers + [child for trainer in trainers for child in children_of(trainer)]
+    assert len(family) >= 4
+    for pid in family:
+        os.kill(pid, getattr(signal, name))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"stopped by {name}" in out and "killed" not in out, out[-2000:]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in family)
+    finish(photos, tmp_path, *SAVE)
+    assert_as(undisturbed, tmp_path)
+    lost = steps_lost((tmp_path / "log.txt").read_text())
+    assert lost == [0]
+    record_property("measured", f"{name}: steps lost {lost}, processes left 0")
+
+
+@pytest.mark.long
+@pytest.mark.fault("F13", "a second SIGTERM 50 ms after the first", "a good checkpoint, 0 steps lost, exact")
+def test_two_signals(photos, tmp_path, undisturbed, repeats, record_property):
+    for k in range(repeats):
+        process = start(photos, tmp_path / str(k), *SAVE)
+        wait_for_step(tmp_path / str(k), 5 + k, process)
+        for _ in range(2):
+            for trainer in children_of(process.pid):
+                os.kill(trainer, signal.SIGTERM)
+            time.sleep(0.05)
+        process.communicate(timeout=60)
+        finish(photos, tmp_path / str(k), *SAVE)
+        assert_as(undisturbed, tmp_path / str(k))
+        assert steps_lost((tmp_path / str(k) / "log.txt").read_text()) == [0]
+    record_property("measured", f"{repeats} of {repeats}")
+
+
+@pytest.mark.fault(
+    "F15",
+    "SIGKILL of all processes, at random and inside a save",
+    "the newest good checkpoint; at most the save interval lost; exact",
+)
+@pytest.mark.parametrize("fault", ["", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])
+def test_everything_is_killed(photos, tmp_path, alone, repeats, fault, record_property):
+    """In one process, which is enough for a save; with a fault, at the save of step 20."""
+    for k in range(repeats):
+        folder = tmp_path / str(k)
+        if fault:
+            finish(photos, folder, *SAVE, fault=(fault, 19, 0, tmp_path / f"mark{k}"), processes=1, code=-9)
+        else:
+            process = start(photos, folder, *SAVE, processes=1)
+            wait_for_step(folder, random.Random(k).randrange(12, 50), process)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        finish(photos, folder, *SAVE, processes=1)
+        assert_as(alone, folder)
+        (lost,) = steps_lost((folder / "log.txt").read_text())
+        assert lost <= 10 and (not fault or lost == (0 if fault == "kill-after-json" else 10)), lost
+        assert not list(folder.glob(".checkpoint*"))
+    record_property("measured", f"{fault or 'at random'}: {repeats} of {repeats}, last: {lost} steps lost")
+
+
+@pytest.fixture(scope="session")
+def alone(photos, tmp_path_factory):
+    """The folder of a run of one process without any fault."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish(photos, folder, *SAVE, processes=1)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.fault("F17", "a fault at the same step of every start", "torchrun gives up after --max_restarts; the checkpoint stays")
+def test_a_crash_loop_ends(photos, tmp_path, record_property):
+    out = finish(photos, tmp_path, *SAVE, fault=("raise", 15, "all", "-"), restarts=2, code=1)
+    assert out.count("resuming") == 2 and state(tmp_path)["meta"]["step"] == 10
+    record_property("measured", "3 starts")
+
+
+@pytest.mark.fault("F29", "a DataLoader worker is killed", "others take its place with the same batch; 0 steps lost, exact")
+def test_a_killed_worker(photos, tmp_path, alone, record_property):
+    out = finish(photos, tmp_path, *SAVE, "--num_workers", 2, fault=("kill-worker", 25, 0, tmp_path / "mark"), processes=1)
+    assert "warning: a worker was lost before batch " in out and "resuming" not in out
+    assert_as(alone, tmp_path)
+    record_property("measured", "0 steps lost")
+
+
+@pytest.mark.fault("F30", "a DataLoader worker hangs", "found within --dist_timeout + 5 s, exit code 75, started again, exact")
+def test_a_worker_that_hangs(photos, tmp_path, alone, record_property):
+    options = dict(fault=("hang-worker", 0, 0, tmp_path / "mark"), processes=1)
+    began = time.monotonic()
+    out = finish(photos, tmp_path / "out", *SAVE, "--num_workers", 1, "--dist_timeout", 3, code=75, **options)
+    assert "process 0 got no further for 3 s: it is waiting for data, step 1; exit code 75" in out
+    seconds = time.monotonic() - began
+    finish(photos, tmp_path / "out", *SAVE, "--num_workers", 1, **options)
+    assert_as(alone, tmp_path / "out")
+    record_property("measured", f"{seconds:.0f} s from start to exit, with a time-out of 3 s")
+
+
+@pytest.mark.fault("F20", "a loss that is not a number, once, in one process of two", "the step is skipped by both and counted")
+def test_one_nan(photos, tmp_path, undisturbed, record_property):
+    out = finish(photos, tmp_path, *SAVE, fault=("nan", 30, 1, tmp_path / "mark"))
+    assert out.count("1 steps skipped") == 1 and "step 31/60: loss not finite" in out
+    content, expected = state(tmp_path), state(undisturbed)
+    steps = {int(moments["step"]) for moments in content["optimizer"]["state"].values()}
+    assert steps == {59} and all(torch.isfinite(value).all() for value in content["model"].values())
+    assert any((content["model"][name] != value).any() for name, value in expected["model"].items())
+    record_property("measured", "skipped by both, 59 of 60 updates")
+
+
+@pytest.mark.fault("F23", "a loss that is not a number, for ever", "exit code 3; the weights in the checkpoints are good")
+def test_nan_for_ever(photos, tmp_path, alone, record_property):
+    out = finish(photos, tmp_path, *SAVE, fault=("nan-forever", 25, 0, "-"), processes=1, code=3)
+    assert "the gradient was not finite in each of the last 20 steps" in out
+    content, steps = state(tmp_path), len(losses(tmp_path))
+    assert steps == 44 and all(torch.isfinite(value).all() for value in content["model"].values())
+    record_property("measured", "stopped after 20 such steps, the weights those of the last good one")

@@ -56,6 +56,7 @@ def test_every_mode_becomes_rgb(tmp_path, mode):
     assert img.shape == (7, 9, 3)
 
 
+@pytest.mark.fault("F31", "a data folder that is empty, missing, or has an empty class", "named at the start")
 def test_bad_folders_are_named(tmp_path, photos):
     with pytest.raises(ValueError, match="nowhere' is not a folder; expected are images in class folders"):
         FolderImages(tmp_path / "nowhere")

@@ -1,0 +1,73 @@
+"""Stops at awkward places: in an accumulation, with another number of processes, from a folder to what was packed from it."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from engine_pretrain import PretrainEngine
+from scripts import pack_dataset
+from tests.faults.runs import finish, losses, state
+from tests.test_main_pretrain import assert_same_state, reports, run
+
+
+@pytest.mark.fault("F4", "two processes, then one, then two", "the same images in each step; said; losses within 1e-5")
+def test_another_number_of_processes(photos, tmp_path, record_property):
+    """The gradient is summed in another order, so not to the last bit."""
+    flags = ("--epochs", 4)
+    finish(photos, tmp_path / "two", *flags)
+    finish(photos, tmp_path / "out", *flags, "--max_steps", 4)
+    out = finish(photos, tmp_path / "out", *flags, "--max_steps", 8, processes=1)
+    assert "split otherwise (batch_size was 4 and now is 8, world_size was 2 and now is 1)" in out
+    finish(photos, tmp_path / "out", *flags)
+    found, expected = losses(tmp_path / "out"), losses(tmp_path / "two")
+    difference = max(abs(a / b - 1) for (_, a), (_, b) in zip(found, expected, strict=True))
+    assert len(found) == 12 and difference < 1e-5
+    record_property("measured", f"losses differ by {difference:.1e} at most")
+
+
+@pytest.mark.fault("F6", "a signal in the middle of an accumulation", "the step is finished, then saved; exact")
+def test_a_signal_in_an_accumulation(photos, tmp_path, monkeypatch, record_property):
+    flags = ("--batch_size", 2, "--accum_iter", 4)
+    expected, losses_of, seen = run(photos, tmp_path / "whole", *flags), PretrainEngine.losses_of, []
+
+    def interrupted(engine, batch, step, micro):
+        if (step, micro) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen.append((step, micro))
+        return losses_of(engine, batch, step, micro)
+
+    monkeypatch.setattr(PretrainEngine, "losses_of", interrupted)
+    assert run(photos, tmp_path / "parts", *flags)["meta"]["step"] == 2 and seen[-1] == (1, 3)
+    monkeypatch.undo()
+    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    assert [r["loss"] for r in reports(tmp_path / "parts")] == [r["loss"] for r in reports(tmp_path / "whole")]
+    record_property("measured", "0 steps lost, exact")
+
+
+def test_from_a_folder_to_what_was_packed_from_it(photos, tmp_path, capsys):
+    """The same data by its names and labels, so no change; packed with another compression it is one."""
+    expected = run(photos, tmp_path / "whole")
+    for name, flags in (("packed", ()), ("smaller", ("--quality", "90"))):
+        pack_dataset.main([str(photos), str(tmp_path / name), "--workers", "1", "--shard_mb", "1", *flags])
+    run(photos, tmp_path / "out", "--max_steps", 2)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "smaller", tmp_path / "out")
+    assert "the data had 24 images" in capsys.readouterr().err
+    assert_same_state(run(tmp_path / "packed", tmp_path / "out"), expected)
+
+
+@pytest.mark.fault("F9", "three stops and a kill", "each step once, in order, in log.jsonl and TensorBoard")
+def test_logs_after_many_stops(photos, tmp_path, record_property):
+    """TensorBoard's own check is in test_folder.py; here the text log tells of each start."""
+    for stop in (2, 5, 7):
+        run(photos, tmp_path, "--epochs", 4, "--max_steps", stop, "--save_steps", 1)
+    (tmp_path / "checkpoint-7.json").unlink()
+    run(photos, tmp_path, "--epochs", 4)
+    assert [r["step"] for r in reports(tmp_path)] == list(range(1, 13))
+    text = (tmp_path / "log.txt").read_text()
+    assert re.findall(r"resuming \S+ at step (\d+)", text) == ["2", "5", "6"]
+    assert json.loads((tmp_path / "settings.json").read_text()) == state(tmp_path)["meta"]["settings"]
+    record_property("measured", "0 double, 0 missing")
