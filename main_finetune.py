@@ -21,7 +21,7 @@ import models_swin
 import models_vit
 from engine_finetune import FinetuneEngine, evaluate
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util import checkpoint, distributed
+from util import checkpoint, distributed, shard
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset, batches, every_image_once, stack
 from util.lars import LARS
@@ -206,7 +206,7 @@ class FinetuneRun(TrainRun):
             if self.model.frozen:
                 raise ValueError(f"--trainable_blocks {args.trainable_blocks} needs --finetune: what is frozen must be pre-trained")
             self.remarks.append("no --finetune: training from scratch")
-        model = self.model.to(self.process.device)
+        model = self.model.to(self.first_home)
         args.input_size, args.patch_size = model.img_size[0], model.patch_size
         self.normalize = Normalize(args.mean, args.std).to(self.process.device)
         self.transform = make_augmentation(args)
@@ -287,12 +287,14 @@ class FinetuneRun(TrainRun):
         view = self.val_images, self.val_transform, self.normalize
         alive = lambda: self.watchdog.reached(step - 1, BETWEEN)  # noqa: E731
         result = score(self.model, *view, self.engine.autocast, self.args, alive=alive)
+        # All processes must know, since gathering takes them all.
+        best = distributed.from_main(lambda: result["top1"] > self.best_before(step))
+        weights = self.gathered(self.model) if best else None
         if not self.process.is_main:
             return
         # Logged last: what is not in the log is evaluated again after a kill.
-        if result["top1"] > self.best_before(step):
-            state = {"model": self.model.state_dict()}
-            self.write_checkpoint("best", state, {**self.meta(step), "val": result}, required=False)
+        if best:
+            self.write_checkpoint("best", {"model": weights}, {**self.meta(step), "val": result}, required=False)
         scalars = {"epoch": step // self.steps_per_epoch - 1, **{f"val_{name}": value for name, value in result.items()}}
         line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
         self.log.report(step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
@@ -359,6 +361,9 @@ def score(model, images, transform, normalize, autocast, args, columns=None, ali
     addresses = every_image_once(len(images), args.batch_size, rank, world_size)
     stream = batches(AddressedDataset(images, transform), addresses, stack, args.num_workers, device.type == "cuda")
     stream = (alive() or batch for batch in stream)
+    if shard.is_sharded(model):
+        most = len(every_image_once(len(images), args.batch_size, 0, world_size))  # no process has more than the first
+        stream = shard.in_company(stream, most, model, torch.zeros(1, 3, *model.img_size, device=device), autocast)
     return evaluate(model, stream, len(images), normalize, autocast, columns)
 
 
@@ -372,6 +377,8 @@ def write_json(path, content):
 def evaluate_only(args):
     """--eval: scores val/ with the classifier at --resume; -> the result."""
     process = distributed.init_process(args.device)
+    if args.shard:
+        raise ValueError("--shard is for training: --eval keeps no gradients and no moments, so leave it out")
     if args.resume in ("auto", "none"):
         raise ValueError("--eval needs --resume: the path of a fine-tuned checkpoint, or a run's folder")
     args.batch_size = args.batch_size or 64

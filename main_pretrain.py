@@ -7,6 +7,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ import models_tec_pr
 from engine_pretrain import PretrainEngine
 from prmim import SAMPLING, SpatialAggregation, TokenOrder
 from recipes import RECIPES
+from util import shard
 from util.checkpoint import find_checkpoint_file
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
@@ -119,7 +121,7 @@ class PretrainRun(TrainRun):
         if args.teacher and Path(args.teacher).exists():  # said so that it is found from other folders, too
             args.teacher = str(find_checkpoint_file(args.teacher).resolve())
         torch.manual_seed(args.seed)  # the same first weights in every process
-        self.model = model = build_model(vars(args)).to(self.process.device)
+        self.model = model = build_model(vars(args)).to(self.first_home)
         self.images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         args.input_size, args.patch_size = list(model.img_size), model.patch_size
         for name in OWN_FLAGS.keys() - {"teacher"}:
@@ -167,12 +169,14 @@ class PretrainRun(TrainRun):
 
     def draw(self, step):
         """A fixed set of training images and their reconstructions, to TensorBoard."""
-        if not self.process.is_main:
+        if not (self.process.is_main or self.args.shard):  # a sharded model computes in all processes or in none
             return
         indices = np.linspace(0, len(self.images) - 1, min(8, len(self.images))).astype(int)
         dataset = AddressedDataset(self.images, ResizeCenterCrop(self.model.img_size), replace=True)
         imgs, _, ids_shuffle, *_ = self.collator([dataset[(0, int(i))] for i in indices])
-        self.log.picture("reconstruction", reconstruction_picture(self.model, self.normalize, imgs, ids_shuffle), step)
+        with self.engine.autocast() if self.args.shard else nullcontext(), shard.unsharded(self.model):
+            picture = reconstruction_picture(self.model, self.normalize, imgs, ids_shuffle)
+        self.log.picture("reconstruction", picture, step)
 
 
 def reconstruction_picture(model, normalize, imgs, ids_shuffle):

@@ -2,7 +2,8 @@
 
 The device is never waited for, except where values are printed: losses and gradient norms add up on it, and whether a
 step is finite is decided there, too. A non-finite gradient leaves the weights as they were (GradScaler's skip inside
-the fused AdamW); DDP has averaged the gradients before that, so all processes skip alike.
+the fused AdamW); DDP has averaged the gradients before that, so all processes skip alike. Of sharded gradients each process
+sees a part, and what it finds is exchanged.
 """
 
 import random
@@ -17,6 +18,7 @@ import torch
 from util.addressed import STEP, addressed_seed
 from util.distributed import all_reduce_sum, rank_and_world_size
 from util.logging import RunLog, duration
+from util.shard import total_norm
 from util.watchdog import BACKWARD, BETWEEN, DATA, FORWARD, PHASES
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -192,7 +194,7 @@ class TrainEngine:
             self.reached(step, phase + DATA)
             batch = self.clock.next(batches)
             self.reached(step, phase + FORWARD)
-            # Only the last micro-batch's backward all-reduces: the earlier gradients wait in the process.
+            # Only the last micro-batch's backward reduces: the earlier gradients wait in the process.
             waits = micro < self.accum_iter and hasattr(self.model, "no_sync")
             with self.model.no_sync() if waits else nullcontext():
                 with self.autocast():
@@ -202,7 +204,7 @@ class TrainEngine:
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach() / self.accum_iter
         self.scaler.unscale_(self.optimizer)
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        grad_norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
         self.scaler.step(self.optimizer)

@@ -11,7 +11,7 @@ import sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from util import checkpoint, decode, distributed
+from util import checkpoint, decode, distributed, shard
 from util.bad_images import BadImages
 from util.datasets import (
     DATASETS,
@@ -37,7 +37,17 @@ from util.watchdog import TEMPORARY, Watchdog
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = {
     *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
-    *("compile", "max_steps", "save_every", "save_steps", "print_freq", "allow_changes", "max_bad_fraction", "dist_timeout"),
+    *(
+        "compile",
+        "shard",
+        "max_steps",
+        "save_every",
+        "save_steps",
+        "print_freq",
+        "allow_changes",
+        "max_bad_fraction",
+        "dist_timeout",
+    ),
 }
 # Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
 SPLIT_FLAGS = {"batch_size", "accum_iter"}
@@ -80,6 +90,7 @@ def add_run_flags(group):
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
     flag("--dist_timeout", type=float, default=600, help="seconds without progress after which a process ends itself")
+    flag("--shard", action=boolean, default=False, help="split parameters, gradients and moments over the processes (FSDP2)")
     flag("--max_steps", type=int, help="stop (and save) after this many steps of the run in all")
     flag("--save_every", type=int, default=20, help="epochs whose checkpoints are kept for good; the last two are kept anyway")
     flag("--save_steps", type=int, default=0, help="save every so many steps, too, not only after each epoch")
@@ -104,6 +115,8 @@ def resolve(args, process, default_batch_size=64):
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
     if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
+    if args.shard:
+        shard.check_group()
     split_batch(args, process.world_size, default_batch_size)
     args.lr = args.blr * args.total_batch_size / 256 if args.lr is None else args.lr
     resolve_workers(args, process)
@@ -198,6 +211,11 @@ class TrainRun:
         path, remarks = find_checkpoint(self.args.output_dir, self.args.resume)
         return path, self.lock.remarks + remarks
 
+    @property
+    def first_home(self):
+        """The device that the model is built on: one to be sharded never lies on a GPU as a whole."""
+        return torch.device("cpu") if self.args.shard else self.process.device
+
     def start(self, engine_class, **options):
         """Makes the engine (`options` are its own fields), restores the run if there is one, and says what will happen."""
         args, process = self.args, self.process
@@ -206,13 +224,17 @@ class TrainRun:
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
         self.data = {"num_images": len(self.images), "data": self.images.fingerprint()}
+        if args.precision != "fp32":  # sharded blocks round their norms, too
+            self.machine_flags = self.machine_flags - {"shard"}
         content = self.restore(self.resume_path) if self.resume_path else None
         self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
         model = self.model
-        if args.compile:
+        if args.shard:
+            shard.shard(model, self.optimizer, process.device, PRECISIONS[args.precision], args.compile)
+        elif args.compile:
             model.compile(fullgraph=True, dynamic=False)
-        if process.world_size > 1:
+        if process.world_size > 1 and not args.shard:
             # Buffers are not sent around with every step (evaluation sends them); the flag has a new name in newer torch.
             known = inspect.signature(DistributedDataParallel).parameters
             flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -390,20 +412,20 @@ class TrainRun:
 
     def save(self, step, required):
         """Writes the checkpoint of `step`; FloatingPointError, in all processes, if its weights are not finite."""
-        bad = torch.stack([~parameter.isfinite().all() for parameter in self.model.parameters()]).any()
-        if distributed.all_reduce_sum(bad.float()) > 0:
+        if distributed.all_reduce_sum(shard.count_bad(self.model.parameters())) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step}: not saved; the last checkpoint is good")
         self.saved_step = step
         meter = self.engine.meter.state_dict()  # of all processes
+        weights, moments = self.gathered(self.model), self.gathered(self.optimizer)
         if not self.process.is_main:
             return
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "meter": meter,
-        }
+        state = {"model": weights, "optimizer": moments, "scaler": self.scaler.state_dict(), "meter": meter}
         self.write_checkpoint(step, state, self.meta(step), required)
+
+    def gathered(self, part):
+        """The state dict of the model or the optimizer, whole, on the main process; all must ask for it."""
+        state = part.state_dict()
+        return shard.gather(state, keep=self.process.is_main) if self.args.shard else state
 
     def write_checkpoint(self, name, state, meta, required):
         """Writes, prunes, and survives a full disk, unless this checkpoint is `required`: the older ones stand."""
