@@ -37,17 +37,18 @@ def blocks_of(model):
 def shard(model, optimizer, device, dtype=None, compiled=False):
     """Deals the parameters of a whole `model`, and what `optimizer` holds of them, out to the processes, and onto `device`.
 
-    dtype: what autocast computes in, or None. On GPUs the blocks, nearly all of the parameters, are gathered in it; what is
-    outside of them stays float32, as under autocast: positions and tokens begin the residual stream, and heads compute in
-    their own precision. The CPU's autocast does not cast for norms, so there it has to cast everything itself. Gradients are
-    reduced in float32. Each block moves to the device whole and leaves its share there, before the next one comes.
+    dtype: what autocast computes in, or None. On GPUs the blocks, nearly all of the parameters, are gathered in bfloat16, if it
+    is that, and their gradients reduced in float32. What is outside of blocks stays float32, as under autocast: positions and
+    tokens begin the residual stream, and heads compute in their own precision. With float16, whose range is too small for sums
+    such as the gradients of norms, autocast casts what it casts without sharding; and so does the CPU's, whose norms cannot
+    mix precisions. Each block moves to the device whole and leaves its share there, before the next one comes.
 
     compiled: every block is a graph of its own, between the hooks that gather its parameters and free them.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    dtype = dtype if device.type == "cuda" else None
-    in_blocks = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
-    outside = MixedPrecisionPolicy(cast_forward_inputs=False)
+    outside = in_blocks = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype is torch.bfloat16 and device.type == "cuda":
+        in_blocks = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = blocks_of(model)
     for module in [*blocks, model]:
         before = list(module.parameters())
@@ -71,6 +72,7 @@ def _compile(blocks):
 
 @contextmanager
 def _no_sync(model):
+    """Gradients wait in the process; unlike the sum they become, they are whole: few large micro-batches need less memory."""
     model.set_requires_gradient_sync(False)
     try:
         yield
