@@ -8,7 +8,7 @@ What follows the name of the main is the main's own. Each task is a process of t
 given, and holds the job's logs, too (jobs/), beside a copy of the code as it was submitted (code/), which is what runs. Before
 the time limit, or when the job is preempted, SLURM's signal makes the run save after its step; then the job is requeued and
 goes on there, as often as it takes. A job whose process or node has died is requeued, too, if its run has got further since
-it was started.
+it was started. After `scancel`, it has saved as well, and the same command goes on.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,7 +29,8 @@ from util.cli import Parser, parse_with_recipe
 
 MAINS = ("main_pretrain", "main_finetune", "main_robustness")
 ROOT = Path(__file__).resolve().parent
-MINUTES_FOR_SAVING = 5  # SLURM's signal may come a minute late
+FINAL = (2, 3, 4)  # exit codes of a user's error, of numbers that are not finite, of no usable checkpoint: a restart ends alike
+TRY_AGAIN = 75  # sysexits.h calls it a temporary failure
 
 
 class Task:
@@ -40,14 +43,43 @@ class Task:
         os.chdir(self.folder)  # where it was submitted, to which the flags' paths are relative; the code is elsewhere
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's own, which the run replaces while it trains
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        finished = importlib.import_module(self.main).main(self.argv)
-        # A signal has stopped it, and it has saved. The first process requeues the job and exits; the others just end.
-        if finished is False and submitit.JobEnvironment().global_rank == 0:
-            requeue(signal.SIGUSR2, None)
+        job = submitit.JobEnvironment()
+        if job.cluster == "slurm" and job.global_rank == 0:  # all starts write to the same logs
+            print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
+        try:
+            finished = importlib.import_module(self.main).main(self.argv)
+        except SystemExit as stop:
+            if stop.code in FINAL:  # srun tells of the processes that it kills on this account, not of this one
+                (job.paths.folder / f"exit-code-{job.job_id}").write_text(f"{stop.code}\n")
+            raise
+        if finished is False:
+            end_stopped(job, requeue)
 
     def checkpoint(self):
         """Called by submitit to requeue: the same command goes on where the run was saved."""
         return submitit.helpers.DelayedSubmission(Task(self.main, self.argv, self.folder))
+
+
+def end_stopped(job, requeue):
+    """A signal has stopped the run, and it has saved: the first process requeues the job where nobody else does; all exit.
+
+    Only by SystemExit does submitit write no result, which would pass for the whole run's.
+    """
+    if job.global_rank != 0:
+        sys.exit(0)
+    # If it is ending, it has been requeued already, or cancelled, and must not come back.
+    if job.cluster == "slurm" and not still_running(job.job_id):
+        sys.exit(TRY_AGAIN)
+    try:
+        requeue(signal.SIGUSR2, None)
+    except subprocess.CalledProcessError:  # in the meantime
+        sys.exit(TRY_AGAIN)
+
+
+def still_running(job_id):
+    """Whether SLURM answers, and says so; a job that it is ending is COMPLETING."""
+    query = subprocess.run(["squeue", "--noheader", "--jobs", job_id, "--format", "%T"], capture_output=True, text=True)
+    return query.stdout.strip() == "RUNNING"
 
 
 def get_args_parser():
@@ -60,6 +92,7 @@ def get_args_parser():
     flag("--cpus_per_task", type=int, default=10)
     flag("--mem_gb", type=float, help="a node's (default: the partition's)")
     flag("--timeout_min", type=int, default=24 * 60, help="of a job; the run takes as many jobs as it needs")
+    flag("--signal_delay_s", type=int, default=300, help="saving begins so long before the limit, or up to a minute earlier")
     flag("--partition")
     flag("--account")
     flag("--qos")
@@ -77,13 +110,14 @@ def parse_args(argv=None):
     """-> (args, the run's folder). The main parses its own flags now, so that a typing error is not found in the queue."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    if min(args.nodes, args.cpus_per_task, args.timeout_min) < 1 or args.gpus_per_node < 0:
-        parser.error("--nodes, --cpus_per_task and --timeout_min must be at least 1, and --gpus_per_node at least 0")
+    if min(args.nodes, args.cpus_per_task, args.timeout_min, args.signal_delay_s) < 1 or args.gpus_per_node < 0:
+        counts = "--nodes, --cpus_per_task, --timeout_min and --signal_delay_s"
+        parser.error(f"{counts} must be at least 1, and --gpus_per_node at least 0")
     args.tasks_per_node = args.tasks_per_node or max(1, args.gpus_per_node)
     if args.cluster != "slurm" and args.nodes > 1:
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
-    if args.timeout_min <= 2 * MINUTES_FOR_SAVING and args.cluster == "slurm":
-        parser.error(f"--timeout_min {args.timeout_min} leaves no time beside the {MINUTES_FOR_SAVING} minutes for saving")
+    if 60 * args.timeout_min <= 2 * args.signal_delay_s and args.cluster == "slurm":
+        parser.error(f"--timeout_min {args.timeout_min} leaves no time beside --signal_delay_s {args.signal_delay_s} for saving")
     if "--output_dir" not in args.argv:
         args.argv += ["--output_dir", str(Path("output") / time.strftime(f"{args.main}-%Y%m%d-%H%M%S"))]
     folder = Path(known_flags(args.main, args.argv).output_dir).resolve()
@@ -117,7 +151,7 @@ def job_parameters(args, folder):
     chosen = {name: getattr(args, name) for name in ("partition", "account", "qos", "constraint", "comment")}
     parameters |= {f"slurm_{name}": value for name, value in chosen.items() if value}
     return parameters | dict(
-        slurm_signal_delay_s=60 * MINUTES_FOR_SAVING,
+        slurm_signal_delay_s=args.signal_delay_s,
         slurm_srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         slurm_additional_parameters={"requeue": True},
         slurm_teardown=guard(folder),
@@ -127,14 +161,18 @@ def job_parameters(args, folder):
 def guard(folder):
     """Lines after srun: a job whose process or node has died goes back to the queue, unless it died where it had died before.
 
-    Exit codes 2 and 3 are a user's error and numbers that are not finite: another start would end alike.
+    A job that no longer is RUNNING is left alone: SLURM knows what to do with it. What the dead processes left for results goes.
     """
-    last = shlex.quote(str(folder / "jobs" / "progress"))
+    last = "$jobs/progress"
     newest = f"ls {shlex.quote(str(folder))} 2>/dev/null | sed -n 's/^checkpoint-\\([0-9]*\\).json$/\\1/p' | sort -n | tail -1"
+    final = " ".join(f"&& [ $rc -ne {code} ]" for code in FINAL)
     return [
-        "rc=$?",
-        f'now=$({newest}); before=$(cat {last} 2>/dev/null); echo "$now" > {last}',
-        'if [ $rc -ne 0 ] && [ $rc -ne 2 ] && [ $rc -ne 3 ] && [ "$now" != "$before" ]; then scontrol requeue $SLURM_JOB_ID; fi',
+        f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}; code=$jobs/exit-code-$SLURM_JOB_ID",
+        'if [ -e "$code" ]; then rc=$(cat "$code"); rm "$code"; fi',
+        f'now=$({newest}); before=$(cat "{last}" 2>/dev/null); echo "$now" > "{last}"',
+        f'if [ $rc -ne 0 ] {final} && [ "$now" != "$before" ] &&',
+        '   [ "$(squeue --noheader --jobs $SLURM_JOB_ID --format %T)" = RUNNING ]',
+        'then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; fi',
         "exit $rc",
     ]
 

@@ -42,7 +42,8 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
         ("main_train", "invalid choice: 'main_train'"),
         ("--nodes 0 main_pretrain", "must be at least 1"),
         ("--cluster local --nodes 2 main_pretrain", "--cluster local is one node, got --nodes 2"),
-        ("--timeout_min 5 main_pretrain", "--timeout_min 5 leaves no time"),
+        ("--timeout_min 10 main_pretrain", "--timeout_min 10 leaves no time beside --signal_delay_s 300"),
+        ("--signal_delay_s 0 main_pretrain", "must be at least 1"),
         ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
         ("main_pretrain --no_such_flag 3", "unrecognized arguments: --no_such_flag 3"),
     ],
@@ -55,30 +56,41 @@ def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("rc", "before", "now", "requeued"),
+    ("rc", "said", "before", "now", "state", "requeued"),
     [
-        (1, None, "20", True),
-        (137, "20", "40", True),
-        (1, "40", "40", False),
-        (2, None, "20", False),
-        (3, "20", "40", False),
-        (0, "20", "40", False),
+        (1, None, None, "20", "RUNNING", True),
+        (137, None, "20", "40", "RUNNING", True),
+        (75, None, "20", "40", "RUNNING", True),
+        (75, None, "40", "40", "RUNNING", False),
+        (1, None, "40", "40", "RUNNING", False),
+        (2, None, None, "20", "RUNNING", False),
+        (3, None, "20", "40", "RUNNING", False),
+        (4, None, "20", "40", "RUNNING", False),
+        (0, None, "20", "40", "RUNNING", False),
+        (143, 2, "20", "40", "RUNNING", False),  # srun has killed a process because another one had ended so
+        (143, None, "20", "40", "COMPLETING", False),  # cancelled, or requeued already
+        (143, None, "20", "40", "", False),
     ],
 )
-def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, before, now, requeued):
-    """The lines that follow srun, with a make-believe scontrol."""
+def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, before, now, state, requeued):
+    """The lines that follow srun, with a make-believe scontrol and squeue; `said`: the exit code that a process left behind."""
     run_folder = tmp_path / "my run"
     (run_folder / "jobs").mkdir(parents=True)
     for name in ("checkpoint-5.json", f"checkpoint-{now}.json", "checkpoint-best.json", "settings.json"):
         (run_folder / name).touch()
     if before is not None:
         (run_folder / "jobs" / "progress").write_text(f"{before}\n")
-    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/called"\n')
-    (tmp_path / "scontrol").chmod(0o755)
+    (run_folder / "jobs" / "77_0_result.pkl").touch()
+    if said is not None:
+        (run_folder / "jobs" / "exit-code-77").write_text(f"{said}\n")
+    for name, does in {"scontrol": 'echo "$@" > "$(dirname "$0")/called"', "squeue": f"echo {state}"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
     script = "\n".join([f"(exit {rc})", *submitit_launch.guard(run_folder)])
     (tmp_path / "job.sh").write_text(script)
     status = os.system(f"PATH={tmp_path}:$PATH SLURM_JOB_ID=77 sh {tmp_path}/job.sh")
-    assert os.waitstatus_to_exitcode(status) == rc
+    assert os.waitstatus_to_exitcode(status) == (said or rc)
+    assert sorted(path.name for path in (run_folder / "jobs").iterdir()) == ["77_0_result.pkl"] * (not requeued) + ["progress"]
     assert (tmp_path / "called").exists() == requeued
     assert not requeued or (tmp_path / "called").read_text() == "requeue 77\n"
     assert (run_folder / "jobs" / "progress").read_text() == f"{now}\n"

@@ -361,11 +361,11 @@ class TrainRun:
                 steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
                 if steps and not stopped:
                     stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
-        stop.close()
         self.engine.at_report()
         if stopped and self.step < self.last_step:
-            self.interrupt(stop.name)
+            self.interrupt(stop)
             return False
+        stop.close()
         self.finish()
         return True
 
@@ -378,13 +378,17 @@ class TrainRun:
         self.engine.at_report = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info).report
         return batches(dataset, addresses, self.collator, args.num_workers, process.device.type == "cuda", self.log.info)
 
-    def interrupt(self, signal_name):
-        """A signal has stopped the run before its end: saves, so that no step is lost, and ends."""
+    def interrupt(self, stop):
+        """A signal has stopped the run before its end: saves, so that no step is lost, and ends.
+
+        Until then, signals go on being noted alone: what they meant before may be to requeue the job, or to die.
+        """
         if self.saved_step != self.step:
             self.save(self.step, required=True)
-        what = signal_name or "a signal to another process"
+        what = stop.name or "a signal to another process"
         self.log.info(f"stopped by {what} after step {self.step} of {self.last_step}; the same command goes on from there")
         self.log.close()
+        stop.close()
         distributed.shut_down()
 
     def finish(self):
