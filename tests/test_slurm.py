@@ -1,0 +1,242 @@
+"""Runs on a real SLURM, of two make-believe nodes on this machine: what its signals, its requeues and its losses do to a run.
+
+All runs are the same one, of 96 steps in two processes, and each must end with the very losses of the undisturbed one.
+PRMIM_LONG_TESTS=1 adds what takes minutes. -rP shows how long each restart has taken.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import submitit_launch
+from tests.test_main_pretrain import SMALL, reports
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
+HOME = Path("/run/slurm-on-one-machine")
+FINISHED = "pre-trained"
+long = pytest.mark.skipif(not os.environ.get("PRMIM_LONG_TESTS"), reason="takes minutes: set PRMIM_LONG_TESTS=1")
+# 12 steps an epoch, and 96 in all
+TINY = [*SMALL.split(), "--batch_size", "1"]
+TWO_NODES = ["--cluster", "slurm", "--nodes", "2", "--tasks_per_node", "1", "--cpus_per_task", "1"]
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    """Starts it, and stops it in the end, unless it was up before."""
+    if os.geteuid() != 0:
+        pytest.skip("starting a SLURM on this machine needs root")
+    if not all(shutil.which(daemon) for daemon in ("slurmctld", "slurmd", "munged")):
+        pytest.skip("no SLURM is installed: bash scripts/slurm_on_one_machine.sh install")
+    was_up = HOME.exists()
+    start = subprocess.run(["bash", SCRIPT, "up"], capture_output=True, text=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"SLURM_CONF": HOME / "slurm.conf", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}.items():
+            patch.setenv(name, str(value))
+        try:
+            if start.returncode:
+                pytest.skip(f"SLURM does not start here: {start.stderr.strip()}")
+            yield
+        finally:
+            if not was_up:
+                subprocess.run(["bash", SCRIPT, "down"], check=True)
+    left = ("slurmctld", "slurmd", "slurmstepd")
+    wait_for(lambda: was_up or not [pid for pid, name in process_names() if name in left], process_names, seconds=20)
+
+
+class Run:
+    """A run's folder, and the SLURM job that works on it; every check of what the run has said is a method."""
+
+    def __init__(self, photos, folder, epochs=8):
+        self.flags = [*TINY, "--epochs", str(epochs), "--data_path", str(photos), "--output_dir", str(folder)]
+        self.folder, self.job, self.starts = folder, None, 0
+
+    def submit(self, *options):
+        """By a function call, which saves the seconds of another Python's imports."""
+        job = submitit_launch.main([*TWO_NODES, "--gpus_per_node", "0", *options, "main_pretrain", *self.flags])
+        self.job = job.job_id
+
+    def text(self):
+        path = self.folder / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def step(self):
+        """The last one of which this run has told."""
+        path = self.folder / "log.jsonl"
+        steps = re.findall(r'^{"step": (\d+),.*}$', path.read_text(), re.MULTILINE) if path.exists() else []
+        return int(steps[-1]) if steps else 0
+
+    def wait_until_under_way(self):
+        """Until this start of the run has made some steps; -> the last one."""
+        wait_for(lambda: self.text().count("process(es) on cpu") > self.starts, self.why)
+        first = self.step()
+        wait_for(lambda: self.step() >= first + 4, self.why)
+        self.starts += 1
+        return self.step()
+
+    def disturb(self, what, *command):
+        """Runs the command while the run is under way, and waits for its next start; -> the step where that resumed."""
+        before = self.wait_until_under_way()
+        begin = time.monotonic()
+        subprocess.run(command, check=True, capture_output=True)
+        return self.resumed(what, before, begin)
+
+    def resumed(self, what, before, begin):
+        """Waits for the next start's first step; -> the step where it resumed."""
+        wait_for(lambda: len(re.findall(r"resuming \S+ at step", self.text())) == self.starts, self.why)
+        at = int(re.findall(r"resuming \S+ at step (\d+)", self.text())[-1])
+        wait_for(lambda: self.step() > at, self.why)
+        print(f"{what}: resumed at step {at}, {time.monotonic() - begin:.1f} s from the signal to the next step; {before} before")
+        return at
+
+    def stopped(self):
+        """[(signal, step)] where it has said that it stopped for a signal."""
+        return [(name, int(step)) for name, step in re.findall(r"stopped by (\w+) after step (\d+)", self.text())]
+
+    def state(self):
+        """RUNNING, PENDING, ...: SLURM's word for the job."""
+        shown = subprocess.run(["scontrol", "show", "job", self.job], capture_output=True, text=True, check=True).stdout
+        return re.search(r"JobState=(\w+)", shown)[1]
+
+    def wait_for_the_end(self):
+        """-> the loss of each step, in order; every step must stand in the log once."""
+        wait_for(lambda: FINISHED in self.text() and self.state() == "COMPLETED", self.why)
+        losses = {report["step"]: report["loss"] for report in reports(self.folder)}
+        assert [report["step"] for report in reports(self.folder)] == list(range(1, max(losses) + 1))
+        return list(losses.values())
+
+    def why(self):
+        """What to read if it never came."""
+        logs = [path.read_text()[-2000:] for path in sorted((self.folder / "jobs").glob("*_log.*"))]
+        return "\n".join([self.state() if self.job else "no job", self.text()[-1000:], *logs])
+
+
+def wait_for(condition, why, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it never came: {why()}"
+        time.sleep(0.1)
+
+
+def process_names():
+    """[(pid, name)] of all processes that are not dead."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = path.read_text().split(" (", 1)
+        except OSError:
+            continue
+        name, _, rest = rest.rpartition(") ")
+        found += [(int(pid), name)] if rest[0] != "Z" else []
+    return found
+
+
+def task(run, rank):
+    """The process id of a rank, which is of Python, not of what leads to it."""
+    wanted = {f"SLURM_JOB_ID={run.job}", f"SLURM_PROCID={rank}", "SUBMITIT_EXECUTOR=slurm"}
+    for pid, name in process_names():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if name.startswith("python") and wanted <= set(environment):
+            return pid
+    raise AssertionError(f"rank {rank} of job {run.job} does not run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, photos, tmp_path_factory):
+    """The loss of each step of a run that nothing has happened to, by the command line, with make-believe GPUs."""
+    run = Run(photos, tmp_path_factory.mktemp("slurm") / "run")
+    command = [sys.executable, "submitit_launch.py", *TWO_NODES, "--gpus_per_node", "2", "main_pretrain", *run.flags]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    run.job = re.match(r"job (\d+): ", out)[1]
+    return run.wait_for_the_end()
+
+
+def test_two_nodes_make_one_run(undisturbed):
+    assert len(undisturbed) == 96 and undisturbed[-1] < undisturbed[0]
+
+
+def test_signals_cost_no_step(undisturbed, photos, tmp_path):
+    """Before the time limit SLURM sends USR2. An administrator's requeue and a preemption send TERM alone."""
+    run = Run(photos, tmp_path / "run")
+    run.submit()
+    resumed = [run.disturb("USR2", "scancel", "--signal=USR2", run.job)]
+    resumed.append(run.disturb("requeue", "scontrol", "requeue", run.job))
+    urgent = ["sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    resumed.append(run.disturb("preemption", *urgent))
+    assert run.stopped() == list(zip(("SIGUSR2", "SIGTERM", "SIGTERM"), resumed, strict=True))
+    assert run.wait_for_the_end() == undisturbed
+    said = (run.folder / "jobs" / f"{run.job}_0_log.out").read_text()
+    assert re.findall(r"restarted (\d) times", said) == ["0", "1", "2", "3"]
+
+
+def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
+    """A cancelled job has saved, and stays cancelled. The next one, of the same command, loses a process, and is requeued."""
+    run = Run(photos, tmp_path / "run")
+    run.flags += ["--save_steps", "5"]
+    run.submit()
+    before = run.wait_until_under_way()
+    subprocess.run(["scancel", run.job], check=True)
+    wait_for(lambda: run.state() == "CANCELLED", run.why)
+    [(name, step)] = run.stopped()
+    assert name == "SIGTERM" and (run.folder / f"checkpoint-{step}.json").exists()
+    cancelled, begin = run.job, time.monotonic()
+    run.submit()
+    assert run.resumed("the same command after scancel", before, begin) == step
+
+    before = run.wait_until_under_way()
+    begin = time.monotonic()
+    os.kill(task(run, 1), signal.SIGKILL)
+    assert before - 5 <= run.resumed("kill -9 of a process", before, begin)
+
+    assert run.wait_for_the_end() == undisturbed and run.stopped() == [(name, step)]
+    shown = subprocess.run(["scontrol", "show", "job", cancelled], capture_output=True, text=True, check=True).stdout
+    assert "JobState=CANCELLED" in shown
+
+
+def test_an_error_of_the_user_ends_the_job(slurm, tmp_path):
+    run = Run(tmp_path / "nowhere", tmp_path / "run")
+    run.submit()
+    wait_for(lambda: run.state() == "FAILED", run.why)
+    shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
+    assert "ExitCode=2:0" in shown and "Restarts=0" in shown and "nowhere" in run.why()
+
+
+@long
+def test_a_run_outlives_its_node(undisturbed, photos, tmp_path):
+    """SLURM gives the node up some 20 s after its daemon has died, and requeues the job itself."""
+    run = Run(photos, tmp_path / "run")
+    run.flags += ["--save_steps", "5"]
+    run.submit()
+    before = run.wait_until_under_way()
+    lost, begin = task(run, 1), time.monotonic()
+    keeper = int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1])  # its slurmstepd
+    for pid in (int((HOME / "slurmd.n2.pid").read_text()), keeper, lost):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: run.state() != "RUNNING", run.why)
+    subprocess.run(["bash", SCRIPT, "up"], check=True)
+    assert before - 5 <= run.resumed("loss of a node", before, begin)
+    assert run.wait_for_the_end() == undisturbed and not run.stopped()
+
+
+@long
+@pytest.mark.timeout(900)
+def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path):
+    """Jobs of one minute: SLURM looks at the clock each half minute, so that the signal comes early."""
+    run = Run(photos, tmp_path / "run", epochs=100)
+    run.submit("--timeout_min", "1", "--signal_delay_s", "20")
+    wait_for(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why, seconds=800)
+    losses, stops = run.wait_for_the_end(), run.stopped()
+    print(f"time limits: stopped at {stops}")
+    assert len(losses) == 1200 and len(stops) >= 2 and {name for name, _ in stops} == {"SIGUSR2"}
+    resumed = [int(step) for step in re.findall(r"resuming \S+ at step (\d+)", run.text())]
+    assert resumed == [step for _, step in stops]
