@@ -68,7 +68,7 @@ def end_stopped(job, requeue):
     if job.global_rank != 0:
         sys.exit(0)
     # If it is ending, it has been requeued already, or cancelled, and must not come back.
-    if job.cluster == "slurm" and not still_running(job.job_id):
+    if job.cluster == "slurm" and slurm_state(job.job_id) != "RUNNING":
         sys.exit(TRY_AGAIN)
     try:
         requeue(signal.SIGUSR2, None)
@@ -76,10 +76,10 @@ def end_stopped(job, requeue):
         sys.exit(TRY_AGAIN)
 
 
-def still_running(job_id):
-    """Whether SLURM answers, and says so; a job that it is ending is COMPLETING."""
+def slurm_state(job_id):
+    """PENDING, RUNNING, COMPLETING while SLURM is ending it, ...; "" once it has ended; None where SLURM does not answer."""
     query = subprocess.run(["squeue", "--noheader", "--jobs", job_id, "--format", "%T"], capture_output=True, text=True)
-    return query.stdout.strip() == "RUNNING"
+    return None if query.returncode and "Invalid job id" not in query.stderr else query.stdout.strip()
 
 
 def get_args_parser():
@@ -206,8 +206,17 @@ def main(argv=None):
         os.chdir(here)
     print(f"job {job.job_id}: {folder}\nlogs: {job.paths.stdout}")
     if args.wait or args.cluster == "debug":
-        job.results()
+        wait_for(job, args.cluster)
     return job
+
+
+def wait_for(job, cluster):
+    """Until the job has ended, requeues included. What a start leaves that dies would pass submitit for the end."""
+    while cluster == "slurm" and slurm_state(job.job_id) != "":
+        time.sleep(5)
+    if cluster == "slurm" and not job.paths.result_pickle.exists():
+        sys.exit(f"job {job.job_id} has ended, but its run has not; see {job.paths.stderr}")
+    job.results()
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ up() {
 }
 
 down() {
+    [ -d "$home" ] || return 0
     if alive slurmctld; then
         squeue -h -o %i | xargs -r scancel # its processes would outlive the daemons
         for _ in $(seq 150); do [ -z "$(squeue -h -o %i)" ] && break || sleep 0.1; done

@@ -2,8 +2,10 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +96,31 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, 
     assert (tmp_path / "called").exists() == requeued
     assert not requeued or (tmp_path / "called").read_text() == "requeue 77\n"
     assert (run_folder / "jobs" / "progress").read_text() == f"{now}\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "state", "rejected", "code", "requeues"),
+    [
+        (0, "RUNNING", False, "requeued", 1),
+        (0, "RUNNING", True, 75, 1),  # someone else was faster
+        (0, "COMPLETING", False, 75, 0),
+        (0, None, False, 75, 0),
+        (1, "RUNNING", False, 0, 0),
+    ],
+)
+def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code, requeues):
+    calls = []
+
+    def requeue(number, frame):
+        calls.append(number)
+        if rejected:
+            raise subprocess.CalledProcessError(1, "scontrol")
+        raise SystemExit("requeued")
+
+    monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: state)
+    with pytest.raises(SystemExit) as end:
+        submitit_launch.end_stopped(SimpleNamespace(cluster="slurm", global_rank=rank, job_id="77"), requeue)
+    assert end.value.code == code and calls == [signal.SIGUSR2] * requeues
 
 
 @pytest.mark.fault("F46", "a signal under submitit's local controller", "requeued at the very step; 0 lost")
