@@ -168,6 +168,7 @@ def test_two_nodes_make_one_run(undisturbed):
 def test_signals_cost_no_step(undisturbed, photos, tmp_path):
     """Before the time limit SLURM sends USR2. An administrator's requeue and a preemption send TERM alone."""
     run = Run(photos, tmp_path / "run")
+    run.flags += ["--num_workers", "1"]  # which SLURM sends its signals, too
     run.submit()
     resumed = [run.disturb("USR2", "scancel", "--signal=USR2", run.job)]
     resumed.append(run.disturb("requeue", "scontrol", "requeue", run.job))
@@ -205,13 +206,22 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
     assert "JobState=CANCELLED" in shown
 
 
-def test_an_error_of_the_user_ends_the_job(slurm, tmp_path):
-    run = Run(tmp_path / "nowhere", tmp_path / "run")
+@pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 1)])
+def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, code, restarts):
+    """srun kills the others, and tells of that. After 3 nothing is tried again, after 75 once, since nothing is gained then."""
+    run = Run(tmp_path, tmp_path / "run")
+    main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
+    main.write_text(
+        "import os, signal, sys, time\n\n\ndef main(argv):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        f"    time.sleep(60 * (os.environ['RANK'] == '0'))\n    sys.exit({code})\n"
+    )
+    (run.folder / "checkpoint-5.json").touch()
     run.submit()
     wait_for(lambda: run.state() == "FAILED", run.why)
     shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
-    assert "ExitCode=2:0" in shown and "Restarts=0" in shown and "nowhere" in run.why()
+    assert f"Restarts={restarts} " in shown and (code == 75 or f"ExitCode={code}:0" in shown)
     assert submitit_launch.slurm_state(run.job) == "" and submitit_launch.slurm_state("999999") == ""
+    assert sorted(path.name for path in (run.folder / "jobs").iterdir() if "_" not in path.name) == ["progress"]
 
 
 @long
