@@ -26,11 +26,11 @@ import submitit
 
 from recipes import RECIPES
 from util.cli import Parser, parse_with_recipe
+from util.watchdog import TEMPORARY
 
 MAINS = ("main_pretrain", "main_finetune", "main_robustness")
 ROOT = Path(__file__).resolve().parent
 FINAL = (2, 3, 4)  # exit codes of a user's error, of numbers that are not finite, of no usable checkpoint: a restart ends alike
-TRY_AGAIN = 75  # sysexits.h calls it a temporary failure
 
 
 class Task:
@@ -69,11 +69,11 @@ def end_stopped(job, requeue):
         sys.exit(0)
     # If it is ending, it has been requeued already, or cancelled, and must not come back.
     if job.cluster == "slurm" and slurm_state(job.job_id) != "RUNNING":
-        sys.exit(TRY_AGAIN)
+        sys.exit(TEMPORARY)
     try:
         requeue(signal.SIGUSR2, None)
     except subprocess.CalledProcessError:  # in the meantime
-        sys.exit(TRY_AGAIN)
+        sys.exit(TEMPORARY)
 
 
 def slurm_state(job_id):
