@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
 HOME = Path("/run/slurm-on-one-machine")
 FINISHED = "pre-trained"
-long = pytest.mark.skipif(not os.environ.get("PRMIM_LONG_TESTS"), reason="takes minutes: set PRMIM_LONG_TESTS=1")
 # 12 steps an epoch, and 72 in all
 TINY = [*SMALL.split(), "--batch_size", "1"]
 TWO_NODES = ["--cluster", "slurm", "--nodes", "2", "--tasks_per_node", "1", "--cpus_per_task", "1"]
@@ -231,7 +230,7 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
     assert sorted(path.name for path in (run.folder / "jobs").iterdir() if "_" not in path.name) == ["progress"]
 
 
-@long
+@pytest.mark.long
 @pytest.mark.fault(
     "F45b", "a node lost: its daemon, its step's keeper and its process killed", "requeued; at most the interval lost; exact"
 )
@@ -253,7 +252,7 @@ def test_a_run_outlives_its_node(undisturbed, photos, tmp_path, record_property)
     record_property("measured", "; ".join(run.told))
 
 
-@long
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.fault("F43", "time limits of a minute", "requeued at the very step, as often as it takes; 0 lost")
 def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path, record_property):
