@@ -1,11 +1,16 @@
 """A run's folder: damaged and lost checkpoints, full disks, other settings, other data, another run."""
 
+import itertools
 import os
+import pickle
+import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ import main_finetune
 from scripts import export
 from tests.test_main_pretrain import assert_same_state, fails, reports, run
 from util import train_run
+from util.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,3 +175,52 @@ def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch, record_prop
         assert stop.value.code in (2, 4) and "cannot be read as a checkpoint of tensors" in capsys.readouterr().err
     assert not Path("pwned").exists()
     record_property("measured", "3 of 3 refused")
+
+
+def save_for_ever(folder, plainly):
+    """A 24 MB checkpoint after the other, as a run saves them, or by torch.save alone, always to the same path."""
+    state = {"weights": torch.zeros(6_000_000)}
+    for step in itertools.count(1):
+        state["weights"].fill_(step)
+        if plainly:
+            torch.save(state, folder / "plain.pth")
+        else:
+            save_checkpoint(folder, step, state, {"epoch": step})
+            prune_checkpoints(folder, keep=lambda meta: False)
+
+
+@pytest.mark.long
+@pytest.mark.fault("F15b", "SIGKILL while checkpoints are written, 40 times a repetition", "there always is a good one")
+def test_kills_while_saving(tmp_path, repeats, record_property):
+    random.seed(0)
+    destroyed = {"ours": 0, "torch.save": 0}
+    kills = 40 * repeats
+    for k in range(kills):
+        for plainly, name in ((False, "ours"), (True, "torch.save")):
+            if plainly and k >= 24:
+                continue
+            folder = tmp_path / f"{name}{k}"
+            folder.mkdir()
+            child = os.fork()
+            if not child:
+                save_for_ever(folder, plainly)
+            wait_until(lambda folder=folder: list(folder.glob("*.json")) or (folder / "plain.pth").exists())
+            time.sleep(random.uniform(0, 0.3))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            try:
+                path = folder / "plain.pth" if plainly else newest_checkpoint(folder)[0]
+                weights = torch.load(path, weights_only=True)["weights"]
+                assert len(weights.unique()) == 1 and (plainly or path.name == f"checkpoint-{int(weights[0])}.pth")
+            except (RuntimeError, EOFError, OSError, AttributeError, pickle.UnpicklingError):
+                destroyed[name] += 1
+            shutil.rmtree(folder)
+    assert destroyed["ours"] == 0
+    record_property("measured", f"{kills} kills, 0 destroyed; by torch.save alone {destroyed['torch.save']} of {min(kills, 24)}")
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
