@@ -7,4 +7,4 @@ install requirements-dev.txt requirements.txt
 cd "$root"
 ruff check .
 ruff format --check .
-python -m pytest -q "$@"
+python -m pytest -q -n 2 --dist loadfile "$@"
