@@ -49,10 +49,11 @@ class Task:
         try:
             finished = importlib.import_module(self.main).main(self.argv)
         except SystemExit as stop:
-            if stop.code in FINAL:  # srun tells of the processes that it kills on this account, not of this one
+            # srun tells of the processes that it kills on this account, not of this one.
+            if stop.code in FINAL and job.cluster != "debug":
                 (job.paths.folder / f"exit-code-{job.job_id}").write_text(f"{stop.code}\n")
             raise
-        if finished is False:
+        if finished is False and job.cluster != "debug":
             end_stopped(job, requeue)
 
     def checkpoint(self):

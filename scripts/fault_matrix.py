@@ -36,12 +36,16 @@ def run_tests(repeats, rows):
     with tempfile.TemporaryDirectory() as folder:
         report, env = Path(folder) / "report.xml", {**os.environ, "PRMIM_LONG_TESTS": "1"}
         flags = ["-q", "-m", "fault", f"--repeats={repeats}", f"--junitxml={report}", "--timeout=3600"]
-        subprocess.run([sys.executable, "-m", "pytest", *flags, *(["-k", rows] if rows else [])], cwd=ROOT, env=env, check=False)
+        tests = subprocess.run(
+            [sys.executable, "-m", "pytest", *flags, *(["-k", rows] if rows else [])], cwd=ROOT, env=env, check=False
+        )
+        if tests.returncode not in (0, 1):
+            raise ValueError(f"pytest ended with exit code {tests.returncode}; its message stands above")
         return ElementTree.parse(report)
 
 
 def table(report):
-    """-> [(id, what is done, what is expected, how it went, what was measured)], by id."""
+    """-> [(id, what is done, what is expected, tests run, tests held, why none was, what was measured)], by id."""
     rows = defaultdict(lambda: {"ran": 0, "held": 0, "skipped": [], "measured": []})
     for case in report.iter("testcase"):
         properties = [(p.get("name"), p.get("value")) for p in case.iter("property")]
@@ -55,8 +59,7 @@ def table(report):
             row["measured"] += [value for name, value in properties if name == "measured"]
     lines = []
     for (number, *texts), row in sorted(rows.items(), key=lambda item: _order(item[0][0])):
-        outcome = f"{row['held']} of {row['ran']}" if row["ran"] else f"not run: {row['skipped'][0]}"
-        lines.append((number, *texts, outcome, "; ".join(row["measured"])))
+        lines.append((number, *texts, row["ran"], row["held"], "; ".join(set(row["skipped"])), "; ".join(row["measured"])))
     return lines
 
 
@@ -67,22 +70,28 @@ def _order(number):
 
 def markdown(lines, repeats, seconds):
     head = "| | Fault | Expected | Tests that held | Measured |\n|---|---|---|---|---|\n"
-    held = sum(line[3].split(" of ")[0] == line[3].split(" of ")[-1] for line in lines)
-    text = head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    run = sum(not line[3].startswith("not run") for line in lines)
-    return f"{held} of {run} rows held ({len(lines) - run} not run), {repeats} repetitions, {seconds / 60:.0f} minutes.\n\n{text}"
+    for *texts, ran, held, skipped, measured in lines:
+        head += f"| {' | '.join(texts)} | {f'{held} of {ran}' if ran else f'not run: {skipped}'} | {measured} |\n"
+    run = [line for line in lines if line[3]]
+    held = sum(line[3] == line[4] for line in run)
+    what = f"{held} of {len(run)} rows held ({len(lines) - len(run)} not run)"
+    return f"{what}, {repeats} repetitions, {seconds / 60:.0f} minutes.\n\n{head}"
 
 
 def main(argv=None):
-    args = get_args_parser().parse_args(argv)
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
     began = time.monotonic()
-    lines = table(run_tests(args.repeats, args.rows))
+    try:
+        lines = table(run_tests(args.repeats, args.rows))
+    except ValueError as error:
+        parser.error(str(error))
     text = markdown(lines, args.repeats, time.monotonic() - began)
     print(text)
     if args.markdown:
         before = args.markdown.read_text().partition("<!-- table -->")[0]
         args.markdown.write_text(f"{before}<!-- table -->\n\n{text}")
-    return any(line[3].split(" of ")[0] != line[3].split(" of ")[-1] for line in lines if " of " in line[3])
+    return not lines or any(line[3] != line[4] for line in lines)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ class BadImages:
     def __init__(self, images, flags, max_fraction, say):
         self.images, self.flags, self.say = images, flags, say
         self.max_fraction, self.most = max_fraction, max(1, int(max_fraction * len(images)))
-        self.known = {}  # number -> why, of all processes
+        self.known = {}  # number -> why (None beyond the first), of all processes
 
     def report(self):
         if self.flags is None:
             return
-        new = {i: self._reason(i) for i in self.flags.nonzero().flatten().tolist() if i not in self.known}
-        for found in _from_all(new):
-            new |= found
+        found = [i for i in self.flags.nonzero().flatten().tolist() if i not in self.known]
+        new = {i: self._reason(i) for i in found[:NAMED]} | dict.fromkeys(found[NAMED:])
+        for others in _from_all(new):
+            new |= others
         if not new:
             return
         self.known |= new
@@ -54,8 +55,8 @@ def _from_all(new):
 
 
 def _list(reasons):
-    named = [reasons[i] for i in sorted(reasons)[:NAMED]]
-    return "; ".join(named) + (f"; and {len(reasons) - NAMED} more" if len(reasons) > NAMED else "")
+    named = [reasons[i] for i in sorted(reasons) if reasons[i]][:NAMED]
+    return "; ".join(named) + (f"; and {len(reasons) - len(named)} more" if len(reasons) > len(named) else "")
 
 
 def shared_flags(length):

@@ -69,9 +69,11 @@ def newest_checkpoint(output_dir):
 
 
 def read_record(path):
-    """The meta in the record beside a checkpoint, or None where either is missing; the checkpoint itself is not read."""
-    record = path.with_suffix(".json")
-    return json.loads(record.read_text())["meta"] if path.exists() and record.exists() else None
+    """The meta in the record beside a checkpoint, or None where either is missing or damaged; the checkpoint is not read."""
+    try:
+        return json.loads(path.with_suffix(".json").read_text())["meta"] if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def find_checkpoint_file(path):
@@ -93,9 +95,9 @@ def prune_checkpoints(output_dir, keep, keep_last=2):
     present = list_checkpoints(output_dir)
     finished = [path for path in present if path.with_suffix(".json").exists()]
     for path in finished[:-keep_last]:
-        record = path.with_suffix(".json")
-        if not keep(json.loads(record.read_text())["meta"]):
-            record.unlink()
+        meta = read_record(path)
+        if meta is not None and not keep(meta):
+            path.with_suffix(".json").unlink()
             path.unlink()
     leftovers = [path for path in present[: present.index(finished[-1])] if path not in finished] if finished else []
     for path in [*leftovers, *Path(output_dir).glob(".checkpoint-*.tmp-*")]:

@@ -1,6 +1,6 @@
 """Images by address: `dataset[(epoch, index)]`, and the sampler that hands the addresses out."""
 
-import itertools
+import copy
 import os
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from util.tars import find_tars, open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
 MOST_SKIPPED = 100  # bad images in a row, after which there is something else wrong
-MOST_DEATHS = 3  # of workers, without a batch between them
+MOST_DEATHS = 10  # of workers, from start to start
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST)
 
@@ -93,10 +93,17 @@ class StepBatchSampler:
         self.steps_per_epoch = steps_per_epoch(num_samples, self.total_batch)
         self.num_samples, self.batch_size, self.accum_iter = num_samples, batch_size, accum_iter
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.start_step, self.end_step = start_step, end_step
+        self.start_step, self.end_step, self.start_micro = start_step, end_step, 0
 
     def __len__(self):
-        return max(0, self.end_step - self.start_step) * self.accum_iter
+        return max(0, self.end_step - self.start_step) * self.accum_iter - self.start_micro
+
+    def __getitem__(self, part):
+        """`sampler[n:]`: without its first n batches, at no cost."""
+        rest = copy.copy(self)
+        steps, rest.start_micro = divmod(self.start_micro + part.start, self.accum_iter)
+        rest.start_step += steps
+        return rest
 
     def __iter__(self):
         epoch_of_order = None
@@ -104,7 +111,7 @@ class StepBatchSampler:
             epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if epoch != epoch_of_order:
                 order, epoch_of_order = permutation(self.seed, epoch, self.num_samples), epoch
-            for micro in range(self.accum_iter):
+            for micro in range(self.start_micro if step == self.start_step else 0, self.accum_iter):
                 first = step_in_epoch * self.total_batch + (micro * self.world_size + self.rank) * self.batch_size
                 yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
 
@@ -145,7 +152,7 @@ def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
     while True:
         loader = torch.utils.data.DataLoader(
             dataset,
-            batch_sampler=_From(sampler, taken),
+            batch_sampler=sampler[taken:],
             collate_fn=collator,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -156,7 +163,7 @@ def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
             with children_die_quietly():
                 stream = iter(loader)
             for batch in stream:
-                taken, deaths = taken + 1, 0
+                taken += 1
                 yield batch
             return
         except (RuntimeError, OSError) as error:
@@ -165,20 +172,7 @@ def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
                 raise
             deaths += 1
             say(f"warning: a worker was lost before batch {taken + 1} ({str(error).splitlines()[0]}); new ones go on from there")
-            del stream, loader
-
-
-class _From:
-    """What a sampler yields, but for its first items."""
-
-    def __init__(self, sampler, first):
-        self.sampler, self.first = sampler, first
-
-    def __len__(self):
-        return len(self.sampler) - self.first
-
-    def __iter__(self):
-        return itertools.islice(self.sampler, self.first, None)
+            stream = loader = None  # the other workers go
 
 
 def available_cores():

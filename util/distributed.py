@@ -63,7 +63,8 @@ def init_process(device="auto", timeout_minutes=30):
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_world_size == world_size else "0"
     store = dist.PrefixStore(f"restart-{restarts}", store)
     dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return Process(place, rank, local_rank, world_size, local_world_size, dist.PrefixStore("prmim", store))
+    own = store.clone() if hasattr(store, "clone") else store  # a connection of its own waits for no other's answer
+    return Process(place, rank, local_rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
 
 
 def slurm_environment(environment):
@@ -109,14 +110,14 @@ def rank_and_world_size():
 
 
 def from_main(function):
-    """The main process's `function()`, on every process; so is the ValueError that it may raise."""
+    """The main process's `function()`, on every process; so is the ValueError or OSError that it may raise."""
     if not dist.is_initialized():
         return function()
     outcome = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = function()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -126,8 +127,13 @@ def from_main(function):
 
 def shut_down():
     """Leaves the process group, if there is one."""
+    let_go()
     if dist.is_initialized():
-        # A gloo thread drops the tensors of the last collective under the GIL; if the interpreter is ending by then, the
-        # process aborts (pytorch#179291). Sleeping hands the GIL over.
-        time.sleep(0.2)
         dist.destroy_process_group()
+
+
+def let_go():
+    """Before this process ends. A gloo thread drops the tensors of the last collective under the GIL; if the interpreter is
+    ending by then, the process aborts (pytorch#179291). Sleeping hands the GIL over."""
+    if dist.is_initialized():
+        time.sleep(0.2)

@@ -3,10 +3,12 @@
 Labels are optional here: a folder of images without classes pre-trains as well as ImageNet does.
 """
 
+import errno
 import hashlib
 import io
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,22 @@ from util.decode import PILLOW_ERRORS, check_header, decode
 
 class ImageError(ValueError):
     """A file that cannot be read as an image; the message is for the user."""
+
+
+# Of one file. Any other error is the storage's, which no other image can make up for.
+NO_FILE = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def patiently(read):
+    """`read()`, tried again for a while where the storage fails."""
+    for seconds in (0.1, 1.0, 10.0):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise
+            time.sleep(seconds)
+    return read()
 
 
 class EncodedImages:
@@ -81,8 +99,10 @@ class ImageFiles(EncodedImages):
 
     def read(self, i):
         try:
-            return Path(self.path(i)).read_bytes()
+            return patiently(Path(self.path(i)).read_bytes)
         except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
             raise ImageError(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
 
     def path(self, i):

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,10 +33,14 @@ class RunLog:
     def info(self, message):
         """A sentence, on the console and in log.txt."""
         if self.enabled:
-            self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
-            self.text.flush()
+            self._write(message)
             self.bar.clear()
             print(message, flush=True)
+
+    def _write(self, message):
+        with suppress(OSError):  # a full disk, of which the console tells
+            self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            self.text.flush()
 
     def advance(self):
         """One optimizer step is done."""
@@ -54,8 +59,7 @@ class RunLog:
         if self.bar.disable:
             self.info(line)
         else:
-            self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-            self.text.flush()
+            self._write(line)
             self.bar.set_postfix_str(postfix)
 
     def history(self):

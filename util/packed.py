@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from util.images import EncodedImages, ImageError
+from util.images import EncodedImages, ImageError, patiently
 
 INDEX, RECORDS, SHARD = "prmim-index.json", "prmim-index.npy", "shard-{:05d}.bin"
 _FIELDS = [("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<u4")]
@@ -109,10 +109,7 @@ class PackedImages(EncodedImages):
 
     def read(self, i):
         shard, _, offset, length, *_ = self.records[i].item()
-        try:
-            data = os.pread(self._descriptor(shard), length, offset)
-        except OSError as error:
-            raise ImageError(f"shard {str(self.shards[shard])!r} cannot be read: {error}") from error
+        data = patiently(lambda: os.pread(self._descriptor(shard), length, offset))  # OSError: a shard is many images
         if len(data) != length:
             raise ImageError(f"shard {str(self.shards[shard])!r} has become shorter: it ends before {self.path(i)!r} does")
         return data

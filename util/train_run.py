@@ -79,7 +79,7 @@ def add_run_flags(group):
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--dist_timeout", type=float, default=600, help="seconds without progress after which a process ends itself")
+    flag("--dist_timeout", type=float, default=600, help="seconds without progress (a step, a save) that end a process")
     flag("--shard", action=boolean, default=False, help="split parameters, gradients and moments over the processes (FSDP2)")
     flag("--max_steps", type=int, help="stop (and save) after this many steps of the run in all")
     flag("--save_every", type=int, default=20, help="epochs whose checkpoints are kept for good; the last two are kept anyway")
@@ -91,8 +91,8 @@ def resolve(args, process, default_batch_size=64):
     """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
-    if args.dist_timeout <= 0:
-        raise ValueError(f"--dist_timeout must be above 0, got {args.dist_timeout}")
+    if not 0 < args.dist_timeout <= 1e6:
+        raise ValueError(f"--dist_timeout must lie between 0 and a million seconds, got {args.dist_timeout}")
     if not 0 <= args.max_bad_fraction < 1:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if args.clip_grad is not None and args.clip_grad <= 0:
@@ -184,7 +184,7 @@ class TrainRun:
 
     def __init__(self, args):
         self.args = args
-        self.process = distributed.init_process(args.device)
+        self.process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5))
         self.resolve()
         self.output_dir = writable_folder(args.output_dir)
         self.normalize = Normalize().to(self.process.device)
@@ -214,7 +214,7 @@ class TrainRun:
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
         self.data = {"num_images": len(self.images), "data": self.images.fingerprint()}
-        if args.precision != "fp32":  # sharded blocks round their norms, too
+        if args.precision == "bf16" and process.device.type == "cuda":  # sharded blocks round their norms, too
             self.machine_flags = self.machine_flags - {"shard"}
         content = self.restore(self.resume_path) if self.resume_path else None
         self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
@@ -310,7 +310,7 @@ class TrainRun:
         changed = [f"{name} was {was} and now is {now}" for name, (was, now) in split.items() if was != now]
         if not changed:
             return []
-        draws = "" if "batch_size" in self.machine_flags else "; other random draws within a step"
+        draws = "" if "batch_size" in self.machine_flags else "; draws and statistics within a step are others"
         return [f"note: the same images in each step, split otherwise ({', '.join(changed)}){draws}"]
 
     def settings(self):
@@ -345,17 +345,16 @@ class TrainRun:
     def train(self):
         """Trains to the end, or until a signal; -> whether it was the end."""
         stream, stop, stopped = self.open_stream(), StopSignal(self.process.device), False
-        with self.watchdog:
-            for epoch in range(self.start_step // self.steps_per_epoch, self.args.epochs):
-                end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
-                steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
-                if steps and not stopped:
-                    stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
-        self.engine.at_report()
+        for epoch in range(self.start_step // self.steps_per_epoch, self.args.epochs):
+            end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
+            steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)
+            if steps and not stopped:
+                stopped = self.engine.train_one_epoch(epoch, steps, stream, self.after_step, stop.agreed)
         if stopped and self.step < self.last_step:
             self.interrupt(stop)
             return False
         stop.close()
+        self.engine.at_report()
         self.finish()
         return True
 
@@ -366,14 +365,21 @@ class TrainRun:
         addresses = StepBatchSampler(len(self.images), *split, args.seed, self.start_step, self.last_step)
         dataset = AddressedDataset(self.images, self.transform, replace=args.max_bad_fraction > 0)
         self.engine.at_report = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info).report
-        return batches(dataset, addresses, self.collator, args.num_workers, process.device.type == "cuda", self.log.info)
+        return batches(dataset, addresses, self.collator, args.num_workers, process.device.type == "cuda", self.say)
+
+    def say(self, message):
+        """Of this process, which need not be the one that logs."""
+        if self.process.is_main:
+            self.log.info(message)
+        else:
+            print(f"process {self.process.rank}: {message}", file=sys.stderr, flush=True)
 
     def interrupt(self, stop):
         """A signal has stopped the run before its end: saves, so that no step is lost, and ends.
 
         Until then, signals go on being noted alone: what they meant before may be to requeue the job, or to die.
         """
-        if self.saved_step != self.step:
+        if distributed.from_main(lambda: self.saved_step != self.step):  # which alone knows whether a save succeeded
             self.save(self.step, required=True)
         what = stop.name or "a signal to another process"
         self.log.info(f"stopped by {what} after step {self.step} of {self.last_step}; the same command goes on from there")
@@ -408,13 +414,13 @@ class TrainRun:
         """Writes the checkpoint of `step`; FloatingPointError, in all processes, if its weights are not finite."""
         if distributed.all_reduce_sum(shard.count_bad(self.model.parameters())) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step}: not saved; the last checkpoint is good")
-        self.saved_step = step
         meter = self.engine.meter.state_dict()  # of all processes
         weights, moments = self.gathered(self.model), self.gathered(self.optimizer)
         if not self.process.is_main:
             return
         state = {"model": weights, "optimizer": moments, "scaler": self.scaler.state_dict(), "meter": meter}
-        self.write_checkpoint(step, state, self.meta(step), required)
+        if self.write_checkpoint(step, state, self.meta(step), required):
+            self.saved_step = step
 
     def gathered(self, part):
         """The state dict of the model or the optimizer, whole, on the main process; all must ask for it."""
@@ -422,14 +428,19 @@ class TrainRun:
         return shard.gather(state, keep=self.process.is_main) if self.args.shard else state
 
     def write_checkpoint(self, name, state, meta, required):
-        """Writes, prunes, and survives a full disk, unless this checkpoint is `required`: the older ones stand."""
+        """Writes, prunes, and survives a full disk, unless this checkpoint is `required`: the older ones stand; -> success."""
         try:
             checkpoint.save_checkpoint(self.output_dir, name, state, meta)
-            checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
         except OSError as error:
             if required:
                 raise
             self.log.info(f"warning: the checkpoint of step {name} could not be written ({error}); training goes on")
+            return False
+        try:
+            checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
+        except OSError as error:
+            self.log.info(f"warning: older checkpoints could not be removed ({error})")
+        return True
 
     def meta(self, step):
         """What a checkpoint says of itself (JSON-able)."""
@@ -449,27 +460,30 @@ class TrainRun:
 
 
 def exit_code(error):
-    """2: a user's error; 3: numbers that are not finite; 4: a checkpoint that cannot be used."""
-    codes = {FloatingPointError: 3, checkpoint.CheckpointError: 4}
+    """2: a user's error; 3: numbers that are not finite; 4: a checkpoint that cannot be used; 75: a disk; start again."""
+    codes = {FloatingPointError: 3, checkpoint.CheckpointError: 4, OSError: TEMPORARY}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 2)
 
 
 def refuse(parser, error):
     """Ends the program with one paragraph and the error's `exit_code`."""
-    message = str(error).strip().rpartition("ImageError: ")[2]  # a worker's error comes with its traceback before it
-    parser.exit(exit_code(error), f"{parser.prog}: error: {message}\n")
+    message = str(error).strip()
+    if "Traceback" in message:  # a worker's error
+        message = message.splitlines()[-1].partition("Error: ")[2]
+    again = "; the same command goes on from the newest checkpoint" * isinstance(error, OSError)
+    distributed.let_go()
+    parser.exit(exit_code(error), f"{parser.prog}: error: {message}{again}\n")
 
 
 def launch(parser, args, run_class):
     """Builds and trains the run, and ends with one paragraph where that cannot be; -> False if a signal stopped it."""
     try:
         run = run_class(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         distributed.shut_down()
         refuse(parser, error)
     try:
-        return run.train()
-    except (ImageError, FloatingPointError) as error:
+        with run.watchdog:
+            return run.train()
+    except (ImageError, FloatingPointError, OSError) as error:
         refuse(parser, error)
-    except OSError as error:  # no space, or a disk that is gone: later, the same command may succeed
-        parser.exit(TEMPORARY, f"{parser.prog}: error: {error}; the same command goes on from the newest checkpoint\n")

@@ -45,62 +45,65 @@ class Watchdog(threading.Thread):
         self.join()
 
     def run(self):
-        pulse = min(5.0, self.timeout / 5)
+        pulse, before = min(5.0, self.timeout / 5), time.monotonic()
         while not self.stopped.wait(pulse):
+            overslept, before = time.monotonic() - before > 2 * pulse + 1, time.monotonic()
             if self.since is None:
                 continue
-            # For code that hangs without giving this thread its turn; this clock needs none.
-            faulthandler.dump_traceback_later(2 * self.timeout, exit=True, file=sys.__stderr__)
+            if overslept:  # all of this process was stopped for a while, and has lost no time of its own
+                self.since = before
+            # For code that hangs without giving this thread its turn; that clock needs none.
+            faulthandler.dump_traceback_later(5 * self.timeout, exit=True, file=sys.__stderr__)
             self._note()
             if time.monotonic() - self.since > self.timeout:
                 self._end(pulse)
         faulthandler.cancel_dump_traceback_later()
 
-    def _note(self):
-        """What the others may read of this process: step, phase, and the time, which shows that it is alive at all."""
-        if self.store is None:
-            return
-        with suppress(RuntimeError):  # where who keeps the store is gone or stopped; that will show
-            self.store.set(f"watchdog/{self.rank}", f"{self.step} {self.phase} {time.time():.1f} {socket.gethostname()}")
+    def _note(self, word=None):
+        """What the others may read of this process: step, phase, and a time that shows that it is alive at all."""
+        if self.store is not None:
+            with suppress(RuntimeError):  # where who keeps the store is gone or stopped; that will show
+                note = f"{self.step} {self.phase} {word or time.time()} {socket.gethostname()}"
+                self.store.set(f"watchdog/{self.rank}", note)
 
     def _end(self, pulse):
         faulthandler.dump_traceback(sys.__stderr__)
         text = f"process {self.rank} got no further for {self.timeout:g} s: {self._verdict(pulse)}; exit code {TEMPORARY}\n"
         sys.__stderr__.write(text)
         sys.__stderr__.flush()
-        time.sleep(2 * pulse)  # the others read this process's note before it is gone
+        self._note("left")
         os._exit(TEMPORARY)
 
     def _verdict(self, pulse):
-        """Who hangs: whoever's note is old, else whoever is furthest behind."""
+        """Who hangs: whoever's note does not change, else whoever is furthest behind."""
         own = f"it is {where(self.step, self.phase)}"
         if self.store is None:
             return own
         if self._read(self.rank, pulse) is None:
             return f"{own}, and the store of all processes' notes, with process 0 or with torchrun, does not answer"
-        notes, silent = {}, []
-        for rank in range(self.world_size):
-            note = self._read(rank, pulse)
-            if note is None or time.time() - note[2] > 3 * pulse + 1:
-                silent.append(f"process {rank}" + (f" on {note[3]}" if note else ""))
-            else:
-                notes[rank] = note
+        before = [self._read(rank, pulse) for rank in range(self.world_size)]
+        for _ in range(3):
+            time.sleep(pulse)
+            self._note()
+        after = [self._read(rank, pulse) for rank in range(self.world_size)]
+        silent = [r for r in range(self.world_size) if after[r] is None or (after[r] == before[r] and after[r][2] != "left")]
         if silent:
-            return f"{own}, and no sign of life comes from {', '.join(silent)}"
-        last = min(note[:2] for note in notes.values())
-        behind = [f"process {rank} on {note[3]}" for rank, note in notes.items() if note[:2] == last]
+            names = (f"process {rank}" + (f" on {after[rank][3]}" if after[rank] else "") for rank in silent)
+            return f"{own}, and no sign of life comes from {', '.join(names)}"
+        last = min(note[:2] for note in after)
+        behind = [f"process {rank} on {note[3]}" for rank, note in enumerate(after) if note[:2] == last]
         if len(behind) == self.world_size:
             return f"all are {where(*last)}"
-        return f"{own}; furthest behind is {', '.join(behind)}, {where(*last)}: there it hangs"
+        return f"{own}; furthest behind is {', '.join(behind)}, {where(*last)}"
 
     def _read(self, rank, pulse):
-        """-> (step, phase, time, host) of a process, or None."""
+        """-> (step, phase, time or "left", host) of a process, or None."""
         try:
             self.store.wait([f"watchdog/{rank}"], timedelta(seconds=max(1.0, pulse)))
             step, phase, when, host = self.store.get(f"watchdog/{rank}").decode().split()
         except RuntimeError:
             return None
-        return int(step), int(phase), float(when), host
+        return int(step), int(phase), when, host
 
 
 def where(step, phase):

@@ -154,6 +154,22 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
     record_property("measured", "exit code 2")
 
 
+@pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")
+def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, record_property):
+    save, failures = train_run.checkpoint.save_checkpoint, []
+
+    def full_once(output_dir, step, *args):
+        if step == 3 and not failures:
+            failures.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(28, "No space left on device")
+        return save(output_dir, step, *args)
+
+    monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full_once)
+    assert run(photos, tmp_path / "out")["meta"]["step"] == 3 and failures == [3]
+    record_property("measured", "0 steps lost")
+
+
 class Payload:
     def __reduce__(self):
         return os.mkdir, ("pwned",)

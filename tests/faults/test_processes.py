@@ -66,7 +66,7 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
     options = dict(fault=("hang", 25, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 5, **options)
-    assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 26: there it hangs; exit code 75", out), out
+    assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 26; exit code 75", out), out
     assert re.search(r'File ".*faulty.py", line \d+ in faulty_losses', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
     record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 5 s")
@@ -163,6 +163,15 @@ def test_everything_is_killed(photos, tmp_path, alone, repeats, fault, record_pr
         assert lost <= 10 and (not fault or lost == (0 if fault == "kill-after-json" else 10)), lost
         assert not list(folder.glob(".checkpoint*"))
     record_property("measured", f"{fault or 'at random'}: {repeats} of {repeats}, last: {lost} steps lost")
+
+
+@pytest.mark.fault("F15c", "SIGKILL inside the first save", "begins again; exact")
+def test_killed_in_the_first_save(photos, tmp_path, alone, record_property):
+    finish(photos, tmp_path / "out", *SAVE, fault=("kill-after-rename", 9, 0, tmp_path / "mark"), processes=1, code=-9)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint*")] == ["checkpoint-10.pth"]
+    finish(photos, tmp_path / "out", *SAVE, processes=1)
+    assert_as(alone, tmp_path / "out")
+    record_property("measured", "exact")
 
 
 @pytest.fixture(scope="session")
