@@ -24,13 +24,11 @@ from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import checkpoint, distributed, shard
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset, batches, every_image_once, stack
+from util.flags import add_data_flags, add_optimisation_flags, add_run_flags
 from util.lars import LARS
 from util.train_engine import precision
 from util.train_run import (
     TrainRun,
-    add_data_flags,
-    add_optimisation_flags,
-    add_run_flags,
     check_least,
     launch,
     open_everywhere,

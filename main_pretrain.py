@@ -28,8 +28,9 @@ from util import shard
 from util.checkpoint import find_checkpoint_file
 from util.cli import Parser, parse_with_recipe
 from util.datasets import AddressedDataset
+from util.flags import add_data_flags, add_optimisation_flags, add_run_flags
 from util.pictures import panel_grid
-from util.train_run import TrainRun, add_data_flags, add_optimisation_flags, add_run_flags, launch, open_everywhere
+from util.train_run import TrainRun, launch, open_everywhere
 from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 
 FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr, models_greenmim_pr)

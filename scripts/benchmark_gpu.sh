@@ -24,7 +24,7 @@ fi
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && cd "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && pwd)
 cd "$root"
 # Files of an earlier run must not pass for this one's.
-(cd "$output" && rm -f environment.txt tests.txt cost_base.md cost_base.csv cost_large.md cost_large.csv)
+(cd "$output" && rm -rf environment.txt tests.txt cost_*.md cost_*.csv cost_*.svg traces)
 
 {
     date -u +%Y-%m-%d
@@ -35,12 +35,15 @@ cd "$root"
 cat "$output/environment.txt"
 
 status=0
-profile() { # profile TABLE BATCH NAME
-    timeout -k 5 120 python scripts/profile_pretrain.py --table "$1" --batch_size "$2" --rounds "${ROUNDS:-20}" --device cuda \
-        --csv "$output/$3.csv" --markdown "$output/$3.md" || { echo "the cost table $3 failed" >&2 && status=1; }
+profile() { # profile NAME SECONDS BATCH [flags]
+    timeout -k 5 "$2" python scripts/profile_pretrain.py "${@:4}" --batch_size "$3" --rounds "${ROUNDS:-20}" --device cuda \
+        --csv "$output/$1.csv" --markdown "$output/$1.md" || { echo "the cost table $1 failed" >&2 && status=1; }
 }
-timeout -k 5 200 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
-profile ablation "${BATCH_BASE:-256}" cost_base
-profile large "${BATCH_LARGE:-128}" cost_large
+timeout -k 5 150 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
+profile cost_base 100 "${BATCH_BASE:-256}" --table ablation --against reference --plot "$output/cost_base.svg"
+profile cost_large 70 "${BATCH_LARGE:-128}" --table large
+# The step that is to be fast: compiled, in bfloat16, at a batch that fills the card; with traces of it.
+profile cost_compiled 140 "${BATCH_BASE:-256}" mae_vit_base_100ep prmim50_vit_base_100ep --against reference --compile \
+    --trace "$output/traces"
 echo "In $output:" && ls "$output"
 exit $status

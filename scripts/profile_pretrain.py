@@ -3,6 +3,7 @@
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --batch_size 8
     python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
+    python scripts/profile_pretrain.py --table ablation --against reference --plot cost.svg --trace traces
 
 GMAC            multiply-adds of one image's forward pass, as torch's counter sees them; a frozen teacher's (TEC) apart, as the
                 paper leaves it out: its ratio stands in a column of its own, student and teacher together
@@ -11,6 +12,10 @@ saved MB        what the forward pass of one image keeps for the backward pass, 
 peak GB         most device memory that a step's tensors take, in 10^9 bytes: weights, moments, gradients, activations and
                 what kernels work in; each recipe has the device for itself then (CUDA alone)
 ms a step       median over the rounds; each round times every recipe once, in rotating order
+conv ms         forward and backward of the spatial aggregation alone, with the gathers around it
+MFU             six floating-point operations a multiply-add (forward and backward; torch's own count of the backward pass
+                takes a depth-wise convolution for a dense one), by what this device does in a large matrix product, measured
+x reference     how many times as fast as MAE's step by the reference's maths (scripts/reference_mae.py), with --against
 
 A step is forward, backward and AdamW on one batch that stays on the device (random, or the first crops of
 `--data_path`); loading is not in it. Ratios are to the recipe of the same model that throws nothing, if it is among them,
@@ -30,9 +35,12 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from main_pretrain import build_model, get_args_parser
+from prmim import SpatialAggregation
 from recipes import RECIPES
+from scripts.reference_mae import SIZES, ReferenceMAE
 from util.cli import Parser, parse_with_recipe, why_not_writable
 from util.datasets import AddressedDataset, open_images
+from util.plots import pyplot
 from util.tables import write_csv
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize, RandomResizedCropFlip
@@ -57,6 +65,7 @@ TABLES = {
 }
 # Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the
 # aggregations of its other tables have no figures of their own.
+REFERENCE = "reference"
 PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("mae_vit_base_patch16", 0.25): (0.85, 0.81, 0.83),
     ("mae_vit_base_patch16", 0.5): (0.72, 0.64, 0.75),
@@ -69,12 +78,17 @@ PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
 }
 COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "peak_gb", "ms", "images_per_second")
 COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
+COLUMNS += ["gflop_train", "conv_ms", "mfu", "matmul_tflops", "times_reference", "saved_of_reference"]
 COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
 COLUMNS += ["compile"]
 
 
 def forward_gmac(settings):
     """Multiply-adds, in 10^9, of one image's forward pass, counted on the meta device -> (what is trained, teacher)."""
+    if settings.get("reference"):
+        with torch.device("meta"):
+            model = ReferenceMAE(**{name: value for name, value in SIZES[settings["model"]].items() if name != "img_size"})
+            return counted(lambda: model(torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long))), 0.0
     with torch.device("meta"):  # where a teacher needs no weights
         model = build_model({**settings, "teacher": None})
         imgs = torch.empty(1, 3, *model.img_size)
@@ -130,6 +144,9 @@ def a_batch(model, settings, batch_size, images=None):
 class Step:
     """One recipe's training step, ready to be measured."""
 
+    def __new__(cls, settings, *_):
+        return super().__new__(ReferenceStep if settings.get("reference") else cls)
+
     def __init__(self, settings, args, device, images):
         self.device = device
         self.model = build_model(settings).to(device).train()
@@ -175,6 +192,43 @@ class Step:
 
         return (saved(4) - saved(2)) / 2e6
 
+    def conv_seconds(self, rounds):
+        """Median seconds of all spatial aggregations alone, forward and backward; None where there are none."""
+        calls = []
+        modules = [module for module in self.model.modules() if isinstance(module, SpatialAggregation)]
+        handles = [m.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs))) for m in modules]
+        with torch.no_grad():
+            self.forward(self.imgs, *self.orders)
+        for handle in handles:
+            handle.remove()
+        if not calls:
+            return None
+        calls = [(module, x.detach().requires_grad_(), rest) for module, (x, *rest) in calls]
+
+        def once():
+            self.wait()
+            start = time.perf_counter()
+            for module, x, rest in calls:
+                with self.autocast():
+                    out = module(x, *rest)
+                out.backward(out.detach())
+            self.wait()
+            self.optimizer.zero_grad(set_to_none=True)
+            return time.perf_counter() - start
+
+        once()
+        return statistics.median(once() for _ in range(rounds))
+
+    def trace(self, folder, name):
+        """Leaves the profiler's trace of one step in `folder`, for a browser's chrome://tracing, and its table as text."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        with torch.profiler.profile(activities=activities) as profiler:
+            self()
+        profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        order = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        (folder / f"{name}.txt").write_text(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
+
     def peak_gb(self):
         """GB of a step; None on the CPU."""
         if self.device.type != "cuda":
@@ -183,6 +237,53 @@ class Step:
         torch.cuda.reset_peak_memory_stats()
         self()
         return torch.cuda.max_memory_allocated() / 1e9
+
+
+class ReferenceStep(Step):
+    """MAE's step by the reference's maths, for a model of the same size."""
+
+    def __init__(self, settings, args, device, images):
+        self.device, self.compile, self.orders = device, False, []
+        size = {name: value for name, value in SIZES[settings["model"]].items() if name != "img_size"}
+        self.model = ReferenceMAE(**size).to(device).train()
+        self.precision, self.autocast, _ = precision(args.precision, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+        self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
+
+    def forward(self, imgs):
+        with self.autocast():
+            return self.model(imgs)
+
+    def __call__(self):
+        self.wait()
+        start = time.perf_counter()
+        loss = self.forward(self.imgs)
+        loss.item()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.wait()
+        return time.perf_counter() - start
+
+    def saved_mb(self):
+        counts = [saved_bytes(lambda n=n: self.forward(self.imgs[:1].repeat(n, 1, 1, 1))) for n in (4, 2)]
+        return (counts[0] - counts[1]) / 2e6
+
+
+def matmul_tflops(device, dtype, rounds=10):
+    """What the device does in a square matrix product, in 10^12 operations a second: the ceiling that MFU is relative to."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(rounds + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / statistics.median(seconds[2:]) / 1e12
 
 
 def measure_memory(settings, args, device, images):
@@ -198,6 +299,8 @@ def measure_memory(settings, args, device, images):
 
 def paper_figures(settings):
     """(FLOPs, memory, time) that the paper prints for a recipe, or Nones: its figures are of the 7 x 7 depth-wise convolution."""
+    if settings.get("reference"):
+        return None, None, None
     known = settings["aggregation"] == "dwconv" and settings["kernel_size"] == 7
     return PAPER.get((settings["model"], settings["throw_ratio"]) if known else None, (None, None, None))
 
@@ -233,22 +336,34 @@ def measure(names, settings, args, device, images):
     if args.compile:  # one model class is compiled anew for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
     steps = [Step(s, args, device, images) for s in settings]
+    convs = [step.conv_seconds(args.rounds) for step in steps]
     for step in steps:
         step.warm_up()
-    for row, seconds in zip(rows, time_in_turn(steps, args.rounds), strict=True):
-        row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
+    ceiling = matmul_tflops(device, PRECISIONS[steps[0].precision] or torch.float32)
+    for row, conv, seconds in zip(rows, convs, time_in_turn(steps, args.rounds), strict=True):
+        row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds, "conv_ms": conv and 1e3 * conv}
+        row |= {"gflop_train": 6 * row["gmac"], "matmul_tflops": ceiling}
+        row["mfu"] = row["gflop_train"] * row["images_per_second"] / 1e3 / ceiling
         row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
         row |= {"device": device_name(device), "torch": torch.__version__, "compile": args.compile}
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
+        for name, step in zip(names, steps, strict=True):
+            step.trace(args.trace, name)
     return rows
 
 
 def add_ratios(rows):
     """Adds to each row its costs relative to the row of the same model that throws nothing, else to the first."""
     for row in rows:
-        full = [other for other in rows if other["model"] == row["model"] and other["throw_ratio"] == 0]
+        full = [r for r in rows if (r["model"], r["throw_ratio"]) == (row["model"], 0) and r["recipe"] != REFERENCE]
         for cost in COSTS:
             whole = (full or rows)[0][cost]
             row[f"{cost}_ratio"] = row[cost] / whole if row[cost] and whole else None
+    for reference in (row for row in rows if row["recipe"] == REFERENCE):
+        for row in rows:
+            row["times_reference"] = reference["ms"] / row["ms"]
+            row["saved_of_reference"] = row["saved_mb"] / reference["saved_mb"]
     return rows
 
 
@@ -263,9 +378,10 @@ def markdown(rows):
         return number(ours, 3) + ("" if theirs is None else f" / {theirs:.2f}")
 
     first = rows[0]
-    taught = any(row["gmac_with_teacher"] for row in rows)
+    taught, against = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
     header = ["recipe", "ρ_d", "GMAC", "ratio / paper", *["with teacher", "ratio"] * taught, "saved MB", "ratio / paper"]
-    header += ["peak GB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio"]
+    header += ["peak GB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio", "conv ms", "MFU"]
+    header += ["× reference", "saved / reference's"] * against
     body = [
         [
             *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
@@ -274,13 +390,36 @@ def markdown(rows):
             *(number(r["peak_gb"], 2), ratio(r, "peak_gb", "paper_memory_ratio") if r["peak_gb"] else "–"),
             *(number(r["ms"], 1), ratio(r, "ms", "paper_time_ratio")),
             *(number(r["images_per_second"], 1), ratio(r, "images_per_second")),
+            *(number(r.get("conv_ms"), 2), "–" if r.get("mfu") is None else f"{r['mfu']:.0%}"),
+            *[number(r.get("times_reference"), 2), number(r.get("saved_of_reference"), 3)] * against,
         ]
         for r in rows
     ]
     lines = [header, ["---"] + ["--:"] * (len(header) - 1), *body]
     title = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
     title += f"torch {first['torch']}" + (", compiled" if first["compile"] else "")
+    if first.get("matmul_tflops"):
+        title += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s"
     return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
+
+
+def plot(plt, rows, path):
+    """Cost against throw ratio, relative to throwing nothing: ours as lines, the paper's as crosses."""
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True)
+    rows = sorted((r for r in rows if r["recipe"] != REFERENCE), key=lambda r: r["throw_ratio"])
+    costs = ("gmac", "FLOPs"), ("saved_mb", "memory"), ("ms", "time")
+    for ax, (cost, title) in zip(axes, costs, strict=True):
+        for plain, label in ((False, "PR-MIM"), (True, "plain")):
+            line = [r for r in rows if ("plain" in r["recipe"]) == plain or r["throw_ratio"] == 0]
+            ax.plot([r["throw_ratio"] for r in line], [r[f"{cost}_ratio"] for r in line], "o-", ms=4, label=label)
+        known = [r for r in rows if r[f"paper_{'flops' if cost == 'gmac' else title}_ratio"] and "plain" not in r["recipe"]]
+        paper = [r[f"paper_{'flops' if cost == 'gmac' else title}_ratio"] for r in known]
+        ax.plot([r["throw_ratio"] for r in known], paper, "kx", label="paper")
+        ax.set(title=title, xlabel="throw ratio", ylim=(0, 1.05))
+    axes[0].set_ylabel("relative to throwing nothing")
+    axes[-1].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def parse_args(argv=None):
@@ -294,6 +433,9 @@ def parse_args(argv=None):
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS))
     flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the timed steps")
+    flag("--against", choices=(REFERENCE,), help="time MAE's step by the reference's maths beside (MAE recipes at 224 px)")
+    flag("--trace", type=Path, metavar="FOLDER", help="leave a profiler trace of a step of each recipe there")
+    flag("--plot", type=Path, help="cost against throw ratio, the paper's beside ours, as .svg or .png")
     flag("--csv", type=Path, help="the numbers, unrounded")
     flag("--markdown", type=Path, help="what is printed")
     args = parser.parse_args(argv)
@@ -304,7 +446,7 @@ def parse_args(argv=None):
         parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no CUDA device")
-    for path in filter(None, (args.csv, args.markdown)):
+    for path in filter(None, (args.csv, args.markdown, args.plot)):
         reason = why_not_writable(path)
         if reason:
             parser.error(f"{str(path)!r} cannot be written: {reason}")
@@ -315,9 +457,15 @@ def main(argv=None):
     parser, args = parse_args(argv)
     device = torch.device(args.device)
     settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])) for name in args.recipes]
+    names = list(args.recipes)
+    if args.against:
+        if settings[0]["model"] not in SIZES:
+            parser.error(f"--against {REFERENCE} knows {', '.join(SIZES)}, but the first recipe is of {settings[0]['model']}")
+        names, settings = [REFERENCE, *names], [{"reference": True, "model": settings[0]["model"], "throw_ratio": 0.0}, *settings]
     try:
+        plt = pyplot("prmim-cost") if args.plot else None
         images = open_images("folder", args.data_path) if args.data_path else None
-        rows = add_ratios(measure(args.recipes, settings, args, device, images))
+        rows = add_ratios(measure(names, settings, args, device, images))
     except ValueError as error:
         parser.error(str(error))
     except torch.cuda.OutOfMemoryError:
@@ -326,6 +474,8 @@ def main(argv=None):
             f"batch of {args.batch_size}; give a smaller --batch_size, or fewer recipes"
         )
     print(markdown(rows), end="")
+    if args.plot:
+        plot(plt, rows, args.plot)
     if args.csv:
         write_csv(args.csv, COLUMNS, rows)
     if args.markdown:

@@ -119,6 +119,7 @@ def test_flags_are_frozen():
         "allow_changes",
         "max_bad_fraction",
         "dist_timeout",
+        "recompute",
     } | set(
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "

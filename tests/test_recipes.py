@@ -265,7 +265,7 @@ def test_flags_are_frozen():
     assert flags == set(
         "recipe model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size "  # noqa: SIM905
         "applies_to norm_pix_loss decoder_order teacher att_topk att_tau batch_size accum_iter total_batch_size "
-        "allow_changes max_bad_fraction dist_timeout "
+        "allow_changes max_bad_fraction dist_timeout recompute "
         "epochs warmup_epochs blr lr min_lr weight_decay "
         "warmup_lr lr_schedule lr_steps clip_grad betas crop interpolation "
         "seed dataset data_path loader crop_scale num_workers output_dir resume device precision compile shard max_steps "

@@ -76,6 +76,10 @@ class StopSignal:
         """Signals mean again what they meant before; the last comparison is waited for, since all took part in it."""
         self._outcome()
         self.pending = None
+        self.restore()
+
+    def restore(self):
+        """The handlers alone, where something has gone wrong and nobody else takes part."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self.previous = {}

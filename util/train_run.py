@@ -1,9 +1,8 @@
-"""What the training mains share: flags, the split of the batch, resuming, saving, the loop over epochs.
+"""What the training mains share: the split of the batch, resuming, saving, the loop over epochs.
 
 A main subclasses `TrainRun`; `launch` turns what goes wrong into one paragraph and an exit code.
 """
 
-import argparse
 import inspect
 import json
 import sys
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from util import checkpoint, decode, distributed, shard
 from util.bad_images import BadImages
 from util.datasets import (
-    DATASETS,
     DOWNLOADED,
     AddressedDataset,
     StepBatchSampler,
@@ -25,8 +23,9 @@ from util.datasets import (
 )
 from util.images import EncodedImages, ImageError
 from util.logging import RunLog
-from util.lr_sched import SCHEDULES, Schedule
+from util.lr_sched import Schedule
 from util.packed import PackedImages
+from util.recompute import recompute_blocks
 from util.run_folder import FolderLock, find_checkpoint, writable_folder
 from util.signals import StopSignal
 from util.tars import find_tars
@@ -36,55 +35,11 @@ from util.watchdog import TEMPORARY, Watchdog
 
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = set(
-    "recipe batch_size accum_iter num_workers data_path output_dir resume device compile shard max_steps save_every "  # noqa: SIM905
+    "recipe batch_size accum_iter num_workers data_path output_dir resume device compile recompute shard max_steps save_every "  # noqa: SIM905
     "save_steps print_freq allow_changes max_bad_fraction dist_timeout".split()
 )
 # Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
 SPLIT_FLAGS = {"batch_size", "accum_iter"}
-
-
-def add_optimisation_flags(group):
-    flag = group.add_argument
-    flag("--batch_size", type=int, help="per process and micro-batch (default: 64, or the most below that fits the total)")
-    flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what total_batch_size needs)")
-    flag("--total_batch_size", type=int, help="per step over all processes; accumulation is derived from it")
-    flag("--epochs", type=int, default=100)
-    flag("--warmup_epochs", type=float)
-    flag("--blr", type=float, help="base learning rate: lr = blr * total batch / 256")
-    flag("--lr", type=float, help="absolute learning rate, instead of --blr")
-    flag("--min_lr", type=float)
-    flag("--warmup_lr", type=float, default=0.0, help="where the warm-up starts")
-    flag("--lr_schedule", default="mae", choices=SCHEDULES, help="the frameworks' releases differ: util/lr_sched.py")
-    flag("--lr_steps", type=float, nargs="*", default=(), help="epochs of tenfold drops, with simmim_steps")
-    flag("--clip_grad", type=float, help="bounds the norm of the gradient (default: no bound)")
-    flag("--weight_decay", type=float, default=0.05, help="not on biases and norms")
-    flag("--seed", type=int, default=0)
-
-
-def add_data_flags(group):
-    flag = group.add_argument
-    flag("--dataset", default="folder", choices=DATASETS)
-    flag("--data_path", default="data", help="the images' folder; for CIFAR where it lies or goes, for iNaturalist with the .json")
-    flag("--loader", default="fast", choices=("fast", "reference"), help="reference: Pillow decodes and resizes, as torchvision's")
-    flag("--crop_scale", type=float, nargs=2, help="area of the random crop")
-    flag("--max_bad_fraction", type=float, default=0.01, help="unreadable training images are replaced up to this share; 0: none")
-    flag("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
-
-
-def add_run_flags(group):
-    flag, boolean = group.add_argument, argparse.BooleanOptionalAction
-    flag("--output_dir")
-    flag("--resume", default="auto", help="auto: the newest good checkpoint in output_dir; none; or a checkpoint's path")
-    flag("--allow_changes", action=boolean, default=False, help="resume though settings or data have changed what comes out")
-    flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--dist_timeout", type=float, default=600, help="seconds without progress (a step, a save) that end a process")
-    flag("--shard", action=boolean, default=False, help="split parameters, gradients and moments over the processes (FSDP2)")
-    flag("--max_steps", type=int, help="stop (and save) after this many steps of the run in all")
-    flag("--save_every", type=int, default=20, help="epochs whose checkpoints are kept for good; the last two are kept anyway")
-    flag("--save_steps", type=int, default=0, help="save every so many steps, too, not only after each epoch")
-    flag("--print_freq", type=int, default=20, help="steps between reports")
 
 
 def resolve(args, process, default_batch_size=64):
@@ -220,6 +175,8 @@ class TrainRun:
         self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
         model = self.model
+        if args.recompute:
+            recompute_blocks(model)
         if args.shard:
             shard.shard(model, self.optimizer, process.device, PRECISIONS[args.precision], args.compile)
         elif args.compile:
@@ -228,7 +185,9 @@ class TrainRun:
             # Buffers are not sent around with every step (evaluation sends them); the flag has a new name in newer torch.
             known = inspect.signature(DistributedDataParallel).parameters
             flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True, **{flag: False})
+            # Accumulation leaves the reduction out of some backward passes, which a static graph does not know.
+            static = args.accum_iter == 1
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static, **{flag: False})
         self.watchdog = Watchdog(args.dist_timeout, process.rank, process.world_size, process.store)
         self.engine = engine_class(
             model=model,
@@ -344,7 +303,15 @@ class TrainRun:
 
     def train(self):
         """Trains to the end, or until a signal; -> whether it was the end."""
-        stream, stop, stopped = self.open_stream(), StopSignal(self.process.device), False
+        stop = StopSignal(self.process.device)
+        try:
+            return self.train_until(stop)
+        except BaseException:
+            stop.restore()
+            raise
+
+    def train_until(self, stop):
+        stream, stopped = self.open_stream(), False
         for epoch in range(self.start_step // self.steps_per_epoch, self.args.epochs):
             end = min((epoch + 1) * self.steps_per_epoch, self.last_step)
             steps = range(max(epoch * self.steps_per_epoch, self.start_step), end)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from models_mae_pr import MaskedAutoencoderViT
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, forward_gmac, markdown, saved_bytes
+from scripts.reference_mae import ReferenceMAE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,7 +103,7 @@ def test_compiled_is_the_timed_step_and_said_in_the_title(monkeypatch, capsys):
     profile_pretrain.main(flags)
     assert not calls and "compiled" not in capsys.readouterr().out
     profile_pretrain.main([*flags, "--compile"])
-    assert calls == [dict(fullgraph=True, dynamic=False)] and "compiled\n" in capsys.readouterr().out.partition("|")[0]
+    assert calls == [dict(fullgraph=True, dynamic=False)] and "compiled; " in capsys.readouterr().out.partition("|")[0]
 
 
 def test_ratios_are_to_the_same_model_without_throwing():
@@ -119,9 +121,9 @@ def test_ratios_are_to_the_same_model_without_throwing():
     assert [r["paper_memory_ratio"] for r in rows] == [0.64, None, 0.82]
     text = markdown(rows)
     assert text.startswith("batch 8, cpu, fp32, 3 rounds, torch 2\n\n| recipe | ρ_d |")
-    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429 |"
+    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429 | – | – |"
     assert f"| a | 0.5 | {ours}\n" in text
-    assert "| c | 0.5 | 16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | – | – | 50.0 | 0.714 | 160.0 | 1.400 |" in text
+    assert "| c | 0.5 | 16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | – | – | 50.0 | 0.714 | 160.0 | 1.400 | – | – |" in text
 
 
 def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
@@ -129,11 +131,11 @@ def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
     profile_pretrain.write_csv(tmp_path / "cost.csv", profile_pretrain.COLUMNS, rows)
     with open(tmp_path / "cost.csv", newline="") as file:
         read = list(csv.DictReader(file))
-    assert list(read[0]) == profile_pretrain.COLUMNS and set(rows[0]) == set(profile_pretrain.COLUMNS)
+    assert list(read[0]) == profile_pretrain.COLUMNS and set(rows[0]) < set(profile_pretrain.COLUMNS)
     texts = ("recipe", "model", "device", "precision", "torch", "compile")
     for was, now in zip(rows, read, strict=True):
         assert {k: str(v) for k, v in was.items() if k in texts} == {k: now[k] for k in texts}
-        assert {k: float(v) if v else None for k, v in now.items() if k not in texts} == {
+        assert {k: float(v) if v else None for k, v in now.items() if k in was and k not in texts} == {
             k: v for k, v in was.items() if k not in texts
         }
 
@@ -254,12 +256,14 @@ def run_benchmark(tmp_path, failing):
 
 @pytest.mark.parametrize(
     ("failing", "status", "message"),
-    [("nothing", 0, ""), ("-m gpu", 1, ""), ("--table ablation", 1, "cost_base failed"), ("--table large", 1, "cost_large failed")],
+    [("nothing", 0, ""), ("-m gpu", 1, ""), ("--table ablation", 1, "cost_base failed"), ("--table large", 1, "cost_large failed")]
+    + [("--compile", 1, "cost_compiled failed")],
 )
 def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, status, message):
     done = run_benchmark(tmp_path, failing)
     assert done.returncode == status and message in done.stderr and bool(done.stderr) == bool(message)
-    assert "--table ablation --batch_size 256" in done.stdout and "--table large --batch_size 128" in done.stdout
+    for flags in ("--table ablation --against reference", "--table large --batch_size 128", "--against reference --compile"):
+        assert flags in done.stdout
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
     assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in writes none
@@ -268,3 +272,52 @@ def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, sta
 def test_the_gpu_benchmark_refuses_a_torch_without_cuda(tmp_path):
     done = run_benchmark(tmp_path, "torch.cuda.is_available")
     assert done.returncode == 1 and "PyTorch cannot use it" in done.stderr and "-m gpu" not in done.stdout
+
+
+def test_the_reference_is_mae_with_nothing_thrown():
+    """Equal losses and gradients on equal weights, in float64: what is timed beside ours computes the same."""
+    torch.manual_seed(0)
+    sizes = dict(img_size=64, patch_size=16, embed_dim=96, depth=2, num_heads=3)
+    reference = ReferenceMAE(**sizes).double()
+    ours = MaskedAutoencoderViT(**sizes, norm_pix_loss=True, throw_ratio=0).double()
+    ours.load_official(reference.state_dict())
+    imgs, ids_shuffle = torch.randn(3, 3, 64, 64).double(), torch.rand(3, 16).argsort(dim=1)
+    losses = reference(imgs, ids_shuffle), sum(ours(imgs, ids_shuffle).values())
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for name in ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight", "cls_token"):
+        torch.testing.assert_close(reference.get_parameter(name).grad, ours.get_parameter(name).grad)
+    assert torch.isfinite(reference(imgs))  # with a mask of its own
+
+
+def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
+    """A tiny ViT that goes by ViT-B's name, with all that can be written."""
+    monkeypatch.setitem(profile_pretrain.SIZES, "mae_vit_tiny_patch16", dict(patch_size=16, embed_dim=192, depth=12, num_heads=3))
+    monkeypatch.setitem(profile_pretrain.RECIPES, "tiny", dict(model="mae_vit_tiny_patch16", throw_ratio=0.0))
+    monkeypatch.setitem(profile_pretrain.RECIPES, "tiny50", dict(model="mae_vit_tiny_patch16", throw_ratio=0.5))
+    flags = ["--against", "reference", "--batch_size", "2", "--rounds", "1", "--device", "cpu"]
+    monkeypatch.chdir(tmp_path)
+    profile_pretrain.main(["tiny", "tiny50", *flags, "--csv", "c.csv", "--plot", "p.png", "--trace", "traces"])
+    with open("c.csv", newline="") as file:
+        rows = {row["recipe"]: row for row in csv.DictReader(file)}
+    for row in rows.values():
+        row |= {name: float(row[name]) if row[name] else None for name in NUMBERS}
+    assert list(rows) == ["reference", "tiny", "tiny50"] and rows["reference"]["times_reference"] == 1
+    # It embeds and predicts all tokens, and keeps the softmax's outcome.
+    assert 1 < rows["reference"]["gmac"] / rows["tiny"]["gmac"] < 1.05
+    assert rows["tiny50"]["saved_of_reference"] < rows["tiny"]["saved_of_reference"] < 1
+    ceiling = rows["tiny"]["matmul_tflops"]
+    assert rows["tiny"]["mfu"] == pytest.approx(6e-3 * rows["tiny"]["gmac"] * rows["tiny"]["images_per_second"] / ceiling)
+    assert rows["tiny50"]["conv_ms"] > 0 and not rows["tiny"]["conv_ms"]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir())[:2] == ["reference.json.gz", "reference.txt"]
+    assert (tmp_path / "p.png").stat().st_size > 5000 and "× reference" in capsys.readouterr().out
+
+
+NUMBERS = ("gmac", "times_reference", "saved_of_reference", "matmul_tflops", "mfu", "images_per_second", "conv_ms")
+
+
+def test_the_reference_knows_mae_alone(capsys):
+    with pytest.raises(SystemExit):
+        profile_pretrain.main(["simmim_vit_base_100ep", "--against", "reference", "--device", "cpu"])
+    assert "--against reference knows mae_vit_base_patch16" in capsys.readouterr().err
