@@ -411,6 +411,8 @@ def plot(plt, rows, path):
     for ax, (cost, title) in zip(axes, costs, strict=True):
         for plain, label in ((False, "PR-MIM"), (True, "plain")):
             line = [r for r in rows if ("plain" in r["recipe"]) == plain or r["throw_ratio"] == 0]
+            if all(r["throw_ratio"] == 0 for r in line):
+                continue
             ax.plot([r["throw_ratio"] for r in line], [r[f"{cost}_ratio"] for r in line], "o-", ms=4, label=label)
         known = [r for r in rows if r[f"paper_{'flops' if cost == 'gmac' else title}_ratio"] and "plain" not in r["recipe"]]
         paper = [r[f"paper_{'flops' if cost == 'gmac' else title}_ratio"] for r in known]

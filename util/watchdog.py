@@ -9,6 +9,7 @@ import faulthandler
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -67,8 +68,11 @@ class Watchdog(threading.Thread):
                 self.store.set(f"watchdog/{self.rank}", note)
 
     def _end(self, pulse):
-        faulthandler.dump_traceback(sys.__stderr__)
-        text = f"process {self.rank} got no further for {self.timeout:g} s: {self._verdict(pulse)}; exit code {TEMPORARY}\n"
+        with tempfile.TemporaryFile("w+") as file:  # to be told in one piece, since others may be speaking
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            stacks = file.read()
+        text = f"{stacks}process {self.rank} got no further for {self.timeout:g} s: {self._verdict(pulse)}; exit code {TEMPORARY}\n"
         sys.__stderr__.write(text)
         sys.__stderr__.flush()
         self._note("left")
