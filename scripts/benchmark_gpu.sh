@@ -2,7 +2,8 @@
 # What a step costs on this machine's GPU, in less than 8 minutes after the set-up: the tests that need one, then the paper's
 # cost tables of ViT-B and ViT-L. The tables are left in output/benchmark_gpu (OUTPUT_DIR moves them); BATCH_BASE,
 # BATCH_LARGE (images, 256 and 128: for 80 GB) and ROUNDS (20) change what is measured. With your own environment that
-# has the requirements: PRMIM_SETUP=0. Whatever fails, the rest is run, and the exit code is 1.
+# has the requirements: PRMIM_SETUP=0. IMAGES=FOLDER of JPEGs adds runs from them, three minutes. Whatever fails, the rest is run, and
+# the exit code is 1.
 set -euo pipefail
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep -q GPU; then
     echo "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)" >&2
@@ -24,7 +25,7 @@ fi
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && cd "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && pwd)
 cd "$root"
 # Files of an earlier run must not pass for this one's.
-(cd "$output" && rm -rf environment.txt tests.txt cost_*.md cost_*.csv cost_*.svg traces)
+(cd "$output" && rm -rf environment.txt tests.txt cost_*.md cost_*.csv cost_*.svg traces end_to_end)
 
 {
     date -u +%Y-%m-%d
@@ -45,5 +46,13 @@ profile cost_large 70 "${BATCH_LARGE:-128}" --table large
 # The step that is to be fast: compiled, in bfloat16, at a batch that fills the card; with traces of it.
 profile cost_compiled 140 "${BATCH_BASE:-256}" mae_vit_base_100ep prmim50_vit_base_100ep --against reference --compile \
     --trace "$output/traces"
+# From JPEGs to weights, with all cores: what the synthetic figures above become. Each log ends with images/s and data's share.
+if [ -n "${IMAGES:-}" ]; then
+    for recipe in mae_vit_base_100ep prmim50_vit_base_100ep; do
+        timeout -k 5 100 python main_pretrain.py --recipe "$recipe" --data_path "$IMAGES" --batch_size "${BATCH_BASE:-256}" \
+            --total_batch_size "${BATCH_BASE:-256}" --max_steps 80 --compile --picture_every 0 --output_dir "$output/end_to_end/$recipe" ||
+            { echo "the run $recipe from JPEGs failed" >&2 && status=1; }
+    done
+fi
 echo "In $output:" && ls "$output"
 exit $status

@@ -250,20 +250,26 @@ def run_benchmark(tmp_path, failing):
         (tmp_path / tool).chmod(0o755)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/cost_base.md").write_text("of an earlier run")
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUTPUT_DIR": str(tmp_path / "out"), "PRMIM_SETUP": "0"}
+    env = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "OUTPUT_DIR": str(tmp_path / "out"),
+        "PRMIM_SETUP": "0",
+        "IMAGES": "photos",
+    }
     return subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
     ("failing", "status", "message"),
     [("nothing", 0, ""), ("-m gpu", 1, ""), ("--table ablation", 1, "cost_base failed"), ("--table large", 1, "cost_large failed")]
-    + [("--compile", 1, "cost_compiled failed")],
+    + [("reference --compile", 1, "cost_compiled failed"), ("main_pretrain.py", 1, "from JPEGs failed")],
 )
 def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, status, message):
     done = run_benchmark(tmp_path, failing)
     assert done.returncode == status and message in done.stderr and bool(done.stderr) == bool(message)
     for flags in ("--table ablation --against reference", "--table large --batch_size 128", "--against reference --compile"):
         assert flags in done.stdout
+    assert "main_pretrain.py --recipe prmim50_vit_base_100ep --data_path photos" in done.stdout
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
     assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in writes none
