@@ -32,8 +32,6 @@ AT_STEP = {
     "exit": lambda: os._exit(1),
     "raise": lambda: (_ for _ in ()).throw(RuntimeError("a fault")),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "usr2": lambda: os.kill(os.getpid(), signal.SIGUSR2),
     "kill-worker": kill_a_worker,
 }
 # Places in a save, as what is wrapped in util.checkpoint's `os`: (function, its call that does not come back).
