@@ -10,6 +10,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 import json
+from functools import partial
 
 import torch
 from timm.data import Mixup
@@ -283,7 +284,7 @@ class FinetuneRun(TrainRun):
         """Scores val/ after an epoch, logs it, and keeps the weights if they are the best so far."""
         distributed.broadcast_buffers(self.model)
         view = self.val_images, self.val_transform, self.normalize
-        alive = lambda: self.watchdog.reached(step - 1, BETWEEN)  # noqa: E731
+        alive = partial(self.watchdog.reached, step - 1, BETWEEN)
         result = score(self.model, *view, self.engine.autocast, self.args, alive=alive)
         # All processes must know, since gathering takes them all.
         best = distributed.from_main(lambda: result["top1"] > self.best_before(step))

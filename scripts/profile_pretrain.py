@@ -63,9 +63,9 @@ TABLES = {
     "swin": [f"greenmim_{arm}swin_{size}_100ep" for size in ("base", "large") for arm in ("", "plain50_", "prmim50_")],
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
+REFERENCE = "reference"
 # Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the
 # aggregations of its other tables have no figures of their own.
-REFERENCE = "reference"
 PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("mae_vit_base_patch16", 0.25): (0.85, 0.81, 0.83),
     ("mae_vit_base_patch16", 0.5): (0.72, 0.64, 0.75),
@@ -87,7 +87,7 @@ def forward_gmac(settings):
     """Multiply-adds, in 10^9, of one image's forward pass, counted on the meta device -> (what is trained, teacher)."""
     if settings.get("reference"):
         with torch.device("meta"):
-            model = ReferenceMAE(**{name: value for name, value in SIZES[settings["model"]].items() if name != "img_size"})
+            model = ReferenceMAE(**SIZES[settings["model"]])
             return counted(lambda: model(torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long))), 0.0
     with torch.device("meta"):  # where a teacher needs no weights
         model = build_model({**settings, "teacher": None})
@@ -143,9 +143,6 @@ def a_batch(model, settings, batch_size, images=None):
 
 class Step:
     """One recipe's training step, ready to be measured."""
-
-    def __new__(cls, settings, *_):
-        return super().__new__(ReferenceStep if settings.get("reference") else cls)
 
     def __init__(self, settings, args, device, images):
         self.device = device
@@ -244,8 +241,7 @@ class ReferenceStep(Step):
 
     def __init__(self, settings, args, device, images):
         self.device, self.compile, self.orders = device, False, []
-        size = {name: value for name, value in SIZES[settings["model"]].items() if name != "img_size"}
-        self.model = ReferenceMAE(**size).to(device).train()
+        self.model = ReferenceMAE(**SIZES[settings["model"]]).to(device).train()
         self.precision, self.autocast, _ = precision(args.precision, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
         self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
@@ -270,6 +266,10 @@ class ReferenceStep(Step):
         return (counts[0] - counts[1]) / 2e6
 
 
+def make_step(settings, *args):
+    return (ReferenceStep if settings.get("reference") else Step)(settings, *args)
+
+
 def matmul_tflops(device, dtype, rounds=10):
     """What the device does in a square matrix product, in 10^12 operations a second: the ceiling that MFU is relative to."""
     n = 8192 if device.type == "cuda" else 2048
@@ -288,7 +288,7 @@ def matmul_tflops(device, dtype, rounds=10):
 
 def measure_memory(settings, args, device, images):
     """-> (saved_mb, peak_gb) of one recipe that has the device for itself."""
-    step = Step(settings, args, device, images)
+    step = make_step(settings, args, device, images)
     memory = step.saved_mb(), step.peak_gb()
     del step
     if args.compile:
@@ -335,7 +335,7 @@ def measure(names, settings, args, device, images):
         rows[-1] |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper_figures(s), strict=True))
     if args.compile:  # one model class is compiled anew for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
-    steps = [Step(s, args, device, images) for s in settings]
+    steps = [make_step(s, args, device, images) for s in settings]
     convs = [step.conv_seconds(args.rounds) for step in steps]
     for step in steps:
         step.warm_up()

@@ -10,7 +10,7 @@ from util import packed
 from util.addressed import SHUFFLE, addressed_uniform
 from util.bad_images import shared_flags
 from util.images import CifarImages, FolderImages, ImageError, INaturalistImages
-from util.signals import children_die_quietly, ignore_in_worker
+from util.signals import ignore_in_worker, let_children_die_quietly
 from util.tars import find_tars, open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
@@ -160,8 +160,8 @@ def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
             worker_init_fn=ignore_in_worker,
         )
         try:
-            with children_die_quietly():
-                stream = iter(loader)
+            stream = iter(loader)
+            let_children_die_quietly()
             for batch in stream:
                 taken += 1
                 yield batch

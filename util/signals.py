@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -96,13 +95,11 @@ def ignore_in_worker(_):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-@contextmanager
-def children_die_quietly():
-    """Within, a DataLoader is set up, whose handler would raise in the middle of a step, or of a save, if a worker dies.
+def let_children_die_quietly():
+    """After a DataLoader's set-up, whose handler would raise in the middle of a step, or of a save, if a worker dies.
 
     It finds out anyhow when it waits for that worker's next batch, within five seconds.
     """
-    yield
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
