@@ -151,6 +151,16 @@ def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name):
     assert torch.equal(weights(clean), history[0])
 
 
+def test_an_optimizer_that_cannot_skip_is_not_stepped():
+    engine = an_engine()
+    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3, momentum=0.9)
+    spoil(engine, {1})
+    history = []
+    engine.train_one_epoch(0, range(3), stream(3), lambda step: history.append(weights(engine)))
+    assert torch.equal(history[0], history[1]) and not torch.equal(history[1], history[2])
+    assert all(w.isfinite().all() for w in history)
+
+
 def test_skipped_steps_are_counted_and_poison_no_mean():
     engine = an_engine(print_freq=2)
     spoil(engine, {1, 2, 3})

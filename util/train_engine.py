@@ -1,9 +1,9 @@
 """The training step that pre-training and fine-tuning share: accumulation, mixed precision, logging; knows no model.
 
 The device is never waited for, except where values are printed: losses and gradient norms add up on it, and whether a
-step is finite is decided there, too. A non-finite gradient leaves the weights as they were (GradScaler's skip inside
-the fused AdamW); DDP has averaged the gradients before that, so all processes skip alike. Of sharded gradients each process
-sees a part, and what it finds is exchanged.
+step is finite is decided there, too. A gradient whose norm is not finite leaves the weights as they were (a skip inside the
+fused AdamW, made for GradScaler; LARS has its own); DDP has averaged the gradients before that, and of sharded ones the norm
+is exchanged, so all processes skip alike.
 """
 
 import random
@@ -26,23 +26,14 @@ STARVED = 0.1  # a larger share of the time spent waiting for data is worth a wo
 MAX_BAD_STEPS = 20  # so many non-finite steps in a row, as seen at a report, end the run
 
 
-class FiniteGuard(torch.amp.GradScaler):
-    """A GradScaler for bf16 and fp32: the scale stays 1, and only its skip of non-finite steps is used."""
-
-    def __init__(self, device):
-        super().__init__(device, init_scale=1.0)
-
-    def update(self, new_scale=None):
-        super().update(1.0)
-
-
 def precision(name, device):
-    """-> (name, autocast() -> context, GradScaler). "auto" is bf16 where the GPU has it, else fp16; fp32 on the CPU."""
+    """-> (name, autocast() -> context, GradScaler, which only fp16 enables). "auto" is bf16 where the GPU has it, else fp16;
+    fp32 on the CPU."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         name = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
     dtype = PRECISIONS[name]
-    scaler = torch.amp.GradScaler(device.type) if name == "fp16" else FiniteGuard(device.type)
+    scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
     return name, lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler
 
 
@@ -203,16 +194,26 @@ class TrainEngine:
                 self.scaler.scale(sum(losses.values()) / self.accum_iter).backward()
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach() / self.accum_iter
+        self.meter.add(sums, self.update_weights())
+        self.clock.num_steps += 1
+        self.reached(step, phase + BETWEEN)
+
+    def update_weights(self):
+        """One step of the optimizer with the gradients there are, which go -> their norm, before clipping."""
         self.scaler.unscale_(self.optimizer)
         grad_norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():  # it has looked at every gradient
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self.optimizer.found_inf = (~grad_norm.isfinite()).float()
+            self.optimizer.step()
+        elif grad_norm.isfinite():  # an optimizer that cannot skip by itself: this waits for the device
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.meter.add(sums, grad_norm)
-        self.clock.num_steps += 1
-        self.reached(step, phase + BETWEEN)
+        return grad_norm
 
     def report(self, epoch, step, epoch_ends):
         """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more."""

@@ -45,6 +45,19 @@ def test_a_zero_norm_means_a_plain_step(zero):
     assert torch.equal(p.detach(), before - 0.5 * p.grad)
 
 
+def test_a_step_that_is_not_finite_is_skipped():
+    p, q = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    skipping, other = LARS([p], lr=0.5), LARS([q], lr=0.5)
+    for gradient in (1.0, float("nan"), 2.0):
+        p.grad = torch.full((2, 2), gradient)
+        skipping.found_inf = (~p.grad.norm().isfinite()).float()
+        skipping.step()
+        if p.grad.isfinite().all():
+            q.grad = p.grad
+            other.step()
+    assert torch.equal(p, q) and torch.equal(skipping.state[p]["mu"], other.state[q]["mu"])
+
+
 def test_its_state_survives_a_checkpoint():
     p, q = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
     ours, theirs = LARS([p], lr=0.1), LARS([q], lr=0.1)
