@@ -9,7 +9,7 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from models_vit import BASE, MICRO, MINI, Classifier, PatchEncoder, drop_path_rates, layer_norm
+from models_vit import BASE, MICRO, MINI, Classifier, PatchEncoder, drop_path_rates, layer_norm, split_heads
 
 __all__ = [
     "RelativeVisionTransformer",
@@ -85,8 +85,7 @@ class RelativeAttention(nn.Module):
         if bias is None:
             bias = RelativePositionBias.forward(self)
         qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, qkv_bias).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, heads, d]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, d]
+        q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)  # each [B, heads, T, d]
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).transpose(1, 2).flatten(2))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models_relative_vit import lookup_bias
-from models_vit import PatchEmbed, drop_path_rates, patchify
+from models_vit import PatchEmbed, drop_path_rates, patchify, split_heads
 from util.window_groups import plan_groups
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
@@ -65,7 +65,7 @@ class WindowAttention(nn.Module):
         bias = lookup_bias(index, self.relative_position_bias_table)  # [heads, L, L] or [G, heads, L, L]
         if mask is not None:
             bias = bias + mask.unsqueeze(1).to(bias.dtype)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(3, 0, 1, 4, 2, 5)  # [B, G, heads, L, d] each
+        q, k, v = split_heads(qkv, self.num_heads)  # [B, G, heads, L, d] each
         # The bias has one row for all images: groups are taken for heads, or for images where all have the same bias.
         if bias.ndim == 4:
             (q, k, v), bias = (x.flatten(1, 2) for x in (q, k, v)), bias.flatten(0, 1).unsqueeze(0)

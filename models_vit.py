@@ -91,6 +91,15 @@ class PatchEmbed(nn.Module):
         return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
 
 
+def split_heads(qkv, num_heads):
+    """Queries, keys and values of a linear layer [..., T, 3 C] -> three views [..., heads, T, d].
+
+    They are unbound where they lie: the backward pass then packs their gradients in one copy. Unbound from a permuted tensor,
+    as ViTs usually have it, they are stacked first and then copied into the layer's layout.
+    """
+    return [x.transpose(-3, -2) for x in qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)]
+
+
 class Attention(nn.Module):
     """Multi-head self-attention on torch's fused kernel."""
 
@@ -103,8 +112,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x):
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, heads, d]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, d]
+        q, k, v = split_heads(self.qkv(x), self.num_heads)  # each [B, heads, T, d]
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 

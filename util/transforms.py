@@ -158,7 +158,7 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1) * 255)
 
     def forward(self, imgs):
-        return (imgs.float() - self.mean) / self.std
+        return (imgs - self.mean) / self.std
 
     def undo(self, imgs):
         """Normalised float [B, 3, H, W] -> float in [0, 1], clipped."""
