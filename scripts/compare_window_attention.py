@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_greenmim_pr
 from models_swin import WindowGroups, cut_windows, join_windows, unit_coords
-from scripts.profile_pretrain import device_name, saved_bytes, time_in_turn
+from scripts.step_costs import device_name, saved_bytes, time_in_turn
 from util.cli import Parser
 
 TOLERANCE = 1e-4  # of outputs of unit size, in float32

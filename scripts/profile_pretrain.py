@@ -30,7 +30,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,12 +37,13 @@ from main_pretrain import build_model, get_args_parser
 from prmim import SpatialAggregation
 from recipes import RECIPES
 from scripts.reference_mae import SIZES, ReferenceMAE
+from scripts.step_costs import a_batch, device_name, forward_gmac, matmul_tflops, saved_bytes, time_in_turn
 from util.cli import Parser, parse_with_recipe, why_not_writable
-from util.datasets import AddressedDataset, open_images
+from util.datasets import open_images
 from util.plots import pyplot
 from util.tables import write_csv
 from util.train_engine import PRECISIONS, precision
-from util.transforms import Normalize, RandomResizedCropFlip
+from util.transforms import Normalize
 
 
 def _base(*arms):
@@ -81,64 +81,6 @@ COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost 
 COLUMNS += ["gflop_train", "conv_ms", "mfu", "matmul_tflops", "times_reference", "saved_of_reference"]
 COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
 COLUMNS += ["compile"]
-
-
-def forward_gmac(settings):
-    """Multiply-adds, in 10^9, of one image's forward pass, counted on the meta device -> (what is trained, teacher)."""
-    if settings.get("reference"):
-        with torch.device("meta"):
-            model = ReferenceMAE(**SIZES[settings["model"]])
-            return counted(lambda: model(torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long))), 0.0
-    with torch.device("meta"):  # where a teacher needs no weights
-        model = build_model({**settings, "teacher": None})
-        imgs = torch.empty(1, 3, *model.img_size)
-    orders = [order.to("meta") for order in a_batch(model, settings, 1)[1]]
-    teacher = getattr(model, "teacher", None)
-    if teacher is None:
-        return counted(lambda: model(imgs, *orders)), 0.0
-    inputs = []
-    handle = teacher.register_forward_hook(lambda _, args, kwargs, __: inputs.append((args, kwargs)), with_kwargs=True)
-    total = counted(lambda: model(imgs, *orders))
-    handle.remove()
-    ((args, kwargs),) = inputs
-    alone = counted(lambda: teacher(*args, **kwargs))
-    return total - alone, alone
-
-
-def counted(forward):
-    with FlopCounterMode(display=False) as counter:
-        forward()
-    return counter.get_total_flops() / 2e9
-
-
-def saved_bytes(forward):
-    """Bytes of all storages that autograd keeps for the backward pass of `forward()`."""
-    storages = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        # Alive until the graph goes, so no address is given out twice. Detached, or an operation that keeps its own
-        # output would be a cycle that nothing frees, and the peak memory measured next would be too large.
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = forward()
-    del output
-    return sum(storages.values())
-
-
-def a_batch(model, settings, batch_size, images=None):
-    """uint8 crops of `images`, or random bytes; and [their token orders, and what the model takes beside]."""
-    collator = model.collator(settings["sampling"], seed=0)
-    if images is None:
-        generator = torch.Generator().manual_seed(0)
-        crops = torch.randint(0, 256, (batch_size, 3, *model.img_size), dtype=torch.uint8, generator=generator)
-        imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
-    else:
-        dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed=0))
-        imgs, _, *orders = collator([dataset[(0, i % len(dataset))] for i in range(batch_size)])
-    return imgs, orders
 
 
 class Step:
@@ -270,22 +212,6 @@ def make_step(settings, *args):
     return (ReferenceStep if settings.get("reference") else Step)(settings, *args)
 
 
-def matmul_tflops(device, dtype, rounds=10):
-    """What the device does in a square matrix product, in 10^12 operations a second: the ceiling that MFU is relative to."""
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(rounds + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(seconds[2:]) / 1e12
-
-
 def measure_memory(settings, args, device, images):
     """-> (saved_mb, peak_gb) of one recipe that has the device for itself."""
     step = make_step(settings, args, device, images)
@@ -303,24 +229,6 @@ def paper_figures(settings):
         return None, None, None
     known = settings["aggregation"] == "dwconv" and settings["kernel_size"] == 7
     return PAPER.get((settings["model"], settings["throw_ratio"]) if known else None, (None, None, None))
-
-
-def time_in_turn(steps, rounds):
-    """Functions that return their seconds -> the median of each; another one is first in each round, since a step feels the
-    memory that its predecessor left."""
-    times = [[] for _ in steps]
-    for i in range(rounds):
-        for j in range(len(steps)):
-            k = (i + j) % len(steps)
-            times[k].append(steps[k]())
-    return [statistics.median(of_step) for of_step in times]
-
-
-def device_name(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def measure(names, settings, args, device, images):

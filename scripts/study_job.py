@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import main_finetune
 import main_pretrain
 from prmim import ProgressiveDecoder, SpatialAggregation
-from scripts.profile_pretrain import forward_gmac
+from scripts.step_costs import forward_gmac
 from scripts.visualize import evenly_spaced, load_run, measure
 from util.datasets import open_images
 

@@ -12,7 +12,7 @@ from models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from models_swin import SwinEncoder, SwinTransformer
 from models_vit import Block, VisionTransformer, ViTEncoder
 from prmim import TokenOrder
-from scripts.profile_pretrain import saved_bytes
+from scripts.step_costs import saved_bytes
 from tests.two_processes import run_in_two_processes
 from util.checkpoint import load_encoder, save_checkpoint
 from util.key_names import encoder_names

@@ -9,7 +9,7 @@ from framework import PixelFramework
 from main_pretrain import build_model, get_args_parser
 from prmim import TokenOrder
 from recipes import RECIPES
-from scripts.profile_pretrain import forward_gmac
+from scripts.step_costs import forward_gmac
 from util.cli import parse_with_recipe
 
 COUNTS = {0.0: (49, 147, 0), 0.25: (49, 98, 49), 0.5: (49, 49, 98), 0.65: (49, 20, 127)}  # of 196 tokens, mask ratio .75

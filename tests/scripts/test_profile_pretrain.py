@@ -10,8 +10,9 @@ from torch import nn
 
 from models_mae_pr import MaskedAutoencoderViT
 from scripts import profile_pretrain
-from scripts.profile_pretrain import Step, add_ratios, forward_gmac, markdown, saved_bytes
+from scripts.profile_pretrain import Step, add_ratios, markdown
 from scripts.reference_mae import ReferenceMAE
+from scripts.step_costs import forward_gmac, saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
