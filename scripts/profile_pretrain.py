@@ -9,22 +9,26 @@ GMAC            multiply-adds of one image's forward pass, as torch's counter se
                 paper leaves it out: its ratio stands in a column of its own, student and teacher together
 saved MB        what the forward pass of one image keeps for the backward pass, in 10^6 bytes: each storage once; counted
                 as the difference between batches of four and of two, in which weights, their casts and tables cancel
+moved MB        what the operations of one image's whole step read and write, matrix products, attention and convolutions
+                apart; counted likewise, in eager mode. A compiler fuses operations, and moves less
 peak GB         most device memory that a step's tensors take, in 10^9 bytes: weights, moments, gradients, activations and
                 what kernels work in; each recipe has the device for itself then (CUDA alone)
 ms a step       median over the rounds; each round times every recipe once, in rotating order
 conv ms         forward and backward of the spatial aggregation alone, with the gathers around it
+roofline        the time of an eager step that does all its matrix products as fast as a large one and all else at the speed of a
+                large copy (both measured), in turn and without a gap; as a share of the time it takes
 MFU             six floating-point operations a multiply-add (forward and backward; torch's own count of the backward pass
-                takes a depth-wise convolution for a dense one), by what this device does in a large matrix product, measured
+                takes a depth-wise convolution for a dense one), and two of a teacher's, by what this device does in a large
+                matrix product, measured
 x reference     how many times as fast as MAE's step by the reference's maths (scripts/reference_mae.py), with --against
 
-A step is forward, backward and AdamW on one batch that stays on the device (random, or the first crops of
-`--data_path`); loading is not in it. Ratios are to the recipe of the same model that throws nothing, if it is among them,
-else to the first; behind the stroke stands the paper's figure.
+A step is the engine's: bytes become floats, forward, backward, the gradient's norm, AdamW, sums for the log; on one batch that
+stays on the device (random, or the first crops of `--data_path`), so loading is not in it. Ratios are to the recipe of the
+same model that throws nothing, if it is among them, else to the first; behind the stroke stands the paper's figure.
 """
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -33,11 +37,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from engine_pretrain import PretrainEngine
 from main_pretrain import build_model, get_args_parser
 from prmim import SpatialAggregation
 from recipes import RECIPES
 from scripts.reference_mae import SIZES, ReferenceMAE
-from scripts.step_costs import a_batch, device_name, forward_gmac, matmul_tflops, saved_bytes, time_in_turn
+from scripts.step_costs import (
+    Traffic,
+    a_batch,
+    copied_gb_per_s,
+    device_name,
+    forward_gmac,
+    matmul_tflops,
+    median_seconds,
+    saved_bytes,
+    time_in_turn,
+    wait,
+)
 from util.cli import Parser, parse_with_recipe, why_not_writable
 from util.datasets import open_images
 from util.plots import pyplot
@@ -76,43 +92,57 @@ PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("localmim_vit_base_patch16", 0.65): (0.91, 0.84, None),
     ("tec_vit_base_patch16", 0.5): (0.82, 0.81, None),
 }
-COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "peak_gb", "ms", "images_per_second")
+COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "moved_mb", "peak_gb", "ms", "images_per_second")
 COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
-COLUMNS += ["gflop_train", "conv_ms", "mfu", "matmul_tflops", "times_reference", "saved_of_reference"]
+COLUMNS += ["gflop_train", "moved_mb_fixed", "operations", "roofline_ms", "conv_ms", "mfu", "matmul_tflops", "copied_gb_per_s"]
+COLUMNS += ["times_reference", "saved_of_reference"]
 COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
 COLUMNS += ["compile"]
 
 
 class Step:
-    """One recipe's training step, ready to be measured."""
+    """One recipe's training step, the engine's own, ready to be measured."""
 
     def __init__(self, settings, args, device, images):
-        self.device = device
+        self.device, self.compile = device, args.compile
         self.model = build_model(settings).to(device).train()
-        self.precision, self.autocast, _ = precision(args.precision, device)
+        self.precision, autocast, scaler = precision(args.precision, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.normalize = Normalize().to(device)
+        self.engine = PretrainEngine(
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=scaler,
+            autocast=autocast,
+            normalize=Normalize().to(device),
+            learning_rate=lambda step, lr_scale: 1e-4,
+            accum_iter=1,
+            images_per_step=args.batch_size,
+            steps_per_epoch=1,
+            last_step=1,
+            log=None,  # nothing is reported
+        )
         imgs, orders = a_batch(self.model, settings, args.batch_size, images)
         self.imgs, self.orders = imgs.to(device), [order.to(device) for order in orders]
-        self.compile = args.compile
 
     def forward(self, imgs, *orders):
-        with self.autocast():
-            return sum(self.model(self.normalize(imgs), *orders).values())
+        with self.engine.autocast():
+            return sum(self.engine.losses_of((imgs, None, *orders), 0, 0).values())
+
+    def train(self, imgs, *orders):
+        self.engine.train_step(iter([(imgs, None, *orders)]), 0)
+
+    def images(self, n):
+        """`n` times the first image, with its token order."""
+        ids_shuffle, *plans = self.orders
+        return self.imgs[:1].repeat(n, 1, 1, 1), ids_shuffle[:1].repeat(n, 1), *plans
 
     def __call__(self):
         """-> seconds of one step."""
-        self.wait()
+        wait(self.device)
         start = time.perf_counter()
-        self.forward(self.imgs, *self.orders).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.wait()
+        self.train(self.imgs, *self.orders)
+        wait(self.device)
         return time.perf_counter() - start
-
-    def wait(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def warm_up(self):
         """Two steps before any is measured: with them the moments exist and kernels are chosen, or compiled."""
@@ -123,13 +153,19 @@ class Step:
 
     def saved_mb(self):
         """MB an image; before the warm-up, so eager whatever is timed."""
+        two, four = (saved_bytes(lambda n=n: self.forward(*self.images(n))) for n in (2, 4))
+        return (four - two) / 2e6
 
-        def saved(n):
-            ids_shuffle, *plans = self.orders
-            imgs, ids_shuffle = self.imgs[:1].repeat(n, 1, 1, 1), ids_shuffle[:1].repeat(n, 1)
-            return saved_bytes(lambda: self.forward(imgs, ids_shuffle, *plans))
-
-        return (saved(4) - saved(2)) / 2e6
+    def traffic(self):
+        """-> (MB that an image's operations move, MB that a step's do beside, how many they are); eager, too."""
+        self.train(*self.images(2))  # the first step makes the moments
+        counts = []
+        for n in (2, 4):
+            with Traffic() as count:
+                self.train(*self.images(n))
+            counts.append(count)
+        two, four = (count.moved / 1e6 for count in counts)
+        return (four - two) / 2, 2 * two - four, counts[0].operations
 
     def conv_seconds(self, rounds):
         """Median seconds of all spatial aggregations alone, forward and backward; None where there are none."""
@@ -145,18 +181,14 @@ class Step:
         calls = [(module, x.detach().requires_grad_(), rest) for module, (x, *rest) in calls]
 
         def once():
-            self.wait()
-            start = time.perf_counter()
             for module, x, rest in calls:
-                with self.autocast():
+                with self.engine.autocast():
                     out = module(x, *rest)
                 out.backward(out.detach())
-            self.wait()
-            self.optimizer.zero_grad(set_to_none=True)
-            return time.perf_counter() - start
 
-        once()
-        return statistics.median(once() for _ in range(rounds))
+        seconds = median_seconds(once, self.device, rounds)
+        self.optimizer.zero_grad(set_to_none=True)
+        return seconds
 
     def trace(self, folder, name):
         """Leaves the profiler's trace of one step in `folder`, for a browser's chrome://tracing, and its table as text."""
@@ -179,12 +211,14 @@ class Step:
 
 
 class ReferenceStep(Step):
-    """MAE's step by the reference's maths, for a model of the same size."""
+    """MAE's step as the reference takes it, for a model of the same size: with its GradScaler, a norm for each parameter, and
+    two waits."""
 
     def __init__(self, settings, args, device, images):
         self.device, self.compile, self.orders = device, False, []
         self.model = ReferenceMAE(**SIZES[settings["model"]]).to(device).train()
         self.precision, self.autocast, _ = precision(args.precision, device)
+        self.scaler = torch.amp.GradScaler(device.type)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
         self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
 
@@ -192,20 +226,21 @@ class ReferenceStep(Step):
         with self.autocast():
             return self.model(imgs)
 
-    def __call__(self):
-        self.wait()
-        start = time.perf_counter()
-        loss = self.forward(self.imgs)
-        loss.item()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.wait()
-        return time.perf_counter() - start
+    def images(self, n):
+        return (self.imgs[:1].repeat(n, 1, 1, 1),)
 
-    def saved_mb(self):
-        counts = [saved_bytes(lambda n=n: self.forward(self.imgs[:1].repeat(n, 1, 1, 1))) for n in (4, 2)]
-        return (counts[0] - counts[1]) / 2e6
+    def train(self, imgs):
+        loss = self.forward(imgs)
+        loss.item()
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.stack([p.grad.norm() for p in self.model.parameters() if p.grad is not None]).norm()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def conv_seconds(self, rounds):
+        return None
 
 
 def make_step(settings, *args):
@@ -213,9 +248,9 @@ def make_step(settings, *args):
 
 
 def measure_memory(settings, args, device, images):
-    """-> (saved_mb, peak_gb) of one recipe that has the device for itself."""
+    """-> (saved_mb, traffic, peak_gb) of one recipe that has the device for itself."""
     step = make_step(settings, args, device, images)
-    memory = step.saved_mb(), step.peak_gb()
+    memory = step.saved_mb(), step.traffic(), step.peak_gb()
     del step
     if args.compile:
         torch._dynamo.reset()  # compiled code may hold on to tensors
@@ -235,11 +270,12 @@ def measure(names, settings, args, device, images):
     """-> one row a recipe, without ratios."""
     rows = []
     for name, s in zip(names, settings, strict=True):
-        saved_mb, peak_gb = measure_memory(s, args, device, images)
+        saved_mb, (moved_mb, moved_mb_fixed, operations), peak_gb = measure_memory(s, args, device, images)
         gmac, teacher_gmac = forward_gmac(s)
         rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": gmac})
         rows[-1] |= {"gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
         rows[-1] |= {"saved_mb": saved_mb, "peak_gb": peak_gb}
+        rows[-1] |= {"moved_mb": moved_mb, "moved_mb_fixed": moved_mb_fixed, "operations": operations}
         rows[-1] |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper_figures(s), strict=True))
     if args.compile:  # one model class is compiled anew for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
@@ -247,11 +283,15 @@ def measure(names, settings, args, device, images):
     convs = [step.conv_seconds(args.rounds) for step in steps]
     for step in steps:
         step.warm_up()
-    ceiling = matmul_tflops(device, PRECISIONS[steps[0].precision] or torch.float32)
+    ceiling, bandwidth = matmul_tflops(device, PRECISIONS[steps[0].precision] or torch.float32), copied_gb_per_s(device)
     for row, conv, seconds in zip(rows, convs, time_in_turn(steps, args.rounds), strict=True):
         row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds, "conv_ms": conv and 1e3 * conv}
-        row |= {"gflop_train": 6 * row["gmac"], "matmul_tflops": ceiling}
+        teacher_gmac = (row["gmac_with_teacher"] or row["gmac"]) - row["gmac"]
+        row |= {"gflop_train": 6 * row["gmac"] + 2 * teacher_gmac, "matmul_tflops": ceiling, "copied_gb_per_s": bandwidth}
         row["mfu"] = row["gflop_train"] * row["images_per_second"] / 1e3 / ceiling
+        if not args.compile:
+            row["roofline_ms"] = args.batch_size * row["gflop_train"] / ceiling
+            row["roofline_ms"] += (args.batch_size * row["moved_mb"] + row["moved_mb_fixed"]) / bandwidth
         row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
         row |= {"device": device_name(device), "torch": torch.__version__, "compile": args.compile}
     if args.trace:
@@ -285,20 +325,25 @@ def markdown(rows):
         ours, theirs = row[f"{cost}_ratio"], row.get(paper)
         return number(ours, 3) + ("" if theirs is None else f" / {theirs:.2f}")
 
+    def share(value, whole):
+        return "–" if value is None else f"{value / whole:.0%}"
+
     first = rows[0]
     taught, against = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
     header = ["recipe", "ρ_d", "GMAC", "ratio / paper", *["with teacher", "ratio"] * taught, "saved MB", "ratio / paper"]
-    header += ["peak GB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio", "conv ms", "MFU"]
+    header += ["moved MB", "ratio", "peak GB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio"]
+    header += ["conv ms", "roofline", "MFU"]
     header += ["× reference", "saved / reference's"] * against
     body = [
         [
             *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
             *[number(r["gmac_with_teacher"], 3), ratio(r, "gmac_with_teacher")] * taught,
             *(number(r["saved_mb"], 1), ratio(r, "saved_mb", "paper_memory_ratio")),
+            *(number(r["moved_mb"], 1), ratio(r, "moved_mb")),
             *(number(r["peak_gb"], 2), ratio(r, "peak_gb", "paper_memory_ratio") if r["peak_gb"] else "–"),
             *(number(r["ms"], 1), ratio(r, "ms", "paper_time_ratio")),
             *(number(r["images_per_second"], 1), ratio(r, "images_per_second")),
-            *(number(r.get("conv_ms"), 2), "–" if r.get("mfu") is None else f"{r['mfu']:.0%}"),
+            *(number(r.get("conv_ms"), 2), share(r.get("roofline_ms"), r["ms"]), share(r.get("mfu"), 1)),
             *[number(r.get("times_reference"), 2), number(r.get("saved_of_reference"), 3)] * against,
         ]
         for r in rows
@@ -307,7 +352,7 @@ def markdown(rows):
     title = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
     title += f"torch {first['torch']}" + (", compiled" if first["compile"] else "")
     if first.get("matmul_tflops"):
-        title += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s"
+        title += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s, a copy at {first['copied_gb_per_s']:.3g} GB/s"
     return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
 
 

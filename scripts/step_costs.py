@@ -1,10 +1,13 @@
 """What a training step costs, counted; what a device can do at most, measured; and how times are taken in turn."""
 
+import math
 import statistics
 import time
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from main_pretrain import build_model
 from scripts.reference_mae import SIZES, ReferenceMAE
@@ -57,6 +60,44 @@ def saved_bytes(forward):
     return sum(storages.values())
 
 
+class Traffic(TorchDispatchMode):
+    """Counts `operations`, and `moved`, the bytes of the tensors that they take and give; views are neither.
+
+    Matrix products, attention and convolutions are left out of `moved`: arithmetic bounds them, and memory the others. What is
+    expanded counts as it lies in memory; a gather, as all that it may read.
+    """
+
+    FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
+    OVERWRITE = ("copy_", "fill_", "zero_", "ones_like", "zeros_like", "full_like", "new_zeros", "new_full", "new_ones")
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        packet, schema = func._overloadpacket, func._schema
+        given = tensors_in(out)
+        if schema.is_mutable and not given:  # fused and foreach operations give nothing back
+            given = tensors_in([a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write])
+        if given and not func.is_view and packet.__name__ not in self.FREE:
+            self.operations += 1
+            if packet not in flop_registry and "attention" not in packet.__name__:
+                taken = tensors_in((args[packet.__name__ in self.OVERWRITE :], kwargs))
+                self.moved += sum(map(extent, taken)) + sum(map(extent, given))
+        return out
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def extent(tensor):
+    """Bytes of a tensor's elements, the repeated ones once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
+
+
 def a_batch(model, settings, batch_size, images=None):
     """uint8 crops of `images`, or random bytes; and [their token orders, and what the model takes beside]."""
     collator = model.collator(settings["sampling"], seed=0)
@@ -74,16 +115,31 @@ def matmul_tflops(device, dtype, rounds=10):
     """What the device does in a square matrix product, in 10^12 operations a second: the ceiling that MFU is relative to."""
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / median_seconds(lambda: a @ b, device, rounds) / 1e12
+
+
+def copied_gb_per_s(device, rounds=10):
+    """Bytes that the device reads and writes in a large copy, in 10^9 a second."""
+    a = torch.ones(2**30 if device.type == "cuda" else 2**28, device=device, dtype=torch.uint8)
+    b = torch.empty_like(a)
+    return 2 * len(a) / median_seconds(lambda: b.copy_(a), device, rounds) / 1e9
+
+
+def median_seconds(work, device, rounds):
+    """Of `rounds` calls after two to warm up."""
     seconds = []
     for _ in range(rounds + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
         start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        work()
+        wait(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(seconds[2:]) / 1e12
+    return statistics.median(seconds[2:])
+
+
+def wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def time_in_turn(steps, rounds):

@@ -12,7 +12,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
 from scripts.reference_mae import ReferenceMAE
-from scripts.step_costs import forward_gmac, saved_bytes
+from scripts.step_costs import Traffic, forward_gmac, saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
     row = dict(
         gmac_with_teacher=None,
+        moved_mb=2 * gmac,
         recipe=recipe,
         model=model,
         throw_ratio=throw_ratio,
@@ -60,6 +61,40 @@ def test_counting_saved_bytes_leaves_nothing_behind():
     assert kept[0]() is None
 
 
+def test_traffic_of_known_operations():
+    """Against a count by hand, in elements of four bytes."""
+    x, bias, index = torch.randn(7, 3, requires_grad=True), torch.randn(1, 3), torch.zeros(7, 2, dtype=torch.int64)
+
+    def moved(work):
+        with Traffic() as traffic:
+            work()
+        return traffic.moved / 4, traffic.operations
+
+    assert moved(lambda: x.detach().view(3, 7).t().unsqueeze(0)) == (0, 0)
+    assert moved(lambda: x + bias.expand(7, 3)) == (21 + 3 + 21, 1)  # what is expanded is read once
+    assert moved(lambda: x @ x.t()) == (0, 1)
+    assert moved(lambda: x.gather(1, index)) == (21 + 2 * 14 + 14, 1)  # indices have eight bytes
+    assert moved(lambda: torch.empty(9).copy_(torch.empty(9))) == (9 + 9, 1)
+    assert moved(lambda: torch.empty(9).mul_(2)) == (9 + 9, 1)
+    # exp keeps its outcome and the sum's gradient is expanded; in turn: exp, sum, ones, product
+    assert moved(lambda: x.exp().sum().backward()) == ((21 + 21) + (21 + 1) + 1 + (21 + 1 + 21), 4)
+    p = torch.nn.Parameter(torch.ones(9))
+    p.grad, optimizer = torch.ones(9), torch.optim.AdamW([p], fused=True)
+    optimizer.step()
+    number, operations = moved(optimizer.step)
+    assert 7 * 9 <= number < 9 * 9 and operations == 2  # weight, two moments, gradient; and the number of steps
+
+
+def test_a_step_s_traffic_is_an_image_s_times_the_batch_and_the_weights(monkeypatch):
+    args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
+    step = Step(settings_of("--model", "mae_vit_micro_patch4"), args, torch.device("cpu"), None)
+    image, fixed, operations = step.traffic()
+    with Traffic() as whole:
+        step.train(*step.images(7))
+    assert whole.moved == pytest.approx(1e6 * (7 * image + fixed), rel=1e-6) and whole.operations == operations
+    assert fixed > 28e-6 * sum(p.numel() for p in step.model.parameters() if p.requires_grad)  # AdamW alone
+
+
 def test_saved_memory_of_an_image_is_that_of_its_activations():
     """Weights, which every batch keeps once, do not count."""
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
@@ -93,7 +128,7 @@ def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2"])[1]
     for throw_ratio in ("0", "0.5"):
         settings = settings_of("--model", "mae_vit_micro_patch4", "--throw_ratio", throw_ratio)
-        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)[1] == 3.0
+        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)[2] == 3.0
     assert events == ["step", "step", "reset", "step", "read beside 1 model"] * 2 and not models
 
 
@@ -122,9 +157,10 @@ def test_ratios_are_to_the_same_model_without_throwing():
     assert [r["paper_memory_ratio"] for r in rows] == [0.64, None, 0.82]
     text = markdown(rows)
     assert text.startswith("batch 8, cpu, fp32, 3 rounds, torch 2\n\n| recipe | ρ_d |")
-    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429 | – | – |"
-    assert f"| a | 0.5 | {ours}\n" in text
-    assert "| c | 0.5 | 16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | – | – | 50.0 | 0.714 | 160.0 | 1.400 | – | – |" in text
+    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 12.0 | 0.750 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429"
+    assert f"| a | 0.5 | {ours} | – | – | – |\n" in text
+    theirs = "16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | 32.0 | 2.667 | – | – | 50.0 | 0.714 | 160.0 | 1.400"
+    assert f"| c | 0.5 | {theirs} | – | – | – |\n" in text
 
 
 def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
