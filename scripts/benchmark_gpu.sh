@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What a step costs on this machine's GPU, in less than 8 minutes after the set-up: the tests that need one, then the paper's
-# cost tables of ViT-B and ViT-L. The tables are left in output/benchmark_gpu (OUTPUT_DIR moves them); BATCH_BASE,
-# BATCH_LARGE (images, 256 and 128: for 80 GB) and ROUNDS (20) change what is measured. With your own environment that
-# has the requirements: PRMIM_SETUP=0. IMAGES=FOLDER of JPEGs adds runs from them, three minutes. Whatever fails, the rest is run, and
-# the exit code is 1.
+# What a step costs on this machine's GPU, in less than 8 minutes after the set-up: the tests that need one, the attention kernels,
+# the paper's cost tables of ViT-B and ViT-L, and the compiled step beside the reference's. The tables are left in
+# output/benchmark_gpu (OUTPUT_DIR moves them); BATCH_BASE, BATCH_LARGE (images, 512 and 256: for 80 GB), ROUNDS (20) and
+# ATTENTION (the kernel that the compiled step tries first) change what is measured. With your own environment that has the
+# requirements: PRMIM_SETUP=0. IMAGES=FOLDER of JPEGs adds runs from them, three minutes. Whatever fails, the rest is run, and the
+# exit code is 1.
 set -euo pipefail
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep -q GPU; then
     echo "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)" >&2
@@ -25,7 +26,7 @@ fi
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && cd "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && pwd)
 cd "$root"
 # Files of an earlier run must not pass for this one's.
-(cd "$output" && rm -rf environment.txt tests.txt cost_*.md cost_*.csv cost_*.svg traces end_to_end)
+(cd "$output" && rm -rf environment.txt tests.txt attention.md cost_*.md cost_*.csv cost_*.svg traces end_to_end)
 
 {
     date -u +%Y-%m-%d
@@ -40,17 +41,19 @@ profile() { # profile NAME SECONDS BATCH [flags]
     timeout -k 5 "$2" python scripts/profile_pretrain.py "${@:4}" --batch_size "$3" --rounds "${ROUNDS:-20}" --device cuda \
         --csv "$output/$1.csv" --markdown "$output/$1.md" || { echo "the cost table $1 failed" >&2 && status=1; }
 }
-timeout -k 5 150 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
-profile cost_base 100 "${BATCH_BASE:-256}" --table ablation --against reference --plot "$output/cost_base.svg"
-profile cost_large 70 "${BATCH_LARGE:-128}" --table large
-# The step that is to be fast: compiled, in bfloat16, at a batch that fills the card; with traces of it.
-profile cost_compiled 140 "${BATCH_BASE:-256}" mae_vit_base_100ep prmim50_vit_base_100ep --against reference --compile \
-    --trace "$output/traces"
+timeout -k 5 130 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
+timeout -k 5 40 python scripts/benchmark_attention.py --batch_size "${BATCH_BASE:-512}" --rounds "${ROUNDS:-20}" --device cuda \
+    --markdown "$output/attention.md" || { echo "the table attention failed" >&2 && status=1; }
+profile cost_base 90 "${BATCH_BASE:-512}" --table ablation --against reference --plot "$output/cost_base.svg"
+profile cost_large 60 "${BATCH_LARGE:-256}" --table large
+# The step that is to be fast: compiled, in bfloat16, with traces of it.
+profile cost_compiled 140 "${BATCH_BASE:-512}" mae_vit_base_100ep prmim50_vit_base_100ep --against reference --compile \
+    --attention "${ATTENTION:-auto}" --trace "$output/traces"
 # From JPEGs to weights, with all cores: what the synthetic figures above become. Each log ends with images/s and data's share.
 if [ -n "${IMAGES:-}" ]; then
     for recipe in mae_vit_base_100ep prmim50_vit_base_100ep; do
-        timeout -k 5 100 python main_pretrain.py --recipe "$recipe" --data_path "$IMAGES" --batch_size "${BATCH_BASE:-256}" \
-            --total_batch_size "${BATCH_BASE:-256}" --max_steps 80 --compile --picture_every 0 --output_dir "$output/end_to_end/$recipe" ||
+        timeout -k 5 100 python main_pretrain.py --recipe "$recipe" --data_path "$IMAGES" --batch_size "${BATCH_BASE:-512}" \
+            --total_batch_size "${BATCH_BASE:-512}" --max_steps 80 --compile --picture_every 0 --output_dir "$output/end_to_end/$recipe" ||
             { echo "the run $recipe from JPEGs failed" >&2 && status=1; }
     done
 fi

@@ -54,6 +54,7 @@ from scripts.step_costs import (
     time_in_turn,
     wait,
 )
+from util.attention import KERNELS, prefer
 from util.cli import Parser, parse_with_recipe, why_not_writable
 from util.datasets import open_images
 from util.plots import pyplot
@@ -97,7 +98,7 @@ COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost 
 COLUMNS += ["gflop_train", "moved_mb_fixed", "operations", "roofline_ms", "conv_ms", "mfu", "matmul_tflops", "copied_gb_per_s"]
 COLUMNS += ["times_reference", "saved_of_reference"]
 COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
-COLUMNS += ["compile"]
+COLUMNS += ["attention", "compile"]
 
 
 class Step:
@@ -293,7 +294,7 @@ def measure(names, settings, args, device, images):
             row["roofline_ms"] = args.batch_size * row["gflop_train"] / ceiling
             row["roofline_ms"] += (args.batch_size * row["moved_mb"] + row["moved_mb_fixed"]) / bandwidth
         row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
-        row |= {"device": device_name(device), "torch": torch.__version__, "compile": args.compile}
+        row |= {"device": device_name(device), "torch": torch.__version__, "attention": args.attention, "compile": args.compile}
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
         for name, step in zip(names, steps, strict=True):
@@ -351,28 +352,31 @@ def markdown(rows):
     lines = [header, ["---"] + ["--:"] * (len(header) - 1), *body]
     title = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
     title += f"torch {first['torch']}" + (", compiled" if first["compile"] else "")
+    title += "" if first["attention"] == "auto" else f", attention {first['attention']}"
     if first.get("matmul_tflops"):
         title += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s, a copy at {first['copied_gb_per_s']:.3g} GB/s"
     return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
 
 
 def plot(plt, rows, path):
-    """Cost against throw ratio, relative to throwing nothing: ours as lines, the paper's as crosses."""
+    """Cost against throw ratio, relative to throwing nothing: ours as a line for each model, the paper's as crosses."""
     figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True)
     rows = sorted((r for r in rows if r["recipe"] != REFERENCE), key=lambda r: r["throw_ratio"])
-    costs = ("gmac", "FLOPs"), ("saved_mb", "memory"), ("ms", "time")
-    for ax, (cost, title) in zip(axes, costs, strict=True):
-        for plain, label in ((False, "PR-MIM"), (True, "plain")):
-            line = [r for r in rows if ("plain" in r["recipe"]) == plain or r["throw_ratio"] == 0]
-            if all(r["throw_ratio"] == 0 for r in line):
-                continue
-            ax.plot([r["throw_ratio"] for r in line], [r[f"{cost}_ratio"] for r in line], "o-", ms=4, label=label)
-        known = [r for r in rows if r[f"paper_{'flops' if cost == 'gmac' else title}_ratio"] and "plain" not in r["recipe"]]
-        paper = [r[f"paper_{'flops' if cost == 'gmac' else title}_ratio"] for r in known]
-        ax.plot([r["throw_ratio"] for r in known], paper, "kx", label="paper")
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    for ax, (cost, title) in zip(axes, (("gmac", "FLOPs"), ("saved_mb", "memory"), ("ms", "time")), strict=True):
+        for model in models:
+            for plain in (False, True):
+                line = [r for r in rows if r["model"] == model and (("plain" in r["recipe"]) == plain or r["throw_ratio"] == 0)]
+                if all(r["throw_ratio"] == 0 for r in line):
+                    continue
+                label = ("plain" if plain else "PR-MIM") + (f", {model.rpartition('_patch')[0]}" if len(models) > 1 else "")
+                ax.plot([r["throw_ratio"] for r in line], [r[f"{cost}_ratio"] for r in line], "o-", ms=4, label=label)
+        figure_of = f"paper_{title.lower()}_ratio"
+        known = [r for r in rows if r[figure_of] and "plain" not in r["recipe"]]
+        ax.plot([r["throw_ratio"] for r in known], [r[figure_of] for r in known], "kx", label="paper")
         ax.set(title=title, xlabel="throw ratio", ylim=(0, 1.05))
     axes[0].set_ylabel("relative to throwing nothing")
-    axes[-1].legend(frameon=False)
+    axes[-1].legend(frameon=False, fontsize="small" if len(models) > 1 else None)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -387,6 +391,7 @@ def parse_args(argv=None):
     flag("--data_path", help="real images; random ones without it")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS))
+    flag("--attention", default="auto", choices=("auto", *KERNELS), help="kernel that is tried first; not by the reference")
     flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the timed steps")
     flag("--against", choices=(REFERENCE,), help="time MAE's step by the reference's maths beside (MAE recipes at 224 px)")
     flag("--trace", type=Path, metavar="FOLDER", help="leave a profiler trace of a step of each recipe there")
@@ -417,6 +422,7 @@ def main(argv=None):
         if settings[0]["model"] not in SIZES:
             parser.error(f"--against {REFERENCE} knows {', '.join(SIZES)}, but the first recipe is of {settings[0]['model']}")
         names, settings = [REFERENCE, *names], [{"reference": True, "model": settings[0]["model"], "throw_ratio": 0.0}, *settings]
+    prefer(args.attention)
     try:
         plt = pyplot("prmim-cost") if args.plot else None
         images = open_images("folder", args.data_path) if args.data_path else None

@@ -124,7 +124,8 @@ def test_flags_are_frozen():
         "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
         "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
         "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "
-        "mixup_mode clip_crop eval_every crop_pct mean std output_dir resume device precision compile shard max_steps save_every "
+        "mixup_mode clip_crop eval_every crop_pct mean std output_dir resume device precision attention compile shard "
+        "max_steps save_every "
         "save_steps print_freq".split()
     )
     assert flags >= main_finetune.FinetuneRun.machine_flags

@@ -269,12 +269,19 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
 
 
 def _gradients(rank, name):
-    """Gradient of a rank's half of the batch through DDP."""
-    model = build(name)
-    imgs, ids, *plans = a_batch(model)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    total(ddp(imgs[2 * rank : 2 * rank + 2], ids[2 * rank : 2 * rank + 2], *plans)).backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    """Gradient of a rank's half of the batch through DDP as a run wraps it; then with recomputed activations."""
+    found = {}
+    for recompute in (False, True):
+        model = build(name)
+        imgs, ids, *plans = a_batch(model)
+        if recompute:
+            recompute_blocks(model)
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+        for _ in range(2):  # the first pass learns the graph
+            ddp.zero_grad(set_to_none=True)
+            total(ddp(imgs[2 * rank : 2 * rank + 2], ids[2 * rank : 2 * rank + 2], *plans)).backward()
+        found |= {(n, recompute): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return found
 
 
 @frameworks
@@ -282,5 +289,5 @@ def test_two_processes_give_the_gradient_of_one(name):
     model = build(name)
     total(model(*a_batch(model))).backward()
     for theirs in run_in_two_processes(_gradients, name):
-        for parameter, gradient in theirs.items():
+        for (parameter, _), gradient in theirs.items():
             torch.testing.assert_close(torch.from_numpy(gradient), model.get_parameter(parameter).grad, rtol=1e-4, atol=1e-6)

@@ -297,6 +297,14 @@ def torchrun(photos, output_dir, *flags):
     )
 
 
+def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
+    asked, prefer = [], train_run.attention.prefer
+    monkeypatch.setattr(train_run.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
+    run(photos, tmp_path / "out", "--max_steps", 1, "--attention", "math")
+    run(photos, tmp_path / "out", "--max_steps", 2)
+    assert asked == ["math", "auto"] and "now is" not in capsys.readouterr().out
+
+
 def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     """The same global batches, the same losses, one writer; resumed at the exact step."""
     first = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--max_steps", 4, "--print_freq", 5)

@@ -268,7 +268,7 @@ def test_flags_are_frozen():
         "allow_changes max_bad_fraction dist_timeout recompute "
         "epochs warmup_epochs blr lr min_lr weight_decay "
         "warmup_lr lr_schedule lr_steps clip_grad betas crop interpolation "
-        "seed dataset data_path loader crop_scale num_workers output_dir resume device precision compile shard max_steps "
+        "seed dataset data_path loader crop_scale num_workers output_dir resume device precision attention compile shard max_steps "
         "save_every save_steps picture_every print_freq".split()
     )
     assert flags >= main_pretrain.PretrainRun.machine_flags

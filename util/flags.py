@@ -2,6 +2,7 @@
 
 import argparse
 
+from util.attention import KERNELS
 from util.datasets import DATASETS
 from util.lr_sched import SCHEDULES
 from util.train_engine import PRECISIONS
@@ -42,6 +43,9 @@ def add_run_flags(group):
     flag("--allow_changes", action=boolean, default=False, help="resume though settings or data have changed what comes out")
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
+    flag(
+        "--attention", default="auto", choices=("auto", *KERNELS), help="kernel that is tried first: scripts/benchmark_attention.py"
+    )
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
     flag("--dist_timeout", type=float, default=600, help="seconds without progress (a step, a save) that end a process")
     flag("--recompute", action=boolean, default=False, help="compute blocks again in the backward pass: less memory, more time")

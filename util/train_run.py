@@ -10,7 +10,7 @@ import sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from util import checkpoint, decode, distributed, shard
+from util import attention, checkpoint, decode, distributed, shard
 from util.bad_images import BadImages
 from util.datasets import (
     DOWNLOADED,
@@ -35,8 +35,8 @@ from util.watchdog import TEMPORARY, Watchdog
 
 # What may differ between two starts of one run without changing its results.
 MACHINE_FLAGS = set(
-    "recipe batch_size accum_iter num_workers data_path output_dir resume device compile recompute shard max_steps save_every "  # noqa: SIM905
-    "save_steps print_freq allow_changes max_bad_fraction dist_timeout".split()
+    "recipe batch_size accum_iter num_workers data_path output_dir resume device attention compile recompute shard max_steps "  # noqa: SIM905
+    "save_every save_steps print_freq allow_changes max_bad_fraction dist_timeout".split()
 )
 # Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
 SPLIT_FLAGS = {"batch_size", "accum_iter"}
@@ -174,6 +174,7 @@ class TrainRun:
         content = self.restore(self.resume_path) if self.resume_path else None
         self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
+        attention.prefer(args.attention)
         model = self.model
         if args.recompute:
             recompute_blocks(model)

@@ -13,6 +13,7 @@ from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
 from scripts.reference_mae import ReferenceMAE
 from scripts.step_costs import Traffic, forward_gmac, saved_bytes
+from util.plots import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +22,7 @@ def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
     row = dict(
         gmac_with_teacher=None,
         moved_mb=2 * gmac,
+        attention="auto",
         recipe=recipe,
         model=model,
         throw_ratio=throw_ratio,
@@ -163,13 +165,28 @@ def test_ratios_are_to_the_same_model_without_throwing():
     assert f"| c | 0.5 | {theirs} | – | – | – |\n" in text
 
 
+def test_the_plot_has_a_line_for_each_model_and_way(tmp_path, monkeypatch):
+    plt, drawn = pyplot("prmim-cost"), []
+    subplots = plt.subplots
+    monkeypatch.setattr(plt, "subplots", lambda *a, **k: drawn.append(subplots(*a, **k)) or drawn[-1])
+    base, large = "mae_vit_base_patch16", "mae_vit_large_patch16"
+    rows = [row("mae", base, 0.0, 10, 10, 10), row("prmim50", base, 0.5, 7, 6, 8), row("plain50", base, 0.5, 7, 6, 7)]
+    profile_pretrain.plot(plt, add_ratios(rows), tmp_path / "one.svg")
+    rows += [row("mael", large, 0.0, 20, 20, 20), row("prmim50l", large, 0.5, 18, 16, 17)]
+    profile_pretrain.plot(plt, add_ratios(rows), tmp_path / "two.svg")
+    lines = [{line.get_label(): list(line.get_ydata()) for line in axes[0].lines} for _, axes in drawn]
+    assert lines[0] == {"PR-MIM": [1, 0.7], "plain": [1, 0.7], "paper": [0.72]}
+    ours = {"PR-MIM, mae_vit_base": [1, 0.7], "plain, mae_vit_base": [1, 0.7], "PR-MIM, mae_vit_large": [1, 0.9]}
+    assert lines[1] == ours | {"paper": [0.72, 0.87]} and (tmp_path / "two.svg").stat().st_size > 5000
+
+
 def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
     rows = add_ratios([row("a", "mae_vit_base_patch16", 0.0, 9.67512345, 40 / 3, 1e3 / 7), row("b", "x", 0.5, 7, 10, 3, 1 / 3)])
     profile_pretrain.write_csv(tmp_path / "cost.csv", profile_pretrain.COLUMNS, rows)
     with open(tmp_path / "cost.csv", newline="") as file:
         read = list(csv.DictReader(file))
     assert list(read[0]) == profile_pretrain.COLUMNS and set(rows[0]) < set(profile_pretrain.COLUMNS)
-    texts = ("recipe", "model", "device", "precision", "torch", "compile")
+    texts = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
     for was, now in zip(rows, read, strict=True):
         assert {k: str(v) for k, v in was.items() if k in texts} == {k: now[k] for k in texts}
         assert {k: float(v) if v else None for k, v in now.items() if k in was and k not in texts} == {
@@ -299,12 +316,16 @@ def run_benchmark(tmp_path, failing):
 @pytest.mark.parametrize(
     ("failing", "status", "message"),
     [("nothing", 0, ""), ("-m gpu", 1, ""), ("--table ablation", 1, "cost_base failed"), ("--table large", 1, "cost_large failed")]
-    + [("reference --compile", 1, "cost_compiled failed"), ("main_pretrain.py", 1, "from JPEGs failed")],
+    + [
+        ("reference --compile", 1, "cost_compiled failed"),
+        ("benchmark_attention.py", 1, "attention failed"),
+        ("main_pretrain.py", 1, "from JPEGs failed"),
+    ],
 )
 def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, status, message):
     done = run_benchmark(tmp_path, failing)
     assert done.returncode == status and message in done.stderr and bool(done.stderr) == bool(message)
-    for flags in ("--table ablation --against reference", "--table large --batch_size 128", "--against reference --compile"):
+    for flags in ("--table ablation --against reference", "--table large --batch_size 256", "--against reference --compile"):
         assert flags in done.stdout
     assert "main_pretrain.py --recipe prmim50_vit_base_100ep --data_path photos" in done.stdout
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()

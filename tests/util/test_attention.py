@@ -1,0 +1,35 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models_vit import Block
+from scripts.step_costs import saved_bytes
+from util.attention import KERNELS, prefer
+
+
+@pytest.fixture(autouse=True)
+def torch_s_own_afterwards():
+    yield
+    prefer("auto")
+
+
+def test_the_preferred_kernel_is_the_one_that_runs():
+    """The three operations keep their softmax [B, heads, T, T] for the backward pass, the fused ones a number for each query."""
+    block, x = Block(16, 2), torch.randn(2, 64, 16, requires_grad=True)
+    saved, outputs = {}, {}
+    for name in ("auto", "flash", "math", "auto"):
+        prefer(name)
+        saved[name] = saved_bytes(lambda: block(x))
+        outputs[name] = block(x)
+    assert saved["auto"] == saved["flash"] == saved["math"] - 4 * 2 * 2 * 64 * (64 - 1)
+    torch.testing.assert_close(outputs["math"], outputs["auto"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_kernel_cannot_do_another_does(name):
+    """A bias, which flash attention does not take, and a CPU, which has not all kernels."""
+    q, bias = torch.randn(2, 2, 7, 8), torch.randn(1, 2, 7, 7)
+    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+    prefer(name)
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, attn_mask=bias), expected)
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), (q @ q.mT / 8**0.5).softmax(dim=-1) @ q)
