@@ -59,14 +59,15 @@ WAYS = {"auto": fused(), **{name: fused(kernel) for name, kernel in KERNELS.item
 class Layer:
     """One layer's attention, ready to be run in any way."""
 
-    def __init__(self, tokens, heads, head_dim, biased, batch_size, device, dtype):
+    def __init__(self, title, batch_size, device, dtype):
+        tokens, heads, head_dim, biased = LAYERS[title]
         generator = torch.Generator().manual_seed(0)
         qkv = torch.randn(batch_size, tokens, 3 * heads * head_dim, generator=generator)
         self.inputs = [qkv.to(device, dtype).requires_grad_()]
         if biased:
             bias = torch.randn(batch_size, heads, tokens, tokens, generator=generator)
             self.inputs.append(bias.to(device, dtype).requires_grad_())
-        self.heads, self.device = heads, device
+        self.title, self.heads, self.device = title, heads, device
         self.upstream = torch.randn(batch_size, tokens, heads * head_dim, generator=generator).to(device, dtype)
 
     def run(self, way, inputs, upstream):
@@ -75,20 +76,21 @@ class Layer:
         out = way(*split_heads(qkv, self.heads), bias[0] if bias else None).transpose(1, 2).flatten(2)
         return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
 
-    def serves(self, way):
-        """Whether `way` can do it; ValueError if what it gives is wrong."""
+    def serves(self, name):
+        """Whether that of WAYS can do it; ValueError if what it gives is wrong."""
         few = [x.detach()[:2].requires_grad_() for x in self.inputs]
         try:
-            with warnings.catch_warnings(action="ignore"):  # which kernel would not, and why
-                found = self.run(way, few, self.upstream[:2])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says of each kernel why it would not
+                found = self.run(WAYS[name], few, self.upstream[:2])
         except RuntimeError as error:
             if not str(error).startswith(("No available kernel", "No viable backend")):
-                raise
+                print(f"{name} fails at {self.title}: {error}", file=sys.stderr)
             return False
         exact = self.run(explicit, [x.detach().double().requires_grad_() for x in few], self.upstream[:2].double())
         error = max(((f - e).abs().max() / e.abs().max()).item() for f, e in zip(found, exact, strict=True))
         if not error < TOLERANCE[few[0].dtype]:
-            raise ValueError(f"outputs or gradients differ from float64's by {error:.1e} of the largest")
+            raise ValueError(f"{name} at {self.title}: outputs or gradients differ from float64's by {error:.1e} of the largest")
         return True
 
     def timed(self, way):
@@ -105,9 +107,9 @@ class Layer:
 def measure(batch_size, rounds, device, dtype):
     """-> {layer: {way: ms, or None where it cannot serve}}"""
     table = {}
-    for title, sizes in LAYERS.items():
-        layer = Layer(*sizes, batch_size, device, dtype)
-        ways = {name: way for name, way in WAYS.items() if layer.serves(way)}
+    for title in LAYERS:
+        layer = Layer(title, batch_size, device, dtype)
+        ways = {name: way for name, way in WAYS.items() if layer.serves(name)}
         steps = [layer.timed(way) for way in ways.values()]
         for step in steps:
             step()
@@ -143,7 +145,10 @@ def main(argv=None):
     if reason:
         parser.error(f"{str(args.markdown)!r} cannot be written: {reason}")
     device = torch.device(args.device)
-    table = measure(args.batch_size, args.rounds, device, PRECISIONS[args.precision] or torch.float32)
+    try:
+        table = measure(args.batch_size, args.rounds, device, PRECISIONS[args.precision] or torch.float32)
+    except ValueError as error:
+        parser.error(str(error))
     title = f"batch {args.batch_size}, {device_name(device)}, {args.precision}, {args.rounds} rounds, torch {torch.__version__}"
     text = markdown(table, title)
     print(text, end="")

@@ -1,10 +1,7 @@
 import pytest
-import torch
 
 from scripts import benchmark_attention
-from scripts.benchmark_attention import WAYS, Layer
-
-CPU = torch.device("cpu")
+from scripts.benchmark_attention import WAYS
 
 
 @pytest.fixture
@@ -28,11 +25,21 @@ def test_a_table_of_what_this_device_can_do(small, precision, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("wrong", [lambda q, k, v, bias: v.clone(), lambda q, k, v, bias: WAYS["auto"](q, k.detach(), v, bias)])
-def test_a_wrong_kernel_is_found_by_its_output_or_its_gradients(wrong):
-    layer = Layer(5, 2, 8, False, 2, CPU, torch.float32)
-    assert layer.serves(WAYS["auto"])
-    with pytest.raises(ValueError, match="differ from float64's by"):
-        layer.serves(wrong)
+def test_a_wrong_kernel_is_found_by_its_output_or_its_gradients(small, wrong, monkeypatch, capsys):
+    monkeypatch.setitem(WAYS, "math", wrong)
+    with pytest.raises(SystemExit):
+        benchmark_attention.main(["--batch_size", "2", "--device", "cpu", "--precision", "fp32"])
+    assert "math at plain: outputs or gradients differ from float64's by" in capsys.readouterr().err
+
+
+def test_a_kernel_that_fails_is_said_and_left_out(small, monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setitem(WAYS, "math", fails)
+    benchmark_attention.main(["--batch_size", "2", "--rounds", "1", "--device", "cpu", "--precision", "fp32"])
+    out, err = capsys.readouterr()
+    assert "math fails at plain: no such luck" in err and len(out.splitlines()) == 6
 
 
 @pytest.mark.parametrize(
