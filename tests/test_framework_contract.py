@@ -291,3 +291,28 @@ def test_two_processes_give_the_gradient_of_one(name):
     for theirs in run_in_two_processes(_gradients, name):
         for (parameter, _), gradient in theirs.items():
             torch.testing.assert_close(torch.from_numpy(gradient), model.get_parameter(parameter).grad, rtol=1e-4, atol=1e-6)
+
+
+def _compiled_gradients(rank, name):
+    """How many graphs were compiled, and the gradient of a rank's half of the batch through DDP."""
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = bucket = 20_000
+    graphs, aot_eager = [], torch._dynamo.lookup_backend("aot_eager")
+    model = build(name)
+    imgs, ids, *plans = a_batch(model)
+    model.compile(fullgraph=True, dynamic=False, backend=lambda graph, example: graphs.append(graph) or aot_eager(graph, example))
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket / 2**20)
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=True)
+        total(ddp(imgs[2 * rank : 2 * rank + 2], ids[2 * rank : 2 * rank + 2], *plans)).backward()
+    return {"graphs": len(graphs)} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", ["MaskedAutoencoderViT", "GreenMIMSwin"])
+def test_a_compiled_model_under_ddp_reduces_before_its_backward_pass_is_over(name):
+    """One graph would hand out all gradients at its end: dynamo cuts it where DDP's buckets end, and the gradient is the same."""
+    model = build(name)
+    total(model(*a_batch(model))).backward()
+    for theirs in run_in_two_processes(_compiled_gradients, name):
+        assert theirs.pop("graphs") > 5
+        for parameter, gradient in theirs.items():
+            torch.testing.assert_close(torch.from_numpy(gradient), model.get_parameter(parameter).grad, rtol=1e-4, atol=1e-6)
