@@ -3,9 +3,10 @@
     python scripts/benchmark_attention.py --batch_size 256 --markdown attention.md
 
 A line is one layer's attention: queries, keys and values are views of what one linear layer gave, as in the models. "auto" is
-torch's own choice, the others are `--attention` of the mains; a kernel that cannot serve a layer has a dash. "explicit" is not
-fused: two matrix products and a softmax in the inputs' precision, as in the reference. Each round times every kernel once, in
-rotating order; medians, in ms. Before it is timed, a kernel's outputs and gradients are compared with float64's.
+torch's own choice, the others are `--attention` of the mains, and one of these is "fastest"; a kernel that cannot serve a layer
+has a dash. "explicit" is not fused: two matrix products and a softmax in the inputs' precision, as in the reference. Each round
+times every kernel once, in rotating order; medians, in ms. A kernel whose outputs or gradients differ from float64's is said and
+left out.
 """
 
 import argparse
@@ -35,7 +36,7 @@ LAYERS = {  # (tokens, heads, width of a head, whether a learned bias is added)
     "decoder, ρ_d .5": (99, 16, 32, False),
     "decoder, ρ_d .65": (70, 16, 32, False),
     "fine-tuning, ViT-B": (197, 12, 64, False),
-    "SimMIM ViT-B, ρ_d .3": (138, 12, 64, True),
+    "SimMIM ViT-B, ρ_d .3": (139, 12, 64, True),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of gradients as large as the largest
 
@@ -77,21 +78,22 @@ class Layer:
         return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
 
     def serves(self, name):
-        """Whether that of WAYS can do it; ValueError if what it gives is wrong."""
-        few = [x.detach()[:2].requires_grad_() for x in self.inputs]
+        """Whether that of WAYS can do it, and rightly; else it is said why not, unless torch simply has no such kernel."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch says of each kernel why it would not
-                found = self.run(WAYS[name], few, self.upstream[:2])
+                found = self.run(WAYS[name], self.inputs, self.upstream)
         except RuntimeError as error:
             if not str(error).startswith(("No available kernel", "No viable backend")):
                 print(f"{name} fails at {self.title}: {error}", file=sys.stderr)
             return False
-        exact = self.run(explicit, [x.detach().double().requires_grad_() for x in few], self.upstream[:2].double())
-        error = max(((f - e).abs().max() / e.abs().max()).item() for f, e in zip(found, exact, strict=True))
-        if not error < TOLERANCE[few[0].dtype]:
-            raise ValueError(f"{name} at {self.title}: outputs or gradients differ from float64's by {error:.1e} of the largest")
-        return True
+        few = [x.detach()[:2].double().requires_grad_() for x in self.inputs]
+        exact = self.run(explicit, few, self.upstream[:2].double())
+        error = max(((f[:2] - e).abs().max() / e.abs().max()).item() for f, e in zip(found, exact, strict=True))
+        right = error < TOLERANCE[self.upstream.dtype]
+        if not right:
+            print(f"{name} at {self.title} differs from float64 by {error:.1e} of the largest value", file=sys.stderr)
+        return right
 
     def timed(self, way):
         def once():
@@ -122,7 +124,7 @@ def markdown(table, title):
     lines = [["layer", "tokens × heads × width", *WAYS, "fastest"], ["---", "---", *["--:"] * len(WAYS), "---"]]
     for layer, times in table.items():
         tokens, heads, head_dim, biased = LAYERS[layer]
-        fastest = min((name for name in WAYS if times[name]), key=times.get)
+        fastest = min((name for name in KERNELS if times[name]), key=times.get, default="–")
         shape = f"{tokens} × {heads} × {head_dim}" + (", bias" if biased else "")
         lines.append([layer, shape, *("–" if ms is None else f"{ms:.2f}" for ms in times.values()), fastest])
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
@@ -145,10 +147,7 @@ def main(argv=None):
     if reason:
         parser.error(f"{str(args.markdown)!r} cannot be written: {reason}")
     device = torch.device(args.device)
-    try:
-        table = measure(args.batch_size, args.rounds, device, PRECISIONS[args.precision] or torch.float32)
-    except ValueError as error:
-        parser.error(str(error))
+    table = measure(args.batch_size, args.rounds, device, PRECISIONS[args.precision] or torch.float32)
     title = f"batch {args.batch_size}, {device_name(device)}, {args.precision}, {args.rounds} rounds, torch {torch.__version__}"
     text = markdown(table, title)
     print(text, end="")

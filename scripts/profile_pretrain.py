@@ -11,15 +11,15 @@ saved MB        what the forward pass of one image keeps for the backward pass, 
                 as the difference between batches of four and of two, in which weights, their casts and tables cancel
 moved MB        what the operations of one image's whole step read and write, matrix products, attention and convolutions
                 apart; counted likewise, in eager mode. A compiler fuses operations, and moves less
-peak GB         most device memory that a step's tensors take, in 10^9 bytes: weights, moments, gradients, activations and
+peak MB         most device memory that a step's tensors take, in 10^6 bytes: weights, moments, gradients, activations and
                 what kernels work in; each recipe has the device for itself then (CUDA alone)
 ms a step       median over the rounds; each round times every recipe once, in rotating order
-conv ms         forward and backward of the spatial aggregation alone, with the gathers around it
+train GFLOP     of an image's whole step: six operations a multiply-add (forward and backward; torch's own count of the backward
+                pass takes a depth-wise convolution for a dense one), and two of a teacher's
+conv ms         forward and backward of the spatial aggregation alone, eager, with the gathers around it
 roofline        the time of an eager step that does all its matrix products as fast as a large one and all else at the speed of a
                 large copy (both measured), in turn and without a gap; as a share of the time it takes
-MFU             six floating-point operations a multiply-add (forward and backward; torch's own count of the backward pass
-                takes a depth-wise convolution for a dense one), and two of a teacher's, by what this device does in a large
-                matrix product, measured
+MFU             these operations a second, by what this device does in a large matrix product, measured
 x reference     how many times as fast as MAE's step by the reference's maths (scripts/reference_mae.py), with --against
 
 A step is the engine's: bytes become floats, forward, backward, the gradient's norm, AdamW, sums for the log; on one batch that
@@ -93,7 +93,7 @@ PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("localmim_vit_base_patch16", 0.65): (0.91, 0.84, None),
     ("tec_vit_base_patch16", 0.5): (0.82, 0.81, None),
 }
-COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "moved_mb", "peak_gb", "ms", "images_per_second")
+COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "moved_mb", "peak_mb", "ms", "images_per_second")
 COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
 COLUMNS += ["gflop_train", "moved_mb_fixed", "operations", "roofline_ms", "conv_ms", "mfu", "matmul_tflops", "copied_gb_per_s"]
 COLUMNS += ["times_reference", "saved_of_reference"]
@@ -201,14 +201,14 @@ class Step:
         order = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         (folder / f"{name}.txt").write_text(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
 
-    def peak_gb(self):
-        """GB of a step; None on the CPU."""
+    def peak_mb(self):
+        """MB of a step; None on the CPU."""
         if self.device.type != "cuda":
             return None
         self.warm_up()
         torch.cuda.reset_peak_memory_stats()
         self()
-        return torch.cuda.max_memory_allocated() / 1e9
+        return torch.cuda.max_memory_allocated() / 1e6
 
 
 class ReferenceStep(Step):
@@ -249,9 +249,9 @@ def make_step(settings, *args):
 
 
 def measure_memory(settings, args, device, images):
-    """-> (saved_mb, traffic, peak_gb) of one recipe that has the device for itself."""
+    """-> (saved_mb, traffic, peak_mb) of one recipe that has the device for itself."""
     step = make_step(settings, args, device, images)
-    memory = step.saved_mb(), step.traffic(), step.peak_gb()
+    memory = step.saved_mb(), step.traffic(), step.peak_mb()
     del step
     if args.compile:
         torch._dynamo.reset()  # compiled code may hold on to tensors
@@ -268,14 +268,14 @@ def paper_figures(settings):
 
 
 def measure(names, settings, args, device, images):
-    """-> one row a recipe, without ratios."""
+    """-> one row a recipe, without ratios; the steps."""
     rows = []
     for name, s in zip(names, settings, strict=True):
-        saved_mb, (moved_mb, moved_mb_fixed, operations), peak_gb = measure_memory(s, args, device, images)
+        saved_mb, (moved_mb, moved_mb_fixed, operations), peak_mb = measure_memory(s, args, device, images)
         gmac, teacher_gmac = forward_gmac(s)
         rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": gmac})
         rows[-1] |= {"gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
-        rows[-1] |= {"saved_mb": saved_mb, "peak_gb": peak_gb}
+        rows[-1] |= {"saved_mb": saved_mb, "peak_mb": peak_mb}
         rows[-1] |= {"moved_mb": moved_mb, "moved_mb_fixed": moved_mb_fixed, "operations": operations}
         rows[-1] |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper_figures(s), strict=True))
     if args.compile:  # one model class is compiled anew for each recipe
@@ -295,11 +295,7 @@ def measure(names, settings, args, device, images):
             row["roofline_ms"] += (args.batch_size * row["moved_mb"] + row["moved_mb_fixed"]) / bandwidth
         row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
         row |= {"device": device_name(device), "torch": torch.__version__, "attention": args.attention, "compile": args.compile}
-    if args.trace:
-        args.trace.mkdir(parents=True, exist_ok=True)
-        for name, step in zip(names, steps, strict=True):
-            step.trace(args.trace, name)
-    return rows
+    return rows, steps
 
 
 def add_ratios(rows):
@@ -311,8 +307,9 @@ def add_ratios(rows):
             row[f"{cost}_ratio"] = row[cost] / whole if row[cost] and whole else None
     for reference in (row for row in rows if row["recipe"] == REFERENCE):
         for row in rows:
-            row["times_reference"] = reference["ms"] / row["ms"]
-            row["saved_of_reference"] = row["saved_mb"] / reference["saved_mb"]
+            alike = row["model"] == reference["model"]
+            row["times_reference"] = reference["ms"] / row["ms"] if alike else None
+            row["saved_of_reference"] = row["saved_mb"] / reference["saved_mb"] if alike else None
     return rows
 
 
@@ -326,25 +323,41 @@ def markdown(rows):
         ours, theirs = row[f"{cost}_ratio"], row.get(paper)
         return number(ours, 3) + ("" if theirs is None else f" / {theirs:.2f}")
 
-    def share(value, whole):
-        return "–" if value is None else f"{value / whole:.0%}"
+    def share(value, whole, digits=0):
+        return "–" if value is None else f"{value / whole:.{digits}%}"
 
     first = rows[0]
     taught, against = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
-    header = ["recipe", "ρ_d", "GMAC", "ratio / paper", *["with teacher", "ratio"] * taught, "saved MB", "ratio / paper"]
-    header += ["moved MB", "ratio", "peak GB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio"]
-    header += ["conv ms", "roofline", "MFU"]
+    header = [
+        "recipe",
+        "ρ_d",
+        "GMAC",
+        "ratio / paper",
+        "train GFLOP",
+        *["with teacher", "ratio"] * taught,
+        "saved MB",
+        "ratio / paper",
+    ]
+    header += ["moved MB", "ratio", "peak MB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio"]
+    header += ["conv ms", "of the step", "roofline", "MFU"]
     header += ["× reference", "saved / reference's"] * against
     body = [
         [
-            *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
+            *(
+                r["recipe"],
+                r["throw_ratio"],
+                number(r["gmac"], 3),
+                ratio(r, "gmac", "paper_flops_ratio"),
+                number(r.get("gflop_train"), 2),
+            ),
             *[number(r["gmac_with_teacher"], 3), ratio(r, "gmac_with_teacher")] * taught,
             *(number(r["saved_mb"], 1), ratio(r, "saved_mb", "paper_memory_ratio")),
             *(number(r["moved_mb"], 1), ratio(r, "moved_mb")),
-            *(number(r["peak_gb"], 2), ratio(r, "peak_gb", "paper_memory_ratio") if r["peak_gb"] else "–"),
+            *(number(r["peak_mb"], 0), ratio(r, "peak_mb", "paper_memory_ratio") if r["peak_mb"] else "–"),
             *(number(r["ms"], 1), ratio(r, "ms", "paper_time_ratio")),
             *(number(r["images_per_second"], 1), ratio(r, "images_per_second")),
-            *(number(r.get("conv_ms"), 2), share(r.get("roofline_ms"), r["ms"]), share(r.get("mfu"), 1)),
+            *(number(r.get("conv_ms"), 2), share(r.get("conv_ms"), r["ms"], 1)),
+            *(share(r.get("roofline_ms"), r["ms"]), share(r.get("mfu"), 1)),
             *[number(r.get("times_reference"), 2), number(r.get("saved_of_reference"), 3)] * against,
         ]
         for r in rows
@@ -410,6 +423,13 @@ def parse_args(argv=None):
         reason = why_not_writable(path)
         if reason:
             parser.error(f"{str(path)!r} cannot be written: {reason}")
+    if args.plot and args.plot.suffix not in (".svg", ".png"):
+        parser.error(f"--plot makes .svg or .png, got {str(args.plot)!r}")
+    if args.trace:
+        try:
+            args.trace.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--trace {str(args.trace)!r} cannot be a folder: {error.strerror}")
     return parser, args
 
 
@@ -426,7 +446,7 @@ def main(argv=None):
     try:
         plt = pyplot("prmim-cost") if args.plot else None
         images = open_images("folder", args.data_path) if args.data_path else None
-        rows = add_ratios(measure(names, settings, args, device, images))
+        rows, steps = measure(names, settings, args, device, images)
     except ValueError as error:
         parser.error(str(error))
     except torch.cuda.OutOfMemoryError:
@@ -434,13 +454,17 @@ def main(argv=None):
             f"the device's memory is too small for {len(args.recipes)} recipes (all are resident while they are timed) and a "
             f"batch of {args.batch_size}; give a smaller --batch_size, or fewer recipes"
         )
+    add_ratios(rows)
     print(markdown(rows), end="")
-    if args.plot:
-        plot(plt, rows, args.plot)
     if args.csv:
         write_csv(args.csv, COLUMNS, rows)
     if args.markdown:
         args.markdown.write_text(markdown(rows), encoding="utf-8")
+    if args.plot:
+        plot(plt, rows, args.plot)
+    if args.trace:
+        for name, step in zip(names, steps, strict=True):
+            step.trace(args.trace, name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ class LARS(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # GradScaler, too, then sets found_inf instead of reading it
-    grad_scale = found_inf = None
+    found_inf = None
 
     def __init__(self, params, lr=0.0, weight_decay=0.0, momentum=0.9, trust_coefficient=0.001):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, trust_coefficient=trust_coefficient))

@@ -199,7 +199,7 @@ class TrainEngine:
         self.reached(step, phase + BETWEEN)
 
     def update_weights(self):
-        """One step of the optimizer with the gradients there are, which go -> their norm, before clipping."""
+        """Steps the optimizer and clears the gradients; -> their norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         grad_norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.clip_grad is not None:
@@ -221,7 +221,7 @@ class TrainEngine:
         bad_streak = int(self.meter.bad_streak)
         if bad_streak >= MAX_BAD_STEPS:
             raise FloatingPointError(
-                f"the gradient was not finite in each of the last {bad_streak} steps before step {step}; their updates "
+                f"the gradient's norm was not finite in each of the last {bad_streak} steps before step {step}; their updates "
                 f"were skipped, so weights and checkpoints are good. Lower --blr, or try --precision bf16 or fp32"
             )
         grad_norm = means.pop("grad_norm")

@@ -1,5 +1,6 @@
 import csv
 import os
+import re
 import subprocess
 import weakref
 from pathlib import Path
@@ -18,7 +19,7 @@ from util.plots import pyplot
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
+def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_mb=None):
     row = dict(
         gmac_with_teacher=None,
         moved_mb=2 * gmac,
@@ -29,7 +30,7 @@ def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_gb=None):
         gmac=gmac,
         saved_mb=saved_mb,
         ms=ms,
-        peak_gb=peak_gb,
+        peak_mb=peak_mb,
     )
     figures = profile_pretrain.PAPER.get((model, throw_ratio), (None, None, None))
     row |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), figures, strict=True))
@@ -130,7 +131,7 @@ def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2"])[1]
     for throw_ratio in ("0", "0.5"):
         settings = settings_of("--model", "mae_vit_micro_patch4", "--throw_ratio", throw_ratio)
-        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)[2] == 3.0
+        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)[2] == 3000
     assert events == ["step", "step", "reset", "step", "read beside 1 model"] * 2 and not models
 
 
@@ -147,22 +148,22 @@ def test_compiled_is_the_timed_step_and_said_in_the_title(monkeypatch, capsys):
 def test_ratios_are_to_the_same_model_without_throwing():
     rows = add_ratios(
         [
-            row("a", "mae_vit_base_patch16", 0.5, 6.0, 30.0, 70.0, peak_gb=8.0),
-            row("b", "mae_vit_base_patch16", 0.0, 8.0, 40.0, 100.0, peak_gb=10.0),
+            row("a", "mae_vit_base_patch16", 0.5, 6.0, 30.0, 70.0, peak_mb=8.0),
+            row("b", "mae_vit_base_patch16", 0.0, 8.0, 40.0, 100.0, peak_mb=10.0),
             row("c", "mae_vit_large_patch16", 0.5, 16.0, 60.0, 50.0),
         ]
     )
     assert [r["gmac_ratio"] for r in rows] == [0.75, 1.0, 16 / 6]  # no ViT-L throws nothing: to the first
     assert [r["ms_ratio"] for r in rows] == [0.7, 1.0, 50 / 70]
     assert rows[0]["images_per_second_ratio"] == pytest.approx(1 / 0.7)
-    assert [r["peak_gb_ratio"] for r in rows] == [0.8, 1.0, None]
+    assert [r["peak_mb_ratio"] for r in rows] == [0.8, 1.0, None]
     assert [r["paper_memory_ratio"] for r in rows] == [0.64, None, 0.82]
     text = markdown(rows)
     assert text.startswith("batch 8, cpu, fp32, 3 rounds, torch 2\n\n| recipe | ρ_d |")
-    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 12.0 | 0.750 | 8.00 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429"
-    assert f"| a | 0.5 | {ours} | – | – | – |\n" in text
-    theirs = "16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | 32.0 | 2.667 | – | – | 50.0 | 0.714 | 160.0 | 1.400"
-    assert f"| c | 0.5 | {theirs} | – | – | – |\n" in text
+    ours = "6.000 | 0.750 / 0.72 | – | 30.0 | 0.750 / 0.64 | 12.0 | 0.750 | 8 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429"
+    assert f"| a | 0.5 | {ours} | – | – | – | – |\n" in text
+    theirs = "16.000 | 2.667 / 0.87 | – | 60.0 | 2.000 / 0.82 | 32.0 | 2.667 | – | – | 50.0 | 0.714 | 160.0 | 1.400"
+    assert f"| c | 0.5 | {theirs} | – | – | – | – |\n" in text
 
 
 def test_the_plot_has_a_line_for_each_model_and_way(tmp_path, monkeypatch):
@@ -243,7 +244,7 @@ def test_a_row_a_recipe_on_the_console_and_in_files(photos, tmp_path, capsys):
     assert [float(r["gmac_ratio"]) for r in rows] == pytest.approx([1, 0.720, 0.726], abs=0.002)
     saved = [float(r["saved_mb_ratio"]) for r in rows]
     assert saved[0] == 1 and saved[1] < saved[2] < 0.75  # the aggregation's grid is kept, too
-    assert all(float(r["ms"]) > 0 and r["peak_gb"] == "" for r in rows)
+    assert all(float(r["ms"]) > 0 and r["peak_mb"] == "" for r in rows)
     assert out.count("| cifar10") == 3
 
 
@@ -253,7 +254,7 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
     profile_pretrain.main(["mae_vit_base_100ep", "prmim50_vit_base_100ep", *flags])
     with open(tmp_path / "cost.csv", newline="") as file:
         mae, ours = csv.DictReader(file)
-    assert 1 > float(ours["peak_gb_ratio"]) > 0.5 and float(mae["peak_gb"]) > 64 * float(mae["saved_mb"]) / 1e3
+    assert 1 > float(ours["peak_mb_ratio"]) > 0.5 and float(mae["peak_mb"]) > 64 * float(mae["saved_mb"])
 
 
 @pytest.mark.parametrize(
@@ -266,10 +267,14 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
         ("cifar10 --batch_size 0", "must be at least 1, got 0 and 7"),
         ("cifar10 --csv .", "'.' cannot be written: it is a folder"),
         ("cifar10 --csv nowhere/cost.csv", "'nowhere/cost.csv' cannot be written: there is no folder"),
+        ("cifar10 --plot cost.xyz", "--plot makes .svg or .png, got 'cost.xyz'"),
+        ("cifar10 --trace setup.cfg", "--trace 'setup.cfg' cannot be a folder: File exists"),
         ("cifar10 --data_path nowhere", "nowhere"),
     ],
 )
-def test_errors_come_before_any_measurement(flags, message, monkeypatch, capsys):
+def test_errors_come_before_any_measurement(flags, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").touch()
     monkeypatch.setattr(profile_pretrain, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit):
         profile_pretrain.main(flags.split())
@@ -333,6 +338,39 @@ def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, sta
     assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in writes none
 
 
+def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_eight_minutes(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = [line.split() for line in run_benchmark(tmp_path, "nothing").stdout.splitlines()]
+    profiles = [profile_pretrain.parse_args(line[1:])[1] for line in lines if line[0].endswith("profile_pretrain.py")]
+    assert [(args.table, args.compile, args.batch_size) for args in profiles] == [
+        ("ablation", False, 512),
+        ("large", False, 256),
+        (None, True, 512),
+    ]
+    assert profiles[2].trace and all(args.csv and args.markdown for args in profiles)
+    assert any(line[0] == "scripts/benchmark_attention.py" for line in lines)
+    text = (ROOT / "scripts/benchmark_gpu.sh").read_text().partition("# From JPEGs")[0]
+    limits = [int(n) for n in re.findall(r"^(?:timeout -k 5|profile \w+) (\d+)", text, re.M)]
+    assert len(limits) == 5 and sum(limits) + 5 < 480
+
+
+def test_a_step_is_timed_from_wait_to_wait(monkeypatch):
+    args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
+    step, events = Step(settings_of("--model", "mae_vit_micro_patch4"), args, torch.device("cpu"), None), []
+    monkeypatch.setattr(profile_pretrain, "wait", lambda device: events.append("wait"))
+    monkeypatch.setattr(profile_pretrain.time, "perf_counter", lambda: events.append("clock") or len(events))
+    monkeypatch.setattr(step, "train", lambda *batch: events.append("train"))
+    step()
+    assert events == ["wait", "clock", "train", "wait", "clock"]
+
+
+def test_the_reference_is_compared_with_its_own_size():
+    rows = [row("reference", "mae_vit_base_patch16", 0.0, 10, 20, 30), row("a", "mae_vit_base_patch16", 0.5, 7, 10, 15)]
+    rows.append(row("b", "mae_vit_large_patch16", 0.5, 20, 40, 60))
+    assert [r["times_reference"] for r in add_ratios(rows)] == [1, 2, None]
+    assert [r["saved_of_reference"] for r in rows] == [1, 0.5, None]
+
+
 def test_the_gpu_benchmark_refuses_a_torch_without_cuda(tmp_path):
     done = run_benchmark(tmp_path, "torch.cuda.is_available")
     assert done.returncode == 1 and "PyTorch cannot use it" in done.stderr and "-m gpu" not in done.stdout
@@ -371,7 +409,9 @@ def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
     # It embeds and predicts all tokens, and keeps the softmax's outcome.
     assert 1 < rows["reference"]["gmac"] / rows["tiny"]["gmac"] < 1.05
     assert rows["tiny50"]["saved_of_reference"] < rows["tiny"]["saved_of_reference"] < 1
-    ceiling = rows["tiny"]["matmul_tflops"]
+    ours, ceiling = rows["tiny"], rows["tiny"]["matmul_tflops"]
+    moved = 2 * ours["moved_mb"] + ours["moved_mb_fixed"]  # MB by GB/s are ms
+    assert ours["roofline_ms"] == pytest.approx(2 * 6 * ours["gmac"] / ceiling + moved / ours["copied_gb_per_s"])
     assert rows["tiny"]["mfu"] == pytest.approx(6e-3 * rows["tiny"]["gmac"] * rows["tiny"]["images_per_second"] / ceiling)
     assert rows["tiny50"]["conv_ms"] > 0 and not rows["tiny"]["conv_ms"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir())[:2] == ["reference.json.gz", "reference.txt"]
@@ -379,6 +419,7 @@ def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
 
 
 NUMBERS = ("gmac", "times_reference", "saved_of_reference", "matmul_tflops", "mfu", "images_per_second", "conv_ms")
+NUMBERS += ("moved_mb", "moved_mb_fixed", "roofline_ms", "copied_gb_per_s")
 
 
 def test_the_reference_knows_mae_alone(capsys):

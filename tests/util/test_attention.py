@@ -25,6 +25,14 @@ def test_the_preferred_kernel_is_the_one_that_runs():
     torch.testing.assert_close(outputs["math"], outputs["auto"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_on_a_gpu_the_preferred_kernel_is_torch_s_choice(name):
+    q = torch.randn(2, 2, 64, 32, device="cuda", dtype=torch.float16)
+    prefer(name)
+    assert torch._fused_sdp_choice(q, q, q) == KERNELS[name].value
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_kernel_cannot_do_another_does(name):
     """A bias, which flash attention does not take, and a CPU, which has not all kernels."""
