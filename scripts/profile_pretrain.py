@@ -328,28 +328,25 @@ def markdown(rows):
 
     first = rows[0]
     taught, against = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
-    header = [
-        "recipe",
-        "ρ_d",
-        "GMAC",
-        "ratio / paper",
-        "train GFLOP",
-        *["with teacher", "ratio"] * taught,
+    header = ["recipe", "ρ_d", "GMAC", "ratio / paper", "train GFLOP", *["with teacher", "ratio"] * taught]
+    header += [
         "saved MB",
         "ratio / paper",
+        "moved MB",
+        "ratio",
+        "peak MB",
+        "ratio / paper",
+        "ms a step",
+        "ratio / paper",
+        "images/s",
+        "ratio",
     ]
-    header += ["moved MB", "ratio", "peak MB", "ratio / paper", "ms a step", "ratio / paper", "images/s", "ratio"]
     header += ["conv ms", "of the step", "roofline", "MFU"]
     header += ["× reference", "saved / reference's"] * against
     body = [
         [
-            *(
-                r["recipe"],
-                r["throw_ratio"],
-                number(r["gmac"], 3),
-                ratio(r, "gmac", "paper_flops_ratio"),
-                number(r.get("gflop_train"), 2),
-            ),
+            *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
+            number(r.get("gflop_train"), 2),
             *[number(r["gmac_with_teacher"], 3), ratio(r, "gmac_with_teacher")] * taught,
             *(number(r["saved_mb"], 1), ratio(r, "saved_mb", "paper_memory_ratio")),
             *(number(r["moved_mb"], 1), ratio(r, "moved_mb")),
