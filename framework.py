@@ -19,7 +19,7 @@ class Framework(nn.Module):
     shared_visible = False  # each image draws its own visible tokens
     throws = True  # the framework can throw tokens
     visible_order = "raster"  # inside ids_shuffle; "noise" as they were shuffled
-    planner = None  # ids of visible tokens [V] -> tensors, in the DataLoader worker
+    planner = None  # ids of visible tokens [V] -> tensors, in the DataLoader worker; `shapes(ids)`: one plan of each shape
 
     def collator(self, sampling, seed):
         """The `MaskCollator` whose batches this model takes; `sampling` picks the retained tokens."""

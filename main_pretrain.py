@@ -162,6 +162,18 @@ class PretrainRun(TrainRun):
         other = meta.get("teacher") != self.extra_meta().get("teacher")
         return super().changes(meta) + ["the teacher's weights are others than before"] * other
 
+    def train_until(self, stop):
+        if self.args.compile and self.model.planner:
+            self.rehearse()
+        return super().train_until(stop)
+
+    def rehearse(self):
+        """Where the planned shapes depend on the mask, all are compiled now, not in the middle of training."""
+        blank = torch.zeros(3, *self.model.img_size, dtype=torch.uint8)
+        imgs, labels, ids_shuffle, *_ = self.collator([(blank, 0, (0, i)) for i in range(self.args.batch_size)])
+        for plans in self.model.planner.shapes(ids_shuffle[0, : self.model.counts.num_visible]):
+            self.engine.rehearse((imgs, labels, ids_shuffle, *plans), self.start_step)
+
     def after_step(self, step):
         super().after_step(step)
         epoch, rest = divmod(step, self.steps_per_epoch)

@@ -230,6 +230,11 @@ class GroupPlanner:
             plans = self.plan(units, self.ceilings)
         return plans
 
+    def shapes(self, units):
+        """A plan of each of the shapes that there are; the smaller may lack tokens."""
+        largest = self.plan(units, self.ceilings)
+        return [[plan[:n] for plan, n in zip(largest, self.capacities, strict=True)], largest] if self.stages else []
+
     def plan(self, units, capacities):
         """At least so many groups a stage."""
         plans, units = [], units.sort().values  # tokens are numbered as the encoder takes them

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 import main_pretrain
 import models_greenmim_pr
+from models_swin import GroupPlanner
 from scripts import pack_dataset
 from util import train_engine, train_run
 from util.checkpoint import newest_checkpoint, read_checkpoint
@@ -295,6 +297,34 @@ def torchrun(photos, output_dir, *flags):
     return subprocess.run(
         [*map(str, launch), *command(photos, output_dir, *flags)], env=environment, capture_output=True, text=True, timeout=200
     )
+
+
+def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_path, monkeypatch):
+    """GreenMIM's planned shapes depend on the mask; and what came before leaves no trace."""
+    graphs, counts, shapes = [], [], set()
+    compile_, train_step = nn.Module.compile, train_engine.TrainEngine.train_step
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def compile_and_count(model, **options):
+        compile_(model, backend=lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs), **options)
+
+    def train_and_count(engine, batches, step):
+        imgs, labels, *orders = next(batches)
+        counts.append(len(graphs))
+        shapes.add(tuple(len(plan) for plan in orders[1:]))
+        train_step(engine, iter([(imgs, labels, *orders)]), step)
+
+    # Masks that need the larger shape are rare: here half of them get it.
+    plan = lambda planner, units: planner.plan(units, planner.ceilings if units[0] % 2 else planner.capacities)  # noqa: E731
+    monkeypatch.setattr(GroupPlanner, "__call__", plan)
+    flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
+    eager = run(photos, tmp_path / "eager", *flags)
+    monkeypatch.setattr(nn.Module, "compile", compile_and_count)
+    monkeypatch.setattr(train_engine.TrainEngine, "train_step", train_and_count)
+    compiled = run(photos, tmp_path / "compiled", *flags, "--compile")
+    assert len(shapes) == 2 and counts == [2] * 6 and len(graphs) == 2
+    for name, value in eager["model"].items():
+        torch.testing.assert_close(compiled["model"][name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):

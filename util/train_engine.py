@@ -198,6 +198,15 @@ class TrainEngine:
         self.clock.num_steps += 1
         self.reached(step, phase + BETWEEN)
 
+    def rehearse(self, batch, step):
+        """Forward and backward that leave nothing behind but what was compiled for the batch's shapes; `step` comes next."""
+        self.reached(step, FORWARD)
+        with self.autocast():
+            losses = self.losses_of(batch, step, 0)
+        self.reached(step, BACKWARD)
+        self.scaler.scale(sum(losses.values())).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def update_weights(self):
         """Steps the optimizer and clears the gradients; -> their norm before clipping."""
         self.scaler.unscale_(self.optimizer)
