@@ -1,0 +1,142 @@
+"""What mixed precision halves, and what it must leave alone, in every framework."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from framework import PixelFramework
+from prmim import TokenOrder
+from tests.test_engine_pretrain import an_engine
+from tests.test_framework_contract import CLASSES, a_batch, arms, build, frameworks, gradients, total
+
+# The loss may differ from float32's by the first, relatively, and a gradient by the second, of its norm and a fifth of the
+# largest gradient's. More than twice the worst there is: 9e-4 and 0.023 in bfloat16, 9e-5 and 0.006 in float16.
+BOUNDS = {torch.bfloat16: (2e-3, 0.05), torch.float16: (2e-4, 0.0125)}
+
+# Norms whose inputs are halved, where CPU's autocast leaves them so: what follows a linear layer with nothing in float32 added.
+# In Swin that is the residual stream from each merging on, and from the start without SimMIM's mask tokens. All others are
+# float32's.
+HALVED_NORMS = dict.fromkeys(CLASSES, r"(?!)") | {
+    "SimMIMSwin": r"patch_embed\.norm|layers\.1\..*|norm",
+    "LocalMIMViT": r"decoder\.0\.pred\.1",
+    "TECViT": r"encoder_adaptor\.adap_after",
+    "GreenMIMSwin": r"patch_embed\.norm|layers\..*|norm",
+}
+
+halves = pytest.mark.parametrize("dtype", BOUNDS, ids=["bf16", "fp16"])
+pixel_frameworks = pytest.mark.parametrize("name", [name for name in CLASSES if issubclass(CLASSES[name], PixelFramework)])
+
+
+def assert_close_to_float32(model, batch, loss, dtype):
+    """`loss`, of a pass in `dtype`, and its gradients, against those of a float32 pass."""
+    loss_bound, gradient_bound = BOUNDS[dtype]
+    halved = gradients(model, loss)
+    with torch.compiler.set_stance("force_eager"):
+        expected = gradients(model, full := total(model(*batch)))
+    assert loss.dtype == torch.float32  # pixels and statistics are never halved
+    assert loss.item() == pytest.approx(full.item(), rel=loss_bound)
+    assert not all(torch.equal(halved[n], expected[n]) for n in expected)
+    largest = max(gradient.norm() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        assert (halved[parameter] - gradient).norm() <= gradient_bound * (gradient.norm() + 0.2 * largest), parameter
+
+
+@frameworks
+@arms
+@halves
+def test_a_halved_step_is_close_to_the_float32_one(name, arm, dtype):
+    model = build(name, **arm)
+    batch = a_batch(model)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = total(model(*batch))
+    assert_close_to_float32(model, batch, loss, dtype)
+
+
+@frameworks
+def test_a_compiled_bf16_step_is_close_to_the_float32_one(name):
+    model = build(name)
+    batch = a_batch(model)
+    model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = total(model(*batch))
+    assert_close_to_float32(model, batch, loss, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("precision_name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_step_multiplies_in_the_precision_that_was_asked_for(precision_name, dtype):
+    """All linear layers of the model, and both directions."""
+    model, seen = build("MaskedAutoencoderViT"), set()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for module in linears:
+        module.register_forward_hook(lambda module, args, output: seen.add((module, output.dtype)))
+        module.register_full_backward_hook(lambda module, inputs, outputs: seen.add((module, outputs[0].dtype)))
+    _, *orders = a_batch(model)
+    imgs = torch.randint(0, 256, (4, 3, *model.img_size), dtype=torch.uint8)
+    an_engine(precision_name, model=model).train_step(iter([(imgs, None, *orders)]), 0)
+    assert seen == {(module, dtype) for module in linears}
+
+
+def spy_on_errors(model, batch):
+    """The loss path of one pass -> (predictions, their targets, the differences)."""
+    seen = []
+
+    def target(*args):
+        seen.append(type(model).target(model, *args))
+        return seen[-1]
+
+    def error(pred, *args):
+        seen.append(pred)
+        seen.append(type(model).error(model, pred, *args))
+        return seen[-1]
+
+    model.target, model.error = target, error
+    model(*batch)
+    pred, target, error = seen
+    return pred, target, error
+
+
+def exact_target(model, imgs, ids_shuffle):
+    """Of all masked tokens, in float64."""
+    pixels = TokenOrder.take(model.cut_pixels(imgs.double()), ids_shuffle[:, model.counts.num_visible :])
+    if not model.norm_pix_loss:
+        return pixels
+    return (pixels - pixels.mean(dim=-1, keepdim=True)) / (pixels.var(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pixel_frameworks
+@pytest.mark.parametrize("norm_pix_loss", [False, True])
+@halves
+def test_targets_are_never_rounded(name, norm_pix_loss, dtype):
+    """Bit by bit float32's, and so is the difference to them; the prediction alone is halved."""
+    model = build(name, norm_pix_loss=norm_pix_loss)
+    _, expected, _ = spy_on_errors(model, batch := a_batch(model))
+    torch.testing.assert_close(expected.double(), exact_target(model, *batch[:2]), rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", dtype=dtype):
+        pred, target, error = spy_on_errors(model, batch)
+    assert pred.dtype == dtype and target.dtype == torch.float32 and torch.equal(target, expected)
+    assert error.dtype == torch.float32 and torch.equal(error, pred.float() - expected)
+
+
+@frameworks
+@halves
+def test_norms_are_float32_s(name, dtype):
+    """A float32 input is normed to the last bit as without autocast; a halved one in float32 and rounded once, or nearly so."""
+    model, seen = build(name), {}
+    submodules = [*model.named_modules(), *(model.teacher.named_modules(prefix="teacher") if hasattr(model, "teacher") else ())]
+    norms = {name: module for name, module in submodules if isinstance(module, nn.LayerNorm)}
+    for key, module in norms.items():
+        nn.init.uniform_(module.weight, 0.5, 1.5)
+        nn.init.uniform_(module.bias, -0.5, 0.5)
+        module.register_forward_hook(lambda module, args, output, key=key: seen.update({key: (args[0], output)}))
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        model(*a_batch(model))
+    assert len(norms) > 5 and norms.keys() == seen.keys()
+    for key, (x, output) in seen.items():
+        module = norms[key]
+        expected = F.layer_norm(x.float(), module.normalized_shape, module.weight, module.bias, module.eps)
+        assert x.dtype == output.dtype == (dtype if re.fullmatch(HALVED_NORMS[name], key) else torch.float32), key
+        tolerance = 0 if x.dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance, msg=key)
