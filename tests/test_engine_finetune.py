@@ -8,7 +8,8 @@ from timm.data.random_erasing import RandomErasing
 from torch import nn
 
 from engine_finetune import FinetuneEngine, evaluate
-from tests.test_engine_pretrain import SilentLog, spy_on_reads
+from tests.reads import reads
+from tests.test_engine_pretrain import SilentLog
 from tests.two_processes import run_in_two_processes
 from util.train_engine import precision
 from util.transforms import Normalize
@@ -121,13 +122,13 @@ def test_erasing_mixing_and_dropping_are_drawn_anew_for_each_step_and_no_other_s
     assert not set(first) & set(other_seed)
 
 
-def test_a_step_never_reads_from_the_device(monkeypatch):
+def test_a_step_never_reads_from_the_device():
     engine = an_engine(Classifier(0.5), accum_iter=2, mixup=mixup(), erase=RandomErasing(0.9, mode="pixel", device="cpu"))
     stream = iter([a_batch(seed=i) for i in range(4)])
     engine.train_step(stream, 0)
-    read = spy_on_reads(monkeypatch)
-    engine.train_step(stream, 1)
-    assert read == []
+    with reads() as found:
+        engine.train_step(stream, 1)
+    assert found == []
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from engine_pretrain import PretrainEngine
+from tests.reads import reads
 from tests.two_processes import run_in_two_processes
 from util import train_engine
 from util.train_engine import Meter, precision
@@ -201,32 +202,16 @@ def test_fp16_scales_and_backs_off():
     assert precision("auto", torch.device("cpu"))[0] == "fp32"
 
 
-READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
-
-
-def spy_on_reads(monkeypatch):
-    """A list that the names of all reads of tensors go to from now on."""
-    read = []
-    for name in READS:
-        original = getattr(torch.Tensor, name)
-
-        def spy(self, *args, _name=name, _original=original, **kwargs):
-            read.append(_name)
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, spy)
-    return read
-
-
-def test_a_step_never_reads_from_the_device(monkeypatch):
+def test_a_step_never_reads_from_the_device():
     engine = an_engine(accum_iter=2)
     batches = stream(20)
     engine.train_step(batches, 1)  # state is made in the first step
-    read = spy_on_reads(monkeypatch)
-    engine.train_step(batches, 1)
-    assert read == []
-    engine.report(0, 2, epoch_ends=False)
-    assert read  # the spy works: a report does read
+    with reads() as found:
+        engine.train_step(batches, 1)
+    assert found == []
+    with reads() as found:
+        engine.report(0, 2, epoch_ends=False)
+    assert found
 
 
 @pytest.mark.gpu

@@ -1,0 +1,133 @@
+"""Nothing in a step of any framework makes the host wait for the device."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.reads import reads
+from tests.test_engine_pretrain import an_engine
+from tests.test_framework_contract import a_batch, build, frameworks, gradients, total
+from tests.util.test_shard import batches_of
+
+CHECKS_ON_CPU = {"GreenMIMSwin"}  # reads what the batch and its plans hold, where that costs nothing
+READS = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0]),
+    "index": lambda x: x[: x[1].long()],
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "to a device": lambda x: x.to(device=torch.device("cpu")),
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: torch.nonzero(x),
+    "where": lambda x: torch.where(x > 1),
+    "mask": lambda x: x[x > 1],
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_spy_sees_each_way_to_read(name):
+    with reads() as found:
+        READS[name](torch.arange(4.0))
+    assert len(found) == 1
+
+
+def test_the_spy_lets_pass_what_nobody_waits_for():
+    x = torch.arange(4.0)
+    with reads() as found:
+        (
+            x.to("cpu", non_blocking=True),
+            x.to(torch.float64),
+            x[x.long()],
+            x.masked_fill_(x > 1, 0.0),
+            torch.nn.utils.get_total_norm([x]),
+        )
+    assert found == []
+
+
+def step(name, precision_name, monkeypatch):
+    """An engine after its first step, in which state is made; and a batch for the second."""
+    model = build(name)
+    if name in CHECKS_ON_CPU:
+        forward = model.forward
+
+        def unchecked(*batch):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.compiler, "is_compiling", lambda: True)  # compiled, it does without, on any device
+                return forward(*batch)
+
+        model.forward = unchecked
+    engine, batches = an_engine(precision_name, model=model), [*batches_of(name, model, 0, 2)]
+    engine.train_step(iter(batches[:1]), 0)
+    return engine, batches[1]
+
+
+@frameworks
+@pytest.mark.parametrize("precision_name", ["fp32", "bf16"])
+def test_a_step_of_every_framework_reads_nothing(name, precision_name, monkeypatch):
+    """On the CPU, forward and backward pass, update and meter."""
+    engine, batch = step(name, precision_name, monkeypatch)
+    with reads() as found:
+        engine.train_step(iter([batch]), 1)
+    assert found == []
+
+
+def to_fake_gpu(model):
+    """Inside a FakeTensorMode: the model's tensors become such that lie on a GPU, which need not be there, and hold nothing."""
+    for module in [*model.modules(), *(model.teacher.modules() if hasattr(model, "teacher") else ())]:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    tensors[name] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+
+
+@frameworks
+def test_a_forward_pass_reads_nothing_on_a_gpu(name):
+    """As the GPU runs it, checks included: a value that the host asks for does not exist there."""
+    model = build(name)
+    batch = a_batch(model)
+    with FakeTensorMode() as mode:
+        to_fake_gpu(model)
+        batch = [mode.from_tensor(tensor).to("cuda") for tensor in batch]
+        with reads() as found:
+            losses = model(*batch)
+    assert found == [] and all(loss.device.type == "cuda" for loss in losses.values())
+
+
+@pytest.mark.gpu
+@frameworks
+def test_a_step_of_every_framework_never_waits_for_the_gpu(name):
+    engine = an_engine("bf16", model=(model := build(name)), device="cuda")
+    batches = iter([[t.pin_memory() for t in batch] for batch in batches_of(name, model, 0, 3)])
+    for warm_up in range(2):
+        engine.train_step(batches, warm_up)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.train_step(batches, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@frameworks
+def test_the_gpu_s_gradients_are_the_cpu_s(name):
+    """In float32, within a thousandth of the norm of each and of a fifth of the largest."""
+    model = build(name)
+    batch = a_batch(model)
+    if name == "LocalMIMViT":  # orientations at a border are multiples of pi, whose bin is a matter of rounding
+        targets = model.target(batch[0])
+        model.target = lambda imgs: [target.to(imgs.device) for target in targets]
+    expected = gradients(model, total(model(*batch)))
+    model.to("cuda")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        found = gradients(model, total(model(*(tensor.cuda() for tensor in batch))))
+    assert found.keys() == expected.keys()
+    largest = max(gradient.norm() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        assert (found[parameter].cpu() - gradient).norm() <= 1e-3 * (gradient.norm() + 0.2 * largest), parameter
