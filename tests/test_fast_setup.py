@@ -12,10 +12,12 @@ from tests.test_main_pretrain import command, run
 from util import train_run
 from util.cli import parse_with_recipe
 from util.distributed import Process
+from util.logging import RunLog
 
 
-def set_up(photos, output_dir, *flags):
-    """A pre-training run that is ready to train."""
+def set_up(photos, output_dir, monkeypatch, *flags):
+    """A pre-training run that is ready to train, and never will: without a log, whose writer would live on."""
+    monkeypatch.setattr(train_run, "RunLog", lambda *args, enabled: RunLog(*args, enabled=False))
     args = parse_with_recipe(main_pretrain.get_args_parser(), main_pretrain.RECIPES, command(photos, output_dir, *flags))
     return main_pretrain.PretrainRun(args)
 
@@ -42,14 +44,14 @@ def test_ddp_shares_its_buckets_and_knows_the_graph_unless_passes_go_unreduced(p
     monkeypatch.setattr(train_run.distributed, "init_process", lambda *args: process)
     monkeypatch.setattr(train_run, "DistributedDataParallel", build)
     with pytest.raises(Built) as built:
-        set_up(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4)
+        set_up(photos, tmp_path / "out", monkeypatch, "--accum_iter", accum_iter, "--batch_size", 4)
     expected = dict(gradient_as_bucket_view=True, static_graph=static, broadcast_buffers=False)
     assert built.value.args == (expected,)
 
 
-def test_optimizers_skip_without_being_asked_to_wait(photos, tmp_path):
+def test_optimizers_skip_without_being_asked_to_wait(photos, tmp_path, monkeypatch):
     """What the engine takes for the sign of an optimizer that looks at `found_inf` by itself."""
-    ready = set_up(photos, tmp_path / "out")
+    ready = set_up(photos, tmp_path / "out", monkeypatch)
     assert ready.engine.optimizer is ready.optimizer and ready.optimizer._step_supports_amp_scaling
     for name, expected in (("adamw", torch.optim.AdamW), ("lars", main_finetune.LARS)):
         flags = test_main_finetune.command(photos, tmp_path / name, "--optimizer", name)

@@ -124,9 +124,10 @@ def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code
 
 
 @pytest.mark.fault("F46", "a signal under submitit's local controller", "requeued at the very step; 0 lost")
-def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path):
+def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path, monkeypatch):
     """submitit's own controller on this machine, with its copy of the code; the run starts again at the very step."""
-    flags = [*SMALL.split(), "--data_path", str(photos), "--batch_size", "4", "--epochs", "30", "--save_every", "1000"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for others' cores make a step take seconds
+    flags = [*SMALL.split(), "--data_path", str(photos), "--batch_size", "4", "--epochs", "20", "--save_every", "1000"]
     job = submitit_launch.main(
         ["--cluster", "local", "--gpus_per_node", "0", "--tasks_per_node", "2", "--cpus_per_task", "1", "main_pretrain", *flags]
         + ["--output_dir", str(tmp_path / "run")]
@@ -137,17 +138,17 @@ def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_non
         os.kill(rank, signal.SIGUSR2)
     text = tmp_path / "run" / "log.txt"
     wait_for(lambda: "pre-trained" in text.read_text())
-    stopped = int(re.search(r"stopped by SIGUSR2 after step (\d+) of 90", text.read_text())[1])
+    stopped = int(re.search(r"stopped by SIGUSR2 after step (\d+) of 60", text.read_text())[1])
     assert f"checkpoint-{stopped}.pth at step {stopped}" in text.read_text()
-    assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, 91))
-    expected = run(photos, tmp_path / "one", "--epochs", 30)
+    assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, 61))
+    expected = run(photos, tmp_path / "one", "--epochs", 20)
     losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("run", "one")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and expected["meta"]["step"] == 90
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and expected["meta"]["step"] == 60
     assert (tmp_path / "run" / "code" / "util" / "train_run.py").is_file()
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["output_dir"] == str(tmp_path / "run")
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=240):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
