@@ -5,12 +5,13 @@
     python main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET_PACKED
 
 IMAGENET is a folder as `--data_path` takes it; each of its train/ and val/ (or the folder itself) becomes
-IMAGENET_PACKED/<split>/shard-00000.bin and so on, with an index. The files' own bytes are kept, so training on packed data is
-bit for bit training on the folder. `--quality 90` re-encodes as JPEG at the original size instead: about half of the bytes and
-a faster decode, but other pixels; images are never made smaller.
+IMAGENET_PACKED/<split>/shard-00000.bin and so on, with an index. The files' own bytes are kept, so training on packed
+data is bit for bit training on the folder. `--quality 90` re-encodes as JPEG at the original size instead: about half
+of the bytes and a faster decode, but other pixels; images are never made smaller.
 
-Stopped? The same command goes on with the shards that are missing. `--verify` reads everything again: the shards' hashes,
-each image's checksum and, with IMAGENET given as well, its images' names, labels and classes.
+Stopped? The same command goes on with the shards that are missing. If the index or a shard is damaged, the same command
+packs again. `--verify` reads everything again: the shards' hashes, each image's checksum and, with IMAGENET given as
+well, its images' names, labels and classes.
 """
 
 import argparse
@@ -35,18 +36,21 @@ from util import packed
 from util.cli import Parser
 from util.datasets import available_cores
 from util.decode import PILLOW_ERRORS, check_header
+from util.folders import counted, find_split, list_folder
 from util.images import FolderImages, ImageError
 from util.signals import ignore_in_worker
+from util.tars import find_tars
 
 _worker = {}  # a worker's images: a million paths travel once a worker, and not with every shard
 
 
-def start_worker(images):
+def start_worker(images: FolderImages) -> None:
+    """Keeps the images that this process packs."""
     _worker["images"] = images
     ignore_in_worker(None)
 
 
-def file_sizes(images, chunk=1000):
+def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
     """Bytes of each file, int64 [n]; a network disk answers many questions at once."""
     chunks = [range(first, min(first + chunk, len(images))) for first in range(0, len(images), chunk)]
     with ThreadPoolExecutor(32) as pool:
@@ -54,19 +58,19 @@ def file_sizes(images, chunk=1000):
         return np.array([size for part in sizes for size in part], np.int64)
 
 
-def listing(names, sizes, labels):
+def listing(names: list[bytes], sizes: np.ndarray, labels: np.ndarray) -> str:
     """What is packed, as a hash."""
     return hashlib.sha256(b"\0".join([*names, sizes.tobytes(), labels.tobytes()])).hexdigest()
 
 
-def plan_shards(sizes, shard_bytes):
+def plan_shards(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
     """Files' sizes -> [(first, end)]: runs of images of about `shard_bytes`."""
     number = (np.cumsum(sizes) - sizes) // shard_bytes  # by where an image begins
     bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(sizes)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def pack_shard(first, end, path, quality, stamp):
+def pack_shard(first: int, end: int, path: Path, quality: int | None, stamp: list) -> None:
     """Writes images first .. end - 1 to `path`, and beside it what the index will need."""
     images = _worker["images"]
     digest, offset, entries = hashlib.sha256(), 0, []
@@ -88,14 +92,15 @@ def pack_shard(first, end, path, quality, stamp):
     packed.write_atomically(path.with_suffix(".json"), json.dumps(record).encode())
 
 
-def encoded(images, i, quality):
+def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
     """The file's own bytes, once Pillow has read its header; or, with a quality, a new JPEG of the same size."""
     data = images.read(i)
     if quality is None:
         try:
             check_header(io.BytesIO(data))
         except PILLOW_ERRORS as error:
-            raise ImageError(f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file") from error
+            what = f"{images.path(i)!r} is not a readable image ({error})"
+            raise ImageError(f"{what}; replace or remove the file") from error
         return data
     buffer = io.BytesIO()
     try:
@@ -105,17 +110,46 @@ def encoded(images, i, quality):
     return buffer.getvalue()
 
 
-def pack_split(images, folder, args):
-    """Packs `images` into `folder`; what is there already, by the same settings, is left as it is."""
+def find_packed(folder: Path, facts: dict, num_images: int) -> dict | None:
+    """The index of what is packed in `folder` already; None if there is nothing, or it is damaged, which is printed.
+
+    ValueError if it was packed from other files, or by other settings, than `facts` say.
+    """
+    path = folder / packed.INDEX
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = {key: content[key] for key in (*facts, "num_images")}
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"{str(path)!r} is damaged ({type(error).__name__}: {error}); packing again")
+        return None
+    settings = [key for key in ("quality", "shard_mb") if found[key] != facts[key]]
+    differences = [f"--{key} was {found[key]}, now {facts[key]}" for key in settings]
+    if found["source"] != facts["source"]:
+        differences.append(f"the files were others ({counted(found['num_images'], 'image')} then, {num_images} now)")
+    if differences:
+        raise ValueError(
+            f"{str(folder)!r} was packed otherwise: {'; '.join(differences)}. "
+            f"Choose another DESTINATION, or remove this one to pack it anew"
+        )
+    try:
+        return packed.PackedImages(folder).content
+    except ValueError as error:
+        print(f"damaged: {error}; packing again")
+        return None
+
+
+def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> None:
+    """Packs `images` into `folder`; what is there already, whole and by the same settings, is left as it is."""
     sizes, names = file_sizes(images), [bytes(name) for name in images.names]
     facts = {"source": listing(names, sizes, images.labels), "quality": args.quality, "shard_mb": args.shard_mb}
-    if (folder / packed.INDEX).is_file():
-        content, _ = packed.read_index(folder)
-        if {key: content.get(key) for key in facts} != facts:
-            raise ValueError(f"{str(folder)!r} holds other data, or the same packed otherwise; choose another DESTINATION")
+    content = find_packed(folder, facts, len(images))
+    if content is not None:
         print(f"{folder}: {content['num_images']} images in {len(content['shards'])} shards, packed already")
         return
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / packed.INDEX).unlink(missing_ok=True)  # until all shards are whole again
     for leftover in folder.glob(".shard-*.tmp-*"):  # of a killed process
         leftover.unlink()
     jobs = {}
@@ -133,21 +167,25 @@ def pack_split(images, folder, args):
                 future.result()
                 bar.update(futures[future][1] - futures[future][0])
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # shards that are under way are finished, and kept: workers ignore signals
+            # Shards that are under way are finished, and kept: workers ignore signals.
+            pool.shutdown(cancel_futures=True)
             raise
     finish(images, folder, jobs, names, facts)
 
 
-def is_packed(path, stamp):
+def is_packed(path: Path, stamp: list) -> bool:
     """Whether the shard at `path` was written whole, from the same files and by the same settings."""
     record = path.with_suffix(".json")
     if not record.is_file() or not path.is_file():
         return False
-    content = json.loads(record.read_text())
-    return content["stamp"] == stamp and content["size"] == path.stat().st_size
+    try:
+        content = json.loads(record.read_text())
+        return content["stamp"] == stamp and content["size"] == path.stat().st_size
+    except (ValueError, KeyError, TypeError):  # a damaged record
+        return False
 
 
-def finish(images, folder, jobs, names, facts):
+def finish(images: FolderImages, folder: Path, jobs: dict[Path, tuple], names: list[bytes], facts: dict) -> None:
     """The index of all shards; their own records are no longer needed then."""
     rows, shards = [], []
     for k, (path, (first, end, *_)) in enumerate(jobs.items()):
@@ -164,7 +202,7 @@ def finish(images, folder, jobs, names, facts):
     print(f"{folder}: {len(rows)} images, {len(images.classes)} classes, {total / 1e9:.2f} GB in {len(shards)} shards")
 
 
-def verify_shard(path, shard, rows):
+def verify_shard(path: Path, shard: dict, rows: np.ndarray) -> list[str]:
     """What is wrong with a shard, as a list of sentences."""
     digest, problems, position = hashlib.sha256(), [], 0
     with open(path, "rb") as file:
@@ -180,7 +218,7 @@ def verify_shard(path, shard, rows):
     return problems
 
 
-def verify_split(images, folder, args):
+def verify_split(images: FolderImages | None, folder: Path, args: argparse.Namespace) -> None:
     """ValueError names what is damaged, or differs from the source."""
     ours = packed.PackedImages(folder)
     problems = []
@@ -200,24 +238,62 @@ def verify_split(images, folder, args):
             problems += future.result()
             bar.update(futures[future])
     if problems:
-        raise ValueError("; ".join(problems[:5]) + (f"; {len(problems) - 5} more" if len(problems) > 5 else ""))
+        more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"{'; '.join(problems[:5])}{more}. Remove the shards that are damaged, or all of {str(folder)!r} if the "
+            f"source has changed, and pack again"
+        )
     print(f"{folder}: {len(ours)} images of {len(ours.classes)} classes are what was packed")
 
 
-def find_splits(source):
+def find_splits(source: str) -> dict[str, str]:
     """{split: folder below DESTINATION} of a source: train/ and val/ where they are, else the folder itself."""
-    splits = [split for split in ("train", "val") if (Path(source) / split).is_dir()]
+    if not Path(source).is_dir():
+        return {"train": "."}
+    entries = list_folder(Path(source))
+    splits = [split for split in ("train", "val") if find_split(entries, split)[0] is not None]
     return {split: split for split in splits} or {"train": "."}
 
 
-def main(argv=None):
+def open_source(source: str, split: str) -> FolderImages:
+    """The images to pack; ValueError if there are none, or they need no packing."""
+    try:
+        if find_tars(source, split):
+            raise ValueError(f"--data_path {source!r} holds tars, which need no packing: train on it as it is")
+        if any((folder / packed.INDEX).is_file() for folder in (Path(source), Path(source) / split)):
+            raise ValueError(f"--data_path {source!r} is packed already: give the folder that it was packed from")
+        return FolderImages(source, split)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--data_path", "SOURCE")) from error
+
+
+def run_split(source: str | None, split: str, folder: Path, args: argparse.Namespace) -> None:
+    """Packs a split of the source into `folder`, or verifies what is packed there."""
+    images = None if source is None else open_source(source, split)
+    if args.verify:
+        verify_split(images, folder, args)
+        return
+    root = Path(images.root).resolve()
+    if root in (folder.resolve(), *folder.resolve().parents):
+        what = f"shards in {str(folder)!r} would lie among the images of {str(root)!r}"
+        raise ValueError(f"{what}: choose another DESTINATION")
+    images.check()
+    for note in images.notes:
+        print(f"{images.root}: {note}")
+    pack_split(images, folder, args)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Packs or verifies each split."""
     parser = Parser("pack_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
-    flag("folders", nargs="+", metavar="FOLDER", help="SOURCE, class folders or train/ and val/ of them; and DESTINATION")
+    what = "SOURCE, class folders or train/ and val/ of them; and DESTINATION"
+    flag("folders", nargs="+", metavar="FOLDER", help=what)
     flag("--shard_mb", type=int, default=1000, help="megabytes a shard, before any re-encoding")
     flag("--quality", type=int, help="re-encode as JPEG of this quality (default: keep the files' bytes)")
     flag("--workers", type=int, default=available_cores())
-    flag("--verify", action=argparse.BooleanOptionalAction, default=False, help="check it against its hashes, and SOURCE if given")
+    what = "check it against its hashes, and SOURCE if given"
+    flag("--verify", action=argparse.BooleanOptionalAction, default=False, help=what)
     args = parser.parse_args(argv)
     if min(args.shard_mb, args.workers) < 1:
         parser.error(f"--shard_mb and --workers must be at least 1, got {args.shard_mb} and {args.workers}")
@@ -225,14 +301,11 @@ def main(argv=None):
         parser.error(f"--quality must be from 1 to 100, got {args.quality}")
     if len(args.folders) > 2 or len(args.folders) + args.verify < 2:
         parser.error(f"give SOURCE and DESTINATION, or with --verify DESTINATION alone, got {', '.join(args.folders)}")
-    *source, destination = args.folders
+    source, destination = args.folders if args.folders[1:] else [None, *args.folders]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the workers end with it
     try:
-        for split, below in find_splits(*source or [destination]).items():
-            images, folder = FolderImages(*source, split) if source else None, Path(destination) / below
-            if images and not args.verify:
-                images.check()
-            (verify_split if args.verify else pack_split)(images, folder, args)
+        for split, below in find_splits(source or destination).items():
+            run_split(source, split, Path(destination) / below, args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

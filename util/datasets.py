@@ -1,7 +1,9 @@
 """Images by address: `dataset[(epoch, index)]`, and the sampler that hands the addresses out."""
 
 import copy
+import multiprocessing
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -9,18 +11,22 @@ import torch
 from util import packed
 from util.addressed import SHUFFLE, addressed_uniform
 from util.bad_images import shared_flags
-from util.images import CifarImages, FolderImages, ImageError, INaturalistImages
+from util.folders import find_split, list_folder
+from util.images import CifarImages, EncodedImages, FolderImages, ImageError, INaturalistImages
 from util.signals import ignore_in_worker, let_children_die_quietly
-from util.tars import find_tars, open_tars
+from util.tars import choose_tars, open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
 MOST_SKIPPED = 100  # bad images in a row, after which there is something else wrong
+MOST_AHEAD = 2**30  # bytes of the batches that wait for one process
 MOST_DEATHS = 10  # of workers, from start to start
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST)
 
 
-def open_images(dataset, data_path, split="train", labelled=False, max_bad_fraction=0.0):
+def open_images(
+    dataset: str, data_path: str | Path, split: str = "train", labelled: bool = False, max_bad_fraction: float = 0.0
+) -> EncodedImages | CifarImages:
     """`dataset`: one of DATASETS; `labelled`: every image must have a class. -> images with `load(i)` and `classes`.
 
     A "folder" may also hold packed images or tars. ImageError if a sample of the headers has more bad ones than the
@@ -38,22 +44,34 @@ def open_images(dataset, data_path, split="train", labelled=False, max_bad_fract
     return images
 
 
-def open_folder(data_path, split, labelled):
-    """Images of ROOT/<split>/ or of ROOT: packed, in tars, or files."""
-    for folder in [Path(data_path) / split] + [Path(data_path)] * (not labelled):
-        if (folder / packed.INDEX).is_file():
-            return packed.PackedImages(folder, labelled=labelled)
-        if (folder / packed.SHARD.format(0)).is_file():
-            raise ValueError(f"{str(folder)!r} holds shards without {packed.INDEX}: pack_dataset.py has not finished; run it again")
-    tars = find_tars(data_path, split, labelled)
-    return open_tars(tars, split, labelled) if tars else FolderImages(data_path, split, labelled)
+def open_folder(data_path: str | Path, split: str, labelled: bool) -> EncodedImages:
+    """Images of ROOT's folder for the split, or of ROOT: packed, in tars, or files."""
+    root = Path(data_path)
+    folder, notes = find_split(list_folder(root), split, fall_back=not labelled) if root.is_dir() else (None, [])
+    places = [] if folder is None else [(root / folder, notes)]
+    if not labelled:
+        places.append((root, []))
+    for place, remarks in places:
+        if (place / packed.INDEX).is_file():
+            images = packed.PackedImages(place, labelled=labelled)
+            images.notes += remarks
+            return images
+        if (place / packed.SHARD.format(0)).is_file():
+            what = f"{str(place)!r} holds shards without {packed.INDEX}"
+            raise ValueError(f"{what}: pack_dataset.py has not finished; run it again")
+    choice = choose_tars(data_path, split, labelled)
+    if not choice.tars:
+        return FolderImages(data_path, split, labelled)
+    images = open_tars(choice.tars, split, labelled, choice.by_folders)
+    images.notes += choice.notes
+    return images
 
 
 class AddressedDataset(torch.utils.data.Dataset):
     """`dataset[(epoch, index)] -> (img uint8 [3, H, W], label, (epoch, index))`.
 
-    `transform(img uint8 [3, H, W], epoch, index) -> uint8 [3, h, w]` draws what it needs from the address. With `replace` an
-    image that cannot be read is marked in `bad`, and the next one that can be gives its pixels and label.
+    `transform(img uint8 [3, H, W], epoch, index) -> uint8 [3, h, w]` draws what it needs from the address. With
+    `replace` an image that cannot be read is marked in `bad`, and the next one that can be gives its pixels and label.
     """
 
     def __init__(self, images, transform, replace=False):
@@ -142,11 +160,31 @@ def stack(samples):
     return torch.stack(imgs), torch.tensor(labels)
 
 
-def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
+def prefetch_factor(batch_bytes: int, num_workers: int) -> int:
+    """Batches that each worker prepares ahead: together about `MOST_AHEAD` bytes at most, but from 1 to 4.
+
+    Batches that wait lie in shared memory, once for each worker of each process. 0 bytes: unknown, so 4.
+    """
+    if not batch_bytes or not num_workers:
+        return 4
+    return max(1, min(4, MOST_AHEAD // (batch_bytes * num_workers)))
+
+
+def batches(
+    dataset: AddressedDataset,
+    sampler: StepBatchSampler | list,
+    collator: Callable,
+    num_workers: int,
+    pin_memory: bool,
+    say: Callable[[str], None] = print,
+    *,
+    batch_bytes: int = 0,
+) -> Iterator[tuple]:
     """An iterator over the batches of all of `sampler`'s addresses.
 
     If a worker dies (the kernel kills what takes too much memory), new ones go on with the same batch, and `say` tells.
     RuntimeError if that does not help. Batches follow from their addresses, so they are the ones that would have come.
+    `batch_bytes`: of one batch, from which `prefetch_factor` follows.
     """
     taken = deaths = 0
     while True:
@@ -156,22 +194,24 @@ def batches(dataset, sampler, collator, num_workers, pin_memory, say=print):
             collate_fn=collator,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            prefetch_factor=4 if num_workers else None,
+            prefetch_factor=prefetch_factor(batch_bytes, num_workers) if num_workers else None,
             worker_init_fn=ignore_in_worker,
         )
         try:
+            others = set(multiprocessing.active_children())
             stream = iter(loader)
-            let_children_die_quietly()
+            let_children_die_quietly(set(multiprocessing.active_children()) - others)
             for batch in stream:
                 taken += 1
                 yield batch
             return
         except (RuntimeError, OSError) as error:
-            # What a worker raised comes with its traceback and would be raised again; only its death is worth another try.
+            # What a worker raised has its traceback in the text and would be raised again. Only its death is retried.
             if num_workers == 0 or "in DataLoader worker process" in str(error) or deaths == MOST_DEATHS:
                 raise
             deaths += 1
-            say(f"warning: a worker was lost before batch {taken + 1} ({str(error).splitlines()[0]}); new ones go on from there")
+            lost = f"a worker was lost before batch {taken + 1} ({str(error).splitlines()[0]})"
+            say(f"warning: {lost}; new ones go on from there")
             stream = loader = None  # the other workers go
 
 

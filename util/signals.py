@@ -1,23 +1,26 @@
 """Signals ask a run to stop: it finishes the step, saves, and ends; the same command goes on.
 
 SLURM sends TERM before a job is cancelled or preempted, and whatever `--signal` says before its time is up; a terminal sends
-INT. A handler only takes note. All processes must stop after the same step, so each step they compare notes by an all-reduce
-of one number, beside the step's own work, and read the outcome a step later.
+INT, and HUP when it is closed (not under nohup). A handler only sets a flag. All processes must stop after the same step, so
+they all-reduce the flag every step, beside the step's own work, and read the outcome a step later.
 """
 
 import atexit
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PATIENCE = 5.0  # seconds; a later signal ends the process at once (SLURM sends TERM twice within .1 s)
 
@@ -34,7 +37,9 @@ class StopSignal:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and dist.is_initialized() else None
         self.previous = {}
         if threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self._take_note) for number in SIGNALS}
+            # nohup starts programs with HUP ignored: it stays so.
+            heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+            self.previous = {number: signal.signal(number, self._take_note) for number in heard}
 
     def _take_note(self, number, frame):
         if self.name is None:
@@ -95,19 +100,25 @@ def ignore_in_worker(_):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def let_children_die_quietly():
-    """After a DataLoader's set-up, whose handler would raise in the middle of a step, or of a save, if a worker dies.
+def let_children_die_quietly(workers: Iterable[BaseProcess]) -> None:
+    """After a DataLoader has started `workers`. Its handler would raise in the middle of a step, or of a save, if one dies.
 
-    It finds out anyhow when it waits for that worker's next batch, within five seconds.
+    It finds out anyhow when it waits for that worker's next batch, within five seconds. When this process exits, the
+    workers are killed: they ignore TERM, with which multiprocessing would end them, and then wait without end.
     """
+    if not _workers:
+        atexit.register(_kill_workers)
+    _workers.update(workers)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-@atexit.register
-def _kill_workers():
-    """Workers that ignore TERM would be waited for without end by multiprocessing, whose own exit handler runs after this."""
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+def _kill_workers() -> None:
+    """Runs before multiprocessing's own exit handler."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    for worker in list(_workers):
+        with suppress(ValueError):  # closed
+            worker.kill()

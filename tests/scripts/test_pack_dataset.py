@@ -1,6 +1,8 @@
 import json
 import pickle
+import re
 import shutil
+import tarfile
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -32,7 +34,10 @@ def test_packed_images_are_the_folder_s_in_its_order(photos, tmp_path, small_sha
         (img, label), (other, same) = folder.load(i), ours.load(i)
         assert np.array_equal(img, other) and label == same and ours.read(i) == folder.read(i)
     assert "24 images, 2 classes, 0.00 GB in" in capsys.readouterr().out
-    assert sorted(p.suffix for p in (tmp_path / "packed" / "train").iterdir() if p.suffix != ".bin") == [".json", ".npy"]
+    assert sorted(p.suffix for p in (tmp_path / "packed" / "train").iterdir() if p.suffix != ".bin") == [
+        ".json",
+        ".npy",
+    ]
     pack(photos, tmp_path / "packed")
     assert "packed already" in capsys.readouterr().out
     pack(photos, tmp_path / "packed", "--verify")
@@ -80,7 +85,8 @@ def test_packing_goes_on_where_it_was_stopped(photos, tmp_path, small_shards, mo
         pack(photos, tmp_path / "packed")
     first = list(written)
     assert len(first) == 2 and all(path.exists() for path in first)
-    with pytest.raises(ValueError, match="holds shards without prmim-index.json: pack_dataset.py has not finished; run it again"):
+    message = "holds shards without prmim-index.json: pack_dataset.py has not finished; run it again"
+    with pytest.raises(ValueError, match=message):
         open_images("folder", tmp_path / "packed")
     monkeypatch.setattr(pack_dataset, "pack_shard", lambda *args: written.append(args[2]) or exact(*args))
     (tmp_path / "packed" / "train" / ".shard-00009.bin.tmp-dead").touch()  # of a killed process
@@ -98,7 +104,8 @@ def test_re_encoding_keeps_sizes(photos, tmp_path, capsys):
         assert img.shape == other.shape and 0 < np.abs(img - other).mean() < 6
     with pytest.raises(SystemExit):
         pack(photos, tmp_path / "packed")
-    assert "holds other data, or the same packed otherwise" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--quality was 90, now None. Choose another DESTINATION" in error and "the files were others" not in error
 
 
 def damaged(path, how):
@@ -127,6 +134,94 @@ def test_damage_is_named_when_the_data_is_opened(photos, tmp_path, small_shards,
         open_images("folder", tmp_path / "packed")
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("shard-00001.bin", "short"),
+        ("shard-00001.bin", "gone"),
+        ("prmim-index.npy", "flip"),
+        ("prmim-index.npy", "gone"),
+        ("prmim-index.json", "short"),
+        ("prmim-index.json", "odd"),
+    ],
+)
+def test_the_same_command_repairs_damage(photos, tmp_path, small_shards, capsys, name, how):
+    pack(photos, tmp_path / "packed")
+    folder = tmp_path / "packed" / "train"
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if how == "gone":
+        (folder / name).unlink()
+    elif how == "odd":
+        (folder / name).write_text('{"num_images": 24}')
+    else:
+        damaged(folder / name, how)
+    pack(photos, tmp_path / "packed")
+    assert "packing again" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    pack(photos, tmp_path / "packed")
+    assert "packed already" in capsys.readouterr().out
+
+
+def test_damaged_data_of_another_source_is_not_packed_over(photos, tmp_path, small_shards, capsys):
+    pack(photos, tmp_path / "packed")
+    shard = tmp_path / "packed" / "train" / "shard-00001.bin"
+    damaged(shard, "short")
+    before = shard.read_bytes()
+    shutil.copytree(photos, tmp_path / "other")
+    (tmp_path / "other" / "train" / "cat" / "3.jpg").unlink()
+    with pytest.raises(SystemExit):
+        pack(tmp_path / "other", tmp_path / "packed")
+    assert "the files were others (24 images then, 23 now)" in capsys.readouterr().err
+    assert shard.read_bytes() == before
+
+
+def test_a_damaged_record_of_a_shard_is_packed_again(photos, tmp_path):
+    stamp, shard = ["x", None], tmp_path / "shard-00000.bin"
+    shard.write_bytes(b"12345")
+    for text, expected in (('{"stamp": ["x", null], "size": 5}', True), ('{"stamp": ["x", nu', False), ("[]", False)):
+        shard.with_suffix(".json").write_text(text)
+        assert pack_dataset.is_packed(shard, stamp) is expected
+
+
+def test_splits_by_other_names_are_packed_and_hidden_files_are_not(photos, tmp_path, capsys):
+    root = tmp_path / "photos"
+    shutil.copytree(photos / "train", root / "Training")
+    shutil.copytree(photos / "train", root / "validation")
+    (root / "Training" / "cat" / "._0.jpg").write_bytes(b"hidden")
+    shutil.copytree(root / "Training" / "cat", root / "Training" / ".ipynb_checkpoints")
+    pack(root, tmp_path / "packed")
+    assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == ["train", "val"]
+    assert "ignored: 2 hidden paths (.ipynb_checkpoints, cat/._0.jpg)" in capsys.readouterr().out
+    for split in ("train", "val"):
+        images = open_images("folder", tmp_path / "packed", split, labelled=True)
+        assert len(images) == 24 and images.classes == ["cat", "dog"] and images.notes == []
+    shutil.rmtree(tmp_path / "packed" / "val")
+    images = open_images("folder", tmp_path / "packed", "val")
+    assert len(images) == 24 and images.notes == ["train/ stands in for val, which is not there"]
+
+
+def test_sources_that_cannot_be_packed(photos, tmp_path, capsys):
+    pack(photos, tmp_path / "packed")
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars" / "train.tar", "w") as tar:
+        tar.add(photos / "train", "train")
+    (tmp_path / "photos.zip").write_bytes(b"PK")
+    flat = shutil.copytree(photos / "train" / "cat", tmp_path / "flat")
+    for source, destination, message in (
+        (tmp_path / "nowhere", "out", "error: SOURCE '.*nowhere' is not a folder"),
+        (tmp_path / "packed", "out", "SOURCE '.*packed' is packed already: give the folder that it was packed from"),
+        (tmp_path / "tars", "out", "SOURCE '.*tars' holds tars, which need no packing"),
+        (tmp_path / "photos.zip", "out", "SOURCE '.*photos.zip' is a compressed archive"),
+        (flat, flat, "would lie among the images of '.*flat': choose another DESTINATION"),
+        (flat, flat / "packed", "would lie among the images of '.*flat': choose another DESTINATION"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            pack(source, tmp_path / destination)
+        assert stop.value.code == 2 and re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists() and not (flat / "packed").exists()
+
+
 def test_verify_finds_one_flipped_bit_and_another_source(photos, tmp_path, small_shards, capsys):
     pack(photos, tmp_path / "packed")
     damaged(tmp_path / "packed" / "train" / "shard-00002.bin", "flip")
@@ -134,6 +229,11 @@ def test_verify_finds_one_flipped_bit_and_another_source(photos, tmp_path, small
         pack(photos, tmp_path / "packed", "--verify")
     error = capsys.readouterr().err
     assert "is not what was packed" in error and "shard-00002.bin: its SHA-256 is not the recorded one" in error
+    assert "Remove the shards that are damaged" in error
+    (tmp_path / "packed" / "train" / "shard-00002.bin").unlink()
+    pack(photos, tmp_path / "packed")
+    pack(photos, tmp_path / "packed", "--verify")
+    capsys.readouterr()
     other = tmp_path / "other"
     shutil.copytree(photos, other)
     next((other / "train" / "cat").iterdir()).unlink()
@@ -176,7 +276,8 @@ def test_a_copy_for_another_process_reads_the_index_by_itself(photos, tmp_path, 
     images.reference, expected = True, images.read(7)
     data = pickle.dumps(images)
     other = pickle.loads(data)
-    assert len(data) < 1000 and other.reference and other.read(7) == expected and other.labels.tolist() == images.labels.tolist()
+    assert len(data) < 1000 and other.reference
+    assert other.read(7) == expected and other.labels.tolist() == images.labels.tolist()
 
 
 @pytest.mark.parametrize(

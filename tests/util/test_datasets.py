@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -16,6 +17,7 @@ from util.datasets import (
     batches,
     every_image_once,
     open_images,
+    prefetch_factor,
     stack,
     steps_per_epoch,
 )
@@ -27,9 +29,8 @@ def test_class_folders_under_train(photos):
     images = FolderImages(photos)
     assert len(images) == 24 and images.classes == ["cat", "dog"]
     img, label = images.load(13)
-    assert (
-        img.shape[2:] == (3,) and img.dtype == np.uint8 and label == 1 and images.path(13).startswith(str(photos / "train" / "dog"))
-    )
+    assert img.shape[2:] == (3,) and img.dtype == np.uint8
+    assert label == 1 and images.path(13).startswith(str(photos / "train" / "dog"))
     assert len(FolderImages(photos / "train")) == 24  # the split folder itself
 
 
@@ -41,11 +42,14 @@ def test_flat_folder_needs_no_classes(tmp_path):
     assert len(images) == 3 and images.classes == [] and images.load(2)[1] == 0
 
 
-def test_hidden_folders_are_no_classes(tmp_path):
-    for folder in ("cat", ".ipynb_checkpoints"):
-        (tmp_path / folder).mkdir()
-    write_photo(tmp_path / "cat" / "0.jpg")
-    assert FolderImages(tmp_path).classes == ["cat"] and len(FolderImages(tmp_path)) == 1
+def test_images_say_what_they_ignore(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "data")
+    (tmp_path / "data" / "train" / "cat" / "._0.jpg").touch()
+    assert open_images("folder", photos).notes == []
+    assert open_images("folder", tmp_path / "data").notes == ["ignored: 1 hidden path (cat/._0.jpg)"]
+    images = open_images("folder", tmp_path / "data", "val")
+    assert images.root == tmp_path / "data" / "train" and len(images) == 24
+    assert images.notes[0] == "train/ stands in for val, which is not there"
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
@@ -86,11 +90,11 @@ def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
 
 def test_a_decompression_bomb_is_named_before_it_unfolds(tmp_path):
     """A few kilobytes; Pillow itself would warn of the first and unfold it."""
-    for side, message in ((13000, "13000 x 13000 pixels are more than"), (20000, "exceeds limit")):
+    for side in (13000, 20000):
         Image.new("1", (side, side)).save(tmp_path / "0.png")
-        with pytest.raises(ValueError, match=rf"0\.png' is not a readable image.*{message}"):
+        with pytest.raises(ValueError, match=rf"0\.png' is not a readable image.*{side} x {side} pixels are more than"):
             open_images("folder", tmp_path)
-        with pytest.raises(ValueError, match=rf"0\.png' cannot be decoded.*{message}"):
+        with pytest.raises(ValueError, match=rf"0\.png' cannot be decoded.*{side} x {side} pixels are more than"):
             FolderImages(tmp_path).load(0)
 
 
@@ -229,11 +233,16 @@ def test_inaturalist_labels_are_ranks_of_category_ids(tmp_path):
     images = open_images("inat19", tmp_path, "val")
     assert images.classes == ["species 3", "species 5", "species 7"]
     assert [images.load(i)[1] for i in range(3)] == [2, 0, 2] and images.path(1).endswith("val2019/Aves/12.jpg")
-    with pytest.raises(ValueError, match="val2018.json' does not exist; --data_path must hold iNaturalist's val2018.json"):
+    message = "val2018.json' does not exist; --data_path must hold iNaturalist's val2018.json"
+    with pytest.raises(ValueError, match=message):
         open_images("inat18", tmp_path, "val")
 
 
-ANNOTATIONS = [{"image_id": 11, "category_id": 7}, {"image_id": 12, "category_id": 3}, {"image_id": 13, "category_id": 7}]
+ANNOTATIONS = [
+    {"image_id": 11, "category_id": 7},
+    {"image_id": 12, "category_id": 3},
+    {"image_id": 13, "category_id": 7},
+]
 NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
 
 
@@ -244,9 +253,18 @@ NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
         (dict(annotations=[*ANNOTATIONS, {"image_id": 99, "category_id": 3}]), r"1 labels without an image \(99\)"),
         (dict(annotations=[*ANNOTATIONS, {"image_id": 11, "category_id": 3}]), "1 labels beyond one an image"),
         (dict(categories=[{"id": 3}, {"id": 5}]), r"1 labels of unknown categories \(7\)"),
-        (dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "../13.jpg"])]), "1 paths outside"),
-        (dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], NAMES[0]])]), "1 images named twice"),
-        (dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "val2019/14.jpg"])]), "14.jpg' is not a"),
+        (
+            dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "../13.jpg"])]),
+            "1 paths outside",
+        ),
+        (
+            dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], NAMES[0]])]),
+            "1 images named twice",
+        ),
+        (
+            dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "val2019/14.jpg"])]),
+            "14.jpg' is not a",
+        ),
         (dict(images=[], annotations=[]), "names no image"),
         (dict(images=[{"id": 1}]), "is not a label file of iNaturalist .*file_name"),
     ],
@@ -264,6 +282,38 @@ def test_an_evaluation_sees_every_image_once(num, batch_size, world_size):
     assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
 
 
+@pytest.mark.parametrize(
+    ("batch_bytes", "num_workers", "expected"),
+    [
+        (0, 15, 4),  # unknown
+        (0, 0, 4),
+        (64 * 3 * 224**2, 15, 4),  # 10 MB: 0.6 GB ahead
+        (512 * 3 * 224**2, 15, 1),  # 77 MB: 1.2 GB ahead
+        (512 * 3 * 224**2, 8, 1),
+        (256 * 3 * 224**2, 8, 3),
+        (128 * 3 * 224**2, 15, 3),
+        (2**40, 1, 1),
+        (1, 1, 4),
+    ],
+)
+def test_batches_ahead_fit_into_a_gibibyte(batch_bytes, num_workers, expected):
+    factor = prefetch_factor(batch_bytes, num_workers)
+    assert factor == expected and (factor == 1 or factor * num_workers * batch_bytes <= 2**30)
+
+
+@pytest.mark.parametrize(("batch_bytes", "expected"), [(0, 4), (2**30, 1)])
+def test_the_loader_prepares_as_many_batches_ahead(photos, monkeypatch, batch_bytes, expected):
+    asked, exact = [], torch.utils.data.DataLoader
+    note = lambda *args, **flags: asked.append(flags["prefetch_factor"]) or exact(*args, **flags)  # noqa: E731
+    monkeypatch.setattr(torch.utils.data, "DataLoader", note)
+    dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
+    sampler = StepBatchSampler(24, 4, 1, 0, 1, 2, 0, 2)
+    assert len(list(batches(dataset, sampler, stack, 1, pin_memory=False, batch_bytes=batch_bytes))) == 2
+    assert len(list(batches(dataset, sampler, stack, 0, pin_memory=False, batch_bytes=batch_bytes))) == 2
+    assert asked == [expected, None]
+
+
 def test_stack():
     imgs, labels = stack([(torch.full((3, 2, 2), i, dtype=torch.uint8), i + 5, (0, i)) for i in range(3)])
-    assert imgs.shape == (3, 3, 2, 2) and imgs.dtype == torch.uint8 and imgs[2].eq(2).all() and labels.tolist() == [5, 6, 7]
+    assert imgs.shape == (3, 3, 2, 2) and imgs.dtype == torch.uint8
+    assert imgs[2].eq(2).all() and labels.tolist() == [5, 6, 7]

@@ -45,18 +45,49 @@ def test_a_late_second_signal_means_what_it_meant(monkeypatch):
         stop.close()
 
 
-def test_an_error_while_workers_load_ends_the_program():
-    """An iterator that is still referred to at the end leaves its workers to multiprocessing, whose TERM they ignore."""
-    program = """
-import torch
-from util.signals import ignore_in_worker
+PROGRAM = """
+import multiprocessing, time
+from util.datasets import batches
 
-batches = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, worker_init_fn=ignore_in_worker))
-print(int(next(batches)), flush=True)
-raise SystemExit(2)
+def child(file):
+    time.sleep(2)
+    open(file, "w").close()
+
+if __name__ == "__main__":
+    own = multiprocessing.get_context("fork").Process(target=child, args=({file!r},), daemon={daemon})
+    own.start()
+    stream = batches(range(1000), [[i] for i in range(1000)], list, num_workers=2, pin_memory=False)
+    print(next(stream), flush=True)
+    raise SystemExit(2)
 """
+
+
+def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_path):
+    """An iterator that is still referred to at the end leaves its workers to multiprocessing, whose TERM they ignore."""
+    program = PROGRAM.format(file=str(tmp_path / "lived"), daemon=False)
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "0\n", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "[0]\n", "")
+    assert (tmp_path / "lived").exists()  # a child of the user's own is waited for
+
+
+HUP = """
+import os, signal, time
+import torch
+from util.signals import StopSignal
+
+stop = StopSignal(torch.device("cpu"))
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(0.1)
+print(stop.agreed(), stop.name)
+"""
+
+
+@pytest.mark.parametrize(("prefix", "said"), [([], "True SIGHUP\n"), (["nohup"], "False None\n")])
+def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
+    ended = subprocess.run(
+        [*prefix, sys.executable, "-c", HUP], cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    assert ended.stdout == said, ended.stderr
 
 
 def _stops(rank):
