@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models_vit import split_heads
 from scripts.step_costs import device_name, time_in_turn, wait
 from util.attention import KERNELS
-from util.cli import Parser, why_not_writable
+from util.cli import Parser, run_program, why_not_writable
 from util.train_engine import PRECISIONS
 
 LAYERS = {  # (tokens, heads, width of a head, whether a learned bias is added)
@@ -130,7 +131,8 @@ def markdown(table, title):
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
     parser = Parser("benchmark_attention.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
     parser.add_argument("--batch_size", type=int, default=8)
@@ -156,4 +158,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "benchmark_attention.py")

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler, addressed_noise
 from scripts import pack_dataset
 from util import decode
-from util.cli import Parser, why_not_writable
+from util.cli import Parser, run_program, user_errors, why_not_writable
 from util.datasets import AddressedDataset, batches
 from util.images import FolderImages
 from util.packed import INDEX, PackedImages
@@ -150,7 +151,8 @@ def exact_images(ways):
     return ways["loader reference"].images
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
     parser = Parser("benchmark_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("images", help="class folders, or a flat folder, of JPEGs as they will be trained on")
@@ -166,17 +168,15 @@ def main(argv=None):
     if args.markdown and (reason := why_not_writable(args.markdown)):
         parser.error(f"{str(args.markdown)!r} cannot be written: {reason}")
     torch.set_num_threads(1)
-    try:
+    with user_errors(parser):
         images = FolderImages(args.images)
         with tempfile.TemporaryDirectory() as folder:
             ways = make_ways(images, Path(folder))
             text = report(ways, measure(ways, args), sampling_microseconds(args.batch_size), args)
-    except ValueError as error:
-        parser.error(str(error))
     print(text, end="")
     if args.markdown:
         args.markdown.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "benchmark_data.py")

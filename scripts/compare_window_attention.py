@@ -14,6 +14,7 @@ between batches of four and of two. Before anything is timed the outputs must ag
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models_greenmim_pr
 from models_swin import WindowGroups, cut_windows, join_windows, unit_coords
 from scripts.step_costs import device_name, saved_bytes, time_in_turn
-from util.cli import Parser
+from util.cli import Parser, run_program, user_errors
 
 TOLERANCE = 1e-4  # of outputs of unit size, in float32
 
@@ -106,7 +107,8 @@ def compare(ways, batch_size, rounds, device):
     return {name: (1e3 * s, saved(way)) for (name, way), s in zip(names.items(), seconds, strict=True)}
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
     parser = Parser("compare_window_attention.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = [name for name in models_greenmim_pr.__all__ if name.islower()]
     parser.add_argument("--model", default="greenmim_swin_base_patch4_window7", choices=models)
@@ -116,10 +118,13 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if min(args.batch_size, args.rounds) < 1:
         parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but there is no CUDA device")
     device = torch.device(args.device)
     torch.manual_seed(0)
     model = getattr(models_greenmim_pr, args.model)().to(device)
-    rows = measure(model, args.batch_size, args.rounds, device)
+    with user_errors(parser):
+        rows = measure(model, args.batch_size, args.rounds, device)
     if not rows:
         parser.error(f"no stage of {args.model} has so many visible tokens that windows are grouped")
     print(f"{args.model}, batch {args.batch_size}, {device_name(device)}, {args.rounds} rounds, torch {torch.__version__}\n")
@@ -131,4 +136,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "compare_window_attention.py")

@@ -19,7 +19,9 @@ The CSV (beside --out) holds them as roots, relative to the norm of MAE's gradie
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +33,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from scripts.visualize import load_run
 from util import checkpoint
-from util.cli import Parser, why_not_writable
+from util.cli import Parser, run_program, user_errors, why_not_writable
 from util.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.datasets import batches as load_batches
 from util.plots import pyplot
@@ -301,6 +303,8 @@ def load(path, args):
 
 def check(args):
     """ValueError for what cannot be measured; -> [(label, settings, weights)], images."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but there is no CUDA device")
     if not args.runs or not args.images:
         raise ValueError("give one or more RUNs and --images, or --from_csv")
     for name in ("batch_size", "batches", "draws", "conv_steps"):
@@ -314,10 +318,11 @@ def check(args):
     return loaded, open_images("folder", args.images)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    try:
+    with user_errors(parser):
         if args.out.suffix not in (".svg", ".png"):
             raise ValueError(f"--out must end in .svg or .png, got {str(args.out)!r}")
         args.csv = args.csv or args.out.with_suffix(".csv")
@@ -329,22 +334,34 @@ def main(argv=None):
             plot(read_csv(args.from_csv, COLUMNS, TEXT), args.out)
             return
         loaded, images = check(args)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        rows = measure_all(loaded, images, args)
+        plot(rows, args.out)
+    print_rows(rows)
+    print(f"{args.csv}, {args.out}")
+
+
+def measure_all(loaded: list[tuple], images: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """-> the rows of all checkpoints, which are in the CSV as soon as they are measured."""
     device, rows = torch.device(args.device), []
     for label, settings, weights in loaded:
         try:
             rows += measure(settings, weights, label, images, args, device)
-        except torch.cuda.OutOfMemoryError:
-            parser.error(f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size")
+        except torch.cuda.OutOfMemoryError as error:
+            reason = f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size"
+            raise ValueError(reason) from error
         write_csv(args.csv, COLUMNS, rows)  # what is measured is kept
-    plot(rows, args.out)
-    print("| weights | method | sampling | ρ_d | difference | cosine | bias | sd over draws |\n|---|---|---|--:|--:|--:|--:|--:|")
+    return rows
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """The rows as a table in Markdown."""
+    columns = ("difference", "cosine", "bias", "sd_draws")
+    print("| weights | method | sampling | ρ_d | difference | cosine | bias | sd over draws |")
+    print("|---|---|---|--:|--:|--:|--:|--:|")
     for r in rows:
-        cells = ["–" if r[name] is None else f"{r[name]:.3f}" for name in ("difference", "cosine", "bias", "sd_draws")]
+        cells = ["–" if r[name] is None else f"{r[name]:.3f}" for name in columns]
         print(f"| {r['weights']} | {r['method']} | {r['sampling']} | {r['throw_ratio']} | {' | '.join(cells)} |")
-    print(f"{args.csv}, {args.out}")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "gradient_gap.py")

@@ -31,6 +31,7 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ from scripts.step_costs import (
     wait,
 )
 from util.attention import KERNELS, prefer
-from util.cli import Parser, parse_with_recipe, why_not_writable
+from util.cli import Parser, parse_with_recipe, run_program, user_errors, why_not_writable
 from util.datasets import open_images
 from util.plots import pyplot
 from util.tables import write_csv
@@ -430,7 +431,8 @@ def parse_args(argv=None):
     return parser, args
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
     parser, args = parse_args(argv)
     device = torch.device(args.device)
     settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])) for name in args.recipes]
@@ -441,11 +443,10 @@ def main(argv=None):
         names, settings = [REFERENCE, *names], [{"reference": True, "model": settings[0]["model"], "throw_ratio": 0.0}, *settings]
     prefer(args.attention)
     try:
-        plt = pyplot("prmim-cost") if args.plot else None
-        images = open_images("folder", args.data_path) if args.data_path else None
-        rows, steps = measure(names, settings, args, device, images)
-    except ValueError as error:
-        parser.error(str(error))
+        with user_errors(parser):
+            plt = pyplot("prmim-cost") if args.plot else None
+            images = open_images("folder", args.data_path) if args.data_path else None
+            rows, steps = measure(names, settings, args, device, images)
     except torch.cuda.OutOfMemoryError:
         parser.error(
             f"the device's memory is too small for {len(args.recipes)} recipes (all are resident while they are timed) and a "
@@ -465,4 +466,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "profile_pretrain.py")

@@ -6,11 +6,17 @@ the device, all tokens predicted, normalised float32 images as input, AdamW in a
 and a loss that is read after each step. Parameter names are MAE's: `load_official` takes its weights.
 """
 
+import sys
+from pathlib import Path
+
 import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from models_vit import BASE, HUGE, LARGE, layer_norm, patchify
+from util.cli import run_library
 
 SIZES = {"mae_vit_base_patch16": BASE, "mae_vit_large_patch16": LARGE, "mae_vit_huge_patch14": HUGE}
 
@@ -65,3 +71,7 @@ class ReferenceMAE(nn.Module):
 
 def take(x, ids):
     return x.gather(1, ids[..., None].expand(-1, -1, x.shape[-1]))
+
+
+if __name__ == "__main__":
+    run_library("reference_mae.py", __doc__, "scripts/profile_pretrain.py --against reference")

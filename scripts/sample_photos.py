@@ -8,10 +8,17 @@ the same files every time.
 """
 
 import argparse
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from util.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel, grey ones included; their sources: skimage/data/README.txt in the package.
 PHOTOS = (
@@ -20,7 +27,7 @@ PHOTOS = (
 )
 
 
-def crop(photo, side, rng, left, right):
+def crop(photo: Image.Image, side: int, rng: np.random.Generator, left: int, right: int) -> Image.Image:
     """A random square crop of 60-100 % of the region's shorter side, resized to `side` pixels."""
     height, width = photo.height, right - left
     size = int(rng.uniform(0.6, 1.0) * min(height, width))
@@ -29,11 +36,33 @@ def crop(photo, side, rng, left, right):
     return photo.crop((x, y, x + size, y + size)).resize((side, side), Image.BICUBIC)
 
 
-def write_photos(output_dir, side=96, num_train=100, num_val=30):
-    from skimage.data import data_dir
+def photos_folder() -> Path:
+    """Where scikit-image keeps its photographs; ValueError where it is not installed."""
+    try:
+        from skimage.data import data_dir
+    except ImportError as error:
+        raise ValueError(
+            "scikit-image, whose photographs these are, is not installed: pip install -r requirements-quickstart.txt"
+        ) from error
+    return Path(data_dir)
 
+
+def make_folder(path: Path) -> None:
+    """Creates the folder where it is missing; ValueError where no file can be written to it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be made a folder ({error.strerror}); choose another") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"the folder {str(path)!r} cannot be written to (permission denied); choose another")
+
+
+def write_photos(output_dir: str | Path, side: int = 96, num_train: int = 100, num_val: int = 30) -> int:
+    """Writes train/ and val/ with crops of `side` pixels to `output_dir`; -> the number of photographs."""
+    source = photos_folder()
+    make_folder(Path(output_dir))
     for label, name in enumerate(PHOTOS):
-        photo = Image.open(Path(data_dir) / name).convert("RGB")
+        photo = Image.open(source / name).convert("RGB")
         boundary = photo.width * 2 // 3
         for split, count, left, right in (("train", num_train, 0, boundary), ("val", num_val, boundary, photo.width)):
             folder = Path(output_dir) / split / Path(name).stem
@@ -44,8 +73,15 @@ def write_photos(output_dir, side=96, num_train=100, num_val=30):
     return len(PHOTOS)
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
+    parser = Parser("sample_photos.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", help="where train/ and val/ go; it is created")
+    output_dir = parser.parse_args(argv).output_dir
+    with user_errors(parser):
+        num_photos = write_photos(output_dir)
+    print(f"{num_photos} photographs cut into {output_dir}/train and {output_dir}/val")
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir")
-    output_dir = parser.parse_args().output_dir
-    print(f"{write_photos(output_dir)} photographs cut into {output_dir}/train and {output_dir}/val")
+    run_program(main, "sample_photos.py")

@@ -2,15 +2,20 @@
 
 import math
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from main_pretrain import build_model
 from scripts.reference_mae import SIZES, ReferenceMAE
+from util.cli import run_library
 from util.datasets import AddressedDataset
 from util.transforms import RandomResizedCropFlip
 
@@ -158,3 +163,7 @@ def device_name(device):
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
     return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+
+
+if __name__ == "__main__":
+    run_library("step_costs.py", __doc__, "scripts/profile_pretrain.py")

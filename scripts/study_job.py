@@ -8,10 +8,13 @@ themselves, so an interrupted job starts again with the same command.
 READINGS are the ways to read the paper that the core does not follow; what they gave is in docs/study.md.
 """
 
+import argparse
 import fcntl
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +26,9 @@ import main_pretrain
 from prmim import ProgressiveDecoder, SpatialAggregation
 from scripts.step_costs import forward_gmac
 from scripts.visualize import evenly_spaced, load_run, measure
+from util.cli import Parser, run_program, user_errors
 from util.datasets import open_images
+from util.run_folder import write_json
 
 
 class AggregatesPredictions(ProgressiveDecoder):
@@ -73,13 +78,24 @@ def add_reading(name):
     main_pretrain.MODELS |= {f"{model}+{name}": wrap(factory) for model, factory in main_pretrain.MODELS.items()}
 
 
-def pretrain(job, machine, folder):
+class Stopped(Exception):
+    """A signal has stopped a main before the end of its run."""
+
+
+def run_main(main: Callable[[list[str]], object], argv: list[str]) -> None:
+    """Trains with one of the mains; Stopped where the run is not at its end."""
+    if main(argv) is False:
+        raise Stopped
+
+
+def pretrain(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> dict[str, float]:
     """-> {loss, mse of reconstruction, cost} of the pre-trained model."""
     argv = [*job["pretrain"], "--data_path", machine["data_path"], "--output_dir", str(folder), "--picture_every", "0"]
     if job["reading"]:
         add_reading(job["reading"])
         argv[argv.index("--model") + 1] += f"+{job['reading']}"
-    main_pretrain.main([*argv, "--device", machine["device"], "--num_workers", str(machine["num_workers"])])
+    argv += ["--device", machine["device"], "--num_workers", str(machine["num_workers"])]
+    run_main(main_pretrain.main, argv)
     model, settings = load_run(folder)
     images = open_images("folder", machine["data_path"], "val")
     (mse,) = measure(model, settings, images, evenly_spaced(len(images), job["measured_images"])).values()
@@ -91,38 +107,62 @@ def pretrain(job, machine, folder):
     return result | {"loss": losses[-1]["epoch_loss"], "gmac": forward_gmac(settings)[0]}
 
 
-def finetune(job, machine, folder, encoder):
+def finetune(job: dict[str, Any], machine: dict[str, Any], folder: Path, encoder: Path | None) -> dict[str, float]:
     """-> {top1} after the last epoch."""
     argv = [*job["finetune"], "--dataset", "folder", "--data_path", machine["labelled"], "--output_dir", str(folder)]
     argv += ["--finetune", str(encoder)] if encoder else []
-    main_finetune.main([*argv, "--device", machine["device"], "--num_workers", str(machine["num_workers"])])
+    argv += ["--device", machine["device"], "--num_workers", str(machine["num_workers"])]
+    run_main(main_finetune.main, argv)
     return {"top1": json.loads((folder / "results.json").read_text())["last"]["val_top1"]}
 
 
-def main(folder, machine):
-    folder, machine = Path(folder), json.loads(machine)
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
-        except BlockingIOError:
-            sys.exit(f"another process is at work in {folder}: a study on this folder runs already")
-        work(folder, machine)
-
-
-def work(folder, machine):
-    job = json.loads((folder / "job.json").read_text())
+def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
+    """Does the job and writes result.json; -> False, and no result, where a signal stopped it."""
     result = dict.fromkeys(("top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"))
     result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__}
     try:
         if job["pretrain"]:
             result |= pretrain(job, machine, folder / "pretrain")
         result |= finetune(job, machine, folder / "finetune", folder / "pretrain" if job["pretrain"] else None)
+    except Stopped:
+        return False
     except SystemExit as stop:
         if stop.code != 3:  # 3: the mains stop where numbers are no longer finite, and that is a result, too
             raise
         result["status"] = "diverged"
-    main_finetune.write_json(folder / "result.json", result)
+    write_json(folder / "result.json", result)
+    return True
+
+
+def read_json(text: str, what: str) -> dict[str, Any]:
+    """The JSON object in `text`; ValueError, in which `what` names it, for anything else."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} must be a JSON object as scripts/study.py writes it, got {text[:60]!r}")
+    return content
+
+
+def main(argv: Sequence[str] | None = None) -> bool:
+    """The program; -> False where a signal stopped it. `argv` stands for the command line."""
+    parser = Parser("study_job.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the run; its job.json says what to do")
+    parser.add_argument("machine", help="JSON: data_path, labelled, device, num_workers")
+    args = parser.parse_args(argv)
+    with user_errors(parser):
+        machine = read_json(args.machine, "MACHINE")
+        job = read_json((args.folder / "job.json").read_text(), f"{str(args.folder / 'job.json')!r}")
+        lock = open(args.folder / "lock", "w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
+        except BlockingIOError:
+            text = f"another process is at work in {args.folder}: a study on this folder runs already"
+            parser.exit(1, f"{parser.prog}: error: {text}\n")
+        return work(job, machine, args.folder)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_program(main, "study_job.py")

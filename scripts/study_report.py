@@ -11,11 +11,12 @@ with equal first weights, crops and visible tokens.
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.cli import Parser
+from util.cli import Parser, run_program, user_errors
 from util.plots import pyplot
 from util.tables import read_csv, write_csv
 
@@ -272,16 +273,16 @@ def write(report, preset, results):
     return render(path, report)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; `argv` stands for the command line."""
     parser = Parser("study_report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", help="study_PRESET.csv")
     parser.add_argument("--report", default="docs/study.md")
     args = parser.parse_args(argv)
-    try:
+    with user_errors(parser):
+        pyplot("study")  # refuses before any work where matplotlib is missing
         print(render(args.csv, args.report))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "study_report.py")

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import main_pretrain
 import models_mae_pr
 from models_vit import VisionTransformer, vit_mini_patch4
 from scripts import export
@@ -43,6 +44,21 @@ def finetuned(folder, **options):
     settings = {"model": "vit_mini_patch4", "input_size": 32, "patch_size": 4, "global_pool": model.global_pool, "nb_classes": 5}
     meta = {"settings": settings, "classes": list("abcde")}
     return save_checkpoint(folder, "best", {"model": model.state_dict()}, meta), model
+
+
+def pretrained_run(folder, *flags):
+    """-> (path, model) of a checkpoint as main_pretrain.py writes them, with all its settings."""
+    settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4", *flags]))
+    torch.manual_seed(0)
+    model = shake(main_pretrain.build_model(settings))
+    return save_checkpoint(folder, 3, {"model": model.state_dict()}, {"settings": settings}), model
+
+
+def weights_in(path):
+    """The weights in a .pth, which lie under "model", where MAE's scripts look for them."""
+    content = torch.load(path, weights_only=True)
+    assert list(content) == ["model"]
+    return content["model"]
 
 
 def run(capsys, source, out, *flags):
@@ -84,7 +100,7 @@ def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
     run(capsys, tmp_path, out)
     theirs = timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path=str(out), **MINI_IN_TIMM)
     check_features(path, theirs, **MINI_IN_TIMM)
-    weights = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    weights = load_file(out) if suffix == ".safetensors" else weights_in(out)
     assert {k.split(".")[0] for k in weights} == {"cls_token", "pos_embed", "patch_embed", "blocks", "norm"}
     assert set(os.listdir(tmp_path)) == {"checkpoint-3.pth", "checkpoint-3.json", out.name}  # nothing temporary is left
     assert out.stat().st_mode == path.stat().st_mode  # others of the group may read it, where they may read the checkpoint
@@ -116,7 +132,7 @@ def test_linear_probe_is_folded_into_one_layer(tmp_path, capsys):
     save_checkpoint(tmp_path, "best", {"model": ours.state_dict()}, {"settings": {"model": "vit_mini_patch4", "input_size": 32}})
     out = tmp_path / "probe.pth"
     assert 'global_pool="token", num_classes=5' in run(capsys, path, out)[-1]
-    weights = torch.load(out, weights_only=True)
+    weights = weights_in(out)
     assert [k for k in weights if k.startswith("head.")] == ["head.weight", "head.bias"]
     options = dict(global_pool="token", num_classes=5, **MINI_IN_TIMM)
     check_logits(ours, timm.create_model("vit_base_patch16_224", checkpoint_path=str(out), **options))
@@ -194,7 +210,7 @@ def test_overwrite(tmp_path, capsys):
     assert "exists; give another name, or --overwrite" in refused(capsys, path, "--out", out)
     assert out.read_text() == "older"
     run(capsys, path, out, "--overwrite")
-    assert "cls_token" in torch.load(out, weights_only=True)
+    assert "cls_token" in weights_in(out)
     assert "is the checkpoint itself" in refused(capsys, path, "--out", path, "--overwrite")
 
 
@@ -207,7 +223,7 @@ def test_overwrite(tmp_path, capsys):
         ("vit.pth", "encoder.bin", "must end in .safetensors or .pth"),
         ("vit.pth", "nowhere/encoder.pth", "there is no folder"),
         ("nowhere.pth", "encoder.pth", "no checkpoint at"),
-        (".", "encoder.pth", "holds no intact checkpoint"),
+        (".", "encoder.pth", "holds no checkpoint: give the folder of a run, or a checkpoint"),
         ("text.pth", "encoder.pth", "cannot be read as a checkpoint"),
         ("other.pth", "encoder.pth", "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, "),
         ("norms.pth", "encoder.pth", "missing: norm.weight, norm.bias"),
@@ -260,3 +276,115 @@ def test_a_file_that_timm_reads_otherwise_is_removed(tmp_path, capsys, monkeypat
     assert message in refused(capsys, path, "--out", out, "--overwrite")
     assert sorted(os.listdir(tmp_path)) == before
     assert not older or out.read_text() == "older"
+
+
+# ---------------------------------------------------------------------------------------------- MAE's own names
+
+PROBE = {"global_pool": "token", "probe": True}
+# What MAE's releases call the parameters of `mae_pretrain_vit_*_full`, beside those of the encoder.
+MAE_DECODER = {"mask_token", "decoder_pos_embed", "decoder_embed", "decoder_blocks", "decoder_norm", "decoder_pred"}
+
+
+@pytest.mark.parametrize("flags", [("--throw_ratio", "0"), ("--no-progressive",)])
+def test_pretrained_weights_under_mae_s_names(tmp_path, capsys, flags):
+    path, model = pretrained_run(tmp_path, *flags)
+    lines = run(capsys, path, tmp_path / "mae.pth", "--format", "mae")
+    weights = weights_in(tmp_path / "mae.pth")
+    decoder = {name.split(".")[0] for name in weights} - {name.split(".")[0] for name in model.state_dict()}
+    assert decoder == MAE_DECODER and len(weights) == len(model.state_dict())
+    other = models_mae_pr.mae_vit_micro_patch4(throw_ratio=0)
+    other.load_official({"model": weights})
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+    assert any("tokens were thrown in training" in line for line in lines) == (flags == ("--no-progressive",))
+    sizes = "patch_size 4, embed_dim 96, depth 4, num_heads 3"
+    assert lines[3] == f"MAE's scripts have no model of this size: {sizes}"
+
+
+def test_the_file_is_what_load_official_of_a_release_reads(tmp_path, capsys):
+    """From MAE's names into a model, and back: the same file."""
+    path, model = pretrained_run(tmp_path, "--throw_ratio", "0")
+    run(capsys, path, tmp_path / "mae.pth", "--format", "mae")
+    first = weights_in(tmp_path / "mae.pth")
+    for value in model.state_dict().values():
+        value.zero_()
+    model.load_official(first)
+    assert all(torch.equal(value, first[name]) for name, value in export.mae_weights(model).items())
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "name"),
+    [
+        ("mae_vit_base_patch16", {}, "MAE's scripts read it as mae_vit_base_patch16"),
+        ("mae_vit_huge_patch14", {}, "MAE's scripts read it as mae_vit_huge_patch14"),
+        ("mae_vit_base_patch16", {"img_size": 192}, "MAE's scripts have no model of this size"),
+        ("mae_vit_base_patch16", {"decoder_depth": 4}, "MAE's scripts have no model of this size"),
+        ("mae_vit_small_patch16", {}, "MAE's scripts have no model of this size"),
+    ],
+)
+def test_mae_s_own_name_of_a_model(factory, options, name):
+    with torch.device("meta"):
+        model = getattr(models_mae_pr, factory)(**options)
+    assert export.mae_name(model, model.decoder).startswith(name)
+
+
+@pytest.mark.parametrize("options", [{"global_pool": "avg"}, {"global_pool": "token"}, PROBE])
+def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options):
+    path, model = finetuned(tmp_path, **options)
+    lines = run(capsys, path, tmp_path / "classifier.pth", "--format", "mae")
+    weights = weights_in(tmp_path / "classifier.pth")
+    assert list(weights) == list(model.state_dict())  # of a probe with its BatchNorm, as MAE's
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert lines[0].startswith("classifier of ")
+    assert lines[1] == "read back from the file: the same weights, bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "trained with --throw_ratio 0.5: its decoder reconstructs thrown tokens by an aggregation"),
+        (("--aggregation", "avgpool"), "by an aggregation, which MAE's decoder lacks"),  # which has no parameters
+        (("--throw_ratio", "0", "--input_size", "32", "64"), "is for images of (32, 64) pixels, and MAE's are square"),
+        (("--throw_ratio", "0", "--model", "mff_vit_micro_patch4"), "holds mff_vit_micro_patch4, and --format mae"),
+    ],
+)
+def test_what_mae_s_code_could_not_run_is_refused(tmp_path, capsys, flags, message):
+    path, _ = pretrained_run(tmp_path, *flags)
+    error = refused(capsys, path, "--out", tmp_path / "mae.pth", "--format", "mae")
+    assert message in error and "export its encoder with --format timm" in error
+    assert not (tmp_path / "mae.pth").exists()
+
+
+def test_other_files_are_refused_for_mae(tmp_path, capsys):
+    path, _ = pretrained_run(tmp_path, "--throw_ratio", "0")
+    error = refused(capsys, path, "--out", tmp_path / "mae.safetensors", "--format", "mae")
+    assert "--format mae writes a .pth, which is what MAE's scripts read, got --out" in error
+    run(capsys, path, tmp_path / "mae.pth", "--format", "mae")
+    again = ("--out", tmp_path / "again.pth", "--format", "mae")
+    assert "has MAE's names already" in refused(capsys, tmp_path / "mae.pth", *again)
+    run(capsys, path, tmp_path / "encoder.pth")
+    assert "does not say which model it holds" in refused(capsys, tmp_path / "encoder.pth", *again)
+
+
+def test_a_file_that_reads_back_otherwise_is_removed(tmp_path, capsys, monkeypatch):
+    path, _ = pretrained_run(tmp_path, "--throw_ratio", "0")
+    write = export.write_weights
+
+    def damaged(path, state, metadata):
+        write(path, state | {"decoder_norm.bias": state["decoder_norm.bias"] + 1e-7}, metadata)
+
+    monkeypatch.setattr(export, "write_weights", damaged)
+    (tmp_path / "mae.pth").write_text("older")
+    error = refused(capsys, path, "--out", tmp_path / "mae.pth", "--format", "mae", "--overwrite")
+    assert "decoder.norm.bias read back from the file are not the model's" in error
+    assert (tmp_path / "mae.pth").read_text() == "older" and len(list(tmp_path.iterdir())) == 3
+
+
+def test_frameworks_without_a_plain_vit_are_named(tmp_path, capsys):
+    """Also where the file does not say its model: the tables of biases tell."""
+    weights = {"cls_token": torch.zeros(1), "blocks.0.attn.relative_position_bias_table": torch.zeros(2, 2)}
+    save_checkpoint(tmp_path, 1, {"model": weights}, {"settings": {"model": "simmim_vit_base_patch16"}})
+    error = refused(capsys, tmp_path, "--out", tmp_path / "e.pth")
+    assert "holds simmim_vit_base_patch16, a ViT with relative positions: only plain ViTs can be exported" in error
+    assert "main_finetune.py --finetune takes it as it is" in error
+    torch.save(weights, tmp_path / "bare.pth")
+    assert "holds a ViT with relative positions:" in refused(capsys, tmp_path / "bare.pth", "--out", tmp_path / "e.pth")

@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import torch
 from PIL import Image
 
 import main_pretrain
-from scripts import export, sample_photos, visualize
+from scripts import export, plot_losses, sample_photos, visualize
 from util.checkpoint import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,18 +80,25 @@ def test_masked_errors_against_a_loop(photos, tmp_path):
     ("arguments", "message"),
     [
         ([], "give a checkpoint or a run's folder, or --patterns"),
-        (["{tmp}"], "holds no intact checkpoint"),
+        (["{tmp}"], "holds no checkpoint: give the folder of a run, or a checkpoint"),
         (["{tmp}/nowhere.pth"], "no checkpoint at"),
         (["{tmp}/weights.pth"], "does not say which model it holds"),
         (["{tmp}", "--rows", "0"], "must be at least 1, got 0 and 1000"),
-        (["--patterns", "{tmp}/nowhere/p.png"], "No such file or directory"),
+        (["{tmp}/study.pth"], "holds a 'mae_vit_tiny+init_normal', which main_pretrain.py does not know"),
+        (["{tmp}/weights.pth", "--out", "{tmp}/nowhere/r.png"], "r.png' cannot be written: there is no folder"),
+        (["--patterns", "{tmp}/nowhere/p.png"], "--patterns '{tmp}/nowhere/p.png' cannot be written: there is no"),
+        (["--patterns", "{tmp}/p.txt"], "'{tmp}/p.txt': the name must end in .png, .jpg or the like"),
+        (["--patterns", "{tmp}"], "the name must end in .png, .jpg or the like"),
     ],
 )
 def test_visualize_names_what_is_wrong(tmp_path, capsys, arguments, message):
     torch.save({"model": {}}, tmp_path / "weights.pth")
+    meta = '{"settings": {"mask_ratio": 0.75, "model": "mae_vit_tiny+init_normal"}}'
+    torch.save({"model": {}, "meta": meta}, tmp_path / "study.pth")
     with pytest.raises(SystemExit) as stop:
         visualize.main([argument.format(tmp=tmp_path) for argument in arguments])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message.format(tmp=tmp_path) in error and len(error.splitlines()) == 2
 
 
 def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
@@ -114,10 +120,54 @@ def test_sample_photos_exist_in_the_package():
     assert all((Path(data.data_dir) / name).is_file() for name in sample_photos.PHOTOS)
 
 
-def test_loss_plot_renders(photos, tmp_path):
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+@pytest.mark.parametrize("run", ["MAE={}", "{}", "MAE={}/log.jsonl"])
+def test_loss_plot_renders(tmp_path, suffix, run):
     pytest.importorskip("matplotlib")
-    pretrain(photos, tmp_path / "run")
-    log = tmp_path / "run" / "log.jsonl"
-    script = ROOT / "scripts" / "plot_losses.py"
-    subprocess.run([sys.executable, script, f"MAE={log}", "--out", tmp_path / "l.svg"], check=True, timeout=120)
-    assert "<svg" in (tmp_path / "l.svg").read_text()
+    write_log(tmp_path / "log.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5})
+    plot_losses.main([run.format(tmp_path), "--out", str(tmp_path / f"l{suffix}")])
+    begin = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
+    assert (tmp_path / f"l{suffix}").read_bytes().startswith(begin)
+
+
+def write_log(path, *reports):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(report) + "\n" for report in reports))
+
+
+def test_curves_of_a_log(tmp_path):
+    """Other reports are passed over, a loss that is not finite is a gap, evaluations are a curve of their own."""
+    log = tmp_path / "lr=1e-3" / "log.jsonl"
+    evaluation = {"step": 3, "epoch": 0, "val_loss": 1.2, "val_top1": 50.0}
+    write_log(log, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1}, evaluation, {"step": 4})
+    with open(log, "a") as file:
+        file.write('{"step": 5, "lo')  # by a kill
+    for run, label in ((f"a=b={log}", "a=b"), (f"x={log.parent}", "x"), (log.parent, "lr=1e-3"), (log, "lr=1e-3")):
+        curves = plot_losses.read_curves(str(run))
+        assert curves.label == label and curves.val == [(3, 1.2)]
+        assert [step for step, _ in curves.train] == [1, 2, 3]
+        assert [loss for _, loss in curves.train] == pytest.approx([2, float("nan"), 1], nan_ok=True)
+    log.rename(tmp_path / "other.jsonl")
+    assert plot_losses.read_curves(str(tmp_path / "other.jsonl")).label == "other"
+
+
+def test_the_committed_picture_of_patterns_is_today_s(tmp_path):
+    visualize.main(["--patterns", str(tmp_path / "p.png")])
+    ours, committed = (np.asarray(Image.open(p)) for p in (tmp_path / "p.png", ROOT / "docs/figures/patterns.png"))
+    assert ours.shape == committed.shape
+    assert (ours != committed).any(axis=2).mean() < 0.02  # letters may be drawn otherwise by another Pillow
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("losses.txt", "--out 'losses.txt' must end in .svg, .png or .pdf"),
+        ("nowhere/losses.svg", "--out 'nowhere/losses.svg' cannot be written: there is no folder"),
+    ],
+)
+def test_loss_plots_that_cannot_be_written(tmp_path, monkeypatch, capsys, out, message):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        plot_losses.main(["nowhere", "--out", out])
+    assert message in capsys.readouterr().err

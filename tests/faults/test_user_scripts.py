@@ -1,0 +1,269 @@
+"""What users do with the scripts: wrong files, unwritable places, missing packages, Ctrl-C, closed pipes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import main_finetune
+import main_pretrain
+import models_mae_pr
+from scripts import visualize
+from scripts.reference_mae import ReferenceMAE
+from tests.conftest import write_photo
+from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
+from util.checkpoint import newest_checkpoint, read_checkpoint
+
+# These need no arguments to begin their work.
+WORK_ALONE = ("benchmark_attention", "compare_window_attention", "fault_matrix", "run_recipes")
+COMMON = ["--batch_size", "8", "--epochs", "1", "--warmup_epochs", "0", "--num_workers", "0", "--device", "cpu"]
+TUNED = {"tuned": ("vit_micro_patch4", "prmim"), "swin": ("swin_micro_patch4_window4", "green")}  # (model, encoder)
+
+
+def refused(name, *arguments, cwd):
+    """The error of a script that must end with exit code 2 and one paragraph, its help named in a line of its own."""
+    done = run_file(name, *arguments, cwd=cwd)
+    assert "Traceback" not in done.stderr and done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{Path(name).name}: error: ") and len(done.stderr.splitlines()) <= 2
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def labelled(photos, tmp_path_factory):
+    """24 training images of two classes, and 2 + 2 to evaluate on."""
+    root = tmp_path_factory.mktemp("labelled")
+    shutil.copytree(photos / "train", root / "train")
+    for label, name in enumerate(("cat", "dog")):
+        (root / "val" / name).mkdir(parents=True)
+        for i in range(2):
+            write_photo(root / "val" / name / f"{i}.png", seed=1000 + 10 * label + i)
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(labelled, tmp_path_factory):
+    """A folder with finished runs, of three steps each: pre-trained, and fine-tuned from them."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, model, *flags in (
+        ("prmim", "mae_vit_micro_patch4"),
+        ("mae", "mae_vit_micro_patch4", "--throw_ratio", "0"),
+        ("green", "greenmim_swin_micro_patch4_window4"),
+    ):
+        where = ["--data_path", str(labelled), "--output_dir", str(root / name), "--picture_every", "0"]
+        main_pretrain.main([*COMMON, "--model", model, *where, *flags])
+    for name, (model, encoder) in TUNED.items():
+        where = ["--data_path", str(labelled), "--output_dir", str(root / name), "--finetune", str(root / encoder)]
+        main_finetune.main([*COMMON, "--model", model, *where])
+    return root
+
+
+# --------------------------------------------------------------------------------------------------- help and flags
+
+
+@pytest.mark.fault("U52", "`--help` of a script, a main or the launcher", "usage on stdout, exit code 0")
+@pytest.mark.parametrize("name", [*SCRIPTS, *MAINS])
+def test_help(name, tmp_path):
+    done = run_file(name, "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {Path(name).name} ") and "show this help message" in done.stdout
+
+
+@pytest.mark.fault("U57", "a flag that a program does not know", "exit code 2 and one paragraph")
+@pytest.mark.parametrize("name", [*SCRIPTS, *MAINS])
+def test_an_unknown_flag(name, tmp_path):
+    refused(name, "--no_such_flag", cwd=tmp_path)
+
+
+@pytest.mark.fault("U58", "a script without its arguments", "exit code 2; one paragraph says what is missing")
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if Path(name).stem not in WORK_ALONE])
+def test_no_arguments(name, tmp_path):
+    refused(name, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------- plot_losses.py
+
+
+@pytest.mark.fault("U50", "plot_losses.py on a missing, empty or foreign file", "one line says what the file is")
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("nowhere/log.jsonl", "there is no 'nowhere/log.jsonl': give the folder of a run, or its log.jsonl"),
+        ("MAE=nowhere", "there is no 'nowhere': give the folder of a run, or its log.jsonl"),
+        ("empty.jsonl", "'empty.jsonl' is empty: the run has reported nothing yet"),
+        ("text.txt", "'text.txt' is not the log of a run: none of its lines is a report of a loss"),
+        ("MAE=picture.png", "'picture.png' is not the log of a run"),
+        ("numbers.json", "'numbers.json' is not the log of a run"),
+        ("nan.jsonl", "none of the losses in 'nan.jsonl' is finite"),
+        (".", "'.' holds no log.jsonl; did you mean inside?"),
+        ("bare", "'bare' holds no log.jsonl: it is not the folder of a run"),
+    ],
+)
+def test_plot_losses_names_what_is_wrong(tmp_path, run, message):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "text.txt").write_text("hello\nworld\n")
+    (tmp_path / "numbers.json").write_text('[1, 2]\n{"step": "one", "loss": 1}\n{"step": 2}\n')
+    (tmp_path / "nan.jsonl").write_text('{"step": 1, "loss": null}\n')
+    Image.new("RGB", (8, 8)).save(tmp_path / "picture.png")
+    for name in ("bare", "inside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "inside" / "log.jsonl").write_text('{"step": 1, "loss": 2}\n')
+    assert message in refused("scripts/plot_losses.py", run, cwd=tmp_path)
+    assert not (tmp_path / "losses.svg").exists()
+
+
+@pytest.mark.fault("U60", "plot_losses.py on a fine-tuning run, or on losses that are not finite", "it plots the rest")
+def test_plot_losses_of_fine_tuning(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    log = (runs / "tuned" / "log.jsonl").read_text()
+    assert any("loss" not in json.loads(line) for line in log.splitlines())  # evaluations
+    (tmp_path / "gap.jsonl").write_text(log.replace('"loss": ', '"loss": null, "was": ', 1) + '{"step": 9, "lo')
+    done = run_file("scripts/plot_losses.py", runs / "tuned", "x=gap.jsonl", "--out", "l.svg", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "<svg" in (tmp_path / "l.svg").read_text() and done.stdout == "losses of 2 runs: l.svg\n"
+
+
+@pytest.mark.fault("U61", "scripts that plot, without matplotlib", "one line says how to install it, before any work")
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("plot_losses", ["nowhere"]), ("study_report", ["nowhere.csv", "--report", "new/s.md"])]
+)
+def test_matplotlib_is_missing(tmp_path, monkeypatch, script, arguments):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # which lets its import fail
+    message = refused(f"scripts/{script}.py", *arguments, cwd=tmp_path)
+    assert "the plots need matplotlib: pip install -r requirements-dev.txt" in message
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------- sample_photos.py
+
+
+@pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("/proc/x", "'/proc/x' cannot be made a folder (No such file or directory); choose another"),
+        ("file", "'file' cannot be made a folder (File exists); choose another"),
+        ("file/x", "'file/x' cannot be made a folder (Not a directory); choose another"),
+    ],
+)
+def test_sample_photos_to_an_unwritable_place(tmp_path, where, message):
+    pytest.importorskip("skimage")
+    (tmp_path / "file").touch()
+    assert message in refused("scripts/sample_photos.py", where, cwd=tmp_path)
+
+
+@pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
+def test_sample_photos_without_scikit_image(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    message = refused("scripts/sample_photos.py", "photos", cwd=tmp_path)
+    assert "scikit-image, whose photographs these are, is not installed: pip install" in message
+    assert not (tmp_path / "photos").exists()
+
+
+# --------------------------------------------------------------------------------------------------- visualize.py
+
+
+@pytest.mark.fault("U53", "visualize.py on a fine-tuned run, an empty folder, a record", "it says what to give instead")
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("tuned", "is a fine-tuned classifier, which reconstructs no images: give its encoder, "),
+        ("tuned/checkpoint-best.pth", "is a fine-tuned classifier, which reconstructs no images: give its encoder, "),
+        ("tuned/tensorboard", "holds no checkpoint: give the folder of a run, or a checkpoint"),
+        (".", "holds no checkpoint: its runs are {root}/green, {root}/mae, "),
+        ("prmim/checkpoint-3.json", "holds no weights: the checkpoint is '{root}/prmim/checkpoint-3.pth'"),
+        ("prmim/log.jsonl", "holds no weights: give the folder '{root}/prmim'"),
+        ("nowhere", "no checkpoint at '{root}/nowhere'"),
+    ],
+)
+def test_visualize_says_what_to_give(runs, tmp_path, run, message):
+    error = refused("scripts/visualize.py", runs / run, cwd=tmp_path)
+    assert message.format(root=runs) in error
+    assert "fine-tuned" not in error or str(runs / "prmim") in error  # the run of the encoder
+
+
+@pytest.mark.fault("U62", "a full disk while a picture is replaced", "the older picture stands, and nothing else")
+def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
+    def save(image, path, *args, **kwargs):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "p.png").write_text("older")
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(SystemExit):
+        visualize.main(["--patterns", str(tmp_path / "p.png")])
+    assert "No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "p.png").read_text() == "older" and os.listdir(tmp_path) == ["p.png"]
+
+
+# --------------------------------------------------------------------------------------------------- export.py
+
+
+@pytest.mark.fault("U54", "export.py on a record, a Swin, or an unsupported framework", "the message names it")
+@pytest.mark.parametrize("layout", ["timm", "mae"])
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("prmim/checkpoint-3.json", "holds no weights: the checkpoint is '{root}/prmim/checkpoint-3.pth'"),
+        ("tuned/results.json", "holds no weights: give the folder '{root}/tuned'"),
+        ("swin", "holds swin_micro_patch4_window4, a Swin Transformer: only plain ViTs can be exported"),
+        ("green", "holds greenmim_swin_micro_patch4_window4, "),
+        (".", "holds no checkpoint: its runs are {root}/green, {root}/mae, "),
+    ],
+)
+def test_export_names_what_it_does_not_support(runs, tmp_path, run, message, layout):
+    error = refused("scripts/export.py", runs / run, "--format", layout, "--out", "e.pth", cwd=tmp_path)
+    assert message.format(root=runs) in error and not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("U55", "a pre-trained MAE exported to the names of MAE's releases", "equal weights, read back")
+def test_export_to_mae_s_names_and_back(runs, tmp_path, record_property):
+    done = run_file("scripts/export.py", runs / "mae", "--format", "mae", "--out", "mae.pth", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "the same weights, bit for bit" in done.stdout
+    content = torch.load(tmp_path / "mae.pth", weights_only=True)
+    theirs = ReferenceMAE(img_size=32, patch_size=16, embed_dim=24, depth=1, num_heads=2).state_dict()
+    names, expected = ({re.sub(r"\.\d+\.", ".N.", name) for name in names} for names in (content["model"], theirs))
+    assert list(content) == ["model"] and names == expected
+    model = models_mae_pr.mae_vit_micro_patch4(throw_ratio=0)
+    model.load_official(content)
+    ours = read_checkpoint(newest_checkpoint(runs / "mae")[0])["model"]
+    assert all(torch.equal(value, ours[name]) for name, value in model.state_dict().items())
+    record_property("measured", f"{len(ours)} tensors, all equal")
+
+
+@pytest.mark.fault("U63", "PR-MIM's decoder exported to the names of MAE's releases", "refused: it has no aggregation")
+def test_export_of_an_aggregation_to_mae_s_names(runs, tmp_path):
+    error = refused("scripts/export.py", runs / "prmim", "--format", "mae", "--out", "mae.pth", cwd=tmp_path)
+    assert "was trained with --throw_ratio 0.5: its decoder reconstructs thrown tokens by an aggregation" in error
+    assert "export its encoder with --format timm" in error and not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------- how scripts end
+
+
+@pytest.mark.fault("U56", "Ctrl-C during a script", "one line; SIGINT ends it, so loops of the shell stop, too")
+def test_ctrl_c_during_a_script(tmp_path):
+    pytest.importorskip("skimage")
+    begun = tmp_path / "photos" / "train" / "astronaut" / "001.jpg"
+    done = run_file("scripts/sample_photos.py", "photos", cwd=tmp_path, interrupt_when=begun.exists)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "sample_photos.py: interrupted\n")
+
+
+@pytest.mark.fault("U59", "a script's output goes to a program that stops reading", "it ends silently, by SIGPIPE")
+def test_a_closed_pipe_ends_a_script(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, ROOT / "scripts/plot_losses.py", "--help"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=env, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

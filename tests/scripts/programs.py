@@ -1,0 +1,77 @@
+"""Runs scripts and mains as `python FILE` does, without the seconds that a new process needs to import torch."""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import main_robustness  # noqa: F401  (it imports all libraries, so that a fork has them already)
+import submitit_launch  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("scripts/*.py") if path.name != "__init__.py")
+MAINS = sorted(path.name for path in [*ROOT.glob("main_*.py"), ROOT / "submitit_launch.py"])
+
+
+def run_file(
+    name: str,
+    *arguments: object,
+    cwd: Path,
+    interrupt_when: Callable[[], bool] | None = None,
+    seconds: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """`python ROOT/name arguments` in a fork of this process, which imports the project's modules again.
+
+    returncode is negative where a signal ended it, as in `subprocess`. Once `interrupt_when()` is true it gets Ctrl-C's
+    signal; after so many seconds it is killed.
+    """
+    command = [str(ROOT / name), *map(str, arguments)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if (pid := os.fork()) == 0:
+            _become(command, cwd, out.fileno(), err.fileno())
+        end = time.monotonic() + seconds
+        while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            time.sleep(0.01)
+            if interrupt_when is not None and interrupt_when():
+                os.kill(pid, signal.SIGINT)
+                interrupt_when = None
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(found[1]), out.read(), err.read())
+
+
+def _become(command: list[str], cwd: Path, out: int, err: int) -> None:
+    """Makes this process a new interpreter that runs `command`, and ends it."""
+    code = 1
+    try:
+        os.chdir(cwd)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+        sys.argv = command
+        sys.path = [str(Path(command[0]).parent), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+        for name, module in list(sys.modules.items()):
+            file = Path(getattr(module, "__file__", None) or "/")
+            if file.is_relative_to(ROOT) and "site-packages" not in file.parts:
+                del sys.modules[name]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        runpy.run_path(command[0], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
