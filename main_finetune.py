@@ -9,8 +9,8 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
-import json
 from functools import partial
+from pathlib import Path
 
 import torch
 from timm.data import Mixup
@@ -23,20 +23,14 @@ import models_vit
 from engine_finetune import FinetuneEngine, evaluate
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util import checkpoint, distributed, shard
-from util.cli import Parser, parse_with_recipe
+from util.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.datasets import AddressedDataset, batches, every_image_once, stack
-from util.flags import add_data_flags, add_optimisation_flags, add_run_flags
+from util.flags import add_data_flags, add_optimisation_flags, add_run_flags, check_least, resolve, resolve_workers
 from util.lars import LARS
+from util.logging import count_of
+from util.run_folder import write_json
 from util.train_engine import precision
-from util.train_run import (
-    TrainRun,
-    check_least,
-    launch,
-    open_everywhere,
-    refuse,
-    resolve,
-    resolve_workers,
-)
+from util.train_run import TrainRun, image_bytes, launch, open_everywhere, refuse, refuse_different_starts
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.watchdog import BETWEEN
 
@@ -177,6 +171,57 @@ def notes_on(dataset, images):
     return [f"note: {found[1]} validation images of {found[0]} classes; {name} has {whole[1]} of {whole[0]}"]
 
 
+def find_encoder(finetune: str | None, is_resumed: bool) -> dict[str, object] | None:
+    """Which checkpoint --finetune means: its path, SHA-256, and how far its pre-training is, where it says so.
+
+    A run that is resumed needs it no longer: None where it is gone by then.
+    """
+    if finetune is None or (is_resumed and not Path(finetune).exists()):
+        return None
+    path = checkpoint.find_checkpoint_file(finetune)
+    if not path.is_file():
+        raise ValueError(f"--finetune {finetune!r} does not exist: give a checkpoint, or the folder of a run")
+    meta = checkpoint.read_record(path) or {}
+    encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
+    if meta.get("settings", {}).get("epochs"):
+        encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}
+    return encoder
+
+
+def unfinished(encoder: dict) -> list[str]:
+    """A warning where the encoder's own training has not come to its end."""
+    if encoder.get("epochs") is None or encoder["epoch"] >= encoder["epochs"]:
+        return []
+    return [
+        f"warning: the training of {encoder['path']} is not finished: it is at step {encoder['step']}, "
+        f"epoch {encoder['epoch']:.4g} of {encoder['epochs']}"
+    ]
+
+
+def is_finished(meta: dict) -> bool:
+    """Whether a checkpoint is that of the end of its run's schedule."""
+    return meta["epoch"] >= meta["settings"]["epochs"]
+
+
+def compare_encoders(before: dict, now: dict | None, is_over: bool, output_dir: str) -> list[str]:
+    """-> what to say of the encoder of a run that is resumed. `before`: what it began from; `now`: what --finetune names.
+
+    ValueError where that is another encoder. A pre-training run that has gone on since is the same one while this run
+    is under way, but no longer once it is over: its results would pass for those of the newer checkpoint.
+    """
+    if now is None or now["sha256"] == before.get("sha256"):
+        return []
+    was, new = (Path(encoder["path"]).resolve() if encoder["path"] else None for encoder in (before, now))
+    if was == new or (was is not None and "sha256" not in before and new.parent in (was, was.parent)):
+        return []  # records of older versions hold a path alone, of a file or of a folder
+    if was is not None and was.parent == new.parent and not is_over:
+        return [f"warning: this run began from {was}; {new} is newer, and not what its results are of"]
+    raise ValueError(
+        f"{output_dir!r} holds {'the results' if is_over else 'a run'} of {repr(str(was)) if was else 'training from scratch'}, "
+        f"not of {str(new)!r}; choose another --output_dir"
+    )
+
+
 class FinetuneRun(TrainRun):
     """Images, classifier and evaluation of a fine-tuning run."""
 
@@ -184,23 +229,25 @@ class FinetuneRun(TrainRun):
     machine_flags = TrainRun.machine_flags - {"batch_size", "accum_iter"} | {"finetune", "eval", "eval_every"}
     program = "main_finetune.py"
 
-    def __init__(self, args):
-        super().__init__(args)
+    def __init__(self, args: argparse.Namespace, flags: list[str] | None = None) -> None:
+        super().__init__(args, flags)
         self.images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
         self.val_images = open_everywhere(args, "val", labelled=True)
+        self.data = {"num_val_images": len(self.val_images), "val_data": self.val_images.fingerprint()}
         self.classes = self.images.classes
         check_classes(self.classes, self.val_images.classes, "the training data", "the validation data")
         if args.nb_classes not in (None, len(self.classes)):
             raise ValueError(f"--nb_classes {args.nb_classes}, but the data has {len(self.classes)} classes; leave the flag out")
         args.nb_classes = len(self.classes)
 
-        self.remarks += notes_on(args.dataset, self.val_images)
+        self.remarks += self.val_images.notes + notes_on(args.dataset, self.val_images)
 
         torch.manual_seed(args.seed)  # the same first weights in every process
         self.model = build_model(vars(args))
-        if args.finetune and not self.resume_path:
-            path, load = checkpoint.find_checkpoint_file(args.finetune), checkpoint.load_encoder
-            self.remarks.append(f"encoder from {path}: {load(self.model, path, args.first_release_merging)}")
+        self.encoder = distributed.from_main(lambda: find_encoder(args.finetune, self.resume_path is not None))
+        if self.encoder and not self.resume_path:
+            report = checkpoint.load_encoder(self.model, self.encoder["path"], args.first_release_merging, self.classes)
+            self.remarks += [f"encoder from {self.encoder['path']}: {report}", *unfinished(self.encoder)]
         elif not self.resume_path:
             if self.model.frozen:
                 raise ValueError(f"--trainable_blocks {args.trainable_blocks} needs --finetune: what is frozen must be pre-trained")
@@ -241,23 +288,26 @@ class FinetuneRun(TrainRun):
             raise ValueError(f"--clip_crop goes without --aa and --color_jitter, got {args.aa!r} and {args.color_jitter}")
         if (args.mixup or args.cutmix) and args.batch_size % 2:
             raise ValueError(f"mixup pairs the images of a batch, so --batch_size must be even, got {args.batch_size}")
+        if args.trainable_blocks == 0 and args.model in models_swin.__all__:
+            raise ValueError(f"--trainable_blocks 0, linear probing, is for ViTs; --model {args.model} has no probe")
         if args.trainable_blocks == 0 and args.batch_size == 1:
             raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
     def check_identity(self, meta):
         super().check_identity(meta)
-        before, now = meta["settings"]["finetune"], self.args.finetune
-        if now not in (None, before):
-            raise ValueError(f"{self.args.output_dir!r} holds a run from {before!r}, not from {now!r}; choose another --output_dir")
-        self.args.finetune = before
+        before = meta.get("encoder") or {"path": meta["settings"]["finetune"]}
+        self.remarks += compare_encoders(before, self.encoder, is_finished(meta), self.args.output_dir)
+        self.args.finetune = meta["settings"]["finetune"]
+        self.encoder = before if before["path"] else None
         check_classes(meta["classes"], self.classes, "the run", "the data")
 
     def describe(self):
         args, trained = self.args, sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         share = {None: "all blocks", 0: "a linear probe"}.get(args.trainable_blocks, f"the last {args.trainable_blocks} block(s)")
         return (
-            f"{args.model}, {share}: {trained / 1e6:.2f} M trainable parameters; {len(self.classes)} classes, {len(self.images)} "
-            f"images, {self.steps_per_epoch} steps an epoch; {len(self.val_images)} images to evaluate on"
+            f"{args.model}, {share}: {trained / 1e6:.2f} M trainable parameters; {len(self.classes)} classes, "
+            f"{count_of(len(self.images), 'image')} in {self.images.root}, {count_of(self.steps_per_epoch, 'step')} an epoch; "
+            f"{count_of(len(self.val_images), 'image')} in {self.val_images.root} to evaluate on"
         )
 
     def train(self):
@@ -297,7 +347,10 @@ class FinetuneRun(TrainRun):
         scalars = {"epoch": step // self.steps_per_epoch - 1, **{f"val_{name}": value for name, value in result.items()}}
         line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
         self.log.report(step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
-        write_json(self.output_dir / "results.json", self.results())
+        try:
+            write_json(self.output_dir / "results.json", self.results())
+        except OSError as error:  # at the end it is written again
+            self.log.info(f"warning: results.json could not be written ({error}); training goes on")
 
     def best_before(self, step):
         """Top-1 of the best checkpoint on disk, of an earlier step than this; -1 where there is none."""
@@ -310,14 +363,18 @@ class FinetuneRun(TrainRun):
 
     def results(self):
         evaluations = list(self.evaluations().values())
-        return {"last": evaluations[-1], "best": max(evaluations, key=lambda r: r["val_top1"])} if evaluations else {}
+        if not evaluations:
+            return {}
+        best = max(evaluations, key=lambda r: r["val_top1"])
+        return {"last": evaluations[-1], "best": best, "encoder": self.encoder, "code": self.origin["code"]}
 
     def extra_meta(self):
-        return {"classes": self.classes}
+        return {"classes": self.classes, "encoder": self.encoder}
 
     def summary(self):
-        lines = [f"trained {self.args.model} for {self.last_step} steps on {len(self.images)} images"]
-        for name, r in self.results().items():
+        lines = [f"trained {self.args.model} {self.done_so_far()}"]
+        results = self.results()
+        for name, r in ((name, results[name]) for name in ("last", "best") if name in results):
             lines.append(f"  {name:4} epoch   top-1 {r['val_top1']:.2f} %, top-5 {r['val_top5']:.2f} % (epoch {r['epoch']})")
         return "\n".join(lines + self.closing_lines())
 
@@ -358,7 +415,8 @@ def score(model, images, transform, normalize, autocast, args, columns=None, ali
     rank, world_size = distributed.rank_and_world_size()
     device = normalize.mean.device
     addresses = every_image_once(len(images), args.batch_size, rank, world_size)
-    stream = batches(AddressedDataset(images, transform), addresses, stack, args.num_workers, device.type == "cuda")
+    pinned, stored = device.type == "cuda", args.batch_size * image_bytes(transform.size)
+    stream = batches(AddressedDataset(images, transform), addresses, stack, args.num_workers, pinned, batch_bytes=stored)
     stream = (alive() or batch for batch in stream)
     if shard.is_sharded(model):
         most = len(every_image_once(len(images), args.batch_size, 0, world_size))  # no process has more than the first
@@ -366,16 +424,10 @@ def score(model, images, transform, normalize, autocast, args, columns=None, ali
     return evaluate(model, stream, len(images), normalize, autocast, columns)
 
 
-def write_json(path, content):
-    """In one rename, so that a reader never sees half of it."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
-
-
-def evaluate_only(args):
-    """--eval: scores val/ with the classifier at --resume; -> the result."""
+def evaluate_only(args: argparse.Namespace, given: set[str] | frozenset[str] = frozenset()) -> dict[str, float]:
+    """--eval: scores val/ with the classifier at --resume; -> the result. `given`: the flags that were set explicitly."""
     process = distributed.init_process(args.device)
+    refuse_different_starts(args)
     if args.shard:
         raise ValueError("--shard is for training: --eval keeps no gradients and no moments, so leave it out")
     if args.resume in ("auto", "none"):
@@ -386,6 +438,11 @@ def evaluate_only(args):
     check_pixel_statistics(args)
     resolve_workers(args, process)
     model, settings, classes = load_classifier(args.resume, args)
+    for name in ("model", "input_size", "patch_size"):
+        if name in given and getattr(args, name) != settings[name]:
+            raise ValueError(
+                f"--{name} {getattr(args, name)}, but the classifier at {args.resume!r} has {settings[name]}: leave the flag out"
+            )
     transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True)
     if classes:
@@ -396,7 +453,7 @@ def evaluate_only(args):
     _, autocast, _ = precision(args.precision, process.device)
     result = score(model.to(process.device), images, transform, normalize, autocast, args)
     if process.is_main:
-        for note in notes_on(args.dataset, images):
+        for note in images.notes + notes_on(args.dataset, images):
             print(note)
         print(f"top-1 {result['top1']:.3f} %, top-5 {result['top5']:.3f} %, loss {result['loss']:.4f} on {len(images)} images")
     distributed.shut_down()
@@ -406,13 +463,13 @@ def evaluate_only(args):
 def main(argv=None):
     parser, args = parse_args(argv)
     if not args.eval:
-        return launch(parser, args, FinetuneRun)
+        return launch(parser, args, FinetuneRun, argv)
     try:
-        return evaluate_only(args)
-    except (ValueError, FloatingPointError) as error:
+        return evaluate_only(args, flags_given(parser, argv))
+    except (ValueError, FloatingPointError, OSError) as error:
         distributed.shut_down()
         refuse(parser, error)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "main_finetune.py")

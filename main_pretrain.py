@@ -26,9 +26,10 @@ from prmim import SAMPLING, SpatialAggregation, TokenOrder
 from recipes import RECIPES
 from util import shard
 from util.checkpoint import find_checkpoint_file
-from util.cli import Parser, parse_with_recipe
+from util.cli import Parser, parse_with_recipe, run_program
 from util.datasets import AddressedDataset
 from util.flags import add_data_flags, add_optimisation_flags, add_run_flags
+from util.logging import count_of
 from util.pictures import panel_grid
 from util.train_run import TrainRun, launch, open_everywhere
 from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
@@ -115,8 +116,8 @@ class PretrainRun(TrainRun):
     machine_flags = TrainRun.machine_flags | {"picture_every", "teacher"}  # it may move; its fingerprint stays
     program = "main_pretrain.py"
 
-    def __init__(self, args):
-        super().__init__(args)
+    def __init__(self, args: argparse.Namespace, flags: list[str] | None = None) -> None:
+        super().__init__(args, flags)
         if args.model in models_tec_pr.__all__ and args.teacher is None:
             raise ValueError(f"--model {args.model} needs --teacher: a checkpoint, a run's folder, or the name of a timm model")
         if args.teacher and Path(args.teacher).exists():  # said so that it is found from other folders, too
@@ -142,25 +143,19 @@ class PretrainRun(TrainRun):
         return (
             f"{self.args.model}: {counts.num_tokens} tokens = {counts.num_visible} visible + {counts.num_retained} retained + "
             f"{counts.num_thrown} thrown; {sum(p.numel() for p in self.model.parameters() if p.requires_grad) / 1e6:.1f} M "
-            f"trainable parameters; {len(self.images)} images, {self.steps_per_epoch} steps an epoch"
+            f"trainable parameters; {count_of(len(self.images), 'image')} in {self.images.root}, "
+            f"{count_of(self.steps_per_epoch, 'step')} an epoch"
         )
 
     def summary(self):
         losses = [report["epoch_loss"] for report in self.log.history() if "epoch_loss" in report]
-        lines = [
-            f"pre-trained {self.args.model} at throw_ratio {self.args.throw_ratio} for {self.last_step} steps on "
-            f"{len(self.images)} images"
-        ]
+        lines = [f"pre-trained {self.args.model} at throw_ratio {self.args.throw_ratio} {self.done_so_far()}"]
         if losses:
             lines.append(f"  loss         {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in epoch {len(losses)}")
         return "\n".join(lines + self.closing_lines())
 
     def extra_meta(self):
         return {"teacher": self.model.teacher.fingerprint} if self.args.teacher else {}
-
-    def changes(self, meta):
-        other = meta.get("teacher") != self.extra_meta().get("teacher")
-        return super().changes(meta) + ["the teacher's weights are others than before"] * other
 
     def train_until(self, stop):
         if self.args.compile and self.model.planner:
@@ -206,8 +201,8 @@ def reconstruction_picture(model, normalize, imgs, ids_shuffle):
 
 def main(argv=None):
     parser = get_args_parser()
-    return launch(parser, parse_with_recipe(parser, RECIPES, argv), PretrainRun)
+    return launch(parser, parse_with_recipe(parser, RECIPES, argv), PretrainRun, argv)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "main_pretrain.py")

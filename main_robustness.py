@@ -16,12 +16,15 @@ from pathlib import Path
 
 from timm.data import ImageNetInfo
 
-from main_finetune import check_pixel_statistics, load_classifier, score, write_json
+from main_finetune import check_pixel_statistics, load_classifier, score
 from util import checkpoint, distributed
-from util.cli import Parser
+from util.cli import Parser, run_program
+from util.flags import check_least, resolve_workers
 from util.images import FolderImages
+from util.logging import count_of
+from util.run_folder import writable_folder, write_json, write_progress
 from util.train_engine import PRECISIONS, precision
-from util.train_run import check_least, refuse, resolve_workers, writable_folder
+from util.train_run import refuse, refuse_different_starts
 from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
 
 
@@ -328,6 +331,7 @@ def run(args):
     check_pixel_statistics(args)
     # The others wait while the main process counts up to four million files.
     process = distributed.init_process(args.device, timeout_minutes=240)
+    refuse_different_starts(args)
     resolve_workers(args, process)
     wnids = imagenet_wnids()
     path, sha256 = distributed.from_main(lambda: identify(args.resume))
@@ -342,7 +346,7 @@ def run(args):
     }
     ResizeCenterCrop(settings["input_size"], settings["crop_pct"])  # may refuse, now rather than later
     if process.is_main:
-        print(f"{path}, {name} on {process.world_size} process(es); checking the images first", flush=True)
+        print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first", flush=True)
     parts = distributed.from_main(lambda: find_parts(args, wnids))
     output_dir = distributed.from_main(lambda: writable_folder(args.output_dir))
     results = output_dir / "robustness.json"
@@ -362,6 +366,7 @@ def run(args):
         content["summary"] = summarise(done)
         if process.is_main:
             write_json(results, content)
+            write_progress(output_dir, len(done))
             seconds = time.perf_counter() - start
             print(f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s", flush=True)
     if process.is_main:
@@ -377,10 +382,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         run(args)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         distributed.shut_down()
         refuse(parser, error)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "main_robustness.py")

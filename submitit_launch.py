@@ -5,10 +5,11 @@
     python submitit_launch.py --dry_run ...
 
 What follows the name of the main is the main's own. Each task is a process of the run; --output_dir is chosen if it is not
-given, and holds the job's logs, too (jobs/), beside a copy of the code as it was submitted (code/), which is what runs. Before
-the time limit, or when the job is preempted, SLURM's signal makes the run save after its step; then the job is requeued and
-goes on there, as often as it takes. A job whose process or node has died is requeued, too, if its run has got further since
-it was started. After `scancel`, it has saved as well, and the same command goes on.
+given. The folder holds the job's logs, too (jobs/), and a copy of the code as it was submitted (code/HASH), which is what
+runs, requeues included. A new submission runs the code of its day, with a copy of its own. Before the time limit, or when
+the job is preempted, SLURM's signal makes the run save after its step; then the job is requeued and goes on there, as often
+as it takes. A job whose process or node has died is requeued, too, if its run has got further since it was started. After
+`scancel`, it has saved as well, and the same command goes on.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from pathlib import Path
 import submitit
 
 from recipes import RECIPES
-from util.cli import Parser, parse_with_recipe
+from util.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.code_version import code_version, source_files, source_hash, write_version
+from util.run_folder import PROGRESS
 from util.watchdog import TEMPORARY
 
 MAINS = ("main_pretrain", "main_finetune", "main_robustness")
@@ -48,6 +51,8 @@ class Task:
             print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
         try:
             finished = importlib.import_module(self.main).main(self.argv)
+        except KeyboardInterrupt:  # stopped by SIGINT, and saved
+            finished = False
         except SystemExit as stop:
             # srun tells of the processes that it kills on this account, not of this one.
             if stop.code in FINAL and job.cluster != "debug":
@@ -119,20 +124,23 @@ def parse_args(argv=None):
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
     if 60 * args.timeout_min <= 2 * args.signal_delay_s and args.cluster == "slurm":
         parser.error(f"--timeout_min {args.timeout_min} leaves no time beside --signal_delay_s {args.signal_delay_s} for saving")
-    if "--output_dir" not in args.argv:
-        args.argv += ["--output_dir", str(Path("output") / time.strftime(f"{args.main}-%Y%m%d-%H%M%S"))]
-    folder = Path(known_flags(args.main, args.argv).output_dir).resolve()
-    args.argv += ["--output_dir", str(folder)]  # the last one counts; jobs start elsewhere
-    return args, folder
+    known, given = main_flags(args.main, args.argv)
+    folder = Path(known.output_dir)
+    if "output_dir" not in given:
+        folder = Path("output") / time.strftime(f"{args.main}-%Y%m%d-%H%M%S")
+    args.argv += ["--output_dir", str(folder.resolve())]  # the last one counts; jobs start elsewhere
+    return args, folder.resolve()
 
 
-def known_flags(main, argv):
-    """The main's flags, parsed by itself."""
+def main_flags(main: str, argv: list[str]) -> tuple[argparse.Namespace, set[str]]:
+    """-> (the main's flags as it parses them itself, the names of those that `argv` sets)."""
     module = importlib.import_module(main)
-    if hasattr(module, "parse_args"):
-        return module.parse_args(argv)[1]
     parser = module.get_args_parser()
-    return parse_with_recipe(parser, RECIPES, argv) if main == "main_pretrain" else parser.parse_args(argv)
+    if hasattr(module, "parse_args"):
+        known = module.parse_args(argv)[1]
+    else:
+        known = parse_with_recipe(parser, RECIPES, argv) if main == "main_pretrain" else parser.parse_args(argv)
+    return known, flags_given(parser, argv)
 
 
 def job_parameters(args, folder):
@@ -159,18 +167,19 @@ def job_parameters(args, folder):
     )
 
 
-def guard(folder):
+def guard(folder: Path) -> list[str]:
     """Lines after srun: a job whose process or node has died goes back to the queue, unless it died where it had died before.
 
-    A job that no longer is RUNNING is left alone: SLURM knows what to do with it. What the dead processes left for results goes.
+    How far the run is, the main itself has noted in the folder. A job that no longer is RUNNING is left alone: SLURM knows
+    what to do with it. Results that the dead processes have left are removed.
     """
     last = "$jobs/progress"
-    newest = f"ls {shlex.quote(str(folder))} 2>/dev/null | sed -n 's/^checkpoint-\\([0-9]*\\).json$/\\1/p' | sort -n | tail -1"
     final = " ".join(f"&& [ $rc -ne {code} ]" for code in FINAL)
     return [
         f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}; code=$jobs/exit-code-$SLURM_JOB_ID",
         'if [ -e "$code" ]; then rc=$(cat "$code"); rm "$code"; fi',
-        f'now=$({newest}); before=$(cat "{last}" 2>/dev/null); echo "$now" > "{last}"',
+        f'now=$(cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null); before=$(cat "{last}" 2>/dev/null)',
+        f'echo "$now" > "{last}"',
         f'if [ $rc -ne 0 ] {final} && [ "$now" != "$before" ] &&',
         '   [ "$(squeue --noheader --jobs $SLURM_JOB_ID --format %T)" = RUNNING ]',
         'then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; fi',
@@ -178,13 +187,20 @@ def guard(folder):
     ]
 
 
-def snapshot(folder):
-    """Copies the code beside the run, so that what is edited while a job waits does not run; -> the copy."""
-    code, temporary = folder / "code", folder / f".code.tmp-{os.getpid()}"
+def snapshot(folder: Path) -> Path:
+    """Copies the code of today beside the run, so that what is edited while a job waits does not run; -> the copy.
+
+    Its name is the hash of its content: equal code is copied once, and a copy is never changed, since jobs that were
+    submitted before may be requeued.
+    """
+    code, temporary = folder / "code" / source_hash(), folder / f".code.tmp-{os.getpid()}"
     if not code.exists():
-        shutil.copytree(ROOT / "util", temporary / "util", ignore=shutil.ignore_patterns("__pycache__"))
-        for path in ROOT.glob("*.py"):
-            shutil.copy(path, temporary)
+        for path in source_files(ROOT):
+            copy = temporary / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+        write_version(temporary)
+        code.parent.mkdir(parents=True, exist_ok=True)
         temporary.rename(code)
     return code
 
@@ -197,28 +213,37 @@ def main(argv=None):
         print("\n".join(f"  {name}: {value}" for name, value in parameters.items()))
         return None
     options = {"slurm_max_num_timeout": 10_000} if args.cluster == "slurm" else {}  # submitit's 3 end a long run
-    executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)
-    executor.update_parameters(**parameters)
     here = os.getcwd()
-    os.chdir(snapshot(folder))  # jobs start in the folder that they are submitted from, and import what lies there
     try:
+        executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)
+        executor.update_parameters(**parameters)
+        os.chdir(snapshot(folder))  # jobs start in the folder that they are submitted from, and import what lies there
         job = executor.submit(Task(args.main, args.argv, here))
+    except (OSError, RuntimeError) as error:  # no SLURM here, sbatch refuses, the folder cannot be written to
+        sys.exit(f"submitit_launch.py: error: the job could not be submitted: {error}")
     finally:
         os.chdir(here)
-    print(f"job {job.job_id}: {folder}\nlogs: {job.paths.stdout}")
+    print(f"job {job.job_id}: {folder}\ncode: {code_version()}\nlogs: {job.paths.stdout}")
     if args.wait or args.cluster == "debug":
         wait_for(job, args.cluster)
     return job
 
 
-def wait_for(job, cluster):
-    """Until the job has ended, requeues included. What a start leaves that dies would pass submitit for the end."""
+def wait_for(job: submitit.Job, cluster: str) -> None:
+    """Waits until the job has ended, requeues included, and exits with a message if its run has not.
+
+    What a start that dies leaves behind would pass submitit for the end, so SLURM is asked first.
+    """
     while cluster == "slurm" and slurm_state(job.job_id) != "":
         time.sleep(5)
+    failed = f"submitit_launch.py: error: job {job.job_id} has ended, but its run has not"
     if cluster == "slurm" and not job.paths.result_pickle.exists():
-        sys.exit(f"job {job.job_id} has ended, but its run has not; see {job.paths.stderr}")
-    job.results()
+        sys.exit(f"{failed}; see {job.paths.stderr}")
+    try:
+        job.results()
+    except submitit.core.utils.UncompletedJobError:  # a long text with the whole log inside
+        sys.exit(f"{failed}; see {job.paths.stderr}")
 
 
-if __name__ == "__main__":
-    importlib.import_module("submitit_launch").main()  # under its own name, or the pickled task would be of __main__
+if __name__ == "__main__":  # under its own name, or the pickled task would be of __main__
+    run_program(importlib.import_module("submitit_launch").main, "submitit_launch.py")

@@ -21,7 +21,7 @@ class SilentLog:
     def info(self, line):
         self.lines.append(line)
 
-    def report(self, step, scalars, line, postfix):
+    def report(self, step, scalars, line, postfix, interim=False):
         self.reports.append({"step": step, **scalars})
 
 

@@ -260,6 +260,7 @@ def test_finished_parts_are_skipped(twins, classifier, whole, tmp_path, capsys, 
     with pytest.raises(KeyboardInterrupt):
         evaluate(classifier[0], out, twins, "imagenet_a imagenet_c")
     assert len(json.loads((out / "robustness.json").read_text())["parts"]) == 22
+    assert (out / ".progress").read_text() == "22\n"  # what the SLURM job's script looks at
     assert not (out / "robustness.md").exists()
     content = evaluate(classifier[0], out, twins, "imagenet_a imagenet_c")
     assert len(scored) == 23 + 76 - 22 and len(set(scored)) == 76

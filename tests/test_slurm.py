@@ -74,7 +74,7 @@ class Run:
 
     def wait_until_under_way(self):
         """Until this start of the run has made some steps; -> the last one."""
-        wait_for(lambda: self.text().count("process(es) on cpu") > self.starts, self.why)
+        wait_for(lambda: self.text().count(" on cpu in ") > self.starts, self.why)
         first = self.step()
         wait_for(lambda: self.step() >= first + 4, self.why)
         self.starts += 1

@@ -4,13 +4,15 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 import submitit_launch
 from tests.test_main_pretrain import SMALL, children_of, reports, run
+from util import code_version
+from util.run_folder import write_progress
 
 
 def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
@@ -78,8 +80,7 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, 
     """The lines that follow srun, with a make-believe scontrol and squeue; `said`: the exit code that a process left behind."""
     run_folder = tmp_path / "my run"
     (run_folder / "jobs").mkdir(parents=True)
-    for name in ("checkpoint-5.json", f"checkpoint-{now}.json", "checkpoint-best.json", "settings.json"):
-        (run_folder / name).touch()
+    write_progress(run_folder, now)
     if before is not None:
         (run_folder / "jobs" / "progress").write_text(f"{before}\n")
     (run_folder / "jobs" / "77_0_result.pkl").touch()
@@ -144,7 +145,8 @@ def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_non
     expected = run(photos, tmp_path / "one", "--epochs", 20)
     losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("run", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and expected["meta"]["step"] == 60
-    assert (tmp_path / "run" / "code" / "util" / "train_run.py").is_file()
+    (code,) = (tmp_path / "run" / "code").iterdir()
+    assert (code / "util" / "train_run.py").is_file()
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["output_dir"] == str(tmp_path / "run")
 
 
@@ -155,9 +157,64 @@ def wait_for(condition, seconds=240):
         time.sleep(0.2)
 
 
-def test_the_copy_of_the_code_is_made_once(tmp_path):
-    code = submitit_launch.snapshot(tmp_path)
-    assert {"main_pretrain.py", "prmim.py", "util", "recipes.py"} <= {path.name for path in code.iterdir()}
-    (code / "recipes.py").write_text("# as it was submitted\n")
-    assert submitit_launch.snapshot(tmp_path) == code and (code / "recipes.py").read_text() == "# as it was submitted\n"
-    assert [path.name for path in Path(tmp_path).iterdir()] == ["code"]
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A small project of its own, in the place of this one."""
+    root = tmp_path / "project"
+    (root / "util").mkdir(parents=True)
+    for name in ("main_pretrain.py", "util/leaf.py"):
+        (root / name).write_text("x = 1\n")
+    for module in (submitit_launch, code_version):
+        monkeypatch.setattr(module, "ROOT", root)
+    for name in ("source_hash", "write_version"):
+        monkeypatch.setattr(submitit_launch, name, partial(getattr(code_version, name), root=root))
+    return root
+
+
+@pytest.mark.fault(
+    "U13", "the code is edited, and the job submitted again", "the new submission runs the code of today; requeues keep theirs"
+)
+def test_each_submission_has_the_code_of_its_day(tmp_path, project):
+    first = submitit_launch.snapshot(tmp_path / "run")
+    assert {path.name for path in first.iterdir()} == {"main_pretrain.py", "util", code_version.RECORD}
+    assert submitit_launch.snapshot(tmp_path / "run") == first  # the same code again: the same copy
+    (project / "util" / "leaf.py").write_text("x = 2\n")
+    second = submitit_launch.snapshot(tmp_path / "run")
+    assert second != first and (second / "util" / "leaf.py").read_text() == "x = 2\n"
+    assert (first / "util" / "leaf.py").read_text() == "x = 1\n"  # for the requeues of the first job
+    assert sorted((tmp_path / "run" / "code").iterdir()) == sorted([first, second])
+    assert code_version.source_hash(second) == second.name == code_version.source_hash(project)
+
+
+@pytest.mark.fault("U14", "--output_dir=X, or an abbreviation, given to the launcher", "X is the run's folder, as with a space")
+@pytest.mark.parametrize("flags", [["--output_dir", "X"], ["--output_dir=X"], ["--output_d", "X"], ["--output=X"]])
+@pytest.mark.parametrize("main", submitit_launch.MAINS)
+def test_the_folder_is_the_one_that_is_given(flags, main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    needed = ["--resume", "R"] if main == "main_robustness" else []
+    args, folder = submitit_launch.parse_args(["--dry_run", main, *needed, *flags])
+    assert folder == tmp_path / "X" and args.argv[-2:] == ["--output_dir", str(tmp_path / "X")]
+    args, folder = submitit_launch.parse_args(["--dry_run", main, *needed])
+    assert folder.parent == tmp_path / "output" and folder.name.startswith(f"{main}-2")
+
+
+@pytest.mark.fault("U15", "a job is submitted where there is no SLURM, or sbatch refuses it", "one line that says so; exit code 1")
+@pytest.mark.parametrize("sbatch", [None, "echo no such partition >&2; exit 1"])
+def test_a_submission_that_fails_is_told_in_one_line(sbatch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("srun", "sbatch") if sbatch else ():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{sbatch}\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(SystemExit) as stop:
+        submitit_launch.main(["main_pretrain", "--output_dir", str(tmp_path / "run")])
+    message = stop.value.code
+    assert message.startswith("submitit_launch.py: error: the job could not be submitted: ") and "\n" not in message.strip()
+    assert ("no such partition" if sbatch else "srun") in message
+
+
+@pytest.mark.fault("U16", "a job that --wait waits for ends with an error", "one line that names its log; exit code 1")
+def test_a_job_that_fails_is_told_in_one_line(tmp_path):
+    flags = ["--cluster", "local", "--gpus_per_node", "0", "--wait", "main_pretrain", "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as stop:
+        submitit_launch.main([*flags, "--data_path", str(tmp_path / "nowhere"), "--device", "cpu"])
+    assert re.search(r"error: job \d+ has ended, but its run has not; see \S+_log.err$", stop.value.code)

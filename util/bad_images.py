@@ -1,8 +1,8 @@
 """Images that cannot be read: replaced, counted, named in the log; too many of them end the run."""
 
 import torch
-import torch.distributed as dist
 
+from util.distributed import gather_objects
 from util.images import ImageError
 
 NAMED = 10  # so many with their names at a time
@@ -25,7 +25,7 @@ class BadImages:
             return
         found = [i for i in self.flags.nonzero().flatten().tolist() if i not in self.known]
         new = {i: self._reason(i) for i in found[:NAMED]} | dict.fromkeys(found[NAMED:])
-        for others in _from_all(new):
+        for others in gather_objects(new):
             new |= others
         if not new:
             return
@@ -43,15 +43,6 @@ class BadImages:
         except ImageError as error:
             return str(error)
         return f"{self.images.path(i)!r} could not be read, but now can"
-
-
-def _from_all(new):
-    """Every process's dict."""
-    if not dist.is_initialized():
-        return [new]
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, new)
-    return gathered
 
 
 def _list(reasons):

@@ -10,9 +10,11 @@ import argparse
 import hashlib
 import json
 import os
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -26,11 +28,11 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used for what it was given for; the message is for the user."""
 
 
-def save_checkpoint(output_dir, step, state, meta):
+def save_checkpoint(output_dir: str | Path, step: int | str, state: dict, meta: dict, keep: bool = False) -> Path:
     """Writes `state` (a dict of tensors and plain values) and `meta` (JSON-able) as the checkpoint of `step`; its path.
 
-    `step` "best" is a name of its own, which never counts as a step. OSError (disk full, say) leaves no partial file and
-    no older checkpoint harmed.
+    `keep` marks it in its record as one that is never pruned. `step` "best" is a name of its own, which never counts as
+    a step. OSError (disk full, say) names the file, leaves no partial file and harms no older checkpoint.
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
 
@@ -42,7 +44,7 @@ def save_checkpoint(output_dir, step, state, meta):
             raise error.__context__ if full else OSError(f"torch.save failed: {error}") from error
 
     _write_atomically(path, write)
-    record = {"size": path.stat().st_size, "sha256": sha256(path), "meta": meta}
+    record = {"size": path.stat().st_size, "sha256": sha256(path), "keep": keep, "meta": meta}
     try:
         _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
     except OSError:
@@ -51,10 +53,14 @@ def save_checkpoint(output_dir, step, state, meta):
     return path
 
 
-def list_checkpoints(output_dir):
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Paths of all `checkpoint-<step>.pth`, oldest first, intact or not; files of other names are not ours to touch."""
-    steps = {p: re.fullmatch(r"checkpoint-(\d+)\.pth", p.name) for p in Path(output_dir).glob("checkpoint-*.pth")}
-    return sorted((p for p, match in steps.items() if match), key=lambda p: int(steps[p][1]))
+    named = Path(output_dir).glob("checkpoint-*.pth")
+    return sorted((path for path in named if re.fullmatch(r"checkpoint-\d+", path.stem)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("checkpoint-"))
 
 
 def newest_checkpoint(output_dir):
@@ -68,12 +74,28 @@ def newest_checkpoint(output_dir):
     return None, skipped
 
 
-def read_record(path):
+def read_record(path: Path) -> dict | None:
     """The meta in the record beside a checkpoint, or None where either is missing or damaged; the checkpoint is not read."""
+    record = _read_whole_record(path)
+    return record["meta"] if record is not None and path.exists() else None
+
+
+def _read_whole_record(path: Path) -> dict | None:
+    """The record beside the checkpoint at `path`: size, sha256, keep, meta. None where it is missing or damaged."""
     try:
-        return json.loads(path.with_suffix(".json").read_text())["meta"] if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError):
+        record = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
         return None
+    return record if isinstance(record, dict) and isinstance(record.get("meta"), dict) else None
+
+
+def is_kept(record: dict) -> bool:
+    """Whether a record marks its checkpoint as kept for good. Records without the mark follow their own --save_every."""
+    if "keep" in record:
+        return bool(record["keep"])
+    meta = record["meta"]
+    save_every = meta.get("settings", {}).get("save_every")
+    return save_every is None or meta.get("epoch", 0) % save_every == 0
 
 
 def find_checkpoint_file(path):
@@ -87,16 +109,17 @@ def find_checkpoint_file(path):
     return found
 
 
-def prune_checkpoints(output_dir, keep, keep_last=2):
-    """Deletes all but the last `keep_last` finished checkpoints and those whose meta satisfies `keep(meta)`.
+def prune_checkpoints(output_dir: str | Path, written: int, keep_last: int = 2) -> None:
+    """After the checkpoint of step `written` was saved: deletes older ones that nothing needs any more.
 
-    Also goes what a killed process left half-written.
+    Stay: the last `keep_last` up to that step, those marked to be kept, those whose record cannot be read, and all of
+    later steps. Files that a killed process left half-written before that step go, too.
     """
-    present = list_checkpoints(output_dir)
+    present = [path for path in list_checkpoints(output_dir) if _step_of(path) <= written]
     finished = [path for path in present if path.with_suffix(".json").exists()]
     for path in finished[:-keep_last]:
-        meta = read_record(path)
-        if meta is not None and not keep(meta):
+        record = _read_whole_record(path)
+        if record is not None and not is_kept(record):
             path.with_suffix(".json").unlink()
             path.unlink()
     leftovers = [path for path in present[: present.index(finished[-1])] if path not in finished] if finished else []
@@ -121,12 +144,23 @@ def read_checkpoint(path):
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for files that are not its own
-        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {error}") from error
+        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     if isinstance(content.get("meta"), str):
         content["meta"] = json.loads(content["meta"])
     return content
+
+
+def _reason(error: Exception) -> str:
+    """What torch.load or safetensors says is wrong, without torch's advice to load files that may run code."""
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it holds {found[1]}" if found else "it holds more than tensors, or is damaged"
+        return f"{what}; files whose reading could run code are refused"
+    if isinstance(error, EOFError):
+        return "it ends too early"
+    return str(error).strip().partition(". ")[0]
 
 
 def _read_safetensors(path):
@@ -193,31 +227,41 @@ def refuse_foreign(model, weights, what):
 class LoadReport(NamedTuple):
     """What `load_encoder` did, as lists of keys."""
 
-    loaded: list
-    resized: list
-    missing: list
-    unexpected: list
+    loaded: list[str]
+    resized: list[str]
+    missing: list[str]
+    unexpected: list[str]
 
-    def __str__(self):
-        return "; ".join(
-            f"{len(keys)} {name}" + (f" ({_shorten(keys)})" if keys and name != "loaded" else "")
-            for name, keys in self._asdict().items()
-        )
+    def __str__(self) -> str:
+        """Of unexpected keys the modules that they belong to: the decoder of a pre-trained model is one of them."""
+        unused = list(dict.fromkeys(name.partition(".")[0] for name in self.unexpected))
+        parts = (("loaded", self.loaded, []), ("resized", self.resized, self.resized), ("missing", self.missing, self.missing))
+        counts = [*parts, ("not used", self.unexpected, unused)]
+        return "; ".join(f"{len(keys)} {what}" + (f" ({_shorten(names)})" if names else "") for what, keys, names in counts)
 
 
-def load_encoder(model, path, first_release_merging=False):
+def load_encoder(
+    model: torch.nn.Module, path: str | Path, first_release_merging: bool = False, classes: list[str] | None = None
+) -> LoadReport:
     """Loads a pre-trained encoder into a fine-tune model; -> LoadReport.
 
     Takes this project's checkpoints, timm's files, and the releases of MAE, MFF, SimMIM, LocalMIM, TEC and GreenMIM (the
     weights may lie under `model` or `state_dict`). The MLP on TEC's class token is folded into the token;
     first_release_merging re-indexes GreenMIM's public files. Position tables of another grid are resized (bicubic, class row
-    kept), and so are tables of relative-position biases; a table that all blocks shared is copied into each. Only the head
-    and the pooling norm may be missing; anything else missing or mis-shaped raises ValueError.
+    kept), and so are tables of relative-position biases; a table that all blocks shared is copied into each. A head is
+    loaded if it has the size of the model's and, where the file names its classes, if they are `classes`, the model's, in
+    that order. Only the head and the pooling norm may be missing; anything else missing or mis-shaped raises ValueError.
     """
-    return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging)
+    return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
 
 
-def fit_encoder(model, content, what, first_release_merging=False):
+def fit_encoder(
+    model: torch.nn.Module,
+    content: dict,
+    what: str,
+    first_release_merging: bool = False,
+    classes: list[str] | None = None,
+) -> LoadReport:
     """`load_encoder` for the content of a file that was read already, or for a state dict; `what` names it in errors."""
     weights = encoder_weights_of(content)
     weights = swap_merging(weights) if first_release_merging else weights
@@ -227,8 +271,18 @@ def fit_encoder(model, content, what, first_release_merging=False):
         weights = {k: v for k, v in weights.items() if k != "rel_pos_bias.relative_position_bias_table"}
         weights = weights | {k: shared for k in own if k.endswith("attn.relative_position_bias_table") and k not in weights}
     found = {k: v for k, v in weights.items() if k in own and torch.is_tensor(v)}
+    meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
     # A head made for other classes is left out, as MAE's fine-tuning does.
-    found = {k: v for k, v in found.items() if not (k.startswith("head.") and v.shape != own[k].shape)}
+    other_classes = classes is not None and meta.get("classes") not in (None, list(classes))
+    found = {k: v for k, v in found.items() if not (k.startswith("head.") and (other_classes or v.shape != own[k].shape))}
+    made = meta.get("settings", {}).get("model")
+    made = f" (it was made as {made})" if made else ""
+    kernel, own_kernel = (tensors.get("patch_embed.proj.weight") for tensors in (found, own))
+    if kernel is not None and own_kernel is not None and len(kernel) != len(own_kernel):
+        raise CheckpointError(
+            f"{what}{made} holds an encoder of width {len(kernel)}, this {type(model).__name__} has width "
+            f"{len(own_kernel)}: choose the --model of its size"
+        )
     resized = []
     if "pos_embed" in found and _grid_of(content, found["pos_embed"]) != tuple(model.grid_size):
         grid = _grid_of(content, found["pos_embed"])
@@ -243,9 +297,6 @@ def fit_encoder(model, content, what, first_release_merging=False):
     misshaped = [f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}" for k, v in found.items() if v.shape != own[k].shape]
     if needed or misshaped:
         text = "; ".join([f"missing: {_shorten(needed)}"] * bool(needed) + [_shorten(misshaped)] * bool(misshaped))
-        meta = content.get("meta")
-        made_as = meta.get("settings", {}).get("model") if isinstance(meta, dict) else None
-        made = f" (it was made as {made_as})" if made_as else ""
         raise CheckpointError(f"{what}{made} does not hold the encoder of this {type(model).__name__}: {text}")
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
@@ -296,7 +347,7 @@ def _fit_bias_table(table, content, own, model):
     return table if source == target else resize_bias_table(table, source, target, extra)
 
 
-def _write_atomically(path, write):
+def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -304,6 +355,8 @@ def _write_atomically(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # a failed write does not say which file it was
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk, too
@@ -326,6 +379,12 @@ def _problem(path):
     if path.stat().st_size != record["size"]:
         return f"{path.stat().st_size} bytes instead of {record['size']}"
     return None if sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
+
+
+def recorded_sha256(path: Path) -> str:
+    """The SHA-256 of a checkpoint: as its record says, else computed."""
+    record = _read_whole_record(path)
+    return record["sha256"] if record is not None and "sha256" in record else sha256(path)
 
 
 def sha256(path):

@@ -125,6 +125,34 @@ def from_main(function):
     return outcome[0]
 
 
+def gather_objects(value: object) -> list:
+    """Every process's `value`, by rank, on every process."""
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def refuse_differences(values: dict[str, object], what: str) -> None:
+    """ValueError, in every process, where the processes' `values` differ; it names each difference with its ranks."""
+    everyone = gather_objects(values)
+    differing = []
+    for name in dict.fromkeys(name for values in everyone for name in values):
+        ranks: dict[str, list[int]] = {}
+        for rank, values in enumerate(everyone):
+            ranks.setdefault(str(values.get(name, "absent")), []).append(rank)
+        if len(ranks) > 1:
+            sides = (f"{value} on rank {_shorten_ranks(who)}" for value, who in ranks.items())
+            differing.append(f"{name} is {' and '.join(sides)}")
+    if differing:
+        raise ValueError(f"the processes of one run must have the same {what}, but {'; '.join(differing)}")
+
+
+def _shorten_ranks(ranks: list[int], most: int = 4) -> str:
+    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+
+
 def shut_down():
     """Leaves the process group, if there is one."""
     let_go()

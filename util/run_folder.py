@@ -2,16 +2,18 @@
 
 import errno
 import fcntl
+import json
 import os
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from util import checkpoint
 from util.checkpoint import CheckpointError
 
-LOCK = ".lock"
+LOCK, PROGRESS = ".lock", ".progress"
 PATIENCE = 120  # seconds; NFS gives the locks of a lost client back after 90
 
 
@@ -57,17 +59,46 @@ class FolderLock:
         self.file.flush()
 
 
-def find_checkpoint(output_dir, resume):
-    """-> (path of the checkpoint that --resume means, or None for a new run; what to say about it)."""
+def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
+    """-> (the checkpoint that the run goes on from, or None for a new run; what to say about it).
+
+    The one rule: a folder that holds checkpoints goes on from its newest good one, whatever `resume` says, so that the
+    same command can be started again at any time. `resume` names where a run begins whose folder is still empty: the
+    path of a checkpoint, a run's folder (its newest good checkpoint), or "auto" or "none" for a run from the start.
+    CheckpointError where the folder holds checkpoints, but no good one.
+    """
     present = checkpoint.list_checkpoints(output_dir)
-    if resume == "none":
-        if present:
-            raise ValueError(f"--resume none, but {output_dir!r} holds a run: choose another --output_dir, or --resume auto")
-        return None, []
-    if resume != "auto":
-        return resume, []
     path, skipped = checkpoint.newest_checkpoint(output_dir)
+    remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
+    named = None if resume in ("auto", "none") else Path(resume).resolve()
+    if path is not None:
+        if resume != "auto" and named not in (path.resolve(), Path(output_dir).resolve()):
+            remarks.append(
+                f"warning: --resume {resume} is not used, since {str(output_dir)!r} already holds a run, which goes on; "
+                f"to begin anew or at another checkpoint, choose another --output_dir"
+            )
+        return path, remarks
     first_save = len(present) == 1 and not present[0].with_suffix(".json").exists()  # a kill within it leaves this
-    if path is None and present and not first_save:
+    if present and not first_save:
         raise CheckpointError(f"no checkpoint in {output_dir!r} is intact ({'; '.join(skipped)}); remove them to start over")
-    return path, [f"skipped a checkpoint, {reason}" for reason in skipped]
+    if named in (None, Path(output_dir).resolve()):
+        return None, remarks
+    return checkpoint.find_checkpoint_file(resume), remarks
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes `content` in one rename, so that a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def write_progress(output_dir: str | Path, progress: object) -> None:
+    """Notes how far the run is. The SLURM job's script requeues a failed job only if this note has changed since its start.
+
+    A note that cannot be written costs a requeue at most, so OSError is ignored.
+    """
+    with suppress(OSError):
+        temporary = Path(output_dir) / f"{PROGRESS}.tmp"
+        temporary.write_text(f"{progress}\n")
+        os.replace(temporary, Path(output_dir) / PROGRESS)

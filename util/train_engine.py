@@ -53,14 +53,15 @@ class Meter:
         self.sums[:, -1] += 1
         self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
 
-    def read(self, whole_epoch=False):
-        """-> (means over processes and finite steps, number of skipped steps), since the last such call. Waits.
+    def read(self, whole_epoch: bool = False, reset: bool = True) -> tuple[dict[str, float | None], int]:
+        """-> (means over processes and finite steps, number of skipped steps), since the last reset. Waits.
 
         Without any finite step the means are None.
         """
         row = int(whole_epoch)
         *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / rank_and_world_size()[1]).tolist()
-        self.sums[row] = 0
+        if reset:
+            self.sums[row] = 0
         means = {name: total / finite if finite else None for name, total in zip(self.names, sums, strict=True)}
         return means, round(steps - finite)
 
@@ -168,8 +169,9 @@ class TrainEngine:
             self.train_step(batches, step)
             self.log.advance()
             epoch_ends = (step + 1) % self.steps_per_epoch == 0
-            if (step + 1) % self.print_freq == 0 or epoch_ends:
-                self.report(epoch, step + 1, epoch_ends)
+            is_due = (step + 1) % self.print_freq == 0 or epoch_ends
+            if is_due or step + 1 == self.last_step:
+                self.report(epoch, step + 1, epoch_ends, interim=not is_due)
             after_step(step + 1)
             if stop():
                 return True
@@ -224,9 +226,13 @@ class TrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
-    def report(self, epoch, step, epoch_ends):
-        """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more."""
-        means, skipped = self.meter.read()
+    def report(self, epoch: int, step: int, epoch_ends: bool, interim: bool = False) -> None:
+        """Reads the meter, which waits for the device, and logs; FloatingPointError if nothing is finite any more.
+
+        An interim report, where a run ends between two regular ones, leaves the meter as it is: the regular reports of
+        a run that is resumed are those of an undisturbed one.
+        """
+        means, skipped = self.meter.read(reset=not interim)
         bad_streak = int(self.meter.bad_streak)
         if bad_streak >= MAX_BAD_STEPS:
             raise FloatingPointError(
@@ -248,7 +254,7 @@ class TrainEngine:
         values = f"loss {loss}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
         values += f", {skipped} steps skipped" if skipped else ""
         line = f"epoch {epoch}, step {step}/{self.last_step}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
-        self.log.report(step, scalars, line, values)
+        self.log.report(step, scalars, line, values, interim)
         self.at_report()
         self.reports += 1
         # The first report has the workers' start in it; one word is enough.

@@ -3,15 +3,22 @@
 A main subclasses `TrainRun`; `launch` turns what goes wrong into one paragraph and an exit code.
 """
 
+import argparse
 import inspect
 import json
+import shlex
+import socket
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from timm.layers import DropPath
 from torch.nn.parallel import DistributedDataParallel
 
 from util import attention, checkpoint, decode, distributed, shard
 from util.bad_images import BadImages
+from util.code_version import code_version
 from util.datasets import (
     DOWNLOADED,
     AddressedDataset,
@@ -21,55 +28,20 @@ from util.datasets import (
     open_images,
     steps_per_epoch,
 )
+from util.flags import resolve
+from util.folders import list_folder, split_folders
 from util.images import EncodedImages, ImageError
-from util.logging import RunLog
+from util.logging import RunLog, count_of
 from util.lr_sched import Schedule
 from util.packed import PackedImages
 from util.recompute import recompute_blocks
-from util.run_folder import FolderLock, find_checkpoint, writable_folder
+from util.resume_rules import MACHINE_FLAGS, PROCESS_FLAGS, find_changes, find_notes
+from util.run_folder import FolderLock, find_checkpoint, writable_folder, write_json, write_progress
 from util.signals import StopSignal
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
 from util.watchdog import TEMPORARY, Watchdog
-
-# What may differ between two starts of one run without changing its results.
-MACHINE_FLAGS = set(
-    "recipe batch_size accum_iter num_workers data_path output_dir resume device attention compile recompute shard max_steps "  # noqa: SIM905
-    "save_every save_steps print_freq allow_changes max_bad_fraction dist_timeout".split()
-)
-# Another split of the same total: the same images in the same steps. Where draws follow the split, that is said.
-SPLIT_FLAGS = {"batch_size", "accum_iter"}
-
-
-def resolve(args, process, default_batch_size=64):
-    """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
-    check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
-    check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
-    if not 0 < args.dist_timeout <= 1e6:
-        raise ValueError(f"--dist_timeout must lie between 0 and a million seconds, got {args.dist_timeout}")
-    if not 0 <= args.max_bad_fraction < 1:
-        raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
-    if args.clip_grad is not None and args.clip_grad <= 0:
-        raise ValueError(f"--clip_grad must be above 0, got {args.clip_grad}")
-    if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
-        raise ValueError(f"--lr_steps go with --lr_schedule simmim_steps, got {args.lr_steps} and {args.lr_schedule!r}")
-    if args.seed >= 2**63:
-        raise ValueError(f"--seed must be below 2^63, got {args.seed}")
-    if not 0 <= args.warmup_epochs <= args.epochs:
-        raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
-    if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
-        raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
-    if args.shard:
-        shard.check_group()
-    split_batch(args, process.world_size, default_batch_size)
-    args.lr = args.blr * args.total_batch_size / 256 if args.lr is None else args.lr
-    resolve_workers(args, process)
-
-
-def resolve_workers(args, process):
-    if args.num_workers is None:
-        args.num_workers = min(16, max(1, available_cores() // process.local_world_size - 1))  # one core is the trainer's
 
 
 def data_hint(args, process, images):
@@ -86,38 +58,6 @@ def data_hint(args, process, images):
     return "; ".join(hints) or f"more cores a GPU; {slow} scripts/pack_dataset.py"
 
 
-def check_least(args, least, names):
-    """ValueError if one of the flags `names` (where the program has it and it is set) is below `least`."""
-    for name in names.split():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
-
-
-def split_batch(args, world_size, default=64):
-    """Sets batch_size, accum_iter and total_batch_size, so that total = batch_size * world_size * accum_iter, or ValueError.
-
-    Without --batch_size a process takes the most that fits the total, up to `default` images.
-    """
-    total = args.total_batch_size
-    if total is None:
-        args.batch_size, args.accum_iter = args.batch_size or 64, args.accum_iter or 1
-        args.total_batch_size = args.batch_size * args.accum_iter * world_size
-        return
-    per_process, rest = divmod(total, world_size)
-    if rest:
-        raise ValueError(f"a total batch of {total} cannot be split over {world_size} processes: change one of them")
-    most = args.batch_size or (per_process // args.accum_iter if args.accum_iter else default)
-    fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
-    if args.batch_size not in (None, fitting):
-        split = f"--batch_size {args.batch_size} on {world_size} processes"
-        raise ValueError(f"a total batch of {total} cannot be split into {split}: try --batch_size {fitting}")
-    if args.accum_iter not in (None, per_process // fitting):
-        split = f"--batch_size {fitting} on {world_size} processes takes {per_process // fitting}"
-        raise ValueError(f"--accum_iter {args.accum_iter}, but a total batch of {total} with {split}")
-    args.batch_size, args.accum_iter = fitting, per_process // fitting
-
-
 def open_everywhere(args, split, labelled=False, max_bad_fraction=0.0):
     """`open_images` of the flags, in every process; one of them downloads or indexes first, and all hear it if that fails."""
     if args.dataset in DOWNLOADED or (args.dataset == "folder" and find_tars(args.data_path, split, labelled)):
@@ -127,6 +67,44 @@ def open_everywhere(args, split, labelled=False, max_bad_fraction=0.0):
     return images
 
 
+def describe_start(command: list[str]) -> dict[str, object]:
+    """What a record says of the start that wrote it: the code, the command line, the hosts of all processes."""
+    hosts = sorted(set(distributed.gather_objects(socket.gethostname())))
+    return {"code": code_version(), "command": shlex.join(command), "hosts": hosts}
+
+
+def refuse_different_starts(args: argparse.Namespace) -> None:
+    """ValueError, in every process, where the processes were started with other flags, code or torch."""
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in PROCESS_FLAGS}
+    distributed.refuse_differences(flags | {"code": code_version(), "torch": torch.__version__}, "flags and code")
+
+
+def refuse_output_inside_data(args: argparse.Namespace) -> None:
+    """ValueError where the run would write between its own images: the next start would read other data."""
+    root, output_dir = Path(args.data_path).resolve(), Path(args.output_dir).resolve()
+    if args.dataset != "folder" or not output_dir.is_relative_to(root) or not root.is_dir():
+        return
+    splits = split_folders(list_folder(root))
+    folders = [root / name for names in splits.values() for name in names] or [root]
+    inside = [folder for folder in folders if output_dir.is_relative_to(folder)]
+    if inside:
+        raise ValueError(
+            f"--output_dir {args.output_dir!r} lies inside the images' folder {str(inside[0])!r}, where it would become "
+            f"data; choose a folder outside of it"
+        )
+
+
+def image_bytes(input_size: int | Sequence[int]) -> int:
+    """Bytes of a uint8 RGB crop of this side, or (height, width)."""
+    height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
+    return 3 * height * width
+
+
+def has_drop_path(model: torch.nn.Module) -> bool:
+    """Whether the model draws random numbers in its forward pass."""
+    return any(isinstance(module, DropPath) and module.drop_prob for module in model.modules())
+
+
 class TrainRun:
     """A run, ready to train: building it raises ValueError for whatever the user could have got wrong.
 
@@ -134,15 +112,20 @@ class TrainRun:
     `model`, `optimizer` and, unless it is ImageNet's, `normalize`, and ends with `start`.
     """
 
-    machine_flags = MACHINE_FLAGS
+    machine_flags = set(MACHINE_FLAGS)
     program = None  # the main that the run belongs to
 
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace, flags: list[str] | None = None) -> None:
+        """`flags`: the command line that `args` were parsed from, for the record."""
         self.args = args
         self.process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5))
+        self.origin = describe_start([self.program, *(flags or [])])
+        refuse_different_starts(args)
         self.resolve()
+        refuse_output_inside_data(args)
         self.output_dir = writable_folder(args.output_dir)
         self.normalize = Normalize().to(self.process.device)
+        self.data = {}  # what identifies the images, for the checkpoints
         # The main process chooses, so that all resume from the same file.
         self.resume_path, self.remarks = distributed.from_main(self.enter_folder)
 
@@ -157,6 +140,11 @@ class TrainRun:
         return path, self.lock.remarks + remarks
 
     @property
+    def began_elsewhere(self) -> bool:
+        """Whether this start begins at a checkpoint of another folder than its own."""
+        return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
+
+    @property
     def first_home(self):
         """The device that the model is built on: one to be sharded never lies on a GPU as a whole."""
         return torch.device("cpu") if self.args.shard else self.process.device
@@ -168,7 +156,9 @@ class TrainRun:
         self.last_step = min(args.epochs * self.steps_per_epoch, args.max_steps or sys.maxsize)
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
-        self.data = {"num_images": len(self.images), "data": self.images.fingerprint()}
+        self.data |= {"num_images": len(self.images), "data": self.images.fingerprint()}
+        distributed.refuse_differences(self.data | self.extra_meta(), "data")
+        self.remarks += self.images.notes
         if args.precision == "bf16" and process.device.type == "cuda":  # sharded blocks round their norms, too
             self.machine_flags = self.machine_flags - {"shard"}
         content = self.restore(self.resume_path) if self.resume_path else None
@@ -223,7 +213,10 @@ class TrainRun:
             )
         self.check_identity(content["meta"])
         checkpoint.load_strict(self.model, content["model"], "the checkpoint's weights")
-        changes, notes = self.changes(content["meta"]), self.notes(content["meta"])
+        meta, now = content["meta"], self.meta(content["meta"]["step"])
+        changes = find_changes(meta, now, self.machine_flags)
+        notes = find_notes(meta, now, self.machine_flags, has_drop_path(self.model))
+        self.origin["started_from"] = str(path) if self.began_elsewhere else meta.get("started_from")
         if changes and not self.args.allow_changes:
             raise ValueError(
                 f"{str(path)!r} would go on with other results than it has so far: {'; '.join(changes)}. "
@@ -249,30 +242,6 @@ class TrainRun:
         if before != now:
             raise ValueError(f"the run's total batch was {before} and now is {now}, so its steps would no longer mean the same")
 
-    def changes(self, meta):
-        """What differs from the run so far, and changes its results."""
-        settings, before = self.settings(), meta["settings"]
-        # A flag that the run's program did not have yet has changed nothing: its default is what was done before.
-        known = before.keys() & settings.keys() - self.machine_flags - SPLIT_FLAGS
-        changes = [
-            f"--{name} was {before[name]} and now is {settings[name]}" for name in sorted(known) if before[name] != settings[name]
-        ]
-        if any(meta.get(name, now) != now for name, now in self.data.items()):
-            was, now = (f"{data['num_images']} images (names and labels {data.get('data', '?')[:8]})" for data in (meta, self.data))
-            changes.append(f"the data had {was} and now has {now}: their order would be another")
-        return changes
-
-    def notes(self, meta):
-        """What differs from the run so far, and may: where draws follow the split of the batch, not to the last bit."""
-        settings, before = self.settings(), meta["settings"]
-        split = {name: (before[name], settings[name]) for name in sorted(SPLIT_FLAGS)}
-        split["world_size"] = meta["world_size"], self.process.world_size
-        changed = [f"{name} was {was} and now is {now}" for name, (was, now) in split.items() if was != now]
-        if not changed:
-            return []
-        draws = "" if "batch_size" in self.machine_flags else "; draws and statistics within a step are others"
-        return [f"note: the same images in each step, split otherwise ({', '.join(changed)}){draws}"]
-
     def settings(self):
         """The resolved settings as JSON knows them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self.args).items()}
@@ -290,15 +259,19 @@ class TrainRun:
         """Says what runs, and saves the resolved settings."""
         args, process, settings = self.args, self.process, self.settings()
         if process.is_main:
-            (self.output_dir / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+            write_json(self.output_dir / "settings.json", settings)
+        self.log.info(f"{self.origin['command']} on {', '.join(self.origin['hosts'])}; {self.origin['code']}")
         self.log.info(json.dumps(settings))
         self.log.info(self.describe())
         self.log.info(
-            f"{process.world_size} process(es) on {args.device} in {args.precision}, total batch {args.total_batch_size} = "
-            f"{args.batch_size} x {process.world_size} x {args.accum_iter} accumulated, lr {args.lr:.3g} at its peak"
+            f"{count_of(process.world_size, 'process')} on {args.device} in {args.precision}, total batch "
+            f"{args.total_batch_size} = {args.batch_size} x {process.world_size} x {args.accum_iter} accumulated, "
+            f"lr {args.lr:g} at its peak"
         )
         if args.device == "cuda" and torch.cuda.device_count() > 1 and process.world_size == 1:
             self.remarks.append(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+        if args.compile:
+            self.remarks.append("note: --compile takes minutes at the first step, before which nothing is reported")
         for remark in self.remarks:
             self.log.info(remark)
 
@@ -333,7 +306,9 @@ class TrainRun:
         addresses = StepBatchSampler(len(self.images), *split, args.seed, self.start_step, self.last_step)
         dataset = AddressedDataset(self.images, self.transform, replace=args.max_bad_fraction > 0)
         self.engine.at_report = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info).report
-        return batches(dataset, addresses, self.collator, args.num_workers, process.device.type == "cuda", self.say)
+        pinned = process.device.type == "cuda"
+        stored = args.batch_size * image_bytes(args.input_size)
+        return batches(dataset, addresses, self.collator, args.num_workers, pinned, self.say, batch_bytes=stored)
 
     def say(self, message):
         """Of this process, which need not be the one that logs."""
@@ -342,10 +317,11 @@ class TrainRun:
         else:
             print(f"process {self.process.rank}: {message}", file=sys.stderr, flush=True)
 
-    def interrupt(self, stop):
+    def interrupt(self, stop: StopSignal) -> None:
         """A signal has stopped the run before its end: saves, so that no step is lost, and ends.
 
         Until then, signals go on being noted alone: what they meant before may be to requeue the job, or to die.
+        KeyboardInterrupt for Ctrl-C, which means more than this run to the shell.
         """
         if distributed.from_main(lambda: self.saved_step != self.step):  # which alone knows whether a save succeeded
             self.save(self.step, required=True)
@@ -354,6 +330,8 @@ class TrainRun:
         self.log.close()
         stop.close()
         distributed.shut_down()
+        if stop.name == "SIGINT":
+            raise KeyboardInterrupt
 
     def finish(self):
         self.log.info(self.summary())
@@ -363,6 +341,14 @@ class TrainRun:
     def summary(self):
         """What the run did, from its log, so that a finished run can say it again."""
         raise NotImplementedError
+
+    def done_so_far(self) -> str:
+        """ "for 100 steps on 24 images", or how far it is where --max_steps ended the run before its schedule."""
+        done, images = count_of(self.last_step, "step"), count_of(len(self.images), "image")
+        total = self.args.epochs * self.steps_per_epoch
+        if self.last_step == total:
+            return f"for {done} on {images}"
+        return f"for {done} of {total} on {images}; the same command without --max_steps goes on"
 
     def closing_lines(self):
         newest, _ = checkpoint.newest_checkpoint(self.output_dir) if self.process.is_main else (None, None)
@@ -387,25 +373,32 @@ class TrainRun:
         if not self.process.is_main:
             return
         state = {"model": weights, "optimizer": moments, "scaler": self.scaler.state_dict(), "meter": meter}
-        if self.write_checkpoint(step, state, self.meta(step), required):
+        if self.write_checkpoint(step, state, self.meta(step), required, keep=self.is_kept(step)):
             self.saved_step = step
+            write_progress(self.output_dir, step)
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is kept for good: each --save_every epochs, and at the end of the schedule."""
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        return rest == 0 and (epoch % self.args.save_every == 0 or epoch == self.args.epochs)
 
     def gathered(self, part):
         """The state dict of the model or the optimizer, whole, on the main process; all must ask for it."""
         state = part.state_dict()
         return shard.gather(state, keep=self.process.is_main) if self.args.shard else state
 
-    def write_checkpoint(self, name, state, meta, required):
+    def write_checkpoint(self, name: int | str, state: dict, meta: dict, required: bool, keep: bool = False) -> bool:
         """Writes, prunes, and survives a full disk, unless this checkpoint is `required`: the older ones stand; -> success."""
         try:
-            checkpoint.save_checkpoint(self.output_dir, name, state, meta)
+            checkpoint.save_checkpoint(self.output_dir, name, state, meta, keep)
         except OSError as error:
             if required:
                 raise
             self.log.info(f"warning: the checkpoint of step {name} could not be written ({error}); training goes on")
             return False
         try:
-            checkpoint.prune_checkpoints(self.output_dir, keep=lambda meta: meta["epoch"] % self.args.save_every == 0)
+            if isinstance(name, int):
+                checkpoint.prune_checkpoints(self.output_dir, name)
         except OSError as error:
             self.log.info(f"warning: older checkpoints could not be removed ({error})")
         return True
@@ -420,6 +413,7 @@ class TrainRun:
             "settings": self.settings(),
             **self.data,
             "torch": torch.__version__,
+            **self.origin,
             **self.extra_meta(),
         }
 
@@ -428,7 +422,7 @@ class TrainRun:
 
 
 def exit_code(error):
-    """2: a user's error; 3: numbers that are not finite; 4: a checkpoint that cannot be used; 75: a disk; start again."""
+    """2: user error; 3: loss or weights not finite; 4: unusable checkpoint; 75: I/O error, start the same command again."""
     codes = {FloatingPointError: 3, checkpoint.CheckpointError: 4, OSError: TEMPORARY}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 2)
 
@@ -443,10 +437,15 @@ def refuse(parser, error):
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{again}\n")
 
 
-def launch(parser, args, run_class):
-    """Builds and trains the run, and ends with one paragraph where that cannot be; -> False if a signal stopped it."""
+def launch(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, run_class: type[TrainRun], argv: list[str] | None = None
+) -> bool:
+    """Builds and trains the run, and ends with one paragraph where that cannot be; -> False if a signal stopped it.
+
+    argv: the command line (default: this program's). KeyboardInterrupt if the signal was Ctrl-C's.
+    """
     try:
-        run = run_class(args)
+        run = run_class(args, sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
         distributed.shut_down()
         refuse(parser, error)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,6 +20,7 @@ import torch
 
 from engine_pretrain import PretrainEngine
 from util import checkpoint
+from util.cli import run_program
 from util.images import EncodedImages
 from util.train_engine import TrainEngine
 
@@ -32,6 +34,7 @@ AT_STEP = {
     "exit": lambda: os._exit(1),
     "raise": lambda: (_ for _ in ()).throw(RuntimeError("a fault")),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "kill-worker": kill_a_worker,
 }
 # Places in a save, as what is wrapped in util.checkpoint's `os`: (function, its call that does not come back).
@@ -110,4 +113,4 @@ class Fault:
 if __name__ == "__main__":
     name, step, rank, marker, main, *flags = sys.argv[1:]
     Fault(name, step, rank, marker).install()
-    importlib.import_module(main).main(flags)
+    run_program(partial(importlib.import_module(main).main, flags), f"{main}.py")

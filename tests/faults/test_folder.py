@@ -202,7 +202,7 @@ def save_for_ever(folder, plainly):
             torch.save(state, folder / "plain.pth")
         else:
             save_checkpoint(folder, step, state, {"epoch": step})
-            prune_checkpoints(folder, keep=lambda meta: False)
+            prune_checkpoints(folder, step)
 
 
 @pytest.mark.long

@@ -119,8 +119,8 @@ def test_pruning_keeps_the_last_two_and_the_marked(tmp_path):
     for name in ("checkpoint-best.pth", "weights.pth"):
         (tmp_path / name).touch()  # the user's own
     for step in range(1, 8):
-        save(tmp_path, step, epoch=step)
-        prune_checkpoints(tmp_path, keep=lambda meta: meta["epoch"] % 3 == 0)
+        save_checkpoint(tmp_path, step, {"model": {}}, {"step": step}, keep=step % 3 == 0)
+        prune_checkpoints(tmp_path, step)
     left = ["checkpoint-3", "checkpoint-6", "checkpoint-7", "checkpoint-best", "weights"]
     assert sorted(p.stem for p in tmp_path.glob("*.pth")) == left
     assert len(list(tmp_path.glob("*.json"))) == 3
@@ -131,7 +131,7 @@ def test_pruning_never_counts_an_unfinished_one(tmp_path):
         save(tmp_path, step, epoch=step)
     (tmp_path / "checkpoint-2.json").unlink()
     (tmp_path / ".checkpoint-2.pth.tmp-1").touch()
-    prune_checkpoints(tmp_path, keep=lambda meta: False)
+    prune_checkpoints(tmp_path, 3)
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == ["checkpoint-1.pth", "checkpoint-3.pth"]
 
 
@@ -211,7 +211,7 @@ def test_load_encoder_resizes_a_grid_that_is_not_square(tmp_path):
 
 def test_load_encoder_refuses_what_does_not_fit(tmp_path):
     torch.save(encoder_weights(embed_dim=96), tmp_path / "wide.pth")
-    with pytest.raises(ValueError, match=r"cls_token is \[1, 1, 96\], the model's \[1, 1, 48\]"):
+    with pytest.raises(ValueError, match="holds an encoder of width 96, this VisionTransformer has width 48"):
         load_encoder(VisionTransformer(**SIZES), tmp_path / "wide.pth")
     torch.save(encoder_weights(depth=1), tmp_path / "shallow.pth")
     with pytest.raises(ValueError, match="missing: blocks.1.norm1.weight"):

@@ -1,0 +1,470 @@
+"""What users do to runs: resume from elsewhere, change flags, branch, interrupt, move folders, fill disks."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import main_finetune
+import main_pretrain
+from tests.conftest import write_photo
+from tests.faults.runs import finish, state
+from tests.test_main_finetune import command as finetune_command
+from tests.test_main_finetune import run as finetune
+from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
+from tests.two_processes import run_in_two_processes
+from util import distributed
+from util.checkpoint import list_checkpoints, newest_checkpoint, read_checkpoint, read_record
+
+ROOT = Path(__file__).resolve().parents[2]
+MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
+
+
+@pytest.fixture(scope="session")
+def labelled(photos, tmp_path_factory):
+    """24 training images of two classes, 4 to evaluate on."""
+    root = tmp_path_factory.mktemp("labelled")
+    shutil.copytree(photos / "train", root / "train")
+    for name in ("cat", "dog"):
+        (root / "val" / name).mkdir(parents=True)
+        for i in range(2):
+            write_photo(root / "val" / name / f"{i}.png", seed=1000 + len(name) + i)
+    return root
+
+
+def names(folder):
+    return [path.name for path in list_checkpoints(folder)]
+
+
+@pytest.mark.fault("U3", "a run that began at --resume PATH is started again with the same flags", "goes on where it was; exact")
+def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsys):
+    run(photos, tmp_path / "first", *MICRO, "--max_steps", 3)
+    flags = ("--resume", tmp_path / "first", *MICRO)  # a folder: its newest good checkpoint
+    expected = run(photos, tmp_path / "whole", *flags)
+    assert read_record(tmp_path / "whole" / "checkpoint-6.pth")["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
+    run(photos, tmp_path / "parts", *flags, "--max_steps", 5)
+    capsys.readouterr()
+    content = run(photos, tmp_path / "parts", *flags)
+    assert "checkpoint-5.pth at step 5" in capsys.readouterr().out
+    assert_same_state(content, expected)
+    assert [r["step"] for r in reports(tmp_path / "parts")] == [4, 5, 6]
+    assert content["meta"]["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
+
+
+@pytest.mark.fault(
+    "U4", "--resume OLDER or --resume none in a folder that holds newer checkpoints", "said; the newest goes on; nothing is deleted"
+)
+@pytest.mark.parametrize("resume", ["checkpoint-1.pth", "none"])
+def test_an_older_checkpoint_of_the_same_folder_is_no_way_back(photos, tmp_path, capsys, resume):
+    out = tmp_path / "out"
+    run(photos, out, *MICRO, "--epochs", 3, "--save_every", 1, "--save_steps", 1, "--max_steps", 7)
+    before, log = {path: path.read_bytes() for path in list_checkpoints(out)}, reports(out)
+    assert names(out) == [f"checkpoint-{step}.pth" for step in (3, 6, 7)]
+    target = resume if resume == "none" else out / "checkpoint-3.pth"
+    run(photos, out, *MICRO, "--epochs", 3, "--save_every", 1, "--save_steps", 1, "--max_steps", 8, "--resume", target)
+    text = capsys.readouterr().out
+    assert f"warning: --resume {target} is not used" in text and "choose another --output_dir" in text
+    assert "checkpoint-7.pth at step 7" in text
+    assert names(out) == [f"checkpoint-{step}.pth" for step in (3, 6, 7, 8)]
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert reports(out)[: len(log)] == log
+
+
+@pytest.mark.fault(
+    "U5", "back to an older checkpoint in a new folder (a branch)", "begins there; the old folder is untouched; exact"
+)
+def test_a_branch_in_a_folder_of_its_own(photos, tmp_path):
+    expected = run(photos, tmp_path / "a", *MICRO, "--save_every", 1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.is_file()}
+    content = run(photos, tmp_path / "b", *MICRO, "--save_every", 1, "--resume", tmp_path / "a" / "checkpoint-3.pth")
+    assert_same_state(content, expected)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.is_file()} == before
+    assert [r["step"] for r in reports(tmp_path / "b")] == [4, 5, 6]
+
+
+@pytest.mark.fault(
+    "U6", "the newest checkpoints are damaged, and the run goes on before them", "what it saves stays, although its steps are lower"
+)
+def test_what_was_just_saved_is_never_pruned(photos, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000)
+    for name in ("checkpoint-9.pth", "checkpoint-12.pth"):
+        (out / name).write_bytes((out / name).read_bytes()[:-50]) if (out / name).exists() else None
+    run(photos, tmp_path / "elsewhere", *MICRO, "--epochs", 4, "--max_steps", 2)
+    for path in (tmp_path / "elsewhere").glob("checkpoint-2.*"):
+        shutil.copy(path, out)  # the only good one
+    run(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000, "--save_steps", 1, "--max_steps", 4)
+    assert newest_checkpoint(out)[0].name == "checkpoint-4.pth"
+    run(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000, "--max_steps", 5)
+    assert "checkpoint-4.pth at step 4" in capsys.readouterr().out
+
+
+@pytest.mark.fault("U7", "--save_every is changed on resume", "what was kept for good stays; the new rule holds from here on")
+def test_what_is_kept_stays_kept(photos, tmp_path):
+    out = tmp_path / "out"
+    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 2, "--max_steps", 15)
+    assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 15)]
+    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 5)
+    assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 27, 30)]  # 15 was none of those to keep
+
+
+@pytest.mark.fault(
+    "U7b", "a folder of an older version, whose records have no mark", "kept by the --save_every that each was saved with"
+)
+def test_records_without_a_mark_follow_their_own_settings(photos, tmp_path):
+    out = tmp_path / "out"
+    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 2, "--max_steps", 15)
+    for path in out.glob("checkpoint-*.json"):
+        record = json.loads(path.read_text())
+        del record["keep"]
+        path.write_text(json.dumps(record))
+    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 1000)
+    assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 27, 30)]
+
+
+@pytest.mark.fault(
+    "U8", "--compile, another kernel or device on resume", "goes on; said that bits, and drop path's draws, are others"
+)
+def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+    finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 2, "--drop_path", 0.1)
+    capsys.readouterr()
+    finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")
+    out = capsys.readouterr().out
+    assert "note: --compile was False and now is True: results agree to rounding, not to the last bit; compiled code" in out
+    assert "drop path drops other blocks" in out
+
+
+def _different(rank, photos, folder):
+    flags = {"--lr": (1e-3, 2e-3), "--batch_size": (4, 8), "--epochs": (2, 3), "--throw_ratio": (0.5, 0.25), "--seed": (0, 1)}
+    argv = command(photos, folder)
+    for name, values in flags.items():
+        argv += [name, str(values[rank])]
+    return _error_of(argv)
+
+
+def _other_data(rank, photos, folder):
+    root = Path(folder) / f"data{rank}"
+    shutil.copytree(photos, root)
+    if rank == 1:
+        (root / "train" / "cat" / "0.jpg").unlink()
+    return _error_of(command(root, Path(folder) / "out", "--batch_size", 4))
+
+
+def _error_of(argv):
+    rank = dist.get_rank()
+    distributed.init_process = lambda *_: distributed.Process(torch.device("cpu"), rank, rank, 2, 2)  # of this child
+    parser = main_pretrain.get_args_parser()
+    try:
+        main_pretrain.PretrainRun(main_pretrain.parse_with_recipe(parser, {}, argv), argv)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.fault(
+    "U9",
+    "the processes of one run are started with other flags, or see other data",
+    "refused by all, with each difference and its ranks",
+)
+def test_processes_that_differ_do_not_train(photos, tmp_path):
+    first, second = run_in_two_processes(_different, photos, tmp_path)
+    assert first == second and first.startswith("the processes of one run must have the same flags and code, but ")
+    for text in ("--lr is 0.001 on rank 0 and 0.002 on rank 1", "--batch_size is 4 on rank 0 and 8 on rank 1"):
+        assert text in first
+    assert "--seed is 0 on rank 0 and 1 on rank 1" in first and "--throw_ratio is 0.5" in first and "--epochs is 2" in first
+    first, second = run_in_two_processes(_other_data, photos, tmp_path)
+    assert first == second and "must have the same data, but num_images is 24 on rank 0 and 23 on rank 1; data is" in first
+
+
+@pytest.mark.fault("U10", "the validation images change between two starts", "refused, with both counts; --allow_changes goes on")
+def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
+    shutil.copytree(labelled, tmp_path / "data")
+    finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2, "--max_steps", 3)
+    (tmp_path / "data" / "val" / "cat" / "0.png").unlink()
+    with pytest.raises(SystemExit) as stop:
+        finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2)
+    assert stop.value.code == 2
+    assert re.search(r"the validation data had 4 images \(.*\) and now has 3 images", capsys.readouterr().err)
+    finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2, "--allow_changes")
+
+
+@pytest.mark.fault(
+    "U11", "--finetune of a classifier that was fine-tuned for other classes", "the encoder is loaded, the head is not"
+)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_fits_by_the_names_of_its_classes(labelled, tmp_path, capsys, same):
+    finetune(labelled, tmp_path / "first", "--aa", "none", "--epochs", 1)
+    data = labelled
+    if not same:
+        data = tmp_path / "data"
+        shutil.copytree(labelled, data)
+        for split in ("train", "val"):
+            (data / split / "cat").rename(data / split / "eel")  # as many, in another order
+    capsys.readouterr()
+    argv = finetune_command(data, tmp_path / "second", "--aa", "none", "--finetune", tmp_path / "first", "--max_steps", 1)
+    args = main_finetune.parse_args(argv)[1]
+    fresh = main_finetune.FinetuneRun(args)
+    loaded = read_checkpoint(newest_checkpoint(tmp_path / "first")[0])["model"]["head.weight"]
+    assert torch.equal(fresh.model.head.weight, loaded) == same
+    assert ("missing (head.weight, head.bias)" in capsys.readouterr().out) == (not same)
+
+
+@pytest.mark.fault(
+    "U12",
+    "--finetune base, base/ or ../x/base after the run has begun",
+    "the same encoder, in any spelling, or moved; another one is refused",
+)
+def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(photos, "base", *MICRO)
+    run(photos, "other", *MICRO, "--seed", 1)
+    flags = ("--model", "vit_micro_patch4", "--aa", "none", "--max_steps")
+    finetune(labelled, "out", *flags, 1, "--finetune", "base")
+    (tmp_path / "deep").mkdir()
+    for step, spelling in enumerate(("base/", "./deep/../base", tmp_path / "base", "base/checkpoint-6.pth"), start=2):
+        finetune(labelled, "out", *flags, step, "--finetune", spelling)
+    Path("base").rename("moved")
+    for name in ("moved", "base"):  # where it is now, and the name that it had
+        assert finetune(labelled, "out", *flags, 6, "--finetune", name)["meta"]["encoder"]["step"] == 6
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        finetune(labelled, "out", *flags, 6, "--finetune", "other")
+    assert stop.value.code == 2 and "choose another --output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.fault(
+    "U17",
+    "an unfinished encoder is fine-tuned, and again once it is finished",
+    "both times said; results name their checkpoint; stale ones are refused",
+)
+def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
+    base, out = tmp_path / "base", tmp_path / "out"
+    run(photos, base, *MICRO, "--max_steps", 4)
+    flags = ("--model", "vit_micro_patch4", "--aa", "none", "--finetune", base)
+    finetune(labelled, out, *flags, "--max_steps", 4)
+    assert "is not finished: it is at step 4, epoch 1.333 of 2" in capsys.readouterr().out
+    assert json.loads((out / "results.json").read_text())["encoder"]["step"] == 4
+    run(photos, base, *MICRO)  # it goes on meanwhile
+    capsys.readouterr()
+    finetune(labelled, out, *flags)
+    assert "warning: this run began from " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        finetune(labelled, out, *flags)
+    assert stop.value.code == 2 and "holds the results of" in capsys.readouterr().err
+    content = finetune(labelled, tmp_path / "again", *flags)
+    assert content["meta"]["encoder"]["step"] == 6 and "not finished" not in capsys.readouterr().out
+
+
+CHAIN = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import main_pretrain
+from util import train_engine
+from util.cli import run_program
+step = train_engine.TrainEngine.train_step
+def stopping(engine, batches, number):
+    if number == 2:
+        os.kill(os.getpid(), getattr(signal, {name!r}))
+    return step(engine, batches, number)
+train_engine.TrainEngine.train_step = stopping
+sys.argv[1:] = {argv!r}
+run_program(main_pretrain.main, "main_pretrain.py")
+"""
+
+
+@pytest.mark.fault(
+    "U18", "a signal stops the first of `pretrain && finetune`", "saved; the second does not run; 75, or death by SIGINT for Ctrl-C"
+)
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path, name, code):
+    program = tmp_path / "program.py"
+    program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=command(photos, tmp_path / "out", *MICRO)))
+    shell = f"{sys.executable} {program} && echo next; echo code $?"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert f"stopped by {name} after step 3 of 6" in done.stdout, done.stderr
+    assert "next" not in done.stdout and f"code {code}" in done.stdout and "Traceback" not in done.stderr
+    assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
+
+
+@pytest.mark.long
+@pytest.mark.fault(
+    "U19", "a signal to the trainers of torchrun --max_restarts 1", "saved; torchrun starts them again at the very step; exact"
+)
+def test_torchrun_starts_a_stopped_run_again(photos, tmp_path):
+    finish(photos, tmp_path / "whole", "--save_steps", 10)
+    fault = ("signal", 5, "0", tmp_path / "mark")
+    out = finish(photos, tmp_path / "out", "--save_steps", 10, fault=fault, restarts=1)
+    assert "stopped by" in out and "resuming" in out
+    assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
+
+
+@pytest.mark.fault("U40", "--output_dir inside the images' folder", "refused before anything is written there")
+def test_the_output_does_not_become_data(tmp_path, capsys):
+    (tmp_path / "photos").mkdir()
+    for i in range(8):
+        write_photo(tmp_path / "photos" / f"{i}.jpg", seed=i)
+    message = fails(capsys, tmp_path / "photos", tmp_path / "photos" / "out")
+    assert "lies inside the images' folder" in message and not (tmp_path / "photos" / "out").exists()
+
+
+def test_an_output_beside_the_splits_is_no_data(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    run(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 1)
+    run(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 2)
+
+
+@pytest.mark.fault(
+    "U41",
+    "a run that is shorter than --print_freq, or that --max_steps ends within an epoch",
+    "its last step is reported; the logs of the rest stay exact",
+)
+def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
+    run(photos, tmp_path / "whole", *MICRO, "--print_freq", 4)
+    run(photos, tmp_path / "parts", *MICRO, "--print_freq", 4, "--max_steps", 2)
+    out = capsys.readouterr().out
+    assert "for 2 steps of 6 on 24 images; the same command without --max_steps goes on" in out and "step 2/2: loss" in out
+    assert [(r["step"], r.get("interim")) for r in reports(tmp_path / "parts")] == [(2, True)]
+    run(photos, tmp_path / "parts", *MICRO, "--print_freq", 4)
+    whole, parts = ([(r["step"], r["loss"]) for r in reports(tmp_path / name)] for name in ("whole", "parts"))
+    assert parts == whole
+
+
+@pytest.mark.fault("U42", "numbers that are none: --lr inf, --weight_decay nan, --min_lr above the rate", "refused, with the value")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lr", "inf"), "--lr must be finite, got inf"),
+        (("--weight_decay", "nan"), "--weight_decay must be finite, got nan"),
+        (("--lr", "1e-4", "--min_lr", "1e-3"), "--min_lr 0.001 lies above the peak learning rate, 0.0001"),
+        (("--lr_schedule", "simmim_steps"), "--lr_schedule simmim_steps needs --lr_steps"),
+        (("--lr_steps", "7"), "--lr_steps [7.0] needs --lr_schedule simmim_steps"),
+    ],
+)
+def test_numbers_are_checked(photos, tmp_path, capsys, flags, message):
+    assert message in fails(capsys, photos, tmp_path / "out", *flags)
+
+
+@pytest.mark.fault(
+    "U43", "--finetune RUN without --model, for another size", "the width and the model that it was made as are named"
+)
+def test_a_forgotten_model_is_named(photos, labelled, tmp_path, capsys):
+    run(photos, tmp_path / "base", *MICRO, "--max_steps", 1)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main_finetune.main(
+            ["--finetune", str(tmp_path / "base"), "--data_path", str(labelled), "--output_dir", str(tmp_path / "out")]
+            + ["--device", "cpu", "--batch_size", "8"]
+        )
+    message = capsys.readouterr().err
+    assert "(it was made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768" in message
+
+
+@pytest.mark.fault(
+    "U44", "a disk that fills up while only logs are written", "training goes on; no report is lost once there is room again"
+)
+def test_a_log_that_cannot_be_written_waits(tmp_path):
+    program = """
+import resource, signal, sys
+from pathlib import Path
+from util.logging import RunLog
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log = RunLog(Path(sys.argv[1]), 0, 300)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+for step in range(1, 200):
+    log.report(step, {"loss": step / 3}, f"step {step}", "")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.report(200, {"loss": 1.0}, "step 200", "")
+log.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"warning: {tmp_path / 'log.jsonl'} cannot be written ([Errno 27] File too large)" in done.stdout
+    assert [r["step"] for r in reports(tmp_path)] == list(range(1, 201))
+
+
+@pytest.mark.fault("U45", "a terminal that reports 0 columns", "a progress bar of 80")
+def test_a_bar_on_a_terminal_without_a_width(tmp_path):
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom util.logging import RunLog\nlog = RunLog(Path(sys.argv[1]), 0, 3)\n"
+        "log.advance(); log.report(1, {'loss': 1.0}, 'step 1', 'loss 1.0'); log.close()"
+    )
+    parent, child = os.openpty()  # a new one has no width
+    try:
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stderr=child, check=True, timeout=120)
+        os.close(child)
+        shown = b""
+        with suppress(OSError):  # how Linux says that the other end is closed
+            while chunk := os.read(parent, 10_000):
+                shown += chunk
+    finally:
+        os.close(parent)
+    shown = shown.decode()
+    assert "loss 1.0" in shown and "/3" in shown
+
+
+@pytest.mark.fault(
+    "U46", "the record of a checkpoint is read by a person", "it says code, command line, hosts, settings, and whether it is kept"
+)
+def test_a_record_says_where_it_comes_from(photos, tmp_path):
+    run(photos, tmp_path / "out", *MICRO, "--save_every", 1)
+    record = json.loads((tmp_path / "out" / "checkpoint-6.json").read_text())
+    assert record["keep"] is True and record["meta"]["hosts"] == [os.uname().nodename]
+    assert record["meta"]["command"].startswith("main_pretrain.py --model mae_vit_mini_patch4 --batch_size 8 ")
+    assert re.fullmatch(r"(commit [0-9a-f]{12}( \+ changes)?, )?files [0-9a-f]{12}", record["meta"]["code"])
+
+
+def test_other_code_is_told_on_resume(photos, tmp_path, capsys, monkeypatch):
+    run(photos, tmp_path / "out", *MICRO, "--max_steps", 1)
+    monkeypatch.setattr("util.train_run.code_version", lambda: "files 000000000000")
+    run(photos, tmp_path / "out", *MICRO, "--max_steps", 2)
+    assert "note: the code has changed since this checkpoint was written" in capsys.readouterr().out
+
+
+@pytest.mark.fault("U47", "a run is started again whose --resume PATH has been deleted meanwhile", "its own checkpoints go on")
+def test_the_start_is_needed_once(photos, tmp_path, capsys):
+    run(photos, tmp_path / "first", *MICRO, "--max_steps", 2)
+    flags = ("--resume", tmp_path / "first" / "checkpoint-2.pth", *MICRO)
+    run(photos, tmp_path / "out", *flags, "--max_steps", 4)
+    shutil.rmtree(tmp_path / "first")
+    assert run(photos, tmp_path / "out", *flags)["meta"]["step"] == 6
+
+
+@pytest.mark.fault("U48", "a folder is moved, and the run started there", "goes on; exact")
+def test_a_moved_folder_goes_on(photos, tmp_path):
+    expected = run(photos, tmp_path / "whole", *MICRO)
+    run(photos, tmp_path / "a", *MICRO, "--max_steps", 4)
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert_same_state(run(photos, tmp_path / "b", *MICRO), expected)
+
+
+@pytest.mark.fault("U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason")
+def test_flags_that_do_not_fit_the_model(labelled, tmp_path, capsys):
+    finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 1)
+    capsys.readouterr()
+    for flags, message in (
+        (("--model", "swin_micro_patch4_window4", "--trainable_blocks", 0), "--model swin_micro_patch4_window4 has no probe"),
+        (("--eval", "--resume", tmp_path / "out", "--model", "vit_micro_patch4"), "has vit_mini_patch4: leave the flag out"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main_finetune.main(
+                [*map(str, flags), "--data_path", str(labelled), "--device", "cpu", "--output_dir", str(tmp_path / "x")]
+            )
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.fault("U70", "a log, a picture or a pickle is given as --resume", "refused, without advice to load what may run code")
+def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
+    run(photos, tmp_path / "a", *MICRO, "--max_steps", 1)
+    for name in ("log.jsonl", "settings.json"):
+        message = fails(capsys, photos, tmp_path / "b", "--resume", tmp_path / "a" / name, code=4)
+        assert "cannot be read as a checkpoint" in message and "weights_only" not in message
