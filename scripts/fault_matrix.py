@@ -1,9 +1,9 @@
-"""Breaks runs in every way of docs/faults.md, and writes down what happened.
+"""Does to small runs what docs/faults.md lists, and writes down what happened.
 
     python scripts/fault_matrix.py --repeats 5 --markdown docs/faults.md
 
-The rows are tests with the mark `fault`; faults that strike at random strike `--repeats` times. Rows whose means are
-absent (SLURM, a file system that root may fill) say so.
+The rows are tests with the mark `fault`: F1, F2, ... are faults of the cluster, U1, U2, ... actions of users. Faults that
+strike at random strike `--repeats` times. Rows whose means are absent (SLURM, a file system that root may fill) say so.
 """
 
 import os
@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.cli import Parser
+from util.cli import Parser, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,22 +63,31 @@ def table(report):
     return lines
 
 
-def _order(number):
-    found = re.match(r"F(\d+)(\w*)", number)
-    return int(found[1]), found[2]
+def _order(number: str) -> tuple[str, int, str]:
+    found = re.match(r"([FU])(\d+)(\w*)", number)
+    return found[1], int(found[2]), found[3]
 
 
-def markdown(lines, repeats, seconds):
-    head = "| | Fault | Expected | Tests that held | Measured |\n|---|---|---|---|---|\n"
-    for *texts, ran, held, skipped, measured in lines:
-        head += f"| {' | '.join(texts)} | {f'{held} of {ran}' if ran else f'not run: {skipped}'} | {measured} |\n"
-    run = [line for line in lines if line[3]]
-    held = sum(line[3] == line[4] for line in run)
-    what = f"{held} of {len(run)} rows held ({len(lines) - len(run)} not run)"
-    return f"{what}, {repeats} repetitions, {seconds / 60:.0f} minutes.\n\n{head}"
+TITLES = {"F": ("What a cluster does", "Fault"), "U": ("What users do", "Action")}
 
 
-def main(argv=None):
+def markdown(lines: list[tuple], repeats: int, seconds: float) -> str:
+    """The tables, one for each letter of TITLES, each below a sentence that counts its rows."""
+    text = f"Measured in one run of {seconds / 60:.0f} minutes, with {repeats} repetitions.\n"
+    for letter, (title, column) in TITLES.items():
+        rows = [line for line in lines if line[0].startswith(letter)]
+        if not rows:
+            continue
+        run = [line for line in rows if line[3]]
+        held = sum(line[3] == line[4] for line in run)
+        text += f"\n## {title}\n\n{held} of {len(run)} rows held ({len(rows) - len(run)} not run).\n\n"
+        text += f"| | {column} | Expected | Tests that held | Measured |\n|---|---|---|---|---|\n"
+        for *texts, ran, held, skipped, measured in rows:
+            text += f"| {' | '.join(texts)} | {f'{held} of {ran}' if ran else f'not run: {skipped}'} | {measured} |\n"
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = get_args_parser()
     args = parser.parse_args(argv)
     began = time.monotonic()
@@ -91,8 +100,9 @@ def main(argv=None):
     if args.markdown:
         before = args.markdown.read_text().partition("<!-- table -->")[0]
         args.markdown.write_text(f"{before}<!-- table -->\n\n{text}")
-    return not lines or any(line[3] != line[4] for line in lines)
+    if not lines or any(line[3] != line[4] for line in lines):
+        parser.exit(1, "fault_matrix.py: error: not every row held\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main, "fault_matrix.py")
