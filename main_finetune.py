@@ -9,6 +9,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
+from tqdm import tqdm
 
 import models_relative_vit
 import models_swin
@@ -417,7 +419,8 @@ def score(model, images, transform, normalize, autocast, args, columns=None, ali
     addresses = every_image_once(len(images), args.batch_size, rank, world_size)
     pinned, stored = device.type == "cuda", args.batch_size * image_bytes(transform.size)
     stream = batches(AddressedDataset(images, transform), addresses, stack, args.num_workers, pinned, batch_bytes=stored)
-    stream = (alive() or batch for batch in stream)
+    bar = tqdm(stream, total=len(addresses), unit="batch", leave=False, disable=rank != 0 or not sys.stderr.isatty())
+    stream = (alive() or batch for batch in bar)
     if shard.is_sharded(model):
         most = len(every_image_once(len(images), args.batch_size, 0, world_size))  # no process has more than the first
         stream = shard.in_company(stream, most, model, torch.zeros(1, 3, *model.img_size, device=device), autocast)
