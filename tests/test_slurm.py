@@ -17,6 +17,7 @@ import pytest
 
 import submitit_launch
 from tests.test_main_pretrain import SMALL, reports
+from util.run_folder import write_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
@@ -221,7 +222,7 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
         "import os, signal, sys, time\n\n\ndef main(argv):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
         f"    time.sleep(60 * (os.environ['RANK'] == '0'))\n    sys.exit({code})\n"
     )
-    (run.folder / "checkpoint-5.json").touch()
+    write_progress(run.folder, 5)
     run.submit()
     wait_for(lambda: run.state() == "FAILED", run.why)
     shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout

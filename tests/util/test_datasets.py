@@ -90,11 +90,11 @@ def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
 
 def test_a_decompression_bomb_is_named_before_it_unfolds(tmp_path):
     """A few kilobytes; Pillow itself would warn of the first and unfold it."""
-    for side in (13000, 20000):
+    for side, message in ((13000, "13000 x 13000 pixels are more than"), (20000, "exceeds limit")):
         Image.new("1", (side, side)).save(tmp_path / "0.png")
-        with pytest.raises(ValueError, match=rf"0\.png' is not a readable image.*{side} x {side} pixels are more than"):
+        with pytest.raises(ValueError, match=rf"0\.png' is not a readable image.*{message}"):
             open_images("folder", tmp_path)
-        with pytest.raises(ValueError, match=rf"0\.png' cannot be decoded.*{side} x {side} pixels are more than"):
+        with pytest.raises(ValueError, match=rf"0\.png' cannot be decoded.*{message}"):
             FolderImages(tmp_path).load(0)
 
 
