@@ -1,13 +1,17 @@
 """From a decoded image to a normalised batch: crop in the worker on bytes, normalise on the device."""
 
 import math
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import auto_augment as timm_ops
 from timm.data import create_transform
 from torch import nn
 from torch.nn import functional as F
+from torchvision.transforms import Compose
 
 from util.addressed import AUGMENT, LIBRARY, addressed_seed, addressed_uniform, seeded_libraries
 
@@ -90,17 +94,31 @@ class FinetuneAugment:
 
     auto_augment: timm's policy string, as "rand-m9-mstd0.5-inc1"; color_jitter: its strength, used without a policy.
     Both may be None. timm draws from global generators, which are seeded by the sample's address around the call.
+    ValueError for a policy that timm cannot build or cannot apply.
     """
 
-    def __init__(self, size, seed, scale=(0.08, 1.0), auto_augment=None, color_jitter=None, reference=False):
+    def __init__(
+        self,
+        size: int | tuple[int, int],
+        seed: int,
+        scale: tuple[float, float] = (0.08, 1.0),
+        auto_augment: str | None = None,
+        color_jitter: float | None = None,
+        reference: bool = False,
+    ) -> None:
         self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference)
         options = dict(auto_augment=auto_augment, color_jitter=color_jitter, interpolation="bicubic")
         try:
             _, self.augment, _ = create_transform(self.crop.size, is_training=True, separate=True, **options)
-        except (AssertionError, KeyError, ValueError) as error:
-            raise ValueError(f"timm does not know the augmentation policy {auto_augment!r} ({error})") from error
+            for op in augment_ops(self.augment):
+                if op.aug_fn is timm_ops.posterize:
+                    op.aug_fn = posterize
+            self(torch.zeros(3, *self.crop.size, dtype=torch.uint8), 0, 0)  # some errors show only in use
+        except (AssertionError, KeyError, ValueError, RuntimeError) as error:
+            what = f"the augmentation policy {auto_augment!r}" if auto_augment else f"a colour jitter of {color_jitter}"
+            raise ValueError(f"timm does not know {what} ({error})") from error
 
-    def __call__(self, img, epoch, index):
+    def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """uint8 [3, H, W] -> uint8 [3, *size]."""
         img = self.crop(img, epoch, index)
         if not self.augment.transforms:
@@ -108,6 +126,19 @@ class FinetuneAugment:
         with seeded_libraries(addressed_seed(LIBRARY, self.crop.seed, epoch, index)):
             img = self.augment(Image.fromarray(img.permute(1, 2, 0).numpy()))
         return torch.from_numpy(np.array(img)).permute(2, 0, 1).contiguous()
+
+
+def augment_ops(augment: Compose) -> Iterator[timm_ops.AugmentOp]:
+    """All ops of timm's policies in `augment`: RandAugment and AugMix hold a list, AutoAugment a list of lists."""
+    for transform in augment.transforms:
+        yield from getattr(transform, "ops", chain(*getattr(transform, "policy", [])))
+
+
+def posterize(img: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:
+    """timm's op, where 0 bits and fewer give black, as they did before Pillow 13, which refuses them."""
+    if bits_to_keep <= 0:
+        return Image.new(img.mode, img.size)
+    return timm_ops.posterize(img, bits_to_keep, **options)
 
 
 class ResizeCenterCrop:
