@@ -180,10 +180,16 @@ def find_encoder(finetune: str | None, is_resumed: bool) -> dict[str, object] | 
     """
     if finetune is None or (is_resumed and not Path(finetune).exists()):
         return None
-    path = checkpoint.find_checkpoint_file(finetune)
+    try:
+        path = checkpoint.find_checkpoint_file(finetune)
+    except checkpoint.CheckpointError:  # an empty folder
+        if is_resumed:
+            return None
+        raise
     if not path.is_file():
         raise ValueError(f"--finetune {finetune!r} does not exist: give a checkpoint, or the folder of a run")
-    meta = checkpoint.read_record(path) or {}
+    meta = checkpoint.read_record(path) or checkpoint.read_checkpoint(path).get("meta")
+    meta = meta if isinstance(meta, dict) else {}
     encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
     if meta.get("settings", {}).get("epochs"):
         encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}
@@ -214,10 +220,12 @@ def compare_encoders(before: dict, now: dict | None, is_over: bool, output_dir: 
     if now is None or now["sha256"] == before.get("sha256"):
         return []
     was, new = (Path(encoder["path"]).resolve() if encoder["path"] else None for encoder in (before, now))
-    if was == new or (was is not None and "sha256" not in before and new.parent in (was, was.parent)):
+    if "sha256" not in before and was in (new, new.parent):
         return []  # records of older versions hold a path alone, of a file or of a folder
-    if was is not None and was.parent == new.parent and not is_over:
-        return [f"warning: this run began from {was}; {new} is newer, and not what its results are of"]
+    steps = [before.get("step"), now.get("step")]
+    same_run = was is not None and was.parent == new.parent and None not in steps and steps[0] < steps[1]
+    if same_run and not is_over:
+        return [f"warning: this run continues from {was}; {new}, which is newer, is ignored"]
     raise ValueError(
         f"{output_dir!r} holds {'the results' if is_over else 'a run'} of {repr(str(was)) if was else 'training from scratch'}, "
         f"not of {str(new)!r}; choose another --output_dir"

@@ -52,6 +52,8 @@ class Task:
         try:
             finished = importlib.import_module(self.main).main(self.argv)
         except KeyboardInterrupt:  # stopped by SIGINT, and saved
+            if job.cluster == "debug":
+                raise
             finished = False
         except SystemExit as stop:
             # srun tells of the processes that it kills on this account, not of this one.
@@ -60,6 +62,7 @@ class Task:
             raise
         if finished is False and job.cluster != "debug":
             end_stopped(job, requeue)
+        return finished is not False
 
     def checkpoint(self):
         """Called by submitit to requeue: the same command goes on where the run was saved."""
@@ -226,6 +229,8 @@ def main(argv=None):
     print(f"job {job.job_id}: {folder}\ncode: {code_version()}\nlogs: {job.paths.stdout}")
     if args.wait or args.cluster == "debug":
         wait_for(job, args.cluster)
+    if args.cluster == "debug" and not all(job.results()):
+        return False  # stopped by a signal
     return job
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import submitit_launch
 from tests.test_main_pretrain import SMALL, children_of, reports, run
-from util import code_version
+from util import code_version, train_engine
+from util.checkpoint import newest_checkpoint
 from util.run_folder import write_progress
 
 
@@ -218,3 +219,25 @@ def test_a_job_that_fails_is_told_in_one_line(tmp_path):
     with pytest.raises(SystemExit) as stop:
         submitit_launch.main([*flags, "--data_path", str(tmp_path / "nowhere"), "--device", "cpu"])
     assert re.search(r"error: job \d+ has ended, but its run has not; see \S+_log.err$", stop.value.code)
+
+
+@pytest.mark.fault("U73", "a signal to a run under `submitit_launch.py --cluster debug && next`", "saved; the second does not run")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, monkeypatch, name):
+    step = train_engine.TrainEngine.train_step
+
+    def stopping(engine, batches, number):
+        if number == 1:
+            os.kill(os.getpid(), getattr(signal, name))
+        return step(engine, batches, number)
+
+    monkeypatch.setattr(train_engine.TrainEngine, "train_step", stopping)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # into which submitit exports
+    flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain", *SMALL.split(), "--data_path", str(photos)]
+    flags += ["--output_dir", str(tmp_path / "run")]
+    if name == "SIGINT":
+        with pytest.raises(KeyboardInterrupt):
+            submitit_launch.main(flags)
+    else:
+        assert submitit_launch.main(flags) is False
+    assert newest_checkpoint(tmp_path / "run")[0].name in ("checkpoint-2.pth", "checkpoint-3.pth")

@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -109,17 +109,18 @@ def find_checkpoint_file(path):
     return found
 
 
-def prune_checkpoints(output_dir: str | Path, written: int, keep_last: int = 2) -> None:
-    """After the checkpoint of step `written` was saved: deletes older ones that nothing needs any more.
+def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None:
+    """After a save: deletes the checkpoints before it that nothing needs any more.
 
-    Stay: the last `keep_last` up to that step, those marked to be kept, those whose record cannot be read, and all of
-    later steps. Files that a killed process left half-written before that step go, too.
+    good_steps: of the checkpoints that are known to be good and stay; the last one was just saved. Those stay, too, that
+    are marked to be kept, whose record cannot be read, or that are of a later step. Files that a killed process left
+    half-written before that step are deleted.
     """
-    present = [path for path in list_checkpoints(output_dir) if _step_of(path) <= written]
+    present = [path for path in list_checkpoints(output_dir) if _step_of(path) <= good_steps[-1]]
     finished = [path for path in present if path.with_suffix(".json").exists()]
-    for path in finished[:-keep_last]:
+    for path in finished:
         record = _read_whole_record(path)
-        if record is not None and not is_kept(record):
+        if _step_of(path) not in good_steps and record is not None and not is_kept(record):
             path.with_suffix(".json").unlink()
             path.unlink()
     leftovers = [path for path in present[: present.index(finished[-1])] if path not in finished] if finished else []

@@ -4,11 +4,15 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,22 @@ def gather_objects(value: object) -> list:
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def run_everywhere(function: Callable[[], T]) -> T:
+    """`function()` of this process. Where it raises ValueError or OSError in one process, all raise, and none waits."""
+    result, own = None, None
+    try:
+        result = function()
+    except (ValueError, OSError) as error:
+        own = error
+    errors = gather_objects(None if own is None else str(own))
+    if own is not None:
+        raise own
+    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    if failed:
+        raise ValueError(f"rank {failed[0]} failed: {errors[failed[0]]}")
+    return result
 
 
 def refuse_differences(values: dict[str, object], what: str) -> None:

@@ -42,7 +42,11 @@ def add_data_flags(group):
 def add_run_flags(group):
     flag, boolean = group.add_argument, argparse.BooleanOptionalAction
     flag("--output_dir")
-    flag("--resume", default="auto", help="auto: the newest good checkpoint in output_dir; none; or a checkpoint's path")
+    flag(
+        "--resume",
+        default="auto",
+        help="where a run begins whose output_dir is empty: a checkpoint, or a run's folder. Checkpoints in output_dir always win",
+    )
     flag("--allow_changes", action=boolean, default=False, help="resume though settings or data have changed what comes out")
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")

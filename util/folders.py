@@ -224,6 +224,7 @@ def find_root(data_path: str | Path, split: str, labelled: bool = False) -> tupl
     if folder is None and found:
         refuse_other_split(what, root, split, found)
     if folder is None:
+        refuse_words_of_splits(what, listing)
         return root, []
     if len(found) == 1:
         refuse_possible_class(what, listing, folder)
@@ -258,6 +259,19 @@ def refuse_possible_class(what: str, listing: Listing, folder: str) -> None:
             f"{what} holds {folder}/ beside other folders with images ({beside}): {folder}/ may be a split or a class. "
             f"To read {folder}/ alone, give {str(listing.path / folder)!r} itself; to read all of them as classes, "
             f"put them below a folder {split_of(folder)}/"
+        )
+
+
+def refuse_words_of_splits(what: str, listing: Listing) -> None:
+    """ValueError if all folders with images have names such as train2017/ and val_images/, of more than one split."""
+    worded = {name: split for name in listing.folders if (split := split_of_tar(name))}
+    if len(set(worded.values())) < 2:
+        return
+    others = [name for name in listing.folders if name not in worded]
+    if not any(holds_images(listing.path, name) for name in others):
+        raise ValueError(
+            f"{what} holds {shorten([f'{name}/' for name in worded])}, whose names say more than one split: give one of "
+            f"them itself, or rename them to train/ and val/ to have them read as splits"
         )
 
 

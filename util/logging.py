@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -19,8 +20,8 @@ class RunLog:
 
     On a terminal a progress bar shows the latest values; elsewhere, and always in `log.txt`, they are plain lines.
     `log.jsonl` holds one JSON object per report. A resumed run moves what was reported after its first step to
-    `log-superseded.jsonl`, so that each step stands in `log.jsonl` once. A full disk never ends a run: reports wait in
-    memory until they can be written, and TensorBoard's are dropped.
+    `log-superseded.jsonl`, so that each step stands in `log.jsonl` once. Neither a full disk nor a console that is gone
+    ends a run: reports wait in memory until they can be written, TensorBoard's are dropped, and so is the console's text.
     """
 
     def __init__(self, output_dir: str | Path, start_step: int, end_step: int, enabled: bool = True) -> None:
@@ -39,8 +40,9 @@ class RunLog:
         """A sentence, on the console and in log.txt."""
         if self.enabled:
             self._write(message)
-            self.bar.clear()
-            print(message, flush=True)
+            with surviving(sys.stderr):
+                self.bar.clear()
+            print_line(message)
 
     def _write(self, message: str) -> None:
         with suppress(OSError):  # a full disk, of which the console tells
@@ -50,7 +52,8 @@ class RunLog:
     def advance(self) -> None:
         """One optimizer step is done."""
         if self.enabled:
-            self.bar.update()
+            with surviving(sys.stderr):
+                self.bar.update()
 
     def report(self, step: int, scalars: dict, line: str, postfix: str, interim: bool = False) -> None:
         """Values at `step`: `scalars` to log.jsonl and TensorBoard, `line` to log.txt, `postfix` to the bar.
@@ -59,8 +62,9 @@ class RunLog:
         """
         if not self.enabled:
             return
+        was_full = bool(self.reports.unwritten)
         problem = self.reports.append({"step": step, **scalars} | ({"interim": True} if interim else {}))
-        if problem:
+        if problem and not was_full:
             self.info(f"warning: {self.reports.path} cannot be written ({problem}); its lines are kept until it can be")
         for name, value in scalars.items():
             if value is not None and not interim:
@@ -69,7 +73,8 @@ class RunLog:
             self.info(line)
         else:
             self._write(line)
-            self.bar.set_postfix_str(postfix)
+            with surviving(sys.stderr):
+                self.bar.set_postfix_str(postfix)
 
     def _to_tensorboard(self, method: str, *values: object, **options: object) -> None:
         """Calls the SummaryWriter, which is given up with a warning once it cannot write."""
@@ -93,10 +98,11 @@ class RunLog:
     def close(self) -> None:
         if self.enabled:
             self._to_tensorboard("close")
-            self.bar.close()
+            with surviving(sys.stderr):
+                self.bar.close()
             problem = self.reports.flush()
             if problem:
-                print(f"warning: {self.reports.path} cannot be written ({problem}): its last lines are lost", flush=True)
+                print_line(f"warning: {self.reports.path} cannot be written ({problem}): its last lines are lost")
             with suppress(OSError):
                 self.text.close()
 
@@ -116,7 +122,9 @@ class ReportFile:
                 report = json.loads(line)
             except ValueError:  # cut off by a crash
                 continue
-            if report["step"] <= start_step and not report.get("interim"):
+            if not isinstance(report, dict) or "step" not in report:
+                dropped.append(line)
+            elif report["step"] <= start_step and not report.get("interim"):
                 kept.append(line)
                 self.content.append(report)
             else:
@@ -143,6 +151,28 @@ class ReportFile:
         except OSError as error:
             return error
         return None
+
+
+@contextmanager
+def surviving(stream: TextIO) -> Iterator[None]:
+    """Inside it, a stream that cannot be written to any more becomes /dev/null, instead of ending the program.
+
+    Its terminal was closed, the reader of its pipe is dead, or its disk is full.
+    """
+    try:
+        yield
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(null, stream.fileno())  # what is still buffered goes there, too
+        os.close(null)
+
+
+def print_line(message: str, stream: TextIO | None = None) -> None:
+    """Prints to stdout, or to `stream`, if anybody can still read it."""
+    stream = sys.stdout if stream is None else stream
+    with surviving(stream):
+        print(message, file=stream, flush=True)
 
 
 def terminal_columns(stream: TextIO) -> int:

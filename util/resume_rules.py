@@ -35,7 +35,7 @@ def find_changes(before: dict, now: dict, machine_flags: frozenset[str] | set[st
             consequence = "an accuracy on them is not comparable" if what else "their order would be another"
             changes.append(f"the {what}data had {had} and now has {has}: {consequence}")
     if before.get("teacher") != now.get("teacher"):
-        changes.append("the teacher's weights are others than before")
+        changes.append("the teacher's weights differ from those so far")
     return changes
 
 
@@ -47,15 +47,16 @@ def find_notes(before: dict, now: dict, machine_flags: frozenset[str] | set[str]
     split["world_size"] = before["world_size"], now["world_size"]
     changed = [f"{name} was {old} and now is {new}" for name, (old, new) in split.items() if old != new]
     if changed:
-        draws = "" if "batch_size" in machine_flags else "; draws and statistics within a step are others"
+        draws = "" if "batch_size" in machine_flags else "; random draws and statistics within a step differ"
         notes.append(f"note: the same images in each step, split otherwise ({', '.join(changed)}){draws}")
     known = [name for name in ROUNDING_FLAGS if name in was and name in settings]
     flags = [f"--{name} was {was[name]} and now is {settings[name]}" for name in known if was[name] != settings[name]]
     if flags:
         draws = ""
         if has_dropout and was.get("compile") != settings.get("compile"):
-            draws = "; compiled code draws its own random numbers, so drop path drops other blocks"
+            draws = "; compiled code draws its own random numbers, so drop path differs"
         notes.append(f"note: {', '.join(flags)}: results agree to rounding, not to the last bit{draws}")
-    if before.get("code") not in (None, now.get("code")):
+    files = [str(meta.get("code", "")).rpartition("files ")[2] for meta in (before, now)]  # the commit may be another
+    if files[0] not in ("", files[1]):
         notes.append(f"note: the code has changed since this checkpoint was written: {before['code']} then, {now['code']} now")
     return notes

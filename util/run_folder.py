@@ -72,7 +72,10 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
-        if resume != "auto" and named not in (path.resolve(), Path(output_dir).resolve()):
+        began_at = (checkpoint.read_record(path) or {}).get("started_from")
+        began_at = Path(began_at).resolve() if began_at else None
+        known = [path.resolve(), Path(output_dir).resolve(), *([began_at, began_at.parent] if began_at else [])]
+        if resume != "auto" and named not in known:
             remarks.append(
                 f"warning: --resume {resume} is not used, since {str(output_dir)!r} already holds a run, which goes on; "
                 f"to begin anew or at another checkpoint, choose another --output_dir"

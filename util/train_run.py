@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from util import attention, checkpoint, decode, distributed, shard
 from util.bad_images import BadImages
-from util.code_version import code_version
+from util.code_version import code_version, source_hash
 from util.datasets import (
     DOWNLOADED,
     AddressedDataset,
@@ -29,9 +29,9 @@ from util.datasets import (
     steps_per_epoch,
 )
 from util.flags import resolve
-from util.folders import list_folder, split_folders
+from util.folders import list_folder, split_folders, split_of_tar
 from util.images import EncodedImages, ImageError
-from util.logging import RunLog, count_of
+from util.logging import RunLog, count_of, print_line
 from util.lr_sched import Schedule
 from util.packed import PackedImages
 from util.recompute import recompute_blocks
@@ -60,9 +60,17 @@ def data_hint(args, process, images):
 
 def open_everywhere(args, split, labelled=False, max_bad_fraction=0.0):
     """`open_images` of the flags, in every process; one of them downloads or indexes first, and all hear it if that fails."""
-    if args.dataset in DOWNLOADED or (args.dataset == "folder" and find_tars(args.data_path, split, labelled)):
-        distributed.from_main(lambda: open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction) and None)
-    images = open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction)
+    in_tars = args.dataset == "folder" and distributed.run_everywhere(lambda: bool(find_tars(args.data_path, split, labelled)))
+    distributed.refuse_differences({"--data_path": "tars" if in_tars else "no tars"}, "kind of data")
+
+    def open_split():
+        return open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction)
+
+    if args.dataset in DOWNLOADED or in_tars:
+        distributed.from_main(lambda: open_split() and None)
+    images = distributed.run_everywhere(open_split)
+    found = {"number of images": len(images), "names and labels": images.fingerprint()}
+    distributed.refuse_differences(found, f"{split} data")
     images.reference = args.loader == "reference"
     return images
 
@@ -76,7 +84,7 @@ def describe_start(command: list[str]) -> dict[str, object]:
 def refuse_different_starts(args: argparse.Namespace) -> None:
     """ValueError, in every process, where the processes were started with other flags, code or torch."""
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PROCESS_FLAGS}
-    distributed.refuse_differences(flags | {"code": code_version(), "torch": torch.__version__}, "flags and code")
+    distributed.refuse_differences(flags | {"code": source_hash(), "torch": torch.__version__}, "flags and code")
 
 
 def refuse_output_inside_data(args: argparse.Namespace) -> None:
@@ -84,8 +92,10 @@ def refuse_output_inside_data(args: argparse.Namespace) -> None:
     root, output_dir = Path(args.data_path).resolve(), Path(args.output_dir).resolve()
     if args.dataset != "folder" or not output_dir.is_relative_to(root) or not root.is_dir():
         return
-    splits = split_folders(list_folder(root))
-    folders = [root / name for names in splits.values() for name in names] or [root]
+    listing = list_folder(root)
+    if any(split_of_tar(name) for name in listing.tars):
+        return  # tars that name their split are read alone
+    folders = [(root / name).resolve() for names in split_folders(listing).values() for name in names] or [root]
     inside = [folder for folder in folders if output_dir.is_relative_to(folder)]
     if inside:
         raise ValueError(
@@ -157,12 +167,13 @@ class TrainRun:
         args.device = process.device.type
         args.precision, autocast, self.scaler = precision(args.precision, process.device)
         self.data |= {"num_images": len(self.images), "data": self.images.fingerprint()}
-        distributed.refuse_differences(self.data | self.extra_meta(), "data")
+        distributed.refuse_differences({"teacher": self.extra_meta().get("teacher")}, "teacher")
         self.remarks += self.images.notes
         if args.precision == "bf16" and process.device.type == "cuda":  # sharded blocks round their norms, too
             self.machine_flags = self.machine_flags - {"shard"}
         content = self.restore(self.resume_path) if self.resume_path else None
         self.start_step = self.step = self.saved_step = content["meta"]["step"] if content else 0
+        self.good_steps = [self.start_step]  # whose checkpoints are known to be good: resumed from, or saved since
         self.log = RunLog(self.output_dir, self.start_step, self.last_step, enabled=process.is_main)
         attention.prefer(args.attention)
         model = self.model
@@ -237,6 +248,9 @@ class TrainRun:
     def check_identity(self, meta):
         """ValueError if the checkpoint's run is another one than this."""
         if meta.get("program", self.program) != self.program:
+            if self.began_elsewhere:
+                hint = "; to fine-tune it, give it as --finetune" if meta["program"] == "main_pretrain.py" else ""
+                raise ValueError(f"--resume {self.args.resume} is a run of {meta['program']}, not of {self.program}{hint}")
             raise ValueError(f"{self.args.output_dir!r} holds a run of {meta['program']}; choose another --output_dir")
         before, now = meta["settings"]["total_batch_size"], self.args.total_batch_size
         if before != now:
@@ -315,13 +329,13 @@ class TrainRun:
         if self.process.is_main:
             self.log.info(message)
         else:
-            print(f"process {self.process.rank}: {message}", file=sys.stderr, flush=True)
+            print_line(f"rank {self.process.rank}: {message}", sys.stderr)
 
     def interrupt(self, stop: StopSignal) -> None:
         """A signal has stopped the run before its end: saves, so that no step is lost, and ends.
 
-        Until then, signals go on being noted alone: what they meant before may be to requeue the job, or to die.
-        KeyboardInterrupt for Ctrl-C, which means more than this run to the shell.
+        Our signal handlers stay installed until the save is done: the previous ones might requeue the job or kill the
+        process. For Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
         """
         if distributed.from_main(lambda: self.saved_step != self.step):  # which alone knows whether a save succeeded
             self.save(self.step, required=True)
@@ -398,7 +412,8 @@ class TrainRun:
             return False
         try:
             if isinstance(name, int):
-                checkpoint.prune_checkpoints(self.output_dir, name)
+                self.good_steps = [*self.good_steps, name][-2:]
+                checkpoint.prune_checkpoints(self.output_dir, self.good_steps)
         except OSError as error:
             self.log.info(f"warning: older checkpoints could not be removed ({error})")
         return True

@@ -202,7 +202,7 @@ def save_for_ever(folder, plainly):
             torch.save(state, folder / "plain.pth")
         else:
             save_checkpoint(folder, step, state, {"epoch": step})
-            prune_checkpoints(folder, step)
+            prune_checkpoints(folder, [step - 1, step])
 
 
 @pytest.mark.long

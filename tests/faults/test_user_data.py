@@ -18,6 +18,7 @@ from tests.test_main_finetune import PLAIN
 from tests.test_main_finetune import command as finetune_command
 from tests.test_main_pretrain import fails, run
 from util.datasets import open_images
+from util.images import FolderImages
 
 ONE_STEP = ("--max_steps", 1)
 
@@ -245,3 +246,18 @@ def test_damaged_packed_data_is_packed_again(photos, tmp_path, capsys, name, dam
     assert path.read_bytes() == whole
     assert trained_on(tmp_path / "packed", tmp_path / "out")[0] == 24
     record_property("measured", f"{name} {damage}: repaired")
+
+
+@pytest.mark.fault("U32", "train2017/ and val2017/, or train_images/ and val_images/", "refused, with what to do; never mixed")
+@pytest.mark.parametrize("names", [("train2017", "val2017"), ("training_set", "test_set"), ("train_images", "val_images", "notes")])
+def test_folders_whose_names_speak_of_splits_are_not_mixed(tmp_path, capsys, names):
+    for k, name in enumerate(names):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        if name != "notes":
+            write_photo(tmp_path / "photos" / name / "0.jpg", seed=k)
+    message = fails(capsys, tmp_path / "photos", tmp_path / "out")
+    first, second = sorted(names[:2])
+    assert f"holds {first}/, {second}/, whose names say more than one split" in message
+    (tmp_path / "photos" / "beach").mkdir()  # classes, after all
+    write_photo(tmp_path / "photos" / "beach" / "0.jpg")
+    assert "notes" in names or len(FolderImages(tmp_path / "photos").classes) == 3

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsy
     run(photos, tmp_path / "parts", *flags, "--max_steps", 5)
     capsys.readouterr()
     content = run(photos, tmp_path / "parts", *flags)
-    assert "checkpoint-5.pth at step 5" in capsys.readouterr().out
+    assert "checkpoint-5.pth at step 5" in (out := capsys.readouterr().out) and "is not used" not in out
     assert_same_state(content, expected)
     assert [r["step"] for r in reports(tmp_path / "parts")] == [4, 5, 6]
     assert content["meta"]["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
@@ -140,7 +141,7 @@ def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch
     finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")
     out = capsys.readouterr().out
     assert "note: --compile was False and now is True: results agree to rounding, not to the last bit; compiled code" in out
-    assert "drop path drops other blocks" in out
+    assert "drop path differs" in out
 
 
 def _different(rank, photos, folder):
@@ -157,6 +158,21 @@ def _other_data(rank, photos, folder):
     if rank == 1:
         (root / "train" / "cat" / "0.jpg").unlink()
     return _error_of(command(root, Path(folder) / "out", "--batch_size", 4))
+
+
+def _other_layout(rank, photos, folder):
+    root = Path(folder) / f"layout{rank}"
+    root.mkdir()
+    if rank == 1:
+        shutil.copytree(photos / "train", root / "train")
+    else:
+        with tarfile.open(root / "train.tar", "w") as tar:
+            tar.add(photos / "train", "train")
+    return _error_of(command(root, Path(folder) / "out", "--batch_size", 4))
+
+
+def _no_data(rank, photos, folder):
+    return _error_of(command(photos if rank == 0 else Path(folder) / "nowhere", Path(folder) / "out", "--batch_size", 4))
 
 
 def _error_of(argv):
@@ -182,7 +198,11 @@ def test_processes_that_differ_do_not_train(photos, tmp_path):
         assert text in first
     assert "--seed is 0 on rank 0 and 1 on rank 1" in first and "--throw_ratio is 0.5" in first and "--epochs is 2" in first
     first, second = run_in_two_processes(_other_data, photos, tmp_path)
-    assert first == second and "must have the same data, but num_images is 24 on rank 0 and 23 on rank 1; data is" in first
+    assert first == second and "the same train data, but number of images is 24 on rank 0 and 23 on rank 1; names and" in first
+    first, second = run_in_two_processes(_other_layout, photos, tmp_path)
+    assert first == second and "the same kind of data, but --data_path is tars on rank 0 and no tars on rank 1" in first
+    first, second = run_in_two_processes(_no_data, photos, tmp_path)
+    assert "is not a folder" in second and first.startswith("rank 1 failed: ") and second in first
 
 
 @pytest.mark.fault("U10", "the validation images change between two starts", "refused, with both counts; --allow_changes goes on")
@@ -236,9 +256,14 @@ def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys,
     for name in ("moved", "base"):  # where it is now, and the name that it had
         assert finetune(labelled, "out", *flags, 6, "--finetune", name)["meta"]["encoder"]["step"] == 6
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        finetune(labelled, "out", *flags, 6, "--finetune", "other")
-    assert stop.value.code == 2 and "choose another --output_dir" in capsys.readouterr().err
+    shutil.copy("other/checkpoint-6.pth", "moved/another.pth")  # two encoders in one folder
+    for name in ("other", "moved/another.pth"):
+        with pytest.raises(SystemExit) as stop:
+            finetune(labelled, "out", *flags, 6, "--finetune", name)
+        assert stop.value.code == 2 and "choose another --output_dir" in capsys.readouterr().err
+    for path in Path("moved").iterdir():  # a run that has begun needs its encoder no longer
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert finetune(labelled, "out", *flags, 6, "--finetune", "moved")["meta"]["step"] == 6
 
 
 @pytest.mark.fault(
@@ -256,7 +281,7 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     run(photos, base, *MICRO)  # it goes on meanwhile
     capsys.readouterr()
     finetune(labelled, out, *flags)
-    assert "warning: this run began from " in capsys.readouterr().out
+    assert "warning: this run continues from " in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         finetune(labelled, out, *flags)
     assert stop.value.code == 2 and "holds the results of" in capsys.readouterr().err
@@ -468,3 +493,36 @@ def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
     for name in ("log.jsonl", "settings.json"):
         message = fails(capsys, photos, tmp_path / "b", "--resume", tmp_path / "a" / name, code=4)
         assert "cannot be read as a checkpoint" in message and "weights_only" not in message
+
+
+@pytest.mark.fault(
+    "U71", "the console is gone: a full disk behind stdout, Ctrl-C to `| tee log`, a closed terminal", "the run goes on, or saves"
+)
+@pytest.mark.parametrize("stdout", ["/dev/full", "a dead pipe", "a closed terminal"])
+def test_a_console_that_is_gone_costs_nothing(photos, tmp_path, stdout):
+    program = tmp_path / "program.py"
+    argv = command(photos, tmp_path / "out", *MICRO)
+    program.write_text(CHAIN.format(root=str(ROOT), name="SIGTERM", argv=argv))
+    if stdout == "/dev/full":
+        reader, writer = None, os.open("/dev/full", os.O_WRONLY)
+    elif stdout == "a dead pipe":
+        reader, writer = os.pipe()
+    else:
+        reader, writer = os.openpty()
+    if reader is not None:
+        os.close(reader)
+    with open(tmp_path / "errors", "w") as errors:
+        done = subprocess.run([sys.executable, program], stdout=writer, stderr=errors, cwd=tmp_path, timeout=120)
+    os.close(writer)
+    assert done.returncode == 75, (tmp_path / "errors").read_text()
+    assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
+    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3]
+
+
+@pytest.mark.fault("U72", "a checkpoint of pre-training is given to main_finetune --resume", "refused; the hint is --finetune")
+def test_a_checkpoint_of_the_other_main(photos, labelled, tmp_path, capsys):
+    run(photos, tmp_path / "base", *MICRO, "--max_steps", 1)
+    with pytest.raises(SystemExit) as stop:
+        finetune(labelled, tmp_path / "out", "--aa", "none", "--resume", tmp_path / "base", "--total_batch_size", 8)
+    assert stop.value.code == 2 and "is a run of main_pretrain.py" in (error := capsys.readouterr().err)
+    assert "give it as --finetune" in error

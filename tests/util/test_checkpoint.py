@@ -120,7 +120,7 @@ def test_pruning_keeps_the_last_two_and_the_marked(tmp_path):
         (tmp_path / name).touch()  # the user's own
     for step in range(1, 8):
         save_checkpoint(tmp_path, step, {"model": {}}, {"step": step}, keep=step % 3 == 0)
-        prune_checkpoints(tmp_path, step)
+        prune_checkpoints(tmp_path, [step - 1, step])
     left = ["checkpoint-3", "checkpoint-6", "checkpoint-7", "checkpoint-best", "weights"]
     assert sorted(p.stem for p in tmp_path.glob("*.pth")) == left
     assert len(list(tmp_path.glob("*.json"))) == 3
@@ -131,7 +131,7 @@ def test_pruning_never_counts_an_unfinished_one(tmp_path):
         save(tmp_path, step, epoch=step)
     (tmp_path / "checkpoint-2.json").unlink()
     (tmp_path / ".checkpoint-2.pth.tmp-1").touch()
-    prune_checkpoints(tmp_path, 3)
+    prune_checkpoints(tmp_path, [1, 3])
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == ["checkpoint-1.pth", "checkpoint-3.pth"]
 
 

@@ -20,7 +20,7 @@ def other(**changes):
         ({"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}, []),
         ({"data": "9876543210"}, ["the data had 24 images (names and labels 01234567) and now has 24 images"]),
         ({"num_images": 23}, ["the data had 24 images (names and labels 01234567) and now has 23 images"]),
-        ({"teacher": "other"}, ["the teacher's weights are others than before"]),
+        ({"teacher": "other"}, ["the teacher's weights differ from those so far"]),
     ],
 )
 def test_changes_of_results_are_found(changes, said):
@@ -45,7 +45,7 @@ def test_validation_data_counts_where_both_have_it():
         ),
         ({"world_size": 2}, False, "world_size was 1 and now is 2"),
         ({"compile": True}, False, "results agree to rounding, not to the last bit"),
-        ({"compile": True}, True, "so drop path drops other blocks"),
+        ({"compile": True}, True, "so drop path differs"),
         ({"device": "cuda"}, True, "--device was cpu and now is cuda"),
         ({"code": "files 2"}, False, "files 1 then, files 2 now"),
         ({"num_workers": 5}, True, None),
