@@ -1,9 +1,11 @@
 """Counts what a run in this process draws at random, by hooks on the functions that draw."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -13,9 +15,12 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from models_swin import GroupPlanner, SwinEncoder
 from util import transforms
 from util.addressed import AUGMENT
+from util.cli import run_library
 
 ENOUGH = 5000  # images after which everything that a recipe can draw must have been drawn
 
@@ -187,3 +192,7 @@ class Draws(Counter):
         if self.planner:
             found += [f"plans of {shape} groups" for shape in self.expected_plan_shapes() - self.plan_shapes]
         return found
+
+
+if __name__ == "__main__":
+    run_library("draws.py", __doc__, "scripts/run_recipes.py")

@@ -163,7 +163,8 @@ def test_sample_photos_to_an_unwritable_place(tmp_path, where, message):
 
 @pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
 def test_sample_photos_without_scikit_image(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "skimage", None)
+    for name in ("skimage", "skimage.data"):  # the latter may have been imported before
+        monkeypatch.setitem(sys.modules, name, None)
     message = refused("scripts/sample_photos.py", "photos", cwd=tmp_path)
     assert "scikit-image, whose photographs these are, is not installed: pip install" in message
     assert not (tmp_path / "photos").exists()
