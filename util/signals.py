@@ -107,7 +107,7 @@ def let_children_die_quietly(workers: Iterable[BaseProcess]) -> None:
     workers are killed: they ignore TERM, with which multiprocessing would end them, and then wait without end.
     """
     if not _workers:
-        atexit.register(_kill_workers)
+        atexit.register(kill_workers)
     _workers.update(workers)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -116,9 +116,10 @@ def let_children_die_quietly(workers: Iterable[BaseProcess]) -> None:
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
-def _kill_workers() -> None:
-    """Runs before multiprocessing's own exit handler."""
+def kill_workers() -> None:
+    """Ends the DataLoader workers. At exit it runs before multiprocessing's own handler."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for worker in list(_workers):
         with suppress(ValueError):  # closed
             worker.kill()
+            worker.join(5)

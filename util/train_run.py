@@ -37,7 +37,7 @@ from util.packed import PackedImages
 from util.recompute import recompute_blocks
 from util.resume_rules import MACHINE_FLAGS, PROCESS_FLAGS, find_changes, find_notes
 from util.run_folder import FolderLock, find_checkpoint, writable_folder, write_json, write_progress
-from util.signals import StopSignal
+from util.signals import StopSignal, kill_workers
 from util.tars import find_tars
 from util.train_engine import PRECISIONS, precision
 from util.transforms import Normalize
@@ -345,6 +345,7 @@ class TrainRun:
         stop.close()
         distributed.shut_down()
         if stop.name == "SIGINT":
+            kill_workers()  # a program that dies of SIGINT runs no exit handlers
             raise KeyboardInterrupt
 
     def finish(self):
