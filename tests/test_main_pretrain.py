@@ -220,6 +220,19 @@ def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
     assert [r["step"] for r in reports(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypatch):
+    """What the signal meant before, a requeue for example, is not for a run that has done all its steps."""
+    heard, finish = [], train_run.TrainRun.finish
+    previous = signal.signal(signal.SIGUSR2, lambda *_: heard.append("requeue"))
+    monkeypatch.setattr(train_run.TrainRun, "finish", lambda self: (os.kill(os.getpid(), signal.SIGUSR2), finish(self)))
+    try:
+        assert main_pretrain.main(command(photos, tmp_path / "out", "--epochs", 1)) is True and not heard
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == ["requeue"]
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+
+
 @pytest.mark.fault("F12", "a signal to one process of two", "both stop after the same step; 0 lost")
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other, and the run ends as the undisturbed one."""

@@ -76,10 +76,14 @@ class StopSignal:
         wait()
         return bool(notes.item())
 
-    def close(self):
-        """Signals mean again what they meant before; the last comparison is waited for, since all took part in it."""
+    def settle(self) -> None:
+        """Waits for the last comparison, in which all took part. Signals are still only noted."""
         self._outcome()
         self.pending = None
+
+    def close(self) -> None:
+        """Settles, and gives signals their former meaning."""
+        self.settle()
         self.restore()
 
     def restore(self):

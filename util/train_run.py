@@ -308,9 +308,10 @@ class TrainRun:
         if stopped and self.step < self.last_step:
             self.interrupt(stop)
             return False
-        stop.close()
+        stop.settle()
         self.engine.at_report()
         self.finish()
+        stop.restore()  # not before: a job's signal now would requeue a run that is at its end
         return True
 
     def open_stream(self):
