@@ -30,7 +30,7 @@ class Watchdog(threading.Thread):
     def __init__(self, timeout, rank=0, world_size=1, store=None):
         super().__init__(daemon=True)
         self.timeout, self.rank, self.world_size, self.store = timeout, rank, world_size, store
-        self.step, self.phase, self.since = 0, None, None
+        self.step, self.phase, self.since = 0, DATA, None
         self.stopped = threading.Event()
 
     def reached(self, step, phase):
@@ -46,6 +46,7 @@ class Watchdog(threading.Thread):
         self.join()
 
     def run(self):
+        self._note()  # a process that hangs at once has said where it runs
         pulse, before = min(5.0, self.timeout / 5), time.monotonic()
         while not self.stopped.wait(pulse):
             overslept, before = time.monotonic() - before > 2 * pulse + 1, time.monotonic()
