@@ -110,8 +110,8 @@ def let_children_die_quietly(workers: Iterable[BaseProcess]) -> None:
     It finds out anyhow when it waits for that worker's next batch, within five seconds. When this process exits, the
     workers are killed: they ignore TERM, with which multiprocessing would end them, and then wait without end.
     """
-    if not _workers:
-        atexit.register(kill_workers)
+    atexit.unregister(kill_workers)  # each evaluation starts workers: once is enough
+    atexit.register(kill_workers)
     _workers.update(workers)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
