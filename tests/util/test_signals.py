@@ -16,7 +16,16 @@ from util.signals import SIGNALS, StopSignal
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def terminal():
+    """HUP as in a terminal, also where the tests themselves run under nohup. Programs inherit it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.usefixtures("terminal")
 def test_a_signal_is_noted_and_the_old_handlers_come_back(number):
     before = {n: signal.getsignal(n) for n in SIGNALS}
     stop = StopSignal(torch.device("cpu"))
@@ -83,6 +92,7 @@ print(stop.agreed(), stop.name)
 
 
 @pytest.mark.parametrize(("prefix", "said"), [([], "True SIGHUP\n"), (["nohup"], "False None\n")])
+@pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
     ended = subprocess.run(
         [*prefix, sys.executable, "-c", HUP], cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
