@@ -86,7 +86,16 @@ class StopSignal:
         self.settle()
         self.restore()
 
-    def restore(self):
+    def finish(self) -> None:
+        """The run is over: USR1 and USR2 are ignored from now on, and the other signals have their former meaning.
+
+        A batch system's signal while the process ends would kill it, or make submitit requeue a finished job.
+        """
+        for number in {signal.SIGUSR1, signal.SIGUSR2} & self.previous.keys():
+            self.previous[number] = signal.SIG_IGN
+        self.restore()
+
+    def restore(self) -> None:
         """The handlers alone, where something has gone wrong and nobody else takes part."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)

@@ -311,7 +311,7 @@ class TrainRun:
         stop.settle()
         self.engine.at_report()
         self.finish()
-        stop.restore()  # not before: a job's signal now would requeue a run that is at its end
+        stop.finish()
         return True
 
     def open_stream(self):

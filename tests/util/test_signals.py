@@ -38,6 +38,23 @@ def test_a_signal_is_noted_and_the_old_handlers_come_back(number):
     assert {n: signal.getsignal(n) for n in SIGNALS} == before
 
 
+def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system(monkeypatch):
+    """submitit's handler of USR2 requeues the job; the default action of USR1 kills the process."""
+    requeued = []
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGUSR2, lambda number, frame: requeued.append(number))
+    try:
+        StopSignal(torch.device("cpu")).finish()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+        assert not requeued
+        assert all(signal.getsignal(n) == signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_late_second_signal_means_what_it_meant(monkeypatch):
     """Here an exception, which stands for the default action."""
     taken = []
