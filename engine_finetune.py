@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from util.distributed import all_reduce_sum
-from util.train_engine import TrainEngine
+from util.run.distributed import all_reduce_sum
+from util.run.train_engine import TrainEngine
 
 
 @dataclass

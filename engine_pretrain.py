@@ -1,6 +1,6 @@
 """One epoch of pre-training. Knows batches, losses and steps, but no framework and no model."""
 
-from util.train_engine import TrainEngine
+from util.run.train_engine import TrainEngine
 
 
 class PretrainEngine(TrainEngine):

@@ -24,17 +24,17 @@ import models_swin
 import models_vit
 from engine_finetune import FinetuneEngine, evaluate
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util import checkpoint, distributed, shard
-from util.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.datasets import AddressedDataset, batches, every_image_once, stack
-from util.flags import add_data_flags, add_optimisation_flags, add_run_flags, check_least, resolve, resolve_workers
+from util.data.datasets import AddressedDataset, batches, every_image_once, stack
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.lars import LARS
-from util.logging import count_of
-from util.run_folder import write_json
-from util.train_engine import precision
-from util.train_run import TrainRun, image_bytes, launch, open_everywhere, refuse, refuse_different_starts
-from util.transforms import IMAGENET_MEAN, IMAGENET_STD, FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
-from util.watchdog import BETWEEN
+from util.run import checkpoint, distributed, shard
+from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.flags import add_data_flags, add_optimisation_flags, add_run_flags, check_least, resolve, resolve_workers
+from util.run.logging import count_of
+from util.run.run_folder import write_json
+from util.run.train_engine import precision
+from util.run.train_run import TrainRun, image_bytes, launch, open_everywhere, refuse, refuse_different_starts
+from util.run.watchdog import BETWEEN
 
 ENCODERS = (models_vit, models_relative_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}

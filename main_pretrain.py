@@ -24,15 +24,15 @@ import models_tec_pr
 from engine_pretrain import PretrainEngine
 from prmim import SAMPLING, SpatialAggregation, TokenOrder
 from recipes import RECIPES
-from util import shard
-from util.checkpoint import find_checkpoint_file
-from util.cli import Parser, parse_with_recipe, run_program
-from util.datasets import AddressedDataset
-from util.flags import add_data_flags, add_optimisation_flags, add_run_flags
-from util.logging import count_of
+from util.data.datasets import AddressedDataset
+from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
 from util.pictures import panel_grid
-from util.train_run import TrainRun, launch, open_everywhere
-from util.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
+from util.run import shard
+from util.run.checkpoint import find_checkpoint_file
+from util.run.cli import Parser, parse_with_recipe, run_program
+from util.run.flags import add_data_flags, add_optimisation_flags, add_run_flags
+from util.run.logging import count_of
+from util.run.train_run import TrainRun, launch, open_everywhere
 
 FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr, models_greenmim_pr)
 # Flags of one framework: passed on where they are given, and refused elsewhere.

@@ -17,15 +17,15 @@ from pathlib import Path
 from timm.data import ImageNetInfo
 
 from main_finetune import check_pixel_statistics, load_classifier, score
-from util import checkpoint, distributed
-from util.cli import Parser, run_program
-from util.flags import check_least, resolve_workers
-from util.images import FolderImages
-from util.logging import count_of
-from util.run_folder import writable_folder, write_json, write_progress
-from util.train_engine import PRECISIONS, precision
-from util.train_run import refuse, refuse_different_starts
-from util.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+from util.data.images import FolderImages
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+from util.run import checkpoint, distributed
+from util.run.cli import Parser, run_program
+from util.run.flags import check_least, resolve_workers
+from util.run.logging import count_of
+from util.run.run_folder import writable_folder, write_json, write_progress
+from util.run.train_engine import PRECISIONS, precision
+from util.run.train_run import refuse, refuse_different_starts
 
 
 @dataclass(frozen=True)

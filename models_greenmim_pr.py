@@ -11,8 +11,8 @@ from framework import PixelFramework
 from models_swin import GroupPlanner, SwinEncoder
 from models_vit import init_weights, patchify
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
-from util.checkpoint import load_strict
 from util.key_names import swap_merging
+from util.run.checkpoint import load_strict
 
 __all__ = [
     "GreenMIMSwin",

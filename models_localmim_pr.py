@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from framework import Framework
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
-from util.checkpoint import load_strict
 from util.hog import hog, orientation_colors
+from util.run.checkpoint import load_strict
 
 __all__ = [
     "LocalMIMViT",

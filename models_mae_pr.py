@@ -6,7 +6,7 @@
 from framework import PixelFramework
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
-from util.checkpoint import load_strict
+from util.run.checkpoint import load_strict
 
 __all__ = [
     "MaskedAutoencoderViT",

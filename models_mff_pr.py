@@ -9,8 +9,8 @@ from torch import nn
 
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
-from util.checkpoint import load_strict
 from util.key_names import from_mmpretrain
+from util.run.checkpoint import load_strict
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
 

@@ -17,8 +17,8 @@ from models_relative_vit import RelativeViTEncoder
 from models_swin import SwinEncoder
 from models_vit import BASE, MICRO, MINI, patchify, unpatchify
 from prmim import SpatialAggregation, TokenCounts, TokenOrder
-from util.checkpoint import load_strict
 from util.key_names import from_simmim
+from util.run.checkpoint import load_strict
 
 __all__ = [
     "SimMIMViT",

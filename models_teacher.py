@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from models_vit import ViTEncoder, read_sizes
-from util import checkpoint
-from util.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.run import checkpoint
 
 
 class Teacher(ViTEncoder):

@@ -14,8 +14,8 @@ from framework import Framework
 from models_teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights, layer_norm
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
-from util.checkpoint import load_strict
 from util.pictures import principal_colors
+from util.run.checkpoint import load_strict
 
 __all__ = [
     "TECViT",

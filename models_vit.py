@@ -4,7 +4,7 @@ framework inherits, and the model that is fine-tuned.
 State-dict names are those of MAE's releases and of timm's `VisionTransformer`. Features in three lines:
 
     model = vit_base_patch16(global_pool="token")
-    print(util.checkpoint.load_encoder(model, "checkpoint.pth"))
+    print(util.run.checkpoint.load_encoder(model, "checkpoint.pth"))
     tokens = model.eval().forward_features(imgs)  # [B, 1 + N, 768], class token first; imgs ImageNet-normalised
 """
 

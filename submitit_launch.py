@@ -26,10 +26,10 @@ from pathlib import Path
 import submitit
 
 from recipes import RECIPES
-from util.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.code_version import code_version, source_files, source_hash, write_version
-from util.run_folder import PROGRESS
-from util.watchdog import TEMPORARY
+from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.code_version import code_version, source_files, source_hash, write_version
+from util.run.run_folder import PROGRESS
+from util.run.watchdog import TEMPORARY
 
 MAINS = ("main_pretrain", "main_finetune", "main_robustness")
 ROOT = Path(__file__).resolve().parent

@@ -42,7 +42,7 @@ profile() { # profile NAME SECONDS BATCH [flags]
         --csv "$output/$1.csv" --markdown "$output/$1.md" || { echo "the cost table $1 failed" >&2 && status=1; }
 }
 timeout -k 5 110 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
-timeout -k 5 40 python scripts/benchmark_attention.py --batch_size "${BATCH_BASE:-512}" --rounds "${ROUNDS:-20}" --device cuda \
+timeout -k 5 40 python tools/benchmark_attention.py --batch_size "${BATCH_BASE:-512}" --rounds "${ROUNDS:-20}" --device cuda \
     --markdown "$output/attention.md" || { echo "the table attention failed" >&2 && status=1; }
 profile cost_base 110 "${BATCH_BASE:-512}" --table ablation --against reference --plot "$output/cost_base.svg"
 profile cost_large 60 "${BATCH_LARGE:-256}" --table large

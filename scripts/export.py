@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models_mae_pr
 import models_vit
 from scripts.visualize import find_checkpoint, load_run
-from util import checkpoint
-from util.cli import Parser, replaced_file, run_program, user_errors, why_not_writable
-from util.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.run import checkpoint
+from util.run.cli import Parser, replaced_file, run_program, user_errors, why_not_writable
 
 SUFFIXES = (".safetensors", ".pth")
 TOLERANCE = 1e-5  # of the outputs, absolute and relative

@@ -32,14 +32,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util import packed
-from util.cli import Parser
-from util.datasets import available_cores
-from util.decode import PILLOW_ERRORS, check_header
-from util.folders import counted, find_split, list_folder
-from util.images import FolderImages, ImageError
-from util.signals import ignore_in_worker
-from util.tars import find_tars
+from util.data import packed
+from util.data.datasets import available_cores
+from util.data.decode import PILLOW_ERRORS, check_header
+from util.data.folders import counted, find_split, list_folder
+from util.data.images import FolderImages, ImageError
+from util.data.tars import find_tars
+from util.run.cli import Parser
+from util.run.signals import ignore_in_worker
 
 _worker = {}  # a worker's images: a million paths travel once a worker, and not with every shard
 

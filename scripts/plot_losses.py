@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.cli import Parser, replaced_file, run_program, user_errors, why_not_writable
 from util.plots import pyplot
+from util.run.cli import Parser, replaced_file, run_program, user_errors, why_not_writable
 
 SUFFIXES = (".svg", ".png", ".pdf")
 

@@ -20,7 +20,7 @@ conv ms         forward and backward of the spatial aggregation alone, eager, wi
 roofline        the time of an eager step that does all its matrix products as fast as a large one and all else at the speed of a
                 large copy (both measured), in turn and without a gap; as a share of the time it takes
 MFU             these operations a second, by what this device does in a large matrix product, measured
-x reference     how many times as fast as MAE's step by the reference's maths (scripts/reference_mae.py), with --against
+x reference     how many times as fast as MAE's step by the reference's maths (models_reference_mae.py), with --against
 
 A step is the engine's: bytes become floats, forward, backward, the gradient's norm, AdamW, sums for the log; on one batch that
 stays on the device (random, or the first crops of `--data_path`), so loading is not in it. Ratios are to the recipe of the
@@ -40,13 +40,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import PretrainEngine
 from main_pretrain import build_model, get_args_parser
+from models_reference_mae import SIZES, ReferenceMAE
 from prmim import SpatialAggregation
 from recipes import RECIPES
-from scripts.reference_mae import SIZES, ReferenceMAE
-from scripts.step_costs import (
+from util.attention import KERNELS, prefer
+from util.costs import (
     Traffic,
     a_batch,
     copied_gb_per_s,
+    counted,
     device_name,
     forward_gmac,
     matmul_tflops,
@@ -55,13 +57,12 @@ from scripts.step_costs import (
     time_in_turn,
     wait,
 )
-from util.attention import KERNELS, prefer
-from util.cli import Parser, parse_with_recipe, run_program, user_errors, why_not_writable
-from util.datasets import open_images
+from util.data.datasets import open_images
+from util.data.transforms import Normalize
 from util.plots import pyplot
+from util.run.cli import Parser, parse_with_recipe, run_program, user_errors, why_not_writable
+from util.run.train_engine import PRECISIONS, precision
 from util.tables import write_csv
-from util.train_engine import PRECISIONS, precision
-from util.transforms import Normalize
 
 
 def _base(*arms):
@@ -268,12 +269,19 @@ def paper_figures(settings):
     return PAPER.get((settings["model"], settings["throw_ratio"]) if known else None, (None, None, None))
 
 
+def reference_gmac(settings):
+    """As `forward_gmac`, of the reference."""
+    with torch.device("meta"):
+        model = ReferenceMAE(**SIZES[settings["model"]])
+        return counted(lambda: model(torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long)))
+
+
 def measure(names, settings, args, device, images):
     """-> one row a recipe, without ratios; the steps."""
     rows = []
     for name, s in zip(names, settings, strict=True):
         saved_mb, (moved_mb, moved_mb_fixed, operations), peak_mb = measure_memory(s, args, device, images)
-        gmac, teacher_gmac = forward_gmac(s)
+        gmac, teacher_gmac = (reference_gmac(s), 0.0) if s.get("reference") else forward_gmac(s, build_model)
         rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": gmac})
         rows[-1] |= {"gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
         rows[-1] |= {"saved_mb": saved_mb, "peak_mb": peak_mb}

@@ -18,7 +18,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.cli import Parser, run_program, user_errors
+from util.run.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel, grey ones included; their sources: skimage/data/README.txt in the package.
 PHOTOS = (

@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from framework import Framework, PixelFramework
 from main_pretrain import MODELS, build_model, reconstruction_picture
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
-from util import checkpoint, pictures
-from util.cli import Parser, run_program, user_errors, why_not_writable
-from util.datasets import AddressedDataset, open_images
-from util.images import CifarImages, EncodedImages
-from util.transforms import Normalize, ResizeCenterCrop
+from util import pictures
+from util.data.datasets import AddressedDataset, open_images
+from util.data.images import CifarImages, EncodedImages
+from util.data.transforms import Normalize, ResizeCenterCrop
+from util.run import checkpoint
+from util.run.cli import Parser, run_program, user_errors, why_not_writable
 
 Images = EncodedImages | CifarImages
 Indices = Sequence[int] | np.ndarray

@@ -18,7 +18,7 @@ def repeats(request):
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:  # for scripts/fault_matrix.py
+    for item in items:  # for tools/fault_matrix.py
         item.user_properties += [("fault", " | ".join(mark.args)) for mark in item.iter_markers("fault")]
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -11,8 +11,8 @@ from engine_finetune import FinetuneEngine, evaluate
 from tests.reads import reads
 from tests.test_engine_pretrain import SilentLog
 from tests.two_processes import run_in_two_processes
-from util.train_engine import precision
-from util.transforms import Normalize
+from util.data.transforms import Normalize
+from util.run.train_engine import precision
 
 CLASSES = 6
 

@@ -6,9 +6,9 @@ from torch import nn
 from engine_pretrain import PretrainEngine
 from tests.reads import reads
 from tests.two_processes import run_in_two_processes
-from util import train_engine
-from util.train_engine import Meter, precision
-from util.transforms import Normalize
+from util.data.transforms import Normalize
+from util.run import train_engine
+from util.run.train_engine import Meter, precision
 
 
 class SilentLog:

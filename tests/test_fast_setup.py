@@ -9,10 +9,10 @@ import main_pretrain
 from models_vit import vit_micro_patch4
 from tests import test_main_finetune
 from tests.test_main_pretrain import command, run
-from util import train_run
-from util.cli import parse_with_recipe
-from util.distributed import Process
-from util.logging import RunLog
+from util.run import train_run
+from util.run.cli import parse_with_recipe
+from util.run.distributed import Process
+from util.run.logging import RunLog
 
 
 def set_up(photos, output_dir, monkeypatch, *flags):

@@ -3,7 +3,7 @@ import torch
 
 import main_finetune
 from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util.cli import parse_with_recipe
+from util.run.cli import parse_with_recipe
 
 
 def settings_of(recipe):

@@ -15,12 +15,12 @@ from models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from models_swin import SwinEncoder, SwinTransformer
 from models_vit import Block, VisionTransformer, ViTEncoder
 from prmim import TokenOrder
-from scripts.step_costs import saved_bytes
 from tests.two_processes import run_in_two_processes
-from util.checkpoint import load_encoder, save_checkpoint
+from util.costs import saved_bytes
+from util.data.transforms import Normalize
 from util.key_names import encoder_names
 from util.recompute import recompute_blocks
-from util.transforms import Normalize
+from util.run.checkpoint import load_encoder, save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=32, depth=4, num_heads=2)
 SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=2)  # grouped, shifted

@@ -16,9 +16,9 @@ import main_pretrain
 from models_vit import VisionTransformer
 from tests.conftest import write_photo
 from tests.test_main_pretrain import assert_same_state
-from util.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
-from util.datasets import AddressedDataset, open_images
-from util.transforms import Normalize, ResizeCenterCrop
+from util.data.datasets import AddressedDataset, open_images
+from util.data.transforms import Normalize, ResizeCenterCrop
+from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--model vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu --lr 1e-3"

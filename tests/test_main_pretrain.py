@@ -19,9 +19,9 @@ import main_pretrain
 import models_greenmim_pr
 from models_swin import GroupPlanner
 from scripts import pack_dataset
-from util import train_engine, train_run
-from util.checkpoint import newest_checkpoint, read_checkpoint
-from util.images import FolderImages
+from util.data.images import FolderImages
+from util.run import train_engine, train_run
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"

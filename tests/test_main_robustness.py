@@ -12,9 +12,9 @@ import main_robustness
 from main_robustness import ALEXNET_ERRORS, BENCHMARKS, Part, corruption_errors
 from models_vit import vit_mini_patch4
 from tests.two_processes import run_in_two_processes
-from util.checkpoint import save_checkpoint
-from util.distributed import Process
-from util.transforms import Normalize, ResizeCenterCrop
+from util.data.transforms import Normalize, ResizeCenterCrop
+from util.run.checkpoint import save_checkpoint
+from util.run.distributed import Process
 
 WNIDS = [f"n{i:08d}" for i in range(0, 36, 3)]  # the twins' twelve classes
 SUBSET = [WNIDS[i] for i in (1, 4, 5, 10)]

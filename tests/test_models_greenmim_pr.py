@@ -8,7 +8,7 @@ from models_greenmim_pr import GreenMIMSwin, greenmim_swin_base_patch4_window7, 
 from models_swin import GroupPlanner, SwinEncoder, SwinTransformer, WindowAttention, WindowGroups, unit_coords, window_of
 from prmim import TokenOrder
 from tests.test_models_mae_pr import perturbed
-from util.checkpoint import load_encoder, save_checkpoint
+from util.run.checkpoint import load_encoder, save_checkpoint
 from util.window_groups import group_windows, plan_groups
 
 # Units of 16 px: 4 x 4 of them; 4 x 4 tokens a unit in the first stage, where windows of 2 x 2 must be grouped.

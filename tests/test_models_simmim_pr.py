@@ -18,7 +18,7 @@ from models_simmim_pr import (
 )
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.test_models_mae_pr import perturbed, segments
-from util.checkpoint import load_encoder, save_checkpoint
+from util.run.checkpoint import load_encoder, save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=24, depth=2, num_heads=3)
 

@@ -12,7 +12,7 @@ from models_swin import (
     swin_base_patch4_window7,
     swin_large_patch4_window14,
 )
-from util.checkpoint import load_encoder
+from util.run.checkpoint import load_encoder
 
 SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 3), num_heads=(2, 4, 8), window_size=4)
 

@@ -7,7 +7,7 @@ from models_mae_pr import mae_vit_micro_patch4
 from models_teacher import open_teacher
 from models_vit import vit_micro_patch4, vit_mini_patch4
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
-from util.checkpoint import save_checkpoint
+from util.run.checkpoint import save_checkpoint
 
 TIMM = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, num_classes=0)
 

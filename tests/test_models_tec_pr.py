@@ -12,7 +12,7 @@ from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
 from tests.test_models_mae_pr import orders, perturbed, segments
-from util.checkpoint import load_encoder, save_checkpoint
+from util.run.checkpoint import load_encoder, save_checkpoint
 
 ENCODER = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3)
 SIZES = ENCODER | dict(decoder_embed_dim=16, decoder_num_heads=2, num_adap=2, kernel_size=3, att_topk=3, att_tau=1.7)

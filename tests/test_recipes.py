@@ -9,8 +9,8 @@ from framework import PixelFramework
 from main_pretrain import build_model, get_args_parser
 from prmim import TokenOrder
 from recipes import RECIPES
-from scripts.step_costs import forward_gmac
-from util.cli import parse_with_recipe
+from util.costs import forward_gmac
+from util.run.cli import parse_with_recipe
 
 COUNTS = {0.0: (49, 147, 0), 0.25: (49, 98, 49), 0.5: (49, 49, 98), 0.65: (49, 20, 127)}  # of 196 tokens, mask ratio .75
 BASE, LARGE = "mae_vit_base_patch16", "mae_vit_large_patch16"
@@ -111,7 +111,7 @@ def test_greenmim_trains_as_its_release(recipe):
 def test_cost_of_greenmim(size, width, plain, progressive):
     """Little of Swin's cost is the decoder's, which is all that throwing saves. Against a count by hand."""
     recipes = [f"greenmim_{arm}swin_{size}_100ep" for arm in ("", "plain50_", "prmim50_")]
-    full, *thrown = (forward_gmac(settings_of(recipe))[0] for recipe in recipes)
+    full, *thrown = (forward_gmac(settings_of(recipe), build_model)[0] for recipe in recipes)
     assert [gmac / full for gmac in thrown] == pytest.approx([plain, progressive], abs=1e-3)
     with torch.device("meta"):
         model = build_model(settings_of(recipes[0]))

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.reads import reads
 from tests.test_engine_pretrain import an_engine
 from tests.test_framework_contract import a_batch, build, frameworks, gradients, total
-from tests.util.test_shard import batches_of
+from tests.util.run.test_shard import batches_of
 
 CHECKS_ON_CPU = {"GreenMIMSwin"}  # reads what the batch and its plans hold, where that costs nothing
 READS = {

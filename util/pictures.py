@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from util.cli import replaced_file
+from util.run.cli import replaced_file
 
 VISIBLE, RETAINED, THROWN = 0, 1, 2
 # Paul Tol's high-contrast blue and yellow: told apart by every reader, and in grey.

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch.utils.checkpoint import checkpoint
 
-from util.shard import blocks_of
+from util.run.shard import blocks_of
 
 
 def recompute_blocks(model):

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from engine_pretrain import PretrainEngine
-from util import checkpoint
-from util.cli import run_program
-from util.images import EncodedImages
-from util.train_engine import TrainEngine
+from util.data.images import EncodedImages
+from util.run import checkpoint
+from util.run.cli import run_program
+from util.run.train_engine import TrainEngine
 
 
 def kill_a_worker():
@@ -37,7 +37,7 @@ AT_STEP = {
     "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "kill-worker": kill_a_worker,
 }
-# Places in a save, as what is wrapped in util.checkpoint's `os`: (function, its call that does not come back).
+# Places in a save, as what is wrapped in util.run.checkpoint's `os`: (function, its call that does not come back).
 IN_SAVE = {
     "kill-before-sync": ("fsync", 1),
     "kill-before-rename": ("replace", 1),

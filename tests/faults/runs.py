@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.test_main_pretrain import SMALL, free_port, reports
-from util.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # Three epochs of 8 images a step, whatever the number of processes.

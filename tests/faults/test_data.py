@@ -9,9 +9,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 from tests.test_main_pretrain import assert_same_state, fails, run
-from util import images
-from util.checkpoint import newest_checkpoint
-from util.train_engine import TrainEngine
+from util.data import images
+from util.run.checkpoint import newest_checkpoint
+from util.run.train_engine import TrainEngine
 
 
 def damage(path):

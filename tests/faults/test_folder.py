@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_finetune
 from scripts import export
 from tests.test_main_pretrain import assert_same_state, fails, reports, run
-from util import train_run
-from util.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
+from util.run import train_run
+from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,7 +91,9 @@ def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys
 def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     output_dir = tmp_path / "out"
     output_dir.mkdir()
-    program = f"from util.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\nprint('held', flush=True)\ninput()"
+    program = (
+        f"from util.run.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\nprint('held', flush=True)\ninput()"
+    )
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
         assert other.stdout.readline() == "held\n"

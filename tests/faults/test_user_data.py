@@ -17,8 +17,8 @@ from tests.conftest import write_photo
 from tests.test_main_finetune import PLAIN
 from tests.test_main_finetune import command as finetune_command
 from tests.test_main_pretrain import fails, run
-from util.datasets import open_images
-from util.images import FolderImages
+from util.data.datasets import open_images
+from util.data.images import FolderImages
 
 ONE_STEP = ("--max_steps", 1)
 

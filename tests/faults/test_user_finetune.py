@@ -14,7 +14,7 @@ from tests.faults.test_user_runs import MICRO
 from tests.test_main_finetune import command as finetune_command
 from tests.test_main_finetune import run as finetune
 from tests.test_main_pretrain import run
-from util.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ from tests.conftest import write_photo
 from tests.faults.runs import finish, state
 from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
-from util import distributed
-from util.checkpoint import list_checkpoints, newest_checkpoint, read_record
+from util.run import distributed
+from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_record
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
@@ -181,8 +181,8 @@ CHAIN = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import main_pretrain
-from util import train_engine
-from util.cli import run_program
+from util.run import train_engine
+from util.run.cli import run_program
 step = train_engine.TrainEngine.train_step
 def stopping(engine, batches, number):
     if number == 2:
@@ -273,7 +273,7 @@ def test_a_log_that_cannot_be_written_waits(tmp_path):
     program = """
 import resource, signal, sys
 from pathlib import Path
-from util.logging import RunLog
+from util.run.logging import RunLog
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = RunLog(Path(sys.argv[1]), 0, 300)
@@ -293,7 +293,7 @@ log.close()
 @pytest.mark.fault("U45", "a terminal that reports 0 columns", "a progress bar of 80")
 def test_a_bar_on_a_terminal_without_a_width(tmp_path):
     program = (
-        "import sys\nfrom pathlib import Path\nfrom util.logging import RunLog\nlog = RunLog(Path(sys.argv[1]), 0, 3)\n"
+        "import sys\nfrom pathlib import Path\nfrom util.run.logging import RunLog\nlog = RunLog(Path(sys.argv[1]), 0, 3)\n"
         "log.advance(); log.report(1, {'loss': 1.0}, 'step 1', 'loss 1.0'); log.close()"
     )
     parent, child = os.openpty()  # a new one has no width
@@ -323,7 +323,7 @@ def test_a_record_says_where_it_comes_from(photos, tmp_path):
 
 def test_other_code_is_told_on_resume(photos, tmp_path, capsys, monkeypatch):
     run(photos, tmp_path / "out", *MICRO, "--max_steps", 1)
-    monkeypatch.setattr("util.train_run.code_version", lambda: "files 000000000000")
+    monkeypatch.setattr("util.run.train_run.code_version", lambda: "files 000000000000")
     run(photos, tmp_path / "out", *MICRO, "--max_steps", 2)
     assert "note: the code has changed since this checkpoint was written" in capsys.readouterr().out
 

@@ -16,11 +16,11 @@ from PIL import Image
 import main_finetune
 import main_pretrain
 import models_mae_pr
+from models_reference_mae import ReferenceMAE
 from scripts import visualize
-from scripts.reference_mae import ReferenceMAE
 from tests.conftest import write_photo
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
-from util.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 # These need no arguments to begin their work.
 WORK_ALONE = ("benchmark_attention", "compare_window_attention", "fault_matrix", "run_recipes")
@@ -134,11 +134,11 @@ def test_plot_losses_of_fine_tuning(runs, tmp_path):
 
 @pytest.mark.fault("U61", "scripts that plot, without matplotlib", "one line says how to install it, before any work")
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("plot_losses", ["nowhere"]), ("study_report", ["nowhere.csv", "--report", "new/s.md"])]
+    ("script", "arguments"), [("scripts/plot_losses", ["nowhere"]), ("tools/study_report", ["nowhere.csv", "--report", "new/s.md"])]
 )
 def test_matplotlib_is_missing(tmp_path, monkeypatch, script, arguments):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # which lets its import fail
-    message = refused(f"scripts/{script}.py", *arguments, cwd=tmp_path)
+    message = refused(f"{script}.py", *arguments, cwd=tmp_path)
     assert "the plots need matplotlib: pip install -r requirements-dev.txt" in message
     assert not list(tmp_path.iterdir())
 

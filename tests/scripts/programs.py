@@ -15,7 +15,8 @@ import main_robustness  # noqa: F401  (it imports all libraries, so that a fork 
 import submitit_launch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("scripts/*.py") if path.name != "__init__.py")
+FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py")]
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in FILES if "__main__" in path.read_text())
 MAINS = sorted(path.name for path in [*ROOT.glob("main_*.py"), ROOT / "submitit_launch.py"])
 
 

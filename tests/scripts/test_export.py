@@ -11,7 +11,7 @@ import main_pretrain
 import models_mae_pr
 from models_vit import VisionTransformer, vit_mini_patch4
 from scripts import export
-from util.checkpoint import load_encoder, save_checkpoint
+from util.run.checkpoint import load_encoder, save_checkpoint
 
 SMALL_DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)
 CLOSE = dict(rtol=1e-5, atol=1e-5)

@@ -11,9 +11,9 @@ import pytest
 
 from scripts import pack_dataset
 from tests.test_main_pretrain import assert_same_state, run
-from util import packed
-from util.datasets import open_images
-from util.images import FolderImages, ImageError
+from util.data import packed
+from util.data.datasets import open_images
+from util.data.images import FolderImages, ImageError
 
 
 def pack(*arguments):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from models_mae_pr import MaskedAutoencoderViT
+from models_reference_mae import ReferenceMAE
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
-from scripts.reference_mae import ReferenceMAE
-from scripts.step_costs import Traffic, forward_gmac, saved_bytes
+from util.costs import Traffic, forward_gmac, saved_bytes
 from util.plots import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +214,7 @@ def test_counted_costs_are_the_papers():
     for table in ("ablation", "large"):
         names = [name for name in profile_pretrain.TABLES[table] if "plain" not in name]
         settings = [settings_of("--recipe", name) for name in names]
-        full, *thrown = [forward_gmac(s)[0] for s in settings]
+        full, *thrown = [forward_gmac(s, profile_pretrain.build_model)[0] for s in settings]
         for s, gmac in zip(settings[1:], thrown, strict=True):
             assert gmac / full == pytest.approx(profile_pretrain.PAPER[s["model"], s["throw_ratio"]][0], abs=0.01)
 
@@ -227,7 +227,10 @@ def test_a_teacher_is_counted_apart(tmp_path, capsys):
     with open(tmp_path / "cost.csv", newline="") as file:
         tec, localmim = csv.DictReader(file)
     assert float(tec["gmac_with_teacher"]) > 2 * float(tec["gmac"]) and localmim["gmac_with_teacher"] == ""
-    full, plain, ours = (forward_gmac(settings_of("--recipe", f"tec_{arm}vit_base_300ep")) for arm in ("", "plain50_", "prmim50_"))
+    full, plain, ours = (
+        forward_gmac(settings_of("--recipe", f"tec_{arm}vit_base_300ep"), profile_pretrain.build_model)
+        for arm in ("", "plain50_", "prmim50_")
+    )
     assert plain[0] / full[0] == pytest.approx(0.824, abs=1e-3) and ours[0] / full[0] == pytest.approx(0.835, abs=1e-3)
     assert sum(ours) / sum(full) == pytest.approx(0.948, abs=1e-3)
 
@@ -348,7 +351,7 @@ def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_ei
         (None, True, 512),
     ]
     assert profiles[2].trace and all(args.csv and args.markdown for args in profiles)
-    assert any(line[0] == "scripts/benchmark_attention.py" for line in lines)
+    assert any(line[0] == "tools/benchmark_attention.py" for line in lines)
     text = (ROOT / "scripts/benchmark_gpu.sh").read_text().partition("# From JPEGs")[0]
     limits = [int(n) for n in re.findall(r"^(?:timeout -k 5|profile \w+) (\d+)", text, re.M)]
     assert len(limits) == 5 and sum(limits) + 5 < 480

@@ -8,7 +8,7 @@ from PIL import Image
 
 import main_pretrain
 from scripts import export, plot_losses, sample_photos, visualize
-from util.checkpoint import newest_checkpoint
+from util.run.checkpoint import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"

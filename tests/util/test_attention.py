@@ -3,8 +3,8 @@ import torch
 from torch.nn import functional as F
 
 from models_vit import Block
-from scripts.step_costs import saved_bytes
 from util.attention import KERNELS, prefer
+from util.costs import saved_bytes
 
 
 @pytest.fixture(autouse=True)

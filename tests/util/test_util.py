@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
 from util.addressed import addressed_seed
-from util.pos_embed import sincos_pos_embed
-from util.transforms import (
+from util.data.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     FinetuneAugment,
@@ -25,6 +24,7 @@ from util.transforms import (
     reflected,
     resize,
 )
+from util.pos_embed import sincos_pos_embed
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (4, 4)])

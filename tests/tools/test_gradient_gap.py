@@ -1,0 +1,197 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import main_pretrain
+from scripts import visualize
+from tools import gradient_gap
+
+FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
+GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --device cpu"
+
+
+def pretrain(photos, output_dir, *flags):
+    main_pretrain.main([*FLAGS.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *flags])
+    return str(output_dir)
+
+
+@pytest.fixture(scope="module")
+def mae(photos, tmp_path_factory):
+    return pretrain(photos, tmp_path_factory.mktemp("gap") / "mae", "--throw_ratio", "0")
+
+
+@pytest.fixture(scope="module")
+def rows(mae, photos):
+    out = photos.parent / "gap.svg"
+    gradient_gap.main([mae, "--images", str(photos), "--throw_ratios", "0", "0.25", "0.5", "0.7", *GAP.split(), "--out", str(out)])
+    assert "<svg" in out.read_text()
+    return gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
+
+
+def of(rows, column, **where):
+    return [row[column] for row in rows if all(row[k] == v for k, v in where.items())]
+
+
+def test_nothing_thrown_is_exactly_mae(rows):
+    for row in (r for r in rows if r["throw_ratio"] == 0):
+        assert row["difference"] == row["bias"] == row["sd_draws"] == row["sd_batches"] == 0
+        assert row["cosine"] == pytest.approx(1)
+    assert len(of(rows, "difference", throw_ratio=0)) == 4  # two methods, two samplings
+
+
+def test_the_plain_difference_grows_with_what_is_thrown(rows):
+    for sampling in ("random", "furthest"):
+        differences = of(rows, "difference", method="plain", sampling=sampling)
+        assert len(differences) == 4 and all(a < b for a, b in itertools.pairwise(differences))
+
+
+def test_the_encoder_gradient_against_finite_differences(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    model = gradient_gap.variant(settings, weights, 0.5, True, "cpu").double()
+    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, settings, 2, 0, "cpu")
+    imgs, order = next(batches.load(0, 1))[1].double(), batches.token_order(0, model.counts, "furthest", 0)
+    gradient = gradient_gap.encoder_gradient(model, imgs, order)
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("decoder.") and name != "pos_embed"]
+    assert len(gradient) == sum(p.numel() for p in parameters)
+    direction = [torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for p in parameters]
+
+    def loss(step):
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(step * d)
+            value = sum(model(imgs, order).values()).item()
+            for p, d in zip(parameters, direction, strict=True):
+                p.sub_(step * d)
+        return value
+
+    slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    assert torch.cat([d.flatten() for d in direction]) @ gradient == pytest.approx(slope, rel=1e-5)
+
+
+def test_bias_and_spread_of_known_noise():
+    """Differences = bias + noise of the batch + noise of the draw, with known variances."""
+    generator = torch.Generator().manual_seed(0)
+    size, batches, draws = 500, 400, 3
+
+    def noise(rows, variance):
+        return torch.randn(rows, size, generator=generator, dtype=torch.float64) * (variance / size) ** 0.5
+
+    bias = noise(1, 1.0)[0]
+    bias *= 0.8 / bias.norm()
+    reference = noise(1, 1.0)[0]
+    reference *= 2 / reference.norm()
+    gap = gradient_gap.Gap()
+    for _ in range(batches):
+        gap.add(iter(reference + bias + noise(1, 1.5**2) + noise(draws, 0.6**2)), reference)
+    row = gap.row(draws)
+    assert row["mae_norm"] == pytest.approx(2)
+    assert row["bias"] == pytest.approx(0.8 / 2, rel=0.05)
+    assert row["sd_batches"] == pytest.approx(1.5 / 2, rel=0.05)
+    assert row["sd_draws"] == pytest.approx(0.6 / 2, rel=0.05)
+    assert row["difference"] == pytest.approx((0.8**2 + 1.5**2 + 0.6**2) ** 0.5 / 2, rel=0.05)
+    one = gradient_gap.Gap()
+    one.add(reference[None], reference)
+    assert one.row(1)["difference"] == 0 and one.row(1)["bias"] is None and one.row(1)["sd_draws"] is None
+
+
+def test_batches_are_the_same_for_every_method(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    models = {r: gradient_gap.variant(settings, weights, r, True, "cpu") for r in (0.0, 0.25, 0.5)}
+    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), models[0.0], settings, 3, 0, "cpu")
+    visible = [
+        batches.token_order(1, model.counts, sampling, draw)[:, : model.counts.num_visible]
+        for model, sampling, draw in itertools.product(models.values(), ("random", "furthest"), (0, 1))
+    ]
+    assert all(torch.equal(visible[0], other) for other in visible)
+    draws = [batches.token_order(1, models[0.5].counts, "random", draw) for draw in (0, 1)]
+    assert not torch.equal(*draws)
+    assert not np.array_equal(visible[0], batches.token_order(0, models[0.5].counts, "random", 0)[:, :16])
+
+
+def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    model = gradient_gap.variant(settings, weights, 0.0, True, "cpu")
+    images = gradient_gap.open_images("folder", photos)
+    batches = gradient_gap.Batches(images, model, settings, 8, 0, "cpu")
+    addresses = [batches.address(b) for b in range(6)]
+    for epoch, batch in ((0, addresses[:3]), (1, addresses[3:])):
+        assert sorted(address for part in batch for address in part) == [(epoch, index) for index in range(24)]
+    labels = [{int(index >= 12) for _, index in part} for part in addresses]  # 12 cats, then 12 dogs
+    assert labels.count({0, 1}) >= 5 and addresses[0] != [(0, index) for _, index in addresses[3]]
+
+
+def test_models_share_all_but_the_convolution(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    first = gradient_gap.variant(settings, weights, 0.0, True, "cpu")
+    second = gradient_gap.variant(settings, weights, 0.5, True, "cpu", shared=first)
+    theirs = dict(first.named_parameters())
+    own = [name for name, p in second.named_parameters() if p is not theirs.get(name)]
+    assert own == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
+
+
+def test_only_the_convolution_is_trained(photos, mae):
+    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    model = gradient_gap.variant(settings, weights, 0.5, True, "cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, settings, 4, 0, "cpu")
+    gradient_gap.train_convolutions([(model, "furthest")], batches, 2, 0)
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
+    assert model.blocks[0].mlp.fc1.weight.requires_grad and not model.pos_embed.requires_grad
+
+
+def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path):
+    run = pretrain(photos, tmp_path / "run", "--throw_ratio", "0.5", "--sampling", "random")
+    out = tmp_path / "gap.png"
+    gradient_gap.main([f"ours={run}", "--images", str(photos), *GAP.split(), "--out", str(out)])
+    rows = gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
+    assert [(r["weights"], r["protocol"], r["method"], r["sampling"], r["throw_ratio"], r["conv_loss"]) for r in rows] == [
+        ("ours", "own", method, "random", 0.5, None) for method in ("plain", "prmim")
+    ]
+    assert out.read_bytes().startswith(b"\x89PNG")
+    before = out.with_suffix(".csv").read_text()
+    gradient_gap.main(["--from_csv", str(out.with_suffix(".csv")), "--out", str(tmp_path / "again.svg")])
+    assert "<svg" in (tmp_path / "again.svg").read_text() and out.with_suffix(".csv").read_text() == before
+
+
+def test_a_run_of_before_a_flag_existed(mae, monkeypatch):
+    def older(path):
+        model, settings = visualize.load_run(path)
+        return model, {name: value for name, value in settings.items() if name not in ("crop", "interpolation")}
+
+    monkeypatch.setattr(gradient_gap, "load_run", older)
+    settings, _ = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    assert (settings["crop"], settings["interpolation"], settings["throw_ratio"]) == ("resized", "bicubic", 0)
+
+
+def test_official_weights(photos, tmp_path, monkeypatch):
+    model = main_pretrain.MODELS["mae_vit_micro_patch4"](throw_ratio=0.0)
+    back = {"decoder.mask_token": "mask_token", "decoder.pos_embed": "decoder_pos_embed"}
+    names = {k: back.get(k, k.replace("decoder.", "decoder_", 1)) for k in model.state_dict()}
+    torch.save({"model": {names[k]: v for k, v in model.state_dict().items()}}, tmp_path / "full.pth")
+    args = gradient_gap.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"])
+    settings, weights = gradient_gap.load(tmp_path / "full.pth", args)
+    assert settings["throw_ratio"] == 0
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "give one or more RUNs and --images"),
+        ("{mae} --images {photos} --batches 0", "--batches must be at least 1, got 0"),
+        ("{mae} --images {photos} --throw_ratios 0.8", "throw_ratio 0.8"),
+        ("{mae} --images {photos}/nowhere", "nowhere"),
+        ("{mae} --images {photos} --csv {photos}/nowhere/gap.csv", "cannot be written: there is no folder"),
+        ("{mae} --images {photos} --model simmim_vit_micro_patch4", "for MAE and MFF, not for simmim_vit_micro_patch4"),
+        ("{mae} --images {photos} --out gap.pdf", "must end in .svg or .png, got 'gap.pdf'"),
+        ("--from_csv {photos}/../table.csv", "is no CSV of this script"),
+    ],
+)
+def test_errors(photos, mae, flags, message, capsys):
+    (photos.parent / "table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit):
+        gradient_gap.main(flags.format(mae=mae, photos=photos).split())
+    assert message in capsys.readouterr().err

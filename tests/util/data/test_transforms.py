@@ -1,0 +1,184 @@
+"""The augmentation of fine-tuning: every operation of timm's policies, over every argument that it can draw."""
+
+import random
+import warnings
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import auto_augment as timm_ops
+from timm.data import create_transform
+
+from recipes import FINETUNE_RECIPES
+from util.data.transforms import FinetuneAugment, augment_ops, posterize
+
+PAPER = "rand-m9-mstd0.5-inc1"
+# Every kind of policy that timm has, with fixed, Gaussian and uniform magnitudes.
+POLICIES = sorted({recipe["aa"] for recipe in FINETUNE_RECIPES.values() if recipe["aa"]})
+POLICIES += ["rand-m9-mstd0.5", "rand-m15-mmax30-mstd101-inc1", "rand-n3-mstd1-inc1-tweights", "rand-m9-inc1-t3a"]
+POLICIES += ["rand-mstd101-inc1-t3aw", "original", "original-mstd0.5", "originalr", "originalr-mstd1"]
+POLICIES += ["v0", "v0-mstd0.5", "v0r", "v0r-mstd0.5", "3a", "3a-mstd1"]
+POLICIES += ["augmix", "augmix-m5-w4-d2", "augmix-m9-mstd0.5", "augmix-m3-b1"]
+
+
+def noise_images(count, side=32):
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8))
+
+
+@pytest.fixture(autouse=True)
+def deprecations_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        warnings.simplefilter("error", PendingDeprecationWarning)
+        warnings.simplefilter("error", FutureWarning)
+        yield
+
+
+@pytest.mark.parametrize("bits", [-8, -1, *range(9)])
+def test_posterize_keeps_the_highest_bits(bits):
+    values = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    img = np.stack([values, 255 - values, values.T], axis=-1)
+    step = 2 ** (8 - max(bits, 0))
+    found = posterize(Image.fromarray(img), bits, fillcolor=(1, 2, 3))
+    assert found.mode == "RGB" and np.array_equal(np.array(found), img.astype(int) // step * step)
+
+
+def ops_inside(value):
+    """All AugmentOps that can be reached from a transform, whatever attributes hold them."""
+    if isinstance(value, timm_ops.AugmentOp):
+        return [value]
+    parts = value if isinstance(value, (list, tuple)) else vars(value).values() if hasattr(value, "__dict__") else []
+    return [op for part in parts for op in ops_inside(part)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_posterize_ops_are_replaced_and_timm_stays_as_it_is(policy):
+    augment = FinetuneAugment(32, seed=0, auto_augment=policy).augment
+    found = ops_inside(augment)
+    assert found and list(map(id, found)) == list(map(id, augment_ops(augment)))
+    assert {op.aug_fn for op in found if op.name.startswith("Posterize")} <= {posterize}
+    assert all(op.aug_fn is timm_ops.NAME_TO_OP[op.name] for op in found if not op.name.startswith("Posterize"))
+    assert timm_ops.posterize is not posterize and posterize not in timm_ops.NAME_TO_OP.values()
+
+
+def arguments(op, magnitude):
+    """All arguments that the op may get at a magnitude: signed ones in both signs."""
+    if op.level_fn is None:
+        return [()]
+    return sorted({op.level_fn(magnitude, op.hparams) for _ in range(20)})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_operation_takes_every_argument(policy):
+    """Magnitudes from 0 to the policy's upper bound in steps of 0.1, in both signs."""
+    img = Image.fromarray(noise_images(1, side=8)[0].permute(1, 2, 0).numpy())
+    ops = {op.name: op for op in augment_ops(FinetuneAugment(8, seed=0, auto_augment=policy).augment)}
+    for name, op in ops.items():
+        drawn = set()
+        for magnitude in np.arange(0, 10 * (op.magnitude_max or 10) + 1) / 10:
+            drawn.update(arguments(op, float(magnitude)))
+        for argument in drawn:
+            changed = op.aug_fn(img, *argument, **op.kwargs)
+            assert (changed.mode, changed.size) == ("RGB", (8, 8)), (name, argument)
+            if name.startswith("Posterize") and argument[0] <= 0:
+                assert not np.array(changed).any()
+
+
+def extremes(op):
+    """Magnitudes that some thousand Gaussian draws must reach; what is above the upper one, 10, is cut to it."""
+    return op.magnitude - 2 * op.magnitude_std, op.magnitude + 2 * op.magnitude_std
+
+
+def record(augment):
+    """Counts what the ops get from now on: {op's name: Counter of arguments}."""
+    drawn = defaultdict(Counter)
+
+    def recording(op, function):
+        def apply(img, *argument, **options):
+            drawn[op.name][argument] += 1
+            return function(img, *argument, **options)
+
+        return apply
+
+    for op in augment_ops(augment):
+        op.aug_fn = recording(op, op.aug_fn)
+    return drawn
+
+
+@pytest.mark.fault(
+    "U1",
+    "fine-tuning with the paper's augmentation draws every operation, 0-bit posterize among them (20,000 images)",
+    "no exception; 0 bits give black",
+)
+def test_the_paper_s_augmentation_draws_everything_it_can(record_property):
+    augment, images, count = FinetuneAugment(32, seed=0, auto_augment=PAPER), noise_images(64), 20_000
+    drawn = record(augment.augment)
+    black = sum(not augment(images[index % 64], 0, index).any() for index in range(count))
+    ops = list(augment_ops(augment.augment))
+    assert drawn.keys() == {op.name for op in ops} and len(ops) == 15
+    for op in ops:
+        low, high = (arguments(op, magnitude) for magnitude in extremes(op))
+        found, ends = sorted(drawn[op.name]), sorted([*low, *high])  # signed operations have two ends below, two above
+        assert found[0] <= ends[0] and found[-1] >= ends[-1], (op.name, found[0], found[-1], ends)
+    zero_bits = drawn["PosterizeIncreasing"][(0,)]
+    assert zero_bits >= 10 and black >= zero_bits / 2  # another op may follow
+    operations = sum(map(Counter.total, drawn.values()))
+    record_property("measured", f"{count:,} images, {operations:,} operations, 0 bits {zero_bits} times")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_augments(policy):
+    augment, images = FinetuneAugment(32, seed=1, auto_augment=policy), noise_images(16)
+    drawn = record(augment.augment)
+    for index in range(500):
+        augmented = augment(images[index % 16], 0, index)
+        assert augmented.shape == (3, 32, 32) and augmented.dtype == torch.uint8
+    if "weights" not in policy and "3aw" not in policy:  # which draw some operations once in thousands of images
+        assert drawn.keys() == {op.name for op in augment_ops(augment.augment) if op.prob > 0}
+
+
+@pytest.mark.parametrize("strength", [0.4, 1.0, 3.0])
+def test_colour_jitter_augments(strength):
+    augment, images = FinetuneAugment(32, seed=1, color_jitter=strength), noise_images(16)
+    assert sum(not torch.equal(augment(img, 0, 0), augment.crop(img, 0, 0)) for img in images) >= 14
+
+
+@pytest.mark.parametrize("policy", [PAPER, "v0r-mstd0.5", "augmix-m5-w4-d2"])
+def test_draws_and_pixels_are_timm_s(policy):
+    """The ops that were replaced draw nothing: pixels are timm's own wherever Pillow takes the number of bits."""
+    augment, images = FinetuneAugment(32, seed=0, auto_augment=policy), noise_images(16)
+    _, reference, _ = create_transform(
+        32, is_training=True, separate=True, auto_augment=policy, color_jitter=None, interpolation="bicubic"
+    )
+    compared = 0
+    for index, img in enumerate(images.repeat(20, 1, 1, 1)):
+        random.seed(index), np.random.seed(index)
+        ours = np.array(augment.augment(Image.fromarray(img.permute(1, 2, 0).numpy())))
+        state = random.getstate(), np.random.get_state()[1].tolist()
+        random.seed(index), np.random.seed(index)
+        try:
+            theirs = np.array(reference(Image.fromarray(img.permute(1, 2, 0).numpy())))
+        except ValueError:  # 0 bits
+            continue
+        assert np.array_equal(ours, theirs) and state == (random.getstate(), np.random.get_state()[1].tolist())
+        compared += 1
+    assert compared > 290
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(auto_augment="rnd"), r"policy 'rnd' \(Unknown AA policy rnd\)"),
+        (dict(auto_augment="rand-m9x"), "policy 'rand-m9x'"),
+        (dict(auto_augment="rand-n20-tweights"), "policy 'rand-n20-tweights'"),  # timm notices with the first image
+        (dict(auto_augment="augmix-a0"), "policy 'augmix-a0'"),
+        (dict(color_jitter=-1.0), "colour jitter of -1.0"),
+        (dict(color_jitter=float("nan")), "colour jitter of nan"),
+        (dict(color_jitter=float("inf")), "colour jitter of inf"),
+    ],
+)
+def test_what_timm_cannot_apply_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=f"timm does not know .*{message}"):
+        FinetuneAugment(32, seed=0, **options)

@@ -1,0 +1,160 @@
+"""The parser's errors, which flags a command line sets, how programs end, and files that are replaced in one step."""
+
+import argparse
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from util.run.cli import Parser, flags_given, parse_with_recipe, replaced_file, user_errors, why_not_writable
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def make_parser():
+    parser = Parser("main_x.py")
+    parser.add_argument("run", nargs="?", default="here")
+    parser.add_argument("rest", nargs="*", default=["a"])
+    parser.add_argument("--recipe")
+    parser.add_argument("--output_dir", default="output/x")
+    parser.add_argument("--lr", "--learning_rate", type=float, dest="rate")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--size", type=int, nargs="+", default=[32])
+    parser.add_argument("--tag", action="append", default=["none"])
+    parser.add_argument("-v", action="count", default=0)
+    parser.set_defaults(rate=0.5, hidden="value")
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", set()),
+        ("there b c", set()),
+        ("--output_dir here", {"output_dir"}),
+        ("--output_dir=here", {"output_dir"}),
+        ("--out here", {"output_dir"}),
+        ("--out=here --ep=3", {"output_dir", "epochs"}),  # a value that is the default was given all the same
+        ("--lr 1", {"rate"}),
+        ("--learning=1", {"rate"}),
+        ("--no-compile", {"compile"}),
+        ("--size 8 16 --tag a --tag b -vv", {"size", "tag", "v"}),
+        ("--recipe fast", {"recipe"}),
+    ],
+)
+def test_flags_that_a_command_line_sets(argv, expected):
+    assert flags_given(make_parser(), argv.split()) == expected
+
+
+def test_asking_for_the_flags_leaves_the_parser_as_it_is():
+    parser = make_parser()
+    before = parser.parse_args([])
+    flags_given(parser, ["--epochs", "9", "--tag", "b"])
+    assert parser.parse_args([]) == before
+    assert before.epochs == 3 and before.tag == ["none"] and before.hidden == "value"
+
+
+def test_a_recipe_s_values_are_not_given():
+    parser = make_parser()
+    args = parse_with_recipe(parser, {"fast": {"epochs": 1}}, ["--recipe", "fast", "--lr", "1"])
+    assert args.epochs == 1 and flags_given(parser, ["--recipe", "fast", "--lr", "1"]) == {"recipe", "rate"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("first line\n    second line\n\nthird"), "first line second line third"),
+        (FileNotFoundError(2, "No such file or directory", "/no/where"), "'/no/where': No such file or directory"),
+        (OSError("the disk is gone"), "the disk is gone"),
+    ],
+)
+def test_errors_of_users_are_one_paragraph(capsys, error, message):
+    with pytest.raises(SystemExit) as stop, user_errors(Parser("x.py")):
+        raise error
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"x.py: error: {message}\n(`x.py --help` lists every flag)\n"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), KeyError("a bug"), KeyboardInterrupt()])
+def test_other_errors_pass(error):
+    with pytest.raises(type(error)), user_errors(Parser("x.py")):
+        raise error
+
+
+def run_main(body, **options):
+    """A program whose main has this body, in a process of its own; -> the process, once it has ended."""
+    lines = ["import os, signal, sys, time", "from util.run.cli import run_program", "def main():", f"    {body}"]
+    code = "\n".join([*lines, "run_program(main, 'x.py')"])
+    options = {"capture_output": True, **options}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=60, **options)
+
+
+def test_ctrl_c_ends_a_program_with_one_line_and_by_the_signal():
+    done = run_main("print('so far'); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "so far\n", "x.py: interrupted\n")
+
+
+def test_ctrl_c_stops_a_loop_of_a_shell():
+    """As on a terminal, the shell gets SIGINT, too. It would go on after a program that ends with exit code 130."""
+    code = "from util.run.cli import run_program\nimport os, signal, time\ndef main():\n"
+    code += "    os.killpg(0, signal.SIGINT); time.sleep(60)\nrun_program(main, 'x.py')"
+    command = ["bash", "-c", 'for i in 1 2 3; do echo $i; "$0" -c "$1"; done', sys.executable, code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "1\n", "x.py: interrupted\n")
+
+
+def test_a_closed_pipe_ends_a_program_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    for body in ("print('x')", "[print('x' * 80) for _ in range(5000)]", "print('x'); sys.exit(0)"):
+        done = run_main(body, capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+    os.close(writer)
+
+
+def test_a_broken_pipe_to_something_else_is_an_error():
+    done = run_main("raise BrokenPipeError(32, 'a worker has gone')")
+    assert done.returncode == 1 and "a worker has gone" in done.stderr
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("False", 75), ("None", 0), ("True", 0), ("sys.exit(3)", 3)])
+def test_exit_codes(outcome, code):
+    done = run_main(f"return {outcome}")
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_text("older")
+    with replaced_file(path) as temporary:
+        temporary.write_text("newer")
+        assert path.read_text() == "older" and temporary.parent == tmp_path and temporary.suffix == ".png"
+    assert path.read_text() == "newer" and os.listdir(tmp_path) == ["picture.png"]
+    with pytest.raises(KeyboardInterrupt), replaced_file(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "newer" and os.listdir(tmp_path) == ["picture.png"]
+
+
+def test_links_and_devices_are_not_replaced_themselves(tmp_path):
+    link, target = tmp_path / "link.png", tmp_path / "target.png"
+    target.write_text("older")
+    link.symlink_to(target)
+    with replaced_file(link) as temporary:
+        temporary.write_text("newer")
+    assert link.is_symlink() and target.read_text() == "newer"
+    os.mkfifo(tmp_path / "pipe")
+    with replaced_file(tmp_path / "pipe") as path:
+        assert path == tmp_path / "pipe"
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+
+
+def test_why_a_path_cannot_be_written(tmp_path):
+    assert why_not_writable(tmp_path / "new.csv") is None
+    assert why_not_writable(tmp_path) == "it is a folder"
+    assert why_not_writable(tmp_path / "no" / "new.csv") == f"there is no folder {str(tmp_path / 'no')!r}"

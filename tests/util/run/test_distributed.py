@@ -1,0 +1,53 @@
+import pytest
+
+from util.run import distributed
+from util.run.distributed import slurm_environment
+
+JOB = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "9", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
+JOB |= {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A make-believe one, first on PATH."""
+    script = tmp_path / "scontrol"
+    script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames gpu[07-09]" ] || exit 1\nprintf "gpu07\\ngpu08\\ngpu09\\n"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def test_a_task_of_srun_finds_the_others(scontrol):
+    assert slurm_environment(JOB) == {
+        "RANK": "6",
+        "WORLD_SIZE": "9",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": str(20_000 + 1234567 % 20_000),
+    }
+    assert slurm_environment(JOB | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"})["LOCAL_WORLD_SIZE"] == "1"
+
+
+def test_what_is_no_task_of_srun_among_others(scontrol):
+    batch_script = {name: value for name, value in JOB.items() if name != "SLURM_STEP_ID"}
+    assert slurm_environment(batch_script) == {} == slurm_environment({})
+    assert slurm_environment(JOB | {"RANK": "0"}) == {}  # torchrun, one a node
+    assert slurm_environment(JOB | {"SLURM_NTASKS": "1"}) == {}  # an interactive shell
+
+
+@pytest.mark.parametrize(
+    "changes", [{"SLURM_JOB_NODELIST": "cpu[1-2]"}, {"SLURM_STEP_TASKS_PER_NODE": "4"}, {"SLURM_STEP_TASKS_PER_NODE": "?"}]
+)
+def test_half_an_environment_is_said(scontrol, changes):
+    with pytest.raises(ValueError, match="one of 9 tasks of srun, but where the others are is not clear"):
+        slurm_environment(JOB | changes)
+    lacking = {name: value for name, value in JOB.items() if name not in ("SLURM_LOCALID", *changes)}
+    with pytest.raises(ValueError, match="start with submitit_launch.py or torchrun"):
+        slurm_environment(lacking | changes)
+
+
+def test_the_environment_is_asked_when_a_run_starts(scontrol, monkeypatch):
+    for name, value in (JOB | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "?"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="one of 2 tasks of srun"):
+        distributed.init_process("cpu")

@@ -1,0 +1,65 @@
+import pytest
+
+from util.run.resume_rules import MACHINE_FLAGS, PROCESS_FLAGS, SPLIT_FLAGS, find_changes, find_notes
+
+SETTINGS = {"lr": 1.0, "batch_size": 8, "accum_iter": 1, "compile": False, "device": "cpu", "data_path": "a", "num_workers": 2}
+META = {"settings": SETTINGS, "num_images": 24, "data": "0123456789", "world_size": 1, "code": "files 1"}
+
+
+def other(**changes):
+    settings = {name: value for name, value in changes.items() if name in SETTINGS or name == "new_flag"}
+    return META | {"settings": SETTINGS | settings} | {k: v for k, v in changes.items() if k not in settings}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"lr": 2.0}, ["--lr was 1.0 and now is 2.0"]),
+        ({"new_flag": 1}, []),  # the program did not have it yet
+        ({"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}, []),
+        ({"data": "9876543210"}, ["the data had 24 images (names and labels 01234567) and now has 24 images"]),
+        ({"num_images": 23}, ["the data had 24 images (names and labels 01234567) and now has 23 images"]),
+        ({"teacher": "other"}, ["the teacher's weights differ from those so far"]),
+    ],
+)
+def test_changes_of_results_are_found(changes, said):
+    found = find_changes(META, other(**changes), MACHINE_FLAGS)
+    assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said, strict=True))
+
+
+def test_validation_data_counts_where_both_have_it():
+    now = META | {"num_val_images": 5, "val_data": "x"}
+    assert find_changes(META, now, MACHINE_FLAGS) == []  # a checkpoint of an older version
+    assert "validation data had 5 images" in find_changes(now, now | {"val_data": "y"}, MACHINE_FLAGS)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropout", "said"),
+    [
+        ({}, True, None),
+        (
+            {"batch_size": 4, "accum_iter": 2},
+            False,
+            "split otherwise (accum_iter was 1 and now is 2, batch_size was 8 and now is 4)",
+        ),
+        ({"world_size": 2}, False, "world_size was 1 and now is 2"),
+        ({"compile": True}, False, "results agree to rounding, not to the last bit"),
+        ({"compile": True}, True, "so drop path differs"),
+        ({"device": "cuda"}, True, "--device was cpu and now is cuda"),
+        ({"code": "files 2"}, False, "files 1 then, files 2 now"),
+        ({"num_workers": 5}, True, None),
+    ],
+)
+def test_what_may_change_is_told(changes, dropout, said):
+    notes = find_notes(META, other(**changes), MACHINE_FLAGS, dropout)
+    assert len(notes) == (said is not None) and (said is None or said in notes[0])
+
+
+def test_every_named_flag_exists():
+    """A renamed flag must not silently fall out of the rules."""
+    import main_finetune
+    import main_pretrain
+
+    flags = [{action.dest for action in main.get_args_parser()._actions} for main in (main_pretrain, main_finetune)]
+    assert MACHINE_FLAGS | PROCESS_FLAGS | set(SPLIT_FLAGS) <= flags[0] | flags[1]

@@ -1,0 +1,221 @@
+from functools import partial
+
+import pytest
+import torch
+from timm.optim import param_groups_weight_decay
+from torch.nn.parallel import DistributedDataParallel
+
+from engine_finetune import FinetuneEngine
+from engine_pretrain import PretrainEngine
+from models_relative_vit import RelativeBlock
+from models_swin import SwinBlock, swin_micro_patch4_window4
+from models_vit import Block, vit_micro_patch4
+from tests import test_main_finetune, test_main_pretrain
+from tests.test_engine_pretrain import SilentLog
+from tests.test_framework_contract import CLASSES, build
+from tests.test_main_finetune import labelled, pretrained  # noqa: F401
+from tests.test_main_pretrain import assert_same_state, reports, run, torchrun
+from tests.two_processes import run_in_two_processes
+from util.data.transforms import Normalize
+from util.run import shard
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.train_engine import PRECISIONS, precision
+
+CPU = torch.device("cpu")
+CLASSIFIERS = {"ViT": vit_micro_patch4, "Swin": swin_micro_patch4_window4}
+
+
+def make(name):
+    torch.manual_seed(0)
+    if name in CLASSIFIERS:
+        return CLASSIFIERS[name](num_classes=5, drop_path_rate=0.3)
+    return build(name)
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *CLASSIFIERS])
+def test_every_block_of_encoder_and_decoders_is_a_group(name):
+    model = make(name)
+    assert set(shard.blocks_of(model)) == {m for m in model.modules() if isinstance(m, (Block, RelativeBlock, SwinBlock))}
+
+
+def an_engine(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False):
+    model = make(name)
+    _, autocast, scaler = precision(precision_name, CPU)
+    # What is zero but for rounding, like the gradient of a key's bias, must not become a step: hence eps.
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), lr=1e-3, eps=1e-3, fused=True)
+    if sharded:
+        shard.shard(model, optimizer, CPU, PRECISIONS[precision_name], compiled)
+    wrapped = model if sharded else DistributedDataParallel(model, gradient_as_bucket_view=True)
+    engine_class = FinetuneEngine if name in CLASSIFIERS else PretrainEngine
+    engine = engine_class(
+        model=wrapped,
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=autocast,
+        normalize=Normalize(),
+        learning_rate=lambda step, lr_scale=1.0: 1e-3,
+        accum_iter=accum_iter,
+        images_per_step=8,
+        steps_per_epoch=10,
+        last_step=10,
+        log=SilentLog(),
+        print_freq=1,
+        clip_grad=clip_grad,
+    )
+    return engine, model, optimizer
+
+
+def batches_of(name, model, rank, num, size=2):
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(num):
+        imgs = torch.randint(0, 256, (size, 3, *model.img_size), dtype=torch.uint8, generator=generator)
+        if name in CLASSIFIERS:
+            yield imgs, torch.randint(0, 5, (size,), generator=generator)
+        else:
+            _, labels, *orders = model.collator("furthest", 0)([(torch.zeros(1), 0, (rank, size * i + j)) for j in range(size)])
+            yield imgs, labels, *orders
+
+
+def _trained(rank, name, sharded, steps=2, spoil=(), **options):
+    """-> (losses, gradient norms, whole weights, whole states of the optimizer, its own share of weights and of moments)."""
+    engine, model, optimizer = an_engine(name, sharded, **options)
+    count, exact = iter(range(100)), engine.losses_of
+
+    def spoiled(*args):
+        return {k: v * float("nan") if next(count) in spoil and rank == 1 else v for k, v in exact(*args).items()}
+
+    engine.losses_of = spoiled if spoil else exact
+    engine.train_one_epoch(0, range(steps), batches_of(name, model, rank, 2 * steps), lambda step: None)
+    logged = [(r["loss"], r["grad_norm"]) for r in engine.log.reports]
+    weights, states = (shard.gather(part.state_dict(), keep=True) for part in (model, optimizer))
+    parameters = sum(p.to_local().numel() if sharded else p.numel() for p in model.parameters())
+    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    return logged, weights, states, parameters, sum(m.to_local().numel() if sharded else m.numel() for m in moments)
+
+
+def _difference(rank, name, **options):
+    """DDP's run less the sharded one: {what: largest difference}, relative but for the weights, which move by about 1e-3."""
+    ddp, ours = (_trained(rank, name, sharded, **options) for sharded in (False, True))
+    pairs = list(zip(ours[0], ddp[0], strict=True))
+    assert ours[1].keys() == ddp[1].keys() and ours[2]["param_groups"] == ddp[2]["param_groups"]
+    assert ours[2]["state"].keys() == ddp[2]["state"].keys()
+    for name, value in ddp[1].items():
+        assert ours[1][name].stride() == value.stride() and type(ours[1][name]) is torch.Tensor
+    states = [(ours[2]["state"][i][k], v) for i, state in ddp[2]["state"].items() for k, v in state.items()]
+    return {
+        "logged": max(abs(a - b) / b for pair in pairs if None not in pair[1] for a, b in zip(*pair, strict=True)),
+        "skipped": [None in theirs for _, theirs in pairs] == [None in own for own, _ in pairs],
+        "weights": max(float((ours[1][k] - v).abs().max()) for k, v in ddp[1].items()),
+        "moments": max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in states),
+        "parameters": ours[3] / ddp[3],
+        "states": ours[4] / ddp[4],
+    }
+
+
+def _frameworks(rank):
+    options = dict.fromkeys(CLASSES, {}) | {"MaskedAutoencoderViT": dict(clip_grad=0.1)}
+    return {name: _difference(rank, name, **o) for name, o in options.items()}
+
+
+def _cases(rank):
+    torch.compile = partial(torch.compile, backend="aot_eager")  # the kernels of the default backend need a compiler
+    mae = "MaskedAutoencoderViT"
+    return {
+        "ViT": _difference(rank, "ViT", clip_grad=0.1, accum_iter=1),
+        "Swin": _difference(rank, "Swin"),
+        "compiled": _difference(rank, "ViT", compiled=True),
+        "spoiled": _difference(rank, mae, steps=3, spoil={3}),
+        **{name: _difference(rank, mae, precision_name=name) for name in ("bf16", "fp16")},
+    }
+
+
+@pytest.mark.parametrize("cases", [_frameworks, _cases])
+def test_a_sharded_step_is_ddp_s(cases):
+    """With accumulation, clipping, drop path; compiled by blocks; what one process finds to be NaN is skipped by both."""
+    for found in run_in_two_processes(cases):
+        for name, difference in found.items():
+            assert difference["skipped"], name
+            # A block's hooks change the order in which gradients of what many modules read are summed.
+            assert difference["logged"] < 1e-4 and difference["weights"] < 1e-6 and difference["moments"] < 1e-4, (name, difference)
+            # One row cannot be split: class and mask token, and a position table, are the first process's.
+            assert difference["parameters"] < 0.55 and difference["states"] < 0.51, (name, difference)
+
+
+def _overflows(rank):
+    """Infinite in the share of one process alone."""
+    engine, _, _ = an_engine("MaskedAutoencoderViT", True)
+    before = [p.to_local().clone() for p in engine.parameters]
+    for p in engine.parameters:
+        p.grad = torch.zeros_like(p)
+    if rank == 1:
+        engine.parameters[-1].grad.to_local().view(-1)[0] = float("inf")
+    norm = engine.update_weights()
+    same = all(torch.equal(p.to_local(), b) for p, b in zip(engine.parameters, before, strict=True))
+    for p in engine.parameters:
+        p.grad = torch.ones_like(p)
+    ones = shard.total_norm([p.grad for p in engine.parameters]) ** 2
+    return {"norm": float(norm), "same": same, "ones": float(ones) / sum(p.numel() for p in engine.parameters)}
+
+
+def test_what_one_process_finds_infinite_all_skip():
+    for found in run_in_two_processes(_overflows):
+        assert found["norm"] == float("inf") and found["same"] and found["ones"] == pytest.approx(1)
+
+
+def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(photos, tmp_path, capsys):
+    """Two sharded, then one alone, then two sharded again; and pictures, which need both."""
+    whole = run(photos, tmp_path / "whole", "--clip_grad", 1)
+    flags = ["--clip_grad", 1, "--batch_size", 2, "--accum_iter", 2, "--shard"]
+    first = torchrun(photos, tmp_path / "parts", *flags, "--max_steps", 2)
+    assert first.returncode == 0, first.stderr[-3000:]
+    run(photos, tmp_path / "parts", "--clip_grad", 1, "--max_steps", 4)
+    assert "warning" not in capsys.readouterr().out
+    last = torchrun(photos, tmp_path / "parts", *flags)
+    assert last.returncode == 0 and "at step 4" in last.stdout and "warning" not in last.stdout, last.stderr[-3000:]
+    parts = read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])
+    torch.testing.assert_close(parts["model"], dict(whole["model"]), rtol=1e-3, atol=1e-5)
+    assert parts["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
+    losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("parts", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, tmp_path):  # noqa: F811
+    """Seven images in batches of three: one process evaluates two batches, the other one."""
+    flags = [*test_main_finetune.PLAIN, "--finetune", pretrained, "--epochs", 1]
+    command = test_main_finetune.command(labelled, tmp_path / "two", *flags, "--batch_size", 3, "--shard")
+    done = test_main_finetune.torchrun(*command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    test_main_finetune.run(labelled, tmp_path / "one", *flags, "--batch_size", 6)
+    ours, theirs = ([r.get("val_loss", r.get("loss")) for r in reports(tmp_path / name)] for name in ("two", "one"))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    last = test_main_finetune.evaluate(labelled, tmp_path / "two" / "checkpoint-best.pth")
+    assert last["loss"] == pytest.approx(ours[-1], rel=1e-5)
+
+
+def test_one_process_without_torchrun_is_told_so(photos, tmp_path, capsys):
+    message = test_main_pretrain.fails(capsys, photos, tmp_path / "out", "--shard")
+    assert "--shard needs several processes: start with torchrun" in message
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The environment of torchrun's only process."""
+    environment = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=test_main_pretrain.free_port())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_group_of_one_is_the_plain_run(photos, tmp_path, alone):
+    plain, sharded = (run(photos, tmp_path / flag, "--max_steps", 3, flag) for flag in ("--no-shard", "--shard"))
+    assert_same_state(sharded, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision_name", ["fp32", "bf16", "fp16"])
+def test_a_sharded_run_on_the_gpu(photos, tmp_path, alone, precision_name):
+    flags = ["--device", "cuda", "--precision", precision_name, "--lr", 1e-3]
+    plain, sharded = (run(photos, tmp_path / flag, *flags, flag) for flag in ("--no-shard", "--shard"))
+    assert sharded["meta"]["step"] == plain["meta"]["step"] == 6
+    flags = ("--no-shard", "--shard")
+    losses = [[r["epoch_loss"] for r in reports(tmp_path / flag) if "epoch_loss" in r] for flag in flags]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision_name == "fp32" else 3e-2)

@@ -1,0 +1,150 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.two_processes import run_in_two_processes
+from util.run import signals
+from util.run.signals import SIGNALS, StopSignal
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def terminal():
+    """HUP as in a terminal, also where the tests themselves run under nohup. Programs inherit it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.usefixtures("terminal")
+def test_a_signal_is_noted_and_the_old_handlers_come_back(number):
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    stop = StopSignal(torch.device("cpu"))
+    assert not stop.agreed()
+    os.kill(os.getpid(), number)
+    assert stop.agreed() and stop.name == signal.Signals(number).name
+    os.kill(os.getpid(), number)  # SLURM's second one
+    assert stop.agreed()
+    stop.close()
+    assert {n: signal.getsignal(n) for n in SIGNALS} == before
+
+
+def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system(monkeypatch):
+    """submitit's handler of USR2 requeues the job; the default action of USR1 kills the process."""
+    requeued = []
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGUSR2, lambda number, frame: requeued.append(number))
+    try:
+        StopSignal(torch.device("cpu")).finish()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+        assert not requeued
+        assert all(signal.getsignal(n) == signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_late_second_signal_means_what_it_meant(monkeypatch):
+    """Here an exception, which stands for the default action."""
+    taken = []
+    monkeypatch.setattr(signals.os, "kill", lambda pid, number: taken.append((pid, number)))
+    stop = StopSignal(torch.device("cpu"))
+    try:
+        stop._take_note(signal.SIGTERM, None)
+        stop._take_note(signal.SIGTERM, None)
+        assert not taken
+        stop.since -= 2 * signals.PATIENCE
+        stop._take_note(signal.SIGTERM, None)
+        assert taken == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        stop.close()
+
+
+PROGRAM = """
+import multiprocessing, time
+from util.data.datasets import batches
+
+def child(file):
+    time.sleep(2)
+    open(file, "w").close()
+
+if __name__ == "__main__":
+    own = multiprocessing.get_context("fork").Process(target=child, args=({file!r},), daemon={daemon})
+    own.start()
+    stream = batches(range(1000), [[i] for i in range(1000)], list, num_workers=2, pin_memory=False)
+    print(next(stream), flush=True)
+    raise SystemExit(2)
+"""
+
+
+def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_path):
+    """An iterator that is still referred to at the end leaves its workers to multiprocessing, whose TERM they ignore."""
+    program = PROGRAM.format(file=str(tmp_path / "lived"), daemon=False)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "[0]\n", "")
+    assert (tmp_path / "lived").exists()  # a child of the user's own is waited for
+
+
+HUP = """
+import os, signal, time
+import torch
+from util.run.signals import StopSignal
+
+stop = StopSignal(torch.device("cpu"))
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(0.1)
+print(stop.agreed(), stop.name)
+"""
+
+
+@pytest.mark.parametrize(("prefix", "said"), [([], "True SIGHUP\n"), (["nohup"], "False None\n")])
+@pytest.mark.usefixtures("terminal")
+def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
+    ended = subprocess.run(
+        [*prefix, sys.executable, "-c", HUP], cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    assert ended.stdout == said, ended.stderr
+
+
+def _stops(rank):
+    stop, steps = StopSignal(torch.device("cpu")), 0
+    for step in range(50):
+        time.sleep(0.01 * rank)  # out of step
+        if rank == 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        steps += 1
+        if stop.agreed():
+            break
+    stop.close()
+    dist.barrier()
+    return {"steps": steps, "name": stop.name}
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step():
+    first, second = run_in_two_processes(_stops)
+    assert first["steps"] == second["steps"] == 9  # noted in the eighth, known to all one step later
+    assert (first["name"], second["name"]) == (None, "SIGUSR2")
+
+
+@pytest.mark.gpu
+def test_processes_on_gpus_compare_notes_on_a_stream_of_their_own(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    stop = StopSignal(torch.device("cuda", 0))
+    try:
+        assert not stop.agreed()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert [stop.agreed(), stop.agreed()] == [False, True]  # a step later
+    finally:
+        stop.close()
+        dist.destroy_process_group()
