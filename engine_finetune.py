@@ -1,71 +1,233 @@
-"""One epoch of fine-tuning or probing, and evaluation. Knows images, labels and logits, but no model."""
+"""The training loop of fine-tuning and linear probing, and evaluation. It knows batches and logits, but no model."""
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
-from util.run.distributed import all_reduce_sum
-from util.run.train_engine import TrainEngine
+from util.data.datasets import AddressedDataset, batches, every_image_once, stack
+from util.data.transforms import Normalize, ResizeCenterCrop
+from util.run import checkpoint, distributed, shard
+from util.run.loop import TrainLoop
+from util.run.run_folder import write_json
+from util.run.saving import CheckpointSaver
+from util.run.watchdog import BETWEEN
+
+Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, 3, H, W], labels int64 [B])
 
 
-@dataclass
-class FinetuneEngine(TrainEngine):
-    """model(imgs) -> logits [B, num_classes]; the batches are (imgs uint8, labels).
+@dataclass(frozen=True)
+class BatchAugmentation:
+    """What is drawn per batch on the device, in timm's order: random erasing, then mixup or cutmix.
 
-    erase(imgs) -> imgs and mixup(imgs, labels) -> (imgs, soft targets) act on the normalised batch, as in timm; either may
-    be None. label_smoothing applies where mixup, which smooths its own targets, does not.
+    erase(imgs) -> imgs and mixup(imgs, labels) -> (imgs, soft targets) act on normalised images; either may be None.
+    label_smoothing applies only without mixup, which smooths its own targets.
     """
 
-    erase: Callable | None = None
-    mixup: Callable | None = None
+    erase: Callable[[torch.Tensor], torch.Tensor] | None = None
+    mixup: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     label_smoothing: float = 0.0
 
-    def losses_of(self, batch, step, micro):
-        imgs, labels = (t.to(self.device, non_blocking=True) for t in batch)
-        self.reseed(step, micro)
-        imgs, targets, smoothing = self.normalize(imgs), labels, self.label_smoothing
-        if self.erase:
+    def __call__(self, imgs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Returns (imgs, targets, label smoothing to apply to them)."""
+        if self.erase is not None:
             imgs = self.erase(imgs)
-        if self.mixup:
-            (imgs, targets), smoothing = self.mixup(imgs, labels), 0.0
-        return {"cross_entropy": F.cross_entropy(self.model(imgs).float(), targets, label_smoothing=smoothing)}
+        if self.mixup is None:
+            return imgs, labels, self.label_smoothing
+        imgs, targets = self.mixup(imgs, labels)
+        return imgs, targets, 0.0
+
+
+def train_one_epoch(
+    model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop, augment: BatchAugmentation
+) -> bool:
+    """Makes the optimizer steps `steps`, which belong to one epoch. Returns whether a signal stopped it early.
+
+    model: `model(imgs) -> logits [B, num_classes]`.
+    batches: iterator over micro-batches, `loop.accum_iter` per step, that stands at `steps.start`.
+    steps: numbers of optimizer steps, counted from 0 over the whole run.
+    """
+    model.train()
+    for step in steps:
+        loop.begin_step(step)
+        for micro in range(loop.accum_iter):
+            imgs, labels = loop.next_batch(batches, micro)
+            imgs, targets, smoothing = augment(loop.normalize(imgs), labels)
+            with loop.no_sync_before_last(model, micro):
+                with loop.autocast():
+                    loss = F.cross_entropy(model(imgs).float(), targets, label_smoothing=smoothing)
+                del imgs, labels, targets  # frees their memory for the backward pass
+                loop.scaled_loss({"cross_entropy": loss}, micro).backward()
+        grad_norm = loop.update_weights()
+        loop.end_step(grad_norm)  # logs every `print_freq` steps
+        if loop.should_stop():
+            return True
+    return False
 
 
 @torch.no_grad()
-def evaluate(model, batches, num_images, normalize, autocast, columns=None):
-    """Scores `num_images` images, each once; -> {"top1", "top5", "loss", "num_images"}, in percent, over all processes.
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    num_images: int,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    columns: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """Returns {"top1", "top5", "loss", "num_images"} of `num_images` images over all ranks. Accuracies are in percent.
 
-    batches: this process's share of (imgs uint8, labels). columns: the logits to choose among, where the labels are
-    positions in that list; `top1_unrestricted` then counts the choice among all logits. RuntimeError if the images
-    counted are not `num_images`, FloatingPointError if the logits are not finite.
+    batches: this rank's share of the images. columns: the logits to choose from. Labels are then positions in that
+    list, and `top1_unrestricted` counts the choice among all logits. RuntimeError if the number of images seen is not
+    `num_images`. FloatingPointError if the logits are not finite.
     """
     device = normalize.mean.device
     sums, own_count, was_training = torch.zeros(5, dtype=torch.float64, device=device), 0, model.training
-    columns = None if columns is None else torch.as_tensor(columns, device=device)
+    ids = None if columns is None else torch.as_tensor(columns, device=device)
     model.eval()
     for imgs, labels in batches:
         imgs, labels = imgs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with autocast():
             logits = model(normalize(imgs)).float()
-        chosen = logits if columns is None else logits[:, columns]
+        chosen = logits if ids is None else logits[:, ids]
         top5 = chosen.topk(min(5, chosen.shape[1])).indices
         counts = [
             (chosen.argmax(dim=1) == labels).sum(),
             (top5 == labels[:, None]).sum(),
-            (logits.argmax(dim=1) == (labels if columns is None else columns[labels])).sum(),
+            (logits.argmax(dim=1) == (labels if ids is None else ids[labels])).sum(),
             F.cross_entropy(chosen, labels, reduction="sum"),
         ]
         sums[:4] += torch.stack([c.double() for c in counts])
         own_count += len(labels)
     model.train(was_training)
     sums[4] = own_count
-    top1, top5, unrestricted, loss, count = all_reduce_sum(sums).tolist()
+    top1, top5, unrestricted, loss, count = distributed.all_reduce_sum(sums).tolist()
     if count != num_images:
-        raise RuntimeError(f"{count:.0f} images were scored instead of {num_images}")
+        raise RuntimeError(f"{count:.0f} images were evaluated instead of {num_images}")
     if not math.isfinite(loss):
-        raise FloatingPointError(f"the logits are not finite (loss {loss}): try --precision fp32, and check --mean and --std")
+        raise FloatingPointError(
+            f"the logits are not finite (loss {loss}): try --precision fp32, and check --mean and --std"
+        )
     result = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "num_images": num_images}
-    return result if columns is None else result | {"top1_unrestricted": 100 * unrestricted / count}
+    return result if ids is None else result | {"top1_unrestricted": 100 * unrestricted / count}
+
+
+def evaluate_images(
+    model: nn.Module,
+    images: Any,
+    transform: ResizeCenterCrop,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    batch_size: int,
+    num_workers: int,
+    columns: Sequence[int] | None = None,
+    on_batch: Callable[[], None] | None = None,
+) -> dict[str, float]:
+    """Calls `evaluate` on all of `images`, which the ranks share. `on_batch` is called before each batch."""
+    rank, world_size = distributed.rank_and_world_size()
+    device = normalize.mean.device
+    addresses = every_image_once(len(images), batch_size, rank, world_size)
+    stored = 3 * transform.size[0] * transform.size[1] * batch_size
+    dataset = AddressedDataset(images, transform)
+    loaded = batches(dataset, addresses, stack, num_workers, device.type == "cuda", batch_bytes=stored)
+    bar = tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=rank != 0 or not sys.stderr.isatty())
+
+    def stream() -> Iterator[Any]:
+        for batch in bar:
+            if on_batch is not None:
+                on_batch()
+            yield batch
+
+    shown = stream()
+    if shard.is_sharded(model):
+        most = len(every_image_once(len(images), batch_size, 0, world_size))  # rank 0 has the most
+        blank = torch.zeros(1, 3, *model.img_size, device=device)
+        shown = shard.pad_forward_passes(shown, most, model, blank, autocast)
+    return evaluate(model, shown, len(images), normalize, autocast, columns)
+
+
+@dataclass
+class Evaluator:
+    """Evaluates a run on val/, logs it, keeps the best weights, and writes results.json."""
+
+    images: Any
+    transform: ResizeCenterCrop
+    model: nn.Module
+    loop: TrainLoop
+    saver: CheckpointSaver
+    batch_size: int
+    num_workers: int
+    eval_every: int
+    epochs: int
+
+    def is_due(self) -> bool:
+        """Whether the current step ends an epoch that is to be evaluated."""
+        epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
+        return self.loop.step > 0 and not rest and (epoch % self.eval_every == 0 or epoch == self.epochs)
+
+    def is_done(self) -> bool:
+        """Whether the log holds the evaluation of the current step. All ranks must call it."""
+        return distributed.run_on_rank0(lambda: any(r["step"] == self.loop.step for r in self.evaluations()))
+
+    def run(self) -> None:
+        """Evaluates after an epoch. All ranks must call it."""
+        loop, saver, record = self.loop, self.saver, self.saver.record
+        distributed.broadcast_buffers(self.model)
+
+        def alive() -> None:
+            if loop.watchdog is not None:
+                loop.watchdog.reached(loop.step - 1, BETWEEN)
+
+        sizes = self.batch_size, self.num_workers
+        result = evaluate_images(
+            self.model, self.images, self.transform, loop.normalize, loop.autocast, *sizes, on_batch=alive
+        )
+        # All ranks must know, because gathering takes all of them.
+        is_best = distributed.run_on_rank0(lambda: result["top1"] > self.best_before())
+        weights = saver.gather(self.model) if is_best else None
+        if not record.process.is_main:
+            return
+        # The log comes last: an evaluation that is not in the log is repeated after a kill.
+        if is_best:
+            saver.write("best", {"model": weights}, {**record.meta(loop.step), "val": result}, required=False)
+        scalars = {"epoch": loop.step // loop.steps_per_epoch - 1, **{f"val_{name}": v for name, v in result.items()}}
+        line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
+        loop.log.report(loop.step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
+        try:
+            self.write_results()
+        except OSError as error:  # it is written again at the end
+            loop.log.info(f"warning: results.json could not be written ({error}); training goes on")
+
+    def best_before(self) -> float:
+        """Returns top-1 of the best checkpoint so far, of an earlier step than the current one, or -1."""
+        meta = checkpoint.read_record(self.saver.output_dir / "checkpoint-best.pth")
+        return meta["val"]["top1"] if meta and meta["step"] < self.loop.step else -1.0
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Returns the reports of all evaluations so far, on rank 0."""
+        return [report for report in self.loop.log.history() if "val_top1" in report]
+
+    def results(self) -> dict[str, Any]:
+        """Returns the content of results.json: the last and the best evaluation, encoder and code."""
+        reports = {report["step"]: report for report in self.evaluations()}
+        if not reports:
+            return {}
+        evaluations, record = list(reports.values()), self.saver.record
+        best = max(evaluations, key=lambda report: report["val_top1"])
+        return {
+            "last": evaluations[-1],
+            "best": best,
+            "encoder": record.extra["encoder"],
+            "code": record.origin["code"],
+        }
+
+    def write_results(self) -> None:
+        """Writes results.json."""
+        if self.saver.record.process.is_main:
+            write_json(self.saver.output_dir / "results.json", self.results())

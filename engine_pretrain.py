@@ -1,13 +1,41 @@
-"""One epoch of pre-training. Knows batches, losses and steps, but no framework and no model."""
+"""The training loop of pre-training. It knows batches, losses and steps, but no framework."""
 
-from util.run.train_engine import TrainEngine
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from util.run.loop import TrainLoop
 
 
-class PretrainEngine(TrainEngine):
-    """model(imgs, ids_shuffle, *plans) -> dict of scalar losses; the batches are `MaskCollator`'s."""
+def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]], steps: range, loop: TrainLoop) -> bool:
+    """Makes the optimizer steps `steps`, which belong to one epoch. Returns whether a signal stopped it early.
 
-    def losses_of(self, batch, step, micro):
-        imgs, _, *orders = batch
-        self.reseed(step, micro)
-        imgs = self.normalize(imgs.to(self.device, non_blocking=True))
-        return self.model(imgs, *(order.to(self.device, non_blocking=True) for order in orders))
+    model: a framework, `model(imgs, ids_shuffle, *plans) -> {name: scalar loss}`, or a wrapper of one.
+    batches: iterator over `MaskCollator`'s batches, `loop.accum_iter` per step, that stands at `steps.start`.
+    steps: numbers of optimizer steps, counted from 0 over the whole run.
+    """
+    model.train()
+    for step in steps:
+        loop.begin_step(step)
+        for micro in range(loop.accum_iter):
+            imgs, _, *orders = loop.next_batch(batches, micro)
+            with loop.no_sync_before_last(model, micro):
+                with loop.autocast():
+                    losses = model(loop.normalize(imgs), *orders)
+                del imgs, orders  # frees their memory for the backward pass
+                loop.scaled_loss(losses, micro).backward()
+        grad_norm = loop.update_weights()
+        loop.end_step(grad_norm)  # logs every `print_freq` steps
+        if loop.should_stop():
+            return True
+    return False
+
+
+def compile_shapes(model: nn.Module, batch: Sequence[torch.Tensor], loop: TrainLoop) -> None:
+    """Runs forward and backward on a batch so that its shapes are compiled. Weights stay as they are."""
+    imgs, _, *orders = loop.next_batch(iter([batch]), 0)
+    with loop.autocast():
+        losses = model(loop.normalize(imgs), *orders)
+    loop.scaled_loss(losses, 0).backward()
+    loop.optimizer.zero_grad(set_to_none=True)

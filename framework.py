@@ -1,60 +1,123 @@
-"""What a framework behind `main_pretrain.MODELS` is: the contract, and what those that predict pixels share."""
+"""The contract of a pre-training framework, and what the frameworks that predict pixels share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from models_vit import unpatchify
-from prmim import MaskCollator, TokenOrder, TokenOrderSampler
+from prmim import MaskCollator, TokenCounts, TokenOrder, TokenOrderSampler
+
+
+class Planner(Protocol):
+    """Computes further inputs of a model from the visible tokens of a batch, such as `models_swin.GroupPlanner`."""
+
+    def __call__(self, ids_visible: torch.Tensor, /) -> Sequence[torch.Tensor]:
+        """Returns the inputs for the visible tokens [V] that a whole batch shares. Runs in a DataLoader worker."""
+
+    def shapes(self, ids_visible: torch.Tensor, /) -> Sequence[Sequence[torch.Tensor]]:
+        """Returns one example of the inputs for each combination of shapes that they can have."""
 
 
 class Framework(nn.Module):
-    """A pre-training model: `model(imgs, ids_shuffle) -> {name: scalar loss}`, whose sum is trained on.
+    """A pre-training model: `model(imgs, ids_shuffle)` returns {name: scalar loss}, and the sum is trained on.
 
-    A subclass is an encoder, too, and has `img_size`, `patch_size`, `grid_size`, `counts`, `cut` and `load_official`. Images
-    are normalised float [B, C, H, W], `ids_shuffle` is int64 [B, N]. A framework with a `planner` also takes what it makes of
-    a batch's visible tokens, `model(imgs, ids_shuffle, *plans)`; it may do without.
+    imgs: float [B, C, H, W], normalised. ids_shuffle: int64 [B, N], made by `collator`. If the framework has a
+    `planner`, the model also accepts its outputs, `model(imgs, ids_shuffle, *plans)`, but does not need them.
+
+    A framework is a file `models_<framework>_pr.py` with a subclass of this class and of an encoder. The encoder has
+    the methods `cut`, which cuts images into patches, and `no_weight_decay`. The subclass sets the attributes below and
+    implements `forward`, `reconstruct`, `panels`, `token_errors` and `load_official(state_dict)`, which loads weights
+    under the names of the framework's release.
+
+    The file may also define two functions at module level:
+
+        add_flags(group: argparse._ArgumentGroup) -> None
+            Adds the flags that belong to this framework alone, with the default None. A flag that is given becomes an
+            argument of the constructor.
+        check_flags(settings: Mapping[str, Any]) -> None
+            Raises ValueError for settings that cannot work.
     """
 
-    mask_unit = 1  # tokens a side of the squares that are masked
-    shared_visible = False  # each image draws its own visible tokens
-    throws = True  # the framework can throw tokens
-    visible_order = "raster"  # inside ids_shuffle; "noise" as they were shuffled
-    planner = None  # ids of visible tokens [V] -> tensors, in the DataLoader worker; `shapes(ids)`: one plan of each shape
+    img_size: tuple[int, int]  # (height, width) in pixels
+    patch_size: int  # side of a patch in pixels
+    grid_size: tuple[int, int]  # (rows, columns) of the tokens that are masked
+    counts: TokenCounts
+    mask_unit: int = 1  # side, in tokens, of the squares that are masked as a whole
+    shared_visible: bool = False  # whether all images of a batch have the same visible tokens
+    throws: bool = True  # whether the framework can throw tokens
+    visible_order: str = "raster"  # of the visible tokens in ids_shuffle; "noise" leaves them as they were shuffled
+    planner: Planner | None = None
 
-    def collator(self, sampling, seed):
-        """The `MaskCollator` whose batches this model takes; `sampling` picks the retained tokens."""
+    def own_settings(self) -> dict[str, Any]:
+        """Returns the resolved values of the framework's own command-line flags. They are recorded with the run."""
+        return {}
+
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """Returns what a checkpoint must say about this model beyond its settings, e.g. a teacher's fingerprint."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Returns sentences that are printed at the start of a run."""
+        return []
+
+    def collator(self, sampling: str, seed: int) -> MaskCollator:
+        """Returns the `MaskCollator` whose batches this model takes.
+
+        sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
+        """
         sampler = TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, self.visible_order)
         return MaskCollator(sampler, seed, self.shared_visible, self.planner)
 
-    def reconstruct(self, imgs, ids_shuffle):
-        """-> (the framework's predictions in raster order, mask bool [B, N] of the predicted tokens)."""
+    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N])."""
         raise NotImplementedError
 
-    def panels(self, imgs, ids_shuffle, undo):
-        """What the model predicts, to look at: {title: images [B, 3, H, W] in [0, 1]}. `undo` turns `imgs` into [0, 1]."""
+    def panels(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns pictures of what the model predicts: {title: images [B, 3, H, W] in [0, 1]}.
+
+        undo: turns normalised images into images in [0, 1].
+        """
         raise NotImplementedError
 
-    def token_errors(self, imgs, ids_shuffle, undo):
-        """How far predictions are from their targets: {name: error of each token [B, N], raster}, meaningful where masked."""
+    def token_errors(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the errors of the predictions: {name: error of each token [B, N] in raster order}.
+
+        The errors are meaningful at masked tokens only. undo: turns normalised images into images in [0, 1].
+        """
         raise NotImplementedError
 
 
 class PixelFramework(Framework):
-    """What frameworks that predict pixels share: targets, predictions as tokens, predictions as pictures.
+    """What frameworks that predict pixels share: targets, predictions as tokens, and predictions as pictures.
 
-    A subclass has `norm_pix_loss` and `predict_all`. P below is the pixels of a token that is masked.
+    A subclass has `norm_pix_loss` (normalise the target of each token) and `predict_all`. Below, P is the number of
+    pixel values of a token, p*p*C for a patch of side p.
     """
 
-    def cut_pixels(self, imgs):
-        """imgs [B, C, H, W] of the model's size -> the pixels of each token that is masked [B, N, P]."""
+    norm_pix_loss: bool
+
+    def cut_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Cuts images [B, C, H, W] into the pixels of each token [B, N, P]. Raises ValueError for another size."""
         return self.cut(imgs)
 
-    def predict_all(self, imgs, order):
-        """imgs -> predictions of all tokens [B, N, p*p*C], or of the kept ones if plain, in token order."""
+    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.
+
+        Plain partial reconstruction predicts the kept tokens only, [B, num_kept, P].
+        """
         raise NotImplementedError
 
-    def target(self, patches, order, num_tokens):
-        """Patches [B, N, p*p*C] -> the first `num_tokens` masked ones, normalised if norm_pix_loss [B, num_tokens, p*p*C]."""
+    def target(self, patches: torch.Tensor, order: TokenOrder, num_tokens: int) -> torch.Tensor:
+        """Returns the targets of the first `num_tokens` masked tokens in token order, [B, num_tokens, P].
+
+        patches: pixels of all tokens [B, N, P]. They are normalised if `norm_pix_loss`.
+        """
         first = self.counts.num_visible
         target = order.take(patches, order.ids_shuffle[:, first : first + num_tokens])
         if self.norm_pix_loss:
@@ -62,29 +125,32 @@ class PixelFramework(Framework):
             target = (target - mean) / std
         return target
 
-    def error(self, pred, patches, order):
-        """Predictions of the supervised tokens [B, n, P] less their targets, in float32 at least.
+    def error(self, pred: torch.Tensor, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Returns the difference between the predictions of the supervised tokens [B, n, P] and their targets.
 
-        Every image supervises the same number of tokens, so a plain mean is MAE's sum over masked / number masked.
+        It is float32 or float64. Every image supervises the same number of tokens, so a plain mean of a loss over all
+        values equals MAE's sum over masked tokens divided by their number.
         """
         target = self.target(patches, order, pred.shape[1])
         return pred.to(torch.promote_types(pred.dtype, torch.float32)) - target
 
     @torch.no_grad()
-    def reconstruct(self, imgs, ids_shuffle):
-        """-> (pred [B, N, p*p*C] in raster order and MAE's patch layout, mask bool [B, N] of the predicted tokens).
+    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (predictions [B, N, P] in raster order, mask of the predicted tokens, bool [B, N]).
 
-        Plain partial reconstruction predicts no thrown token: its mask is False there and pred is zero.
+        The pixels of a token are in MAE's layout, see `models_vit.patchify`. Plain partial reconstruction predicts no
+        thrown token. The mask is False there and the prediction is zero.
         """
         order = TokenOrder(ids_shuffle, self.counts)
         pred = self.predict_all(imgs, order)
         return order.restore(pred), order.masked_of_first(pred.shape[1])
 
     @torch.no_grad()
-    def reconstruct_image(self, imgs, ids_shuffle):
-        """-> (images [B, C, H, W]: true patches where visible, predictions where predicted, zeros elsewhere; mask [B, N]).
+    def reconstruct_image(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (images [B, C, H, W], mask of the predicted tokens, bool [B, N]).
 
-        Per-patch normalisation is undone with the true patch's own mean and variance, which the model never predicts.
+        The images show the true pixels of visible tokens, the predictions of predicted tokens, and zeros elsewhere. The
+        normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
         """
         pred, mask = self.reconstruct(imgs, ids_shuffle)
         patches = self.cut_pixels(imgs)
@@ -95,15 +161,23 @@ class PixelFramework(Framework):
         patches = torch.where(mask.unsqueeze(-1), pred.to(patches.dtype), patches * visible.unsqueeze(-1))
         return unpatchify(patches, self.img_size[0] // self.grid_size[0], self.grid_size), mask
 
-    def panels(self, imgs, ids_shuffle, undo):
+    def panels(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns one panel: the images of `reconstruct_image`."""
         return {"reconstruction": undo(self.reconstruct_image(imgs, ids_shuffle)[0])}
 
-    def token_errors(self, imgs, ids_shuffle, undo):
-        """Squared error of the pixels in [0, 1], averaged over each token's."""
+    def token_errors(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the squared error of pixels in [0, 1], averaged over the pixels of each token."""
         error = (undo(imgs) - undo(self.reconstruct_image(imgs, ids_shuffle)[0])).square().mean(dim=1, keepdim=True)
         return {"masked MSE": nn.functional.adaptive_avg_pool2d(error, self.grid_size).flatten(1)}
 
 
-def patch_statistics(patches):
-    """Mean and standard deviation of each patch [B, n, P] -> two of [B, n, 1], as norm_pix_loss uses them (unbiased)."""
+def patch_statistics(patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns mean and standard deviation of each patch of [B, n, P], two of [B, n, 1].
+
+    They are those of `norm_pix_loss`: the variance is unbiased, and 1e-6 is added to it.
+    """
     return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()

@@ -7,13 +7,17 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import numpy as np
 import torch
 from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
+from torch import nn
 
 import models_greenmim_pr
 import models_localmim_pr
@@ -21,73 +25,117 @@ import models_mae_pr
 import models_mff_pr
 import models_simmim_pr
 import models_tec_pr
-from engine_pretrain import PretrainEngine
-from prmim import SAMPLING, SpatialAggregation, TokenOrder
+from engine_pretrain import compile_shapes, train_one_epoch
+from framework import Framework
+from prmim import SAMPLING, SpatialAggregation
 from recipes import RECIPES
-from util.data.datasets import AddressedDataset
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop
-from util.pictures import panel_grid
-from util.run import shard
-from util.run.checkpoint import find_checkpoint_file
+from reconstruction import crops, evenly_spaced, reconstruction_picture
+from util.data.datasets import steps_per_epoch
+from util.data.open import open_everywhere
+from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
+from util.run import distributed, shard
+from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program
-from util.run.flags import add_data_flags, add_optimisation_flags, add_run_flags
-from util.run.logging import count_of
-from util.run.train_run import TrainRun, launch, open_everywhere
+from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
+from util.run.errors import exit_on_setup_errors, exit_on_training_errors
+from util.run.flags import Plan, add_data_flags, add_optimisation_flags, add_run_flags, free_flags, make_plan
+from util.run.loop import TrainLoop
+from util.run.resume import RunRecord, json_settings, read_run, restore
+from util.run.resume_rules import SPLIT_FLAGS
+from util.run.saving import step_ranges
+from util.run.setup import announce, assemble, build_device
+from util.run.signals import StopSignal
+from util.run.start import enter_folder, join_processes
+from util.text import count_of
 
 FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr, models_greenmim_pr)
-# Flags of one framework: passed on where they are given, and refused elsewhere.
-OWN_FLAGS = dict.fromkeys(("teacher", "att_topk", "att_tau"), ("TEC", models_tec_pr))
-OWN_FLAGS["decoder_order"] = ("GreenMIM", models_greenmim_pr)
-MODELS = {name: getattr(module, name) for module in FRAMEWORKS for name in module.__all__ if name.islower()}
+FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
+MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
+PROGRAM = "main_pretrain.py"
 
 
-def get_args_parser():
-    parser = Parser("main_pretrain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def own_flags() -> dict[str, ModuleType]:
+    """Returns {flag: the framework file that declares it} for the flags that belong to one framework only."""
+    found: dict[str, ModuleType] = {}
+    for module in FRAMEWORKS:
+        if hasattr(module, "add_flags"):
+            group = argparse.ArgumentParser().add_argument_group()
+            module.add_flags(group)
+            found |= {action.dest: module for action in group._group_actions}
+    return found
+
+
+def family_of(module: ModuleType) -> str:
+    """Returns the first word of the names of a framework's models, for example "tec"."""
+    return module.__name__.removeprefix("models_").removesuffix("_pr")
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", help="named defaults from recipes.py; explicit flags win")
+    flag("--recipe", metavar="NAME", help="set defaults from recipes.py; explicit flags win")
 
     method = parser.add_argument_group("model and method").add_argument
-    method("--model", default="mae_vit_base_patch16", choices=MODELS)
+    method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
     method("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
-    method("--patch_size", type=int, help="default: the model's")
+    method("--patch_size", type=int, help="patch side in pixels (default: the model's)")
     method("--mask_ratio", type=float, default=0.75, help="share of all tokens that are masked")
-    method("--throw_ratio", type=float, default=0.5, help="share of all tokens that are thrown; 0 is the original framework")
-    method("--progressive", action=boolean, default=True, help="off: plain partial reconstruction")
-    method("--sampling", default="furthest", choices=SAMPLING, help="how the retained tokens are picked")
-    method("--aggregation", default="dwconv", choices=SpatialAggregation.KINDS)
-    method("--kernel_size", type=int, default=7, help="of the aggregation, odd")
-    method("--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="the cells that the aggregation fills")
-    method("--norm_pix_loss", action=boolean, default=True, help="targets are pixels normalised per patch, where they are pixels")
-    method("--decoder_order", choices=models_greenmim_pr.DECODER_ORDERS, help="GreenMIM: where visible units lie (default: true)")
-    method("--teacher", help="TEC's: a checkpoint (iBOT's, MAE's, ours), a run's folder, or a timm model's name")
-    method("--att_topk", type=int, help="TEC: patches whose attention is predicted (default: 9, for iBOT; 15 for MAE)")
-    method("--att_tau", type=float, help="TEC: temperature of the attention target (default: 1, for iBOT; 1.8 for MAE)")
+    method(
+        "--throw_ratio", type=float, default=0.5, help="share of all tokens that are thrown; 0: the original framework"
+    )
+    method(
+        "--progressive",
+        action=boolean,
+        default=True,
+        help="reconstruct thrown tokens; --no-progressive: leave them out",
+    )
+    method("--sampling", default="furthest", choices=SAMPLING, help="how the retained tokens are chosen")
+    method(
+        "--aggregation", default="dwconv", choices=SpatialAggregation.KINDS, help="what reconstructs the thrown tokens"
+    )
+    method("--kernel_size", type=int, default=7, help="kernel size of the aggregation, odd")
+    method(
+        "--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="tokens the aggregation replaces"
+    )
+    method("--norm_pix_loss", action=boolean, default=True, help="normalise the target pixels of each patch")
+    for module in FRAMEWORKS:
+        if hasattr(module, "add_flags"):
+            module.add_flags(parser.add_argument_group(f"only for {family_of(module)} models"))
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
-    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="of AdamW")
+    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
     data = parser.add_argument_group("data")
     add_data_flags(data)
+    help_text = "resized: a random resized crop, as in MAE; padded: MFF's"
+    data.add_argument("--crop", default="resized", choices=("resized", "padded"), help=help_text)
     data.add_argument(
-        "--crop", default="resized", choices=("resized", "padded"), help="resized: a random box, as MAE; padded: MFF's"
+        "--interpolation", default="bicubic", choices=("bicubic", "bilinear"), help="interpolation of the crop"
     )
-    data.add_argument("--interpolation", default="bicubic", choices=("bicubic", "bilinear"))
     run = parser.add_argument_group("run")
     add_run_flags(run)
-    run.add_argument("--picture_every", type=int, default=10, help="epochs between reconstructions in TensorBoard; 0: none")
+    run.add_argument("--picture_every", type=int, default=10, help="epochs between pictures in TensorBoard; 0: none")
     parser.set_defaults(warmup_epochs=40, blr=1.5e-4, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
     return parser
 
 
-def build_model(settings):
-    """The model that `settings` (vars(args), or a checkpoint's) describe."""
+def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Returns (parser, flags). A recipe sets defaults; explicit flags win."""
+    parser = get_args_parser()
+    return parser, parse_with_recipe(parser, RECIPES, argv)
+
+
+def build_model(settings: Mapping[str, Any]) -> Framework:
+    """Builds the model that `settings` describe: vars(args) or a checkpoint's. ValueError for an impossible pair."""
+    name = settings["model"]
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
-    options = {name: settings[name] for name in names}
-    for name, (owner, module) in OWN_FLAGS.items():
-        if settings.get(name) is not None:
-            if settings["model"] not in module.__all__:
-                raise ValueError(f"--{name} belongs to {owner}, but --model is {settings['model']}")
-            options[name] = settings[name]
+    options = {option: settings[option] for option in names}
+    for flag, module in own_flags().items():
+        if settings.get(flag) is not None:
+            if FRAMEWORK_OF[name] is not module:
+                raise ValueError(f"--{flag} belongs to {family_of(module)} models, but --model is {name}: leave it out")
+            options[flag] = settings[flag]
     if settings["patch_size"] is not None:
         options["patch_size"] = settings["patch_size"]
     if settings["input_size"] is not None:
@@ -95,114 +143,183 @@ def build_model(settings):
             raise ValueError(f"--input_size takes one or two numbers, got {settings['input_size']}")
         height, *width = settings["input_size"]
         options["img_size"] = (height, *(width or [height]))
-    model = MODELS[settings["model"]](**options)
+    model = MODELS[name](**options)
     if model.counts.num_visible == 0:
         raise ValueError(
-            f"--mask_ratio {settings['mask_ratio']} leaves none of the {model.counts.num_tokens} tokens visible; lower it"
+            f"--mask_ratio {settings['mask_ratio']} leaves none of {model.counts.num_tokens} tokens visible; lower it"
         )
     return model
 
 
-def make_augmentation(args):
+def load_run(path: str | Path, teacher: str | None = None) -> tuple[Framework, dict[str, Any]]:
+    """Loads a model that this program has pre-trained. Returns (model in eval mode, settings of its run).
+
+    path: a checkpoint, or the folder of a run, whose newest intact checkpoint is used. teacher: the teacher of a TEC
+    model, if it has moved since the run.
+
+    ValueError if the checkpoint was not written by this program, or if the teacher is not that of the run.
+    """
+    path = find_checkpoint_file(path)
+    content = read_checkpoint(path)
+    meta = meta_of(content)
+    check_pretrained(meta, path)
+    settings = dict(meta["settings"])
+    if teacher:
+        settings["teacher"] = teacher
+    model = build_model(settings)
+    if meta.get("teacher") is not None and meta["teacher"] != model.teacher.fingerprint:
+        raise ValueError(f"the teacher {settings['teacher']!r} has other weights than that of the run at {str(path)!r}")
+    load_strict(model, content["model"], "the checkpoint's weights")
+    return model.eval(), settings
+
+
+def check_pretrained(meta: Mapping[str, Any], path: Path) -> None:
+    """ValueError unless `meta` belongs to a checkpoint of this program."""
+    settings = meta.get("settings", {})
+    if "nb_classes" in settings:
+        encoder = (meta.get("encoder") or {}).get("path") or settings.get("finetune")
+        advice = f"give its encoder, {encoder!r}" if encoder else "give a checkpoint of main_pretrain.py"
+        raise ValueError(f"{str(path)!r} is a fine-tuned classifier, which reconstructs no images: {advice}")
+    if "mask_ratio" not in settings:
+        raise ValueError(
+            f"{str(path)!r} does not hold the settings of its model: give a checkpoint of main_pretrain.py; exported "
+            "and released weights have no settings"
+        )
+    if settings["model"] not in MODELS:
+        raise ValueError(f"{str(path)!r} holds a {settings['model']!r}, which main_pretrain.py does not know")
+
+
+def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
+    """Returns the random crop and flip of training images."""
     how = dict(interpolation=args.interpolation, reference=args.loader == "reference")
     if args.crop == "padded":
-        return PaddedCropFlip(args.input_size, args.seed, **how)
-    return RandomResizedCropFlip(args.input_size, args.seed, args.crop_scale, **how)
+        return PaddedCropFlip(img_size, args.seed, **how)
+    return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **how)
 
 
-class PretrainRun(TrainRun):
-    """Images, model and token orders of a pre-training run."""
-
-    machine_flags = TrainRun.machine_flags | {"picture_every", "teacher"}  # it may move; its fingerprint stays
-    program = "main_pretrain.py"
-
-    def __init__(self, args: argparse.Namespace, flags: list[str] | None = None) -> None:
-        super().__init__(args, flags)
-        if args.model in models_tec_pr.__all__ and args.teacher is None:
-            raise ValueError(f"--model {args.model} needs --teacher: a checkpoint, a run's folder, or the name of a timm model")
-        if args.teacher and Path(args.teacher).exists():  # said so that it is found from other folders, too
-            args.teacher = str(find_checkpoint_file(args.teacher).resolve())
-        torch.manual_seed(args.seed)  # the same first weights in every process
-        self.model = model = build_model(vars(args)).to(self.first_home)
-        self.images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
-        args.input_size, args.patch_size = list(model.img_size), model.patch_size
-        for name in OWN_FLAGS.keys() - {"teacher"}:
-            setattr(args, name, getattr(model, name, None))
-        self.collator = model.collator(args.sampling, args.seed)
-        self.transform = make_augmentation(args)
-        # Drop path draws by micro-batch and process; a shared visible set is that of a micro-batch's first image.
-        if model.shared_visible or any(isinstance(module, DropPath) for module in model.modules()):
-            self.machine_flags = self.machine_flags - {"batch_size", "accum_iter"}
-        groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=tuple(args.betas), fused=True)
-        self.remarks += [model.teacher.origin] if args.teacher else []
-        self.start(PretrainEngine)
-
-    def describe(self):
-        counts = self.model.counts
-        return (
-            f"{self.args.model}: {counts.num_tokens} tokens = {counts.num_visible} visible + {counts.num_retained} retained + "
-            f"{counts.num_thrown} thrown; {sum(p.numel() for p in self.model.parameters() if p.requires_grad) / 1e6:.1f} M "
-            f"trainable parameters; {count_of(len(self.images), 'image')} in {self.images.root}, "
-            f"{count_of(self.steps_per_epoch, 'step')} an epoch"
-        )
-
-    def summary(self):
-        losses = [report["epoch_loss"] for report in self.log.history() if "epoch_loss" in report]
-        lines = [f"pre-trained {self.args.model} at throw_ratio {self.args.throw_ratio} {self.done_so_far()}"]
-        if losses:
-            lines.append(f"  loss         {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in epoch {len(losses)}")
-        return "\n".join(lines + self.closing_lines())
-
-    def extra_meta(self):
-        return {"teacher": self.model.teacher.fingerprint} if self.args.teacher else {}
-
-    def train_until(self, stop):
-        if self.args.compile and self.model.planner:
-            self.rehearse()
-        return super().train_until(stop)
-
-    def rehearse(self):
-        """Where the planned shapes depend on the mask, all are compiled now, not in the middle of training."""
-        blank = torch.zeros(3, *self.model.img_size, dtype=torch.uint8)
-        imgs, labels, ids_shuffle, *_ = self.collator([(blank, 0, (0, i)) for i in range(self.args.batch_size)])
-        for plans in self.model.planner.shapes(ids_shuffle[0, : self.model.counts.num_visible]):
-            self.engine.rehearse((imgs, labels, ids_shuffle, *plans), self.start_step)
-
-    def after_step(self, step):
-        super().after_step(step)
-        epoch, rest = divmod(step, self.steps_per_epoch)
-        if self.args.picture_every and (step == self.last_step or (not rest and epoch % self.args.picture_every == 0)):
-            self.draw(step)
-
-    def draw(self, step):
-        """A fixed set of training images and their reconstructions, to TensorBoard."""
-        if not (self.process.is_main or self.args.shard):  # a sharded model computes in all processes or in none
-            return
-        indices = np.linspace(0, len(self.images) - 1, min(8, len(self.images))).astype(int)
-        dataset = AddressedDataset(self.images, ResizeCenterCrop(self.model.img_size), replace=True)
-        imgs, _, ids_shuffle, *_ = self.collator([dataset[(0, int(i))] for i in indices])
-        with self.engine.autocast() if self.args.shard else nullcontext(), shard.unsharded(self.model):
-            picture = reconstruction_picture(self.model, self.normalize, imgs, ids_shuffle)
-        self.log.picture("reconstruction", picture, step)
+def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
+    """Returns AdamW without weight decay on biases, norms and what the model names."""
+    groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
+    return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
 
 
-def reconstruction_picture(model, normalize, imgs, ids_shuffle):
-    """uint8 [B, 3, H, W] and ids_shuffle [B, N] -> uint8 array [H', W', 3]: image | tokens | the framework's panels."""
-    device = normalize.mean.device
-    was_training = model.training
-    model.eval()
-    panels = model.panels(normalize(imgs.to(device)), ids_shuffle.to(device), normalize.undo)
-    model.train(was_training)
-    order = TokenOrder(ids_shuffle, model.counts)
-    state = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
-    return panel_grid(imgs, state.view(-1, *model.grid_size), panels)
+def flags_free_to_change(model: Framework, plan: Plan) -> frozenset[str]:
+    """Returns the flags that may differ between two starts of a run without changing what it computes."""
+    # Drop path draws by micro-batch and rank; a shared visible set is that of a micro-batch's first image.
+    split_counts = model.shared_visible or any(isinstance(module, DropPath) for module in model.modules())
+    # A teacher may move: the fingerprint of its weights is compared.
+    return free_flags(plan, {"picture_every", "teacher"}, SPLIT_FLAGS if split_counts else ())
 
 
-def main(argv=None):
-    parser = get_args_parser()
-    return launch(parser, parse_with_recipe(parser, RECIPES, argv), PretrainRun, argv)
+def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
+    """Returns what is printed about model and data at the start."""
+    counts, size = model.counts, sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    kinds = f"{counts.num_visible} visible + {counts.num_retained} retained + {counts.num_thrown} thrown"
+    return {
+        "model": f"{args.model}, {size:.1f} M trainable parameters",
+        "tokens": f"{counts.num_tokens} = {kinds}",
+        "data": f"{count_of(len(images), 'image')} in {images.root}",
+    }
+
+
+def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, closing: Sequence[str]) -> str:
+    """Returns what the run did, from its whole log, so that a finished run can say it again."""
+    progress = describe_progress(loop, num_images, args.epochs)
+    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {progress}"]
+    losses = [report["epoch_loss"] for report in loop.log.history() if "epoch_loss" in report]
+    if losses:
+        lines.append(f"  loss         {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in epoch {len(losses)}")
+    return "\n".join([*lines, *closing])
+
+
+def compile_planned_shapes(
+    wrapped: nn.Module, model: Framework, collator: Callable, loop: TrainLoop, size: int
+) -> None:
+    """Compiles all shapes that a framework's plans can have, instead of one by one in the middle of training.
+
+    size: images in a micro-batch.
+    """
+    if model.planner is None:
+        return
+    blank = torch.zeros(3, *model.img_size, dtype=torch.uint8)
+    imgs, labels, ids_shuffle, *_ = collator([(blank, 0, (0, i)) for i in range(size)])
+    for plans in model.planner.shapes(ids_shuffle[0, : model.counts.num_visible]):
+        compile_shapes(wrapped, (imgs, labels, ids_shuffle, *plans), loop)
+
+
+def draw_reconstructions(
+    model: Framework, settings: Mapping[str, Any], images: Any, loop: TrainLoop, is_main: bool
+) -> None:
+    """Sends a fixed set of training images and their reconstructions to TensorBoard. All ranks must call it."""
+    is_sharded = shard.is_sharded(model)
+    if not (is_main or is_sharded):  # a sharded model computes on all ranks or on none
+        return
+    indices = evenly_spaced(len(images), 8)
+    ((imgs, ids_shuffle),) = crops(model, settings, images, indices, replace=True)
+    with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(model):
+        picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
+    loop.log.picture("reconstruction", picture, loop.step)
+
+
+def main(argv: Sequence[str] | None = None) -> bool:
+    """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
+    parser, args = parse_args(argv)
+    with exit_on_setup_errors(parser):
+        process = join_processes(args)
+        plan = make_plan(args, process)
+        start = enter_folder(PROGRAM, args, argv, process)
+
+        framework = FRAMEWORK_OF[args.model]
+        if hasattr(framework, "check_flags"):
+            framework.check_flags(vars(args))
+        torch.manual_seed(args.seed)  # the same initial weights on every rank
+        model = build_model(vars(args)).to(build_device(args, process))
+        normalize = Normalize().to(process.device)
+        optimizer = make_optimizer(model, args, plan.lr)
+
+        images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
+        transform = make_augmentation(args, model.img_size)
+        collator = model.collator(args.sampling, args.seed)
+        sizes = {"input_size": model.img_size, "patch_size": model.patch_size}
+        settings = json_settings(vars(args), asdict(plan), sizes, model.own_settings())
+        data = {"num_images": len(images), "data": images.fingerprint()}
+        extra = model.checkpoint_meta()
+        distributed.refuse_differences(extra, "model")
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
+        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
+        start.remarks += model.notes() + images.notes
+        content = read_run(start, plan.total_batch_size)
+        if content is not None:
+            restore(content, start, record, model, optimizer, flags_free_to_change(model, plan), args.allow_changes)
+        run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, collator)
+        announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images))
+        del content  # weights and moments of the checkpoint
+
+    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
+        loop = run.loop
+        loop.stop = stop
+        if args.compile:
+            compile_planned_shapes(run.model, model, collator, loop, plan.batch_size)
+        for steps in step_ranges(loop.step, loop.last_step, loop.steps_per_epoch, args.save_steps):
+            stopped = train_one_epoch(run.model, run.batches, steps, loop)
+            run.saver.save(required=stopped or loop.step == loop.last_step)
+            if picture_is_due(args.picture_every, loop):
+                draw_reconstructions(model, settings, images, loop, process.is_main)
+            if stopped and loop.step < loop.last_step:
+                end_after_signal(loop, stop)
+                return False
+        closing = closing_lines(start.output_dir, process.is_main)
+        finish_run(loop, stop, summary_of_run(args, loop, len(images), closing))
+    return True
+
+
+def picture_is_due(picture_every: int, loop: TrainLoop) -> bool:
+    """Whether pictures are drawn after this step: every `picture_every` epochs and after the last step; 0: never."""
+    if not picture_every:
+        return False
+    epoch, rest = divmod(loop.step, loop.steps_per_epoch)
+    return loop.step == loop.last_step or (rest == 0 and epoch % picture_every == 0)
 
 
 if __name__ == "__main__":
-    run_program(main, "main_pretrain.py")
+    run_program(main, PROGRAM)

@@ -1,8 +1,10 @@
-"""The ViT with relative positions, as SimMIM takes it from BEiT (Bao et al., ICLR 2022): encoder and fine-tune model.
+"""The ViT with relative positions that SimMIM takes from BEiT (Bao et al., ICLR 2022): encoder and fine-tune model.
 
-Learned biases of the attention logits stand for positions; outputs of attention and MLP have a learned scale. State-dict
-names are those of SimMIM's releases.
+Positions enter as learned biases of the attention logits. The outputs of attention and MLP have learned scales.
+State-dict names are those of SimMIM's releases.
 """
+
+from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models_vit import BASE, MICRO, MINI, Classifier, PatchEncoder, drop_path_rates, layer_norm, split_heads
+from util.rel_pos import grid_coords, relative_offset_index
 
 __all__ = [
     "RelativeVisionTransformer",
@@ -19,31 +22,34 @@ __all__ = [
 ]
 
 
-def relative_position_index(grid_size):
-    """Rows of the bias table for each (query, key) of [class token, N raster tokens]: int64 [1 + N, 1 + N].
+def relative_position_index(grid_size: tuple[int, int]) -> torch.Tensor:
+    """Returns the row of the bias table for each (query, key) of [class token, N raster tokens], int64 [1 + N, 1 + N].
 
-    The table has (2 rows - 1) (2 columns - 1) offsets, query less key, then class -> token, token -> class, class -> class.
+    The table has a row for each of the (2 rows - 1) (2 columns - 1) offsets, which are query less key. Three rows
+    follow, for (query, key) = (class, token), (token, class) and (class, class).
     """
     rows, columns = grid_size
-    y, x = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
     offsets = (2 * rows - 1) * (2 * columns - 1)
-    index = torch.full((1 + rows * columns, 1 + rows * columns), offsets)  # class -> token
-    index[1:, 1:] = (y[:, None] - y + rows - 1) * (2 * columns - 1) + (x[:, None] - x + columns - 1)
+    index = torch.full((1 + rows * columns, 1 + rows * columns), offsets)  # (class, token)
+    index[1:, 1:] = relative_offset_index(grid_coords(rows, columns), grid_size)
     index[1:, 0], index[0, 0] = offsets + 1, offsets + 2
     return index
 
 
 class RelativePositionBias(nn.Module):
-    """A learned bias of the attention logits for every offset between tokens, and three with the class token."""
+    """Learned biases of the attention logits: one for each offset between two tokens, and three for the class token."""
 
-    def __init__(self, grid_size, num_heads):
+    def __init__(self, grid_size: tuple[int, int], num_heads: int) -> None:
         super().__init__()
         rows = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1) + 3
         self.relative_position_bias_table = nn.Parameter(torch.zeros(rows, num_heads))
         self.register_buffer("relative_position_index", relative_position_index(grid_size), persistent=False)
 
-    def forward(self, ids=None):
-        """-> [1, heads, 1 + N, 1 + N]; of the tokens at raster `ids` [B, n] alone: [B, heads, 1 + n, 1 + n]."""
+    def forward(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the biases of all tokens [1, heads, 1 + N, 1 + N].
+
+        With raster `ids` [B, n] it returns those of these tokens only, [B, heads, 1 + n, 1 + n].
+        """
         index = self.relative_position_index
         if ids is None:
             index = index.unsqueeze(0)
@@ -53,24 +59,27 @@ class RelativePositionBias(nn.Module):
         return lookup_bias(index, self.relative_position_bias_table)
 
 
-def lookup_bias(index, table):
-    """Rows [..., q, k] of a table [rows, heads] -> [..., heads, q, k], laid out as the GPU's fused attention wants it.
+def lookup_bias(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Looks up rows `index` [..., q, k] of a bias table [rows, heads]. Returns [..., heads, q, k].
 
-    In autocast's precision: cast here, once, and not by each block that uses it.
+    The result has the memory layout that fused attention needs on a GPU, and the precision of autocast. It is cast
+    here once, and not in each block that uses it.
     """
     device = table.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta, where costs are counted, knows no autocast
+    if device != "meta" and torch.is_autocast_enabled(device):  # the meta device, used to count costs, has no autocast
         table = table.to(torch.get_autocast_dtype(device))
     return F.embedding(index, table).movedim(-1, -3).contiguous()
 
 
 class RelativeAttention(nn.Module):
-    """Attention whose logits take a bias; queries and values have one of their own, keys have none.
+    """Attention with biased logits. The projections of queries and values have a bias, that of keys has none.
 
-    With a grid_size the table is the block's own (fine-tuning), without it the bias comes from outside.
+    dim, num_heads: width, and number of heads.
+    grid_size: (rows, columns) of the tokens if this layer has a bias table of its own, as in fine-tuning. Without it
+        the caller passes the bias.
     """
 
-    def __init__(self, dim, num_heads, grid_size=None):
+    def __init__(self, dim: int, num_heads: int, grid_size: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -81,18 +90,26 @@ class RelativeAttention(nn.Module):
             self.relative_position_bias_table = own.relative_position_bias_table
             self.register_buffer("relative_position_index", own.relative_position_index, persistent=False)
 
-    def forward(self, x, bias=None):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if bias is None:
-            bias = RelativePositionBias.forward(self)
+            bias = lookup_bias(self.relative_position_index.unsqueeze(0), self.relative_position_bias_table)
         qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)  # each [B, heads, T, d]
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).transpose(1, 2).flatten(2))
 
 
 class RelativeBlock(nn.Module):
-    """Pre-norm block with layer scale."""
+    """Pre-norm block with layer scales that begin at `init_values`. `grid_size` is that of `RelativeAttention`."""
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, init_values=0.1, grid_size=None):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        drop_path: float = 0.0,
+        init_values: float = 0.1,
+        grid_size: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = layer_norm(dim), layer_norm(dim)
         self.attn = RelativeAttention(dim, num_heads, grid_size)
@@ -100,27 +117,32 @@ class RelativeBlock(nn.Module):
         self.gamma_1, self.gamma_2 = (nn.Parameter(torch.full((dim,), init_values)) for _ in range(2))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x, bias=None):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
         return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
 
 
 class RelativeViTEncoder(PatchEncoder):
-    """SimMIM's ViT: no position table; one bias table that all blocks share (`shared_bias`), or one in each."""
+    """SimMIM's ViT, which has tables of relative-position biases instead of a position table.
+
+    img_size to drop_path_rate: see `models_vit.ViTEncoder`.
+    init_values: initial value of the layer scales.
+    shared_bias: True if all blocks share one bias table (pre-training), False if each has its own (fine-tuning).
+    """
 
     def __init__(
         self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        depth=12,
-        num_heads=12,
-        mlp_ratio=4.0,
-        drop_path_rate=0.0,
-        init_values=0.1,
-        shared_bias=True,
-    ):
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        init_values: float = 0.1,
+        shared_bias: bool = True,
+    ) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim)
         grid_size = None if shared_bias else self.grid_size
         self.blocks = nn.ModuleList(
@@ -129,11 +151,14 @@ class RelativeViTEncoder(PatchEncoder):
         )
         self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
         self.norm = layer_norm(embed_dim)
-        # The release cuts the normal at one sigma in pre-training, and not in fine-tuning.
+        # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
         init_weights_simmim(self, cut=0.02 if shared_bias else 2.0)
 
-    def encode(self, tokens, ids=None):
-        """Embedded tokens [B, n, D] at raster `ids` (all: None) -> [B, 1 + n, D], class token first, before the norm."""
+    def encode(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
+
+        Returns [B, 1 + n, D], class token first, before the final norm.
+        """
         x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
         bias = self.rel_pos_bias(ids) if self.rel_pos_bias is not None else None
         for block in self.blocks:
@@ -141,8 +166,11 @@ class RelativeViTEncoder(PatchEncoder):
         return x
 
 
-def init_weights_simmim(encoder, cut):
-    """SimMIM's initialisation: normal, sigma .02, cut at +-`cut`; each block's outputs are scaled down with its depth."""
+def init_weights_simmim(encoder: RelativeViTEncoder, cut: float) -> None:
+    """Initialises an encoder as SimMIM does: normal with sigma 0.02, truncated at +-`cut`, and zero biases.
+
+    The output layers of block k (from 1) are then divided by sqrt(2 k).
+    """
     for m in encoder.modules():
         if isinstance(m, (nn.Linear, nn.Conv2d)):
             nn.init.trunc_normal_(m.weight, std=0.02, a=-cut, b=cut)
@@ -155,34 +183,42 @@ def init_weights_simmim(encoder, cut):
 
 
 class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
-    """The encoder with a head, as SimMIM fine-tunes it: a bias table in each block, mean of the patch tokens, `fc_norm`."""
+    """The encoder with a classification head, as SimMIM fine-tunes it: a bias table per block, mean pooling, `fc_norm`.
 
-    def __init__(self, num_classes=1000, global_pool="avg", probe=False, **kwargs):
+    num_classes: width of the head.
+    global_pool, probe: must be `avg` and False. They exist because the other fine-tune models have them.
+    kwargs: arguments of `RelativeViTEncoder`.
+    """
+
+    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
         super().__init__(shared_bias=False, **kwargs)
         if global_pool != "avg" or probe:
-            raise ValueError(f"this model pools its patch tokens (global_pool 'avg') and has no probe, got {global_pool!r}")
+            raise ValueError(
+                f"this model pools its patch tokens (global_pool 'avg') and has no probe, "
+                f"got global_pool {global_pool!r} and probe {probe}"
+            )
         self.global_pool = global_pool
         self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
         self.head = nn.Linear(self.embed_dim, num_classes)
         nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
         nn.init.zeros_(self.head.bias)
 
-    def forward_features(self, imgs):
-        """Images [B, C, H, W], normalised -> token features [B, 1 + N, D], class token first."""
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, without final norm."""
         return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
 
-    def no_weight_decay(self):
-        """The bias tables decay, as in the release."""
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""
         return {"cls_token"}
 
 
-def relative_vit_micro_patch4(**kwargs):
+def relative_vit_micro_patch4(**kwargs: Any) -> RelativeVisionTransformer:
     return RelativeVisionTransformer(**{**MICRO, **kwargs})
 
 
-def relative_vit_mini_patch4(**kwargs):
+def relative_vit_mini_patch4(**kwargs: Any) -> RelativeVisionTransformer:
     return RelativeVisionTransformer(**{**MINI, **kwargs})
 
 
-def relative_vit_base_patch16(**kwargs):
+def relative_vit_base_patch16(**kwargs: Any) -> RelativeVisionTransformer:
     return RelativeVisionTransformer(**{**BASE, **kwargs})

@@ -1,10 +1,15 @@
-"""The Swin Transformer (Liu et al., ICCV 2021): the encoder, dense or on visible tokens alone, and the model that is fine-tuned.
+"""The Swin Transformer (Liu et al., ICCV 2021): an encoder for dense or visible tokens, and the fine-tune model.
 
-State-dict names are those of Swin's and SimMIM's releases: a stage ends with its `downsample`. Dense tokens stay on their
-grid, [B, rows, columns, C], from the patches to the last norm. Visible ones (GreenMIM, Huang et al., NeurIPS 2022) are those
-of whole units, the cells of the last stage, [B, units, side, side, C] with a side that halves from stage to stage: merging
-patches is the same on units as on images, and windows, which units do not line up with, become groups of tokens.
+State-dict names are those of Swin's and SimMIM's releases, in which a stage ends with its `downsample`.
+
+Dense tokens stay on their grid, [B, rows, columns, C], from the patches to the final norm. Visible tokens (GreenMIM,
+Huang et al., NeurIPS 2022) belong to whole units, the squares of tokens that become one cell of the last stage. Their
+shape is [B, units, side, side, C], and the side halves from stage to stage. Patch merging on a unit is the same as on
+an image. Windows do not line up with units, so they become groups of tokens.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from models_relative_vit import lookup_bias
-from models_vit import PatchEmbed, drop_path_rates, patchify, split_heads
+from models_vit import PatchEmbed, check_image_size, drop_path_rates, patchify, split_heads
+from util.rel_pos import grid_coords, relative_offset_index
 from util.window_groups import plan_groups
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
@@ -24,49 +30,49 @@ LARGE = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
 
 
 class SwinPatchEmbed(PatchEmbed):
-    """Patches [B, N, p*p*C] -> [B, N, D], normalised."""
+    """Patch embedding with a norm: patches [B, N, p*p*C] become tokens [B, N, D]."""
 
-    def __init__(self, patch_size, in_chans, embed_dim):
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
         super().__init__(patch_size, in_chans, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
 
-    def forward(self, patches):
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
         return self.norm(super().forward(patches))
 
 
-def window_offsets(window):
-    """Rows of the bias table for each (query, key) of a window: int64 [w*w, w*w], by the offset query less key."""
-    y, x = torch.arange(window).repeat_interleave(window), torch.arange(window).repeat(window)
-    return (y[:, None] - y + window - 1) * (2 * window - 1) + (x[:, None] - x + window - 1)
-
-
 class WindowAttention(nn.Module):
-    """Attention inside windows, with a learned bias for each offset."""
+    """Attention inside windows, with a learned bias for each offset between two tokens."""
 
-    def __init__(self, dim, window, num_heads):
+    def __init__(self, dim: int, window: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
-        self.register_buffer("relative_position_index", window_offsets(window), persistent=False)
+        index = relative_offset_index(grid_coords(window, window), (window, window))  # [L, L]
+        self.register_buffer("relative_position_index", index, persistent=False)
 
-    def forward(self, x, mask=None):
-        """x [B, W, L, C] of W windows, mask [W, L, L], added to the logits -> [B, W, L, C]."""
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attends inside W windows of L tokens, [B, W, L, C]. The mask [W, L, L] is added to the logits."""
         return self.proj(self.attend(self.qkv(x), self.relative_position_index, mask))
 
-    def among_visible(self, x, groups):
-        """Visible tokens [B, T, C] -> [B, T, C]; only what lies between the two projections runs on padded groups."""
+    def among_visible(self, x: torch.Tensor, groups: "WindowGroups") -> torch.Tensor:
+        """Attends among visible tokens [B, T, C]. The projections do not run on the padding of the groups."""
         x = self.attend(groups.gather(self.qkv(x)), groups.bias_index, groups.mask)
         return self.proj(groups.scatter(x))
 
-    def attend(self, qkv, index, mask):
-        """[B, G, L, 3 C] of G groups, index [L, L] or [G, L, L] into the bias table, mask None or [G, L, L] -> [B, G, L, C]."""
+    def attend(self, qkv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attends inside G groups of L tokens, given their queries, keys and values [B, G, L, 3 C].
+
+        index: row of the bias table for each pair, [L, L] or [G, L, L]. mask: None, or [G, L, L], added to the logits.
+        Returns [B, G, L, C].
+        """
         B, G, L, _ = qkv.shape
         bias = lookup_bias(index, self.relative_position_bias_table)  # [heads, L, L] or [G, heads, L, L]
         if mask is not None:
             bias = bias + mask.unsqueeze(1).to(bias.dtype)
         q, k, v = split_heads(qkv, self.num_heads)  # [B, G, heads, L, d] each
-        # The bias has one row for all images: groups are taken for heads, or for images where all have the same bias.
+        # All images share the bias. If it differs between groups, groups and heads become one dimension. If all groups
+        # share it, groups and images do.
         if bias.ndim == 4:
             (q, k, v), bias = (x.flatten(1, 2) for x in (q, k, v)), bias.flatten(0, 1).unsqueeze(0)
         else:
@@ -76,9 +82,18 @@ class WindowAttention(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """Pre-norm block; attention in windows, which `shift` moves by half a window."""
+    """Pre-norm block with attention in windows of `window` x `window` tokens, which are shifted by `shift` tokens."""
 
-    def __init__(self, dim, grid_size, num_heads, window, shift, mlp_ratio, drop_path):
+    def __init__(
+        self,
+        dim: int,
+        grid_size: tuple[int, int],
+        num_heads: int,
+        window: int,
+        shift: int,
+        mlp_ratio: float,
+        drop_path: float,
+    ) -> None:
         super().__init__()
         self.window, self.shift = window, shift
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -87,66 +102,73 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
 
-    def forward(self, x, groups=None):
-        """[B, rows, columns, C] -> the same; with `groups` visible tokens [B, T, C]."""
+    def forward(self, x: torch.Tensor, groups: "WindowGroups | None" = None) -> torch.Tensor:
+        """Runs the block on dense tokens [B, rows, columns, C] or, with `groups`, on visible tokens [B, T, C]."""
         y = self.norm1(x)
         x = x + self.drop_path(self.attend(y) if groups is None else self.attn.among_visible(y, groups))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
-    def attend(self, x):
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """Rolls dense tokens [B, rows, columns, C] by the shift, attends inside windows, and rolls them back."""
         if self.shift:
             x = x.roll((-self.shift, -self.shift), dims=(1, 2))
         x = join_windows(self.attn(cut_windows(x, self.window), self.attn_mask), self.window, x.shape[1:3])
         return x.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else x
 
 
-def cut_windows(x, window):
-    """[B, rows, columns, C] -> [B, W, window * window, C], windows and what is in them in raster order."""
+def cut_windows(x: torch.Tensor, window: int) -> torch.Tensor:
+    """Cuts [B, rows, columns, C] into windows [B, W, window * window, C], both in raster order."""
     B, rows, columns, C = x.shape
     x = x.view(B, rows // window, window, columns // window, window, C)
     return x.transpose(2, 3).reshape(B, -1, window * window, C)
 
 
-def join_windows(x, window, grid_size):
-    """The inverse of `cut_windows`."""
+def join_windows(x: torch.Tensor, window: int, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Joins windows [B, W, window * window, C] into [B, rows, columns, C], the inverse of `cut_windows`."""
     rows, columns = grid_size
     x = x.view(len(x), rows // window, columns // window, window, window, x.shape[-1])
     return x.transpose(2, 3).reshape(len(x), rows, columns, -1)
 
 
-def shifted_mask(grid_size, window, shift):
-    """[W, L, L]: -100 between tokens that only the roll has brought into one window."""
+def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> torch.Tensor:
+    """Returns a mask [W, L, L] with -100 between tokens that share a window only because of the roll."""
     parts = []
     for side in grid_size:
         rolled = (torch.arange(side) + shift) % side
-        parts.append((rolled - shift + window) // window)  # the window that a place belongs to without any roll
+        parts.append((rolled - shift + window) // window)  # the window of each place if nothing were rolled
     region = parts[0][:, None] * (max(grid_size) + 1) + parts[1]
     region = cut_windows(region.view(1, *grid_size, 1), window)[0, :, :, 0]  # [W, L]
     return (region[:, :, None] != region[:, None, :]) * -100.0
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours become one token of twice the width."""
+    """Merges four neighbouring tokens into one token of twice the width."""
 
-    def __init__(self, dim):
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm, self.reduction = nn.LayerNorm(4 * dim), nn.Linear(4 * dim, 2 * dim, bias=False)
 
-    def forward(self, x):
-        """[B, rows, columns, C] -> [B, rows / 2, columns / 2, 2 C]; neighbours (row, column) in the order 00, 10, 01, 11."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Merges [B, rows, columns, C] into [B, rows / 2, columns / 2, 2 C].
+
+        The four neighbours (row, column) are concatenated in the order 00, 10, 01, 11.
+        """
         x = torch.cat([x[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], dim=-1)
         return self.reduction(self.norm(x))
 
 
 class WindowGroups:
-    """Which of T visible tokens see each other, in windows that `shift` moves: groups of whole windows, padded to one size.
+    """Which of T visible tokens attend to each other, computed in groups of whole windows that are padded to one size.
 
-    coords: int64 [T, 2], row and column of each token. groups: int64 [G, g], the tokens of each group, -1 where padded; None
-    is one group of all. Only the cost depends on them.
+    coords: (row, column) of each token, int64 [T, 2].
+    window, shift: side of a window, and shift of all windows, in tokens.
+    groups: tokens of each group, int64 [G, g], padded with -1. None is one group of all tokens. The grouping changes
+        the cost only, not the result.
     """
 
-    def __init__(self, coords, window, shift, groups=None):
-        self.ids = self.slots = None
+    def __init__(self, coords: torch.Tensor, window: int, shift: int, groups: torch.Tensor | None = None) -> None:
+        self.ids: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
         if groups is None:
             coords, present = coords.unsqueeze(0), None  # [1, T, 2]
         else:
@@ -155,50 +177,55 @@ class WindowGroups:
                 raise ValueError(f"the plan groups {int(present.sum())} tokens, but {T} are visible")
             self.ids = groups.clamp(min=0)
             ranks = torch.arange(groups.numel(), device=groups.device)
-            home = torch.where(present, groups, T).flatten()  # padding goes to a place beyond the last token
+            home = torch.where(present, groups, T).flatten()  # padding is sent to a place after the last token
             self.slots = torch.full((T + 1,), -1, device=groups.device).scatter_(0, home, ranks)[:T]
             coords = coords[self.ids]  # [G, g, 2]
         homes = window_of(coords, window, shift)
         same = (homes[:, :, None] == homes[:, None]).all(dim=-1)
         if present is not None:
             same = same & present[:, :, None] & present[:, None]
-        offsets = coords[:, :, None] - coords[:, None] + window - 1  # query less key
-        self.bias_index = torch.where(same, offsets[..., 0] * (2 * window - 1) + offsets[..., 1], 0)  # [G, g, g]
+        self.bias_index = torch.where(same, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
         self.mask = torch.where(same, 0.0, -100.0)
 
-    def gather(self, x):
-        """[B, T, C] -> [B, G, g, C]"""
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the tokens [B, T, C] of each group. Returns [B, G, g, C]."""
         if self.ids is None:
             return x.unsqueeze(1)
         return _Gather.apply(x, self.ids.flatten(), self.slots).unflatten(1, self.ids.shape)
 
-    def scatter(self, x):
-        """[B, G, g, C] -> [B, T, C]"""
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Puts the tokens of all groups [B, G, g, C] back into their order [B, T, C] and drops the padding."""
         return x.squeeze(1) if self.ids is None else x.flatten(1, 2).index_select(1, self.slots)
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens [B, T, C] -> slots [B, S, C]. Padding, which reads token 0, gets no gradient, so the backward is a gather, too:
-    a scatter would add up in no fixed order on a GPU."""
+    """Gathers tokens [B, T, C] into slots [B, S, C].
+
+    Padding reads token 0 and gets no gradient. The backward pass is therefore a gather, too. A scatter would add up in
+    no fixed order on a GPU.
+    """
 
     @staticmethod
-    def forward(ctx, x, ids, slots):
+    def forward(ctx: Any, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(slots)
         return x.index_select(1, ids)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return gradient.index_select(1, slots), None, None
 
 
-def window_of(coords, window, shift):
-    """Row and column of each token [..., 2] -> row and column of its window, numbered without any roll."""
+def window_of(coords: torch.Tensor, window: int, shift: int) -> torch.Tensor:
+    """Returns the (row, column) of the shifted window that holds each token (row, column) [..., 2], without a roll."""
     return (coords + (window - shift) % window) // window
 
 
-def unit_coords(units, columns, side):
-    """Raster ids of units [V], on a grid so many columns wide -> coordinates of their side * side tokens [V * side * side, 2]."""
+def unit_coords(units: torch.Tensor, columns: int, side: int) -> torch.Tensor:
+    """Returns the (row, column) of all tokens of the units [V], raster ids on a grid that is `columns` units wide.
+
+    A unit has side * side tokens. The result has the shape [V * side * side, 2].
+    """
     y, x = units // columns, units % columns
     corner = side * torch.stack([y, x], dim=-1)  # [V, 2]
     inside = torch.stack(torch.meshgrid(*[torch.arange(side, device=units.device)] * 2, indexing="ij"), dim=-1)
@@ -206,38 +233,45 @@ def unit_coords(units, columns, side):
 
 
 class GroupPlanner:
-    """Plans the groups of every stage for a set of visible units: in a DataLoader worker, since the search is a loop.
+    """Plans the window groups of every stage for a set of visible units. It is slow, so the DataLoader workers run it.
 
-    `planner(units)`, raster ids int64 [V] -> int64 [G, window * window] each, for `SwinEncoder.encode_visible` on sorted
-    units. A group is as large as a full window, whatever the mask, so that shapes are static; nothing but the attention itself
-    runs on the padding. The number of groups depends on the mask. Plans are padded to what `samples` random masks needed at
-    most; if one stage needs more, all are padded to what no mask can exceed: there are two shapes in all.
+    `planner(units)` takes raster ids, int64 [V], and returns int64 [G, window * window] for each stage and shift, for
+    `SwinEncoder.encode_visible` on sorted units. A group has the size of a full window for every mask, so that shapes
+    are static. Only the attention itself runs on the padding.
+
+    The number of groups depends on the mask. Plans are padded to the largest number among `samples` random masks. If a
+    mask needs more in any stage, its plans are padded to a number that no mask can exceed. So there are two shapes.
     """
 
-    def __init__(self, encoder, num_visible, samples=64):
+    def __init__(self, encoder: "SwinEncoder", num_visible: int, samples: int = 64) -> None:
         self.columns, self.stages = encoder.unit_grid[1], encoder.grouped_stages(num_visible)
-        # Two groups hold more than one group's tokens together, or they would be one.
+        # Any two groups exceed the capacity of one group. Otherwise they would have been merged.
         tokens = [num_visible * side**2 for side, _, _ in self.stages]
         self.ceilings = [2 * (T // (window**2 + 1)) + 1 for T, (_, window, _) in zip(tokens, self.stages, strict=True)]
         rng, num_units = np.random.default_rng(0), encoder.unit_grid[0] * encoder.unit_grid[1]
-        masks = (rng.permutation(num_units)[:num_visible] for _ in range(samples if self.stages else 0))
-        plans = [self.plan(torch.from_numpy(np.sort(units)), [0] * len(self.stages)) for units in masks]
-        self.capacities = [max(len(plan) for plan in of_stage) for of_stage in zip(*plans, strict=True)]
+        self.capacities = [0] * len(self.stages)
+        if self.stages:
+            for _ in range(samples):
+                units = torch.from_numpy(np.sort(rng.permutation(num_units)[:num_visible]))
+                needed = [len(plan) for plan in self.plan(units, [0] * len(self.stages))]
+                self.capacities = [max(pair) for pair in zip(self.capacities, needed, strict=True)]
 
-    def __call__(self, units):
+    def __call__(self, units: torch.Tensor) -> list[torch.Tensor]:
         plans = self.plan(units, self.capacities)
         if any(len(plan) > capacity for plan, capacity in zip(plans, self.capacities, strict=True)):
             plans = self.plan(units, self.ceilings)
         return plans
 
-    def shapes(self, units):
-        """A plan of each of the shapes that there are; the smaller may lack tokens."""
+    def shapes(self, units: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Returns plans of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
+        if not self.stages:
+            return []
         largest = self.plan(units, self.ceilings)
-        return [[plan[:n] for plan, n in zip(largest, self.capacities, strict=True)], largest] if self.stages else []
+        return [[plan[:n] for plan, n in zip(largest, self.capacities, strict=True)], largest]
 
-    def plan(self, units, capacities):
-        """At least so many groups a stage."""
-        plans, units = [], units.sort().values  # tokens are numbered as the encoder takes them
+    def plan(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
+        """Returns a plan for each stage and shift, padded to at least `capacities` groups."""
+        plans, units = [], units.sort().values  # tokens are numbered in the order in which the encoder takes them
         for (side, window, shift), capacity in zip(self.stages, capacities, strict=True):
             y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
             plans.append(torch.from_numpy(plan_groups(y * (x.max() + 1) + x, window**2, capacity)))
@@ -245,120 +279,157 @@ class GroupPlanner:
 
 
 class Stage(nn.Module):
-    def __init__(self, dim, grid_size, num_heads, window, mlp_ratio, drop_paths, downsample):
+    """Blocks on one grid, of which every second one has shifted windows, and the merging into the next stage.
+
+    dim, grid_size, num_heads, window, mlp_ratio: see `SwinBlock`. The window shrinks to the grid's shorter side.
+    drop_paths: drop-path rate of each block.
+    downsample: whether the stage ends with `PatchMerging`. The last stage does not.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        grid_size: tuple[int, int],
+        num_heads: int,
+        window: int,
+        mlp_ratio: float,
+        drop_paths: Sequence[float],
+        downsample: bool,
+    ) -> None:
         super().__init__()
-        whole = min(grid_size) <= window  # one window then, or a row of them: nothing to shift
+        shift = 0 if min(grid_size) <= window else window // 2  # one window, or one row of windows, is not shifted
         window = min(window, *grid_size)
         if any(side % window for side in grid_size):
             raise ValueError(f"windows of {window} do not divide the stage's {grid_size[0]} x {grid_size[1]} tokens")
         self.blocks = nn.ModuleList(
-            SwinBlock(dim, grid_size, num_heads, window, 0 if whole or i % 2 == 0 else window // 2, mlp_ratio, rate)
+            SwinBlock(dim, grid_size, num_heads, window, shift if i % 2 else 0, mlp_ratio, rate)
             for i, rate in enumerate(drop_paths)
         )
         self.window, self.shifts = window, sorted({block.shift for block in self.blocks})
         self.downsample = PatchMerging(dim) if downsample else None
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs the stage on dense tokens [B, rows, columns, C]. Merging makes them [B, rows / 2, columns / 2, 2 C]."""
         for block in self.blocks:
             x = block(x)
         return x if self.downsample is None else self.downsample(x)
 
-    def forward_visible(self, x, groups):
-        """Visible units [B, V, side, side, C], {shift: WindowGroups} -> [B, V, side / 2, side / 2, 2 C], or as large if last."""
+    def forward_visible(self, x: torch.Tensor, groups: dict[int, WindowGroups]) -> torch.Tensor:
+        """Runs the stage on visible units [B, V, side, side, C], with the window groups of each shift.
+
+        Merging makes them [B, V, side / 2, side / 2, 2 C].
+        """
         shape, x = x.shape, x.flatten(1, 3)
         for block in self.blocks:
             x = block(x, groups[block.shift])
-        x = x.view(-1, *shape[2:])  # units are images to the merging
+        x = x.view(-1, *shape[2:])  # the merging takes units for images
         x = x if self.downsample is None else self.downsample(x)
         return x.unflatten(0, shape[:2])
 
 
 class SwinEncoder(nn.Module):
-    """img_size: pixels, an integer or (height, width); its tokens must halve from stage to stage and divide into windows."""
+    """Patch embedding, stages of windowed attention, and final norm.
+
+    img_size, patch_size, in_chans: image side or (height, width) and side of a patch in pixels, and colour channels.
+        The number of tokens per side must halve from stage to stage and divide into windows.
+    embed_dim: width of the first stage. It doubles from stage to stage.
+    depths, num_heads: number of blocks and of heads in each stage.
+    window_size, mlp_ratio: side of a window in tokens, and hidden width of an MLP as a multiple of the stage's width.
+    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    """
 
     def __init__(
         self,
-        img_size=224,
-        patch_size=4,
-        in_chans=3,
-        embed_dim=128,
-        depths=(2, 2, 18, 2),
-        num_heads=(4, 8, 16, 32),
-        window_size=7,
-        mlp_ratio=4.0,
-        drop_path_rate=0.0,
-    ):
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        embed_dim: int = 128,
+        depths: Sequence[int] = (2, 2, 18, 2),
+        num_heads: Sequence[int] = (4, 8, 16, 32),
+        window_size: int = 7,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.img_size = (height, width)
         self.stride = patch_size * 2 ** (len(depths) - 1)
         if any(side < self.stride or side % self.stride for side in self.img_size):
             raise ValueError(f"img_size {self.img_size[0]} x {self.img_size[1]} must be a multiple of {self.stride} px")
         self.patch_size, self.embed_dim, self.depths = patch_size, embed_dim, tuple(depths)
-        self.grid_size = self.token_grid = tuple(side // patch_size for side in self.img_size)
-        self.unit_grid = tuple(side // self.stride for side in self.img_size)  # of the last stage's cells
+        self.grid_size = self.token_grid = (height // patch_size, width // patch_size)
+        self.unit_grid = (height // self.stride, width // self.stride)  # the cells of the last stage
         self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
         rates = drop_path_rates(drop_path_rate, sum(depths))
         self.layers = nn.ModuleList()
         for s, depth in enumerate(depths):
-            grid_size, rates_here = tuple(side >> s for side in self.token_grid), [rates.pop(0) for _ in range(depth)]
-            downsample = s < len(depths) - 1
-            self.layers.append(Stage(embed_dim << s, grid_size, num_heads[s], window_size, mlp_ratio, rates_here, downsample))
+            grid_size, first = (self.token_grid[0] >> s, self.token_grid[1] >> s), sum(depths[:s])
+            stage_rates, downsample = rates[first : first + depth], s < len(depths) - 1
+            stage = Stage(embed_dim << s, grid_size, num_heads[s], window_size, mlp_ratio, stage_rates, downsample)
+            self.layers.append(stage)
         self.num_features = embed_dim << (len(depths) - 1)
         self.norm = nn.LayerNorm(self.num_features)
         self.apply(init_weights)
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return self.grid_size[0] * self.grid_size[1]
 
-    def cut(self, imgs):
-        """imgs [B, C, H, W] of the model's size -> patches [B, N, p*p*C]."""
+    def cut(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
         self.check_size(imgs)
         return patchify(imgs, self.patch_size)
 
-    def check_size(self, imgs):
-        if tuple(imgs.shape[-2:]) != self.img_size:
-            raise ValueError(f"the model is built for images of {self.img_size} px, got {tuple(imgs.shape[-2:])}")
+    def check_size(self, imgs: torch.Tensor) -> None:
+        """Raises ValueError if the images [B, C, H, W] are not of the model's size."""
+        check_image_size(imgs, self.img_size)
 
-    def encode(self, tokens):
-        """Embedded tokens [B, N, D] -> features [B, cells, 8 D] of the last stage, raster order, after the norm."""
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Runs all stages and the norm on embedded tokens [B, N, D]. Returns [B, cells, 8 D] in raster order."""
         x = tokens.unflatten(1, self.token_grid)
         for stage in self.layers:
             x = stage(x)
         return self.norm(x.flatten(1, 2))
 
-    def encode_visible(self, tokens, units, plans=()):
-        """Embedded tokens of V units [B, V, side, side, D] at raster ids `units` [V], the same for all images -> [B, V, 8 D].
+    def encode_visible(
+        self, tokens: torch.Tensor, units: torch.Tensor, plans: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """Runs all stages and the norm on embedded tokens of V units [B, V, side, side, D]. Returns [B, V, 8 D].
 
-        plans: groups as `GroupPlanner` makes them. Without them every stage is one group of all tokens: equal, and slower.
+        units: raster ids [V] of the units, the same for all images.
+        plans: groups made by `GroupPlanner`. Without them every stage is one group of all tokens, which gives the same
+            result and is slower.
         """
         grouped = self.grouped_stages(len(units))
         if len(plans) not in (0, len(grouped)):
             raise ValueError(f"{len(grouped)} plans are needed, or none, got {len(plans)}")
-        x, plans = tokens, iter(plans)
+        x, remaining = tokens, iter(plans)
         for stage in self.layers:
             side = x.shape[2]
             coords, groups = unit_coords(units, self.unit_grid[1], side), {}
             for shift in stage.shifts:
-                plan = next(plans, None) if (side, stage.window, shift) in grouped else None
+                plan = next(remaining, None) if (side, stage.window, shift) in grouped else None
                 groups[shift] = WindowGroups(coords, stage.window, shift, plan)
             x = stage.forward_visible(x, groups)
         return self.norm(x.flatten(1, 3))
 
-    def grouped_stages(self, num_units):
-        """[(tokens a side of a unit, window, shift)] where grouping pays: more visible tokens than two windows hold."""
+    def grouped_stages(self, num_units: int) -> list[tuple[int, int, int]]:
+        """Returns (tokens per side of a unit, window, shift) where windows are grouped: above two windows of tokens."""
         sides = [self.stride // self.patch_size >> s for s in range(len(self.layers))]
         stages = zip(sides, self.layers, strict=True)
         many = [(side, stage) for side, stage in stages if num_units * side**2 > 2 * stage.window**2]
         return [(side, stage.window, shift) for side, stage in many for shift in stage.shifts]
 
-    def forward_features(self, imgs):
-        """Images [B, C, H, W], normalised -> [B, cells, 8 D]."""
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, cells, 8 D] of normalised images [B, C, H, W]."""
         return self.encode(self.patch_embed(self.cut(imgs)))
 
 
-def init_weights(module):
-    """Linear and bias tables normal, sigma .02, biases zero; the patch convolution keeps the framework's default."""
+def init_weights(module: nn.Module) -> None:
+    """Initialises one module as Swin does: linear layers and bias tables normal with sigma 0.02, biases zero.
+
+    The patch convolution keeps PyTorch's default.
+    """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -368,47 +439,60 @@ def init_weights(module):
 
 
 class SwinTransformer(SwinEncoder):
-    """The encoder with a classification head on the mean of its tokens."""
+    """The encoder with a classification head on the mean of its tokens. All modules are trained.
 
-    def __init__(self, num_classes=1000, global_pool="avg", probe=False, **kwargs):
+    num_classes: width of the head.
+    global_pool, probe: must be `avg` and False. They exist because the other fine-tune models have them.
+    kwargs: arguments of `SwinEncoder`.
+    """
+
+    frozen: Sequence[nn.Module] = ()  # modules that stay in eval mode
+
+    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if global_pool != "avg" or probe:
-            raise ValueError(f"Swin pools its tokens (global_pool 'avg') and has no probe, got {global_pool!r}")
+            raise ValueError(
+                f"Swin pools its tokens (global_pool 'avg') and has no probe, "
+                f"got global_pool {global_pool!r} and probe {probe}"
+            )
         self.global_pool, self.head = global_pool, nn.Linear(self.num_features, num_classes)
         init_weights(self.head)
 
     @property
-    def blocks(self):
+    def blocks(self) -> list[SwinBlock]:
+        """The blocks of all stages, in order."""
         return [block for stage in self.layers for block in stage.blocks]
 
-    def forward(self, imgs):
-        """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs).mean(dim=1)
-        with torch.autocast(x.device.type, enabled=False):  # logits of 8 bits would tie
+        with torch.autocast(x.device.type, enabled=False):  # many bfloat16 logits would tie
             return self.head(x.to(self.head.weight.dtype))
 
-    def freeze_all_but(self, trainable_blocks):
+    def freeze_all_but(self, trainable_blocks: int) -> None:
+        """Raises ValueError, because Swin is fine-tuned as a whole."""
         raise ValueError(f"Swin is fine-tuned as a whole, got trainable_blocks {trainable_blocks}")
 
-    frozen = ()
-
-    def no_weight_decay(self):
-        """The bias tables do not decay."""
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones: the bias tables."""
         return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
 
-    def group_matcher(self, coarse=False):
-        """timm's description of the layers: the embedding, each block, then norm and head; merging counts to the block before."""
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Describes the layers to timm's layer-wise learning-rate decay: embedding, each block, then norm and head.
+
+        A stage's merging belongs to its last block.
+        """
         merging = [(rf"^layers\.{s}\.downsample", (s, depth - 1)) for s, depth in enumerate(self.depths)]
         return {"stem": r"^patch_embed", "blocks": [(r"^layers\.(\d+)\.blocks\.(\d+)", None), *merging]}
 
 
-def swin_micro_patch4_window4(**kwargs):
+def swin_micro_patch4_window4(**kwargs: Any) -> SwinTransformer:
     return SwinTransformer(**{**MICRO, **kwargs})
 
 
-def swin_base_patch4_window7(**kwargs):
+def swin_base_patch4_window7(**kwargs: Any) -> SwinTransformer:
     return SwinTransformer(**{**BASE, "window_size": 7, **kwargs})
 
 
-def swin_large_patch4_window14(**kwargs):
+def swin_large_patch4_window14(**kwargs: Any) -> SwinTransformer:
     return SwinTransformer(**{**LARGE, "window_size": 14, **kwargs})

@@ -1,9 +1,15 @@
-"""TEC (Gao et al., 2022: target-enhanced conditional pre-training) with PR-MIM: a student that predicts a frozen teacher.
+"""TEC (Gao et al., 2022: target-enhanced conditional pre-training) with PR-MIM: a student predicts a frozen teacher.
 
-The teacher, a pre-trained ViT, sees the whole image. The student is MAE's, with an MLP on the class token and an adapter that
-fuses the outputs of all blocks; its two decoders, which share their blocks, predict the teacher's features and rows of its
-last attention map. PR-MIM works in both, which throw the same tokens.
+The teacher, a pre-trained ViT, sees the whole image. The student is MAE's encoder with two additions: an MLP on the
+class token, and an adapter that fuses the outputs of all blocks. It has two decoders, which share their blocks. One
+predicts the teacher's features, the other predicts rows of the teacher's last attention map. PR-MIM applies to both
+decoders, which throw the same tokens.
 """
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from timm.layers import Mlp
@@ -25,45 +31,71 @@ __all__ = [
     "tec_vit_large_patch16",
 ]
 
-# Names of TEC's releases -> ours: the two decoders, and what is in them.
+# Names in TEC's releases -> our names: of the two decoders, and of the modules inside them.
 OFFICIAL_DECODERS = {"forward_fea_decoder": "decoder_fea", "forward_att_decoder": "decoder_att"}
 OFFICIAL_NAMES = {"decoder_embed": "embed", "decoder_norm": "norm", "decoder_pred": "pred", "decoder_qk": "pred"}
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds TEC's own flags to a group of a parser. They are None unless given: the model then uses its defaults."""
+    group.add_argument(
+        "--teacher",
+        help="the pre-trained ViT whose outputs are predicted: a checkpoint (this project's, or a release of iBOT, "
+        "DINO or MAE), the folder of a run, or the name of a timm model",
+    )
+    group.add_argument(
+        "--att_topk",
+        type=int,
+        help="number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)",
+    )
+    group.add_argument(
+        "--att_tau",
+        type=float,
+        help="temperature of the attention target (default: 1.0, for iBOT; use 1.8 for MAE, 1.4 for MAE's ViT-L)",
+    )
+
+
+def check_flags(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if `settings` choose a TEC model without a teacher."""
+    model = settings["model"]
+    if model in __all__ and settings.get("teacher") is None:
+        raise ValueError(f"--model {model} needs --teacher: a checkpoint, a run's folder, or the name of a timm model")
 
 
 class TECViT(Framework, ViTEncoder):
     """A ViT encoder with adapters that owns two progressive decoders. Arguments are MAE's, then TEC's, then PR-MIM's.
 
-    teacher: a `Teacher`, or what `models_teacher.open_teacher` makes one of: a checkpoint, a run's folder, the name of a timm
-    model; without one, an untrained ViT of the student's size, for tests and for counting costs. att_topk: patches whose
-    attention is predicted beside the class token's; att_tau: temperature of the target (iBOT: 9 and 1.0; MAE: 15 and 1.8,
-    ViT-L 1.4). num_adap: groups of blocks that the adapter fuses. norm_pix_loss has no effect; it is there because every
-    framework has it.
+    teacher: a `Teacher`, or a source that `models_teacher.open_teacher` accepts: a checkpoint, the folder of a run, or
+    the name of a timm model. None gives an untrained ViT of the student's size, for tests and for counting costs.
+    att_topk: number of patches whose attention is predicted, in addition to the class token's. att_tau: temperature of
+    the attention target. The release uses 9 and 1.0 for iBOT, 15 and 1.8 for MAE, 15 and 1.4 for MAE's ViT-L. num_adap:
+    number of groups of blocks that the adapter fuses. norm_pix_loss: has no effect; every framework has this argument.
     """
 
     def __init__(
         self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        depth=12,
-        num_heads=12,
-        decoder_embed_dim=512,
-        decoder_depth=2,
-        decoder_num_heads=16,
-        mlp_ratio=4.0,
-        norm_pix_loss=False,
-        teacher=None,
-        att_topk=9,
-        att_tau=1.0,
-        num_adap=None,
-        mask_ratio=0.75,
-        throw_ratio=0.5,
-        progressive=True,
-        kernel_size=7,
-        aggregation="dwconv",
-        applies_to="thrown",
-    ):
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        decoder_embed_dim: int = 512,
+        decoder_depth: int = 2,
+        decoder_num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        norm_pix_loss: bool = False,
+        teacher: Teacher | str | Path | None = None,
+        att_topk: int = 9,
+        att_tau: float = 1.0,
+        num_adap: int | None = None,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+    ) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
         self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
         self.cls_token_mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
@@ -74,37 +106,69 @@ class TECViT(Framework, ViTEncoder):
             teacher = Teacher(self.img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
         elif not isinstance(teacher, Teacher):
             teacher = open_teacher(teacher, self.img_size, patch_size)
-        # Beside the modules, so that neither checkpoints nor optimizers nor DDP know of it; `_apply` moves it.
+        # No submodule, so that checkpoints, optimizers and DDP do not include it. `_apply` moves and casts it.
         object.__setattr__(self, "teacher", teacher)
         self.att_topk, self.att_tau = att_topk, att_tau
         num_keys = self.num_tokens if progressive else self.counts.num_kept
         if not 1 <= att_topk <= num_keys or att_tau <= 0:
             raise ValueError(f"att_topk must be from 1 to {num_keys} and att_tau above 0, got {att_topk} and {att_tau}")
         self.num_keys = num_keys
-        options = dict(decoder_embed_dim=decoder_embed_dim, decoder_num_heads=decoder_num_heads, mlp_ratio=mlp_ratio)
-        options, width = options | dict(progressive=False), teacher.embed_dim
-        # The feature decoder's blocks are the attention decoder's, too.
+        width = teacher.embed_dim
+        options: dict[str, Any] = dict(
+            decoder_embed_dim=decoder_embed_dim,
+            decoder_num_heads=decoder_num_heads,
+            mlp_ratio=mlp_ratio,
+            progressive=False,  # the aggregation is added below
+        )
+        # The attention decoder has no blocks of its own: both decoders use those of the feature decoder.
         self.decoder_fea = ProgressiveDecoder(
             self.grid_size, self.counts, embed_dim, head=width, decoder_depth=decoder_depth, **options
         )
-        self.decoder_att = ProgressiveDecoder(self.grid_size, self.counts, embed_dim, head=2 * width, decoder_depth=0, **options)
-        for decoder in (self.decoder_fea, self.decoder_att) if progressive else ():
-            decoder.add_aggregation(kernel_size, aggregation, applies_to)
+        self.decoder_att = ProgressiveDecoder(
+            self.grid_size, self.counts, embed_dim, head=2 * width, decoder_depth=0, **options
+        )
+        if progressive:
+            for decoder in (self.decoder_fea, self.decoder_att):
+                decoder.add_aggregation(kernel_size, aggregation, applies_to)
 
-    def forward(self, imgs, ids_shuffle):
-        """imgs [B, C, H, W], normalised, and ids_shuffle int64 [B, N] -> {"feature", "attention": scalar losses}."""
+    def own_settings(self) -> dict[str, Any]:
+        """Returns TEC's own settings as resolved values, by the names of its flags."""
+        return {"teacher": self.teacher.source, "att_topk": self.att_topk, "att_tau": self.att_tau}
+
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """Returns the fingerprint of the teacher's weights, so that a run is resumed with the same teacher only."""
+        return {} if self.teacher.fingerprint is None else {"teacher": self.teacher.fingerprint}
+
+    def notes(self) -> list[str]:
+        """Returns a line for the log about the teacher's weights."""
+        return [self.teacher.origin]
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the scalar losses {"feature", "attention"}.
+
+        imgs: [B, C, H, W], normalised. ids_shuffle: int64 [B, N].
+        """
         order = TokenOrder(ids_shuffle, self.counts)
-        # The teacher first: what it computes with is free again before the student's activations are kept.
+        # The teacher runs first: its memory is free again before the student's activations are stored.
         features, logits, queries = self.teacher(imgs, order, self.num_keys, self.att_topk)
         fea, att = self.forward_decoders(self.forward_encoder(self.cut(imgs), order), order)
-        return {"feature": self.feature_loss(fea, features, order), "attention": self.attention_loss(att, logits, queries)}
+        return {
+            "feature": self.feature_loss(fea, features, order),
+            "attention": self.attention_loss(att, logits, queries),
+        }
 
-    def forward_encoder(self, patches, order):
-        """All patches [B, N, p*p*C] -> adapted latent of the visible ones [B, 1 + num_visible, D], class token first."""
+    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Returns the adapted latent of the visible patches [B, 1 + num_visible, D], class token first.
+
+        patches: all of them, [B, N, p*p*C].
+        """
         return self.encode(self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:]))
 
-    def encode(self, tokens):
-        """Embedded tokens with positions [B, n, D] -> all blocks' outputs, fused [B, 1 + n, D], class token first."""
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the fused outputs of all blocks [B, 1 + n, D], class token first.
+
+        tokens: embedded, with positions, [B, n, D].
+        """
         x, levels = self.prepend_cls_token(tokens), []
         for block in self.blocks:
             x = block(x)
@@ -112,57 +176,67 @@ class TECViT(Framework, ViTEncoder):
         levels[-1] = self.norm(x)
         return self.encoder_adaptor(levels)
 
-    def prepend_cls_token(self, tokens):
-        """[B, n, D] -> [B, 1 + n, D]; the input adapter is an MLP on the class token."""
+    def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Prepends the class token, sent through TEC's input adapter (an MLP): [B, n, D] to [B, 1 + n, D]."""
         cls_token = self.cls_token_mlp(self.cls_token) + self.pos_embed[:, :1]
         return torch.cat([cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
 
-    def forward_decoders(self, latent, order):
-        """Latent [B, 1 + num_visible, D] -> features of both decoders, before their norms, two of [B, 1 + n, C].
+    def forward_decoders(self, latent: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
+        """Returns the features of both decoders before their norms, two tensors [B, 1 + n, C].
 
-        Class token first, which passes the aggregation by; then all N tokens in token order, or the kept ones if plain.
+        The class token comes first, without aggregation. All N tokens follow in token order, or only the kept ones in
+        plain partial reconstruction. latent: [B, 1 + num_visible, D].
         """
         decoders = self.decoder_fea, self.decoder_att
-        x = torch.cat([decoder.embed_tokens(latent, order) for decoder in decoders])  # one pass for both: [2B, 1 + num_kept, C]
+        # One pass through the shared blocks for both decoders: [2B, 1 + num_kept, C].
+        x = torch.cat([decoder.embed_tokens(latent, order) for decoder in decoders])
         for block in self.decoder_fea.blocks:
             x = block(x)
         outputs = zip(decoders, x.chunk(2), strict=True)
         return [torch.cat([x[:, :1], decoder.aggregate(x[:, 1:], order)], dim=1) for decoder, x in outputs]
 
     @staticmethod
-    def feature_target(features):
-        """The teacher's features [B, N, T], z-scored over the N patches of each image and channel; float32 at least."""
+    def feature_target(features: torch.Tensor) -> torch.Tensor:
+        """Returns the teacher's features [B, N, T], z-scored over the patches of each image and channel.
+
+        The target has float32 or wider.
+        """
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         variance = features.var(dim=1, keepdim=True)
         return (features - features.mean(dim=1, keepdim=True)) / (variance + 1e-6).sqrt()
 
-    def feature_loss(self, x, features, order):
-        """Mean squared error over the supervised tokens; x [B, 1 + n, C] in token order, features [B, N, T] in raster order."""
+    def feature_loss(self, x: torch.Tensor, features: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Returns the mean squared error over the supervised tokens.
+
+        x: [B, 1 + n, C] in token order. features: [B, N, T] in raster order.
+        """
         first = self.counts.num_visible
         target = order.take(self.feature_target(features), order.ids_shuffle[:, first : x.shape[1] - 1])
         pred = self.decoder_fea.predict(x[:, 1 + first :])
         return (pred.to(target.dtype) - target).square().mean()
 
-    def attention_loss(self, x, logits, queries):
-        """Cross-entropy between the teacher's and the student's rows of attention, over all keys, visible or masked.
+    def attention_loss(self, x: torch.Tensor, logits: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Returns the cross-entropy between the rows of attention of teacher and student, over visible and masked keys.
 
-        x [B, 1 + n, C] in token order; logits [B, heads, 1 + topk, n] of the class token and of the tokens at `queries`
-        [B, topk], positions in token order. Plain partial reconstruction has the kept tokens alone as keys and queries.
+        In plain partial reconstruction only the kept tokens are keys and queries.
+
+        x: [B, 1 + n, C] in token order. logits: the teacher's [B, heads, 1 + topk, n], of the class token and of the
+        tokens at `queries`. queries: [B, topk], positions in token order.
         """
         x, head = self.decoder_att.norm(x), self.decoder_att.pred
         rows = torch.cat([x[:, :1], TokenOrder.take(x[:, 1:], queries)], dim=1)
         (query_weight, key_weight), (query_bias, key_bias) = head.weight.chunk(2), head.bias.chunk(2)
         q, k = F.linear(rows, query_weight, query_bias), F.linear(x[:, 1:], key_weight, key_bias)
-        # The release scales by the width of all heads.
+        # The release scales by the width of all heads together.
         ours = attention_logits(q, k, self.teacher.num_heads) * q.shape[-1] ** -0.5
         target = (logits / self.att_tau).softmax(dim=-1)
         return -(target * ours.log_softmax(dim=-1)).sum(dim=-1).mean()
 
     @torch.no_grad()
-    def reconstruct(self, imgs, ids_shuffle):
-        """-> (predicted features [B, N, T] in raster order, mask bool [B, N] of the predicted tokens).
+    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (predicted features [B, N, T] in raster order, bool mask [B, N] of the predicted tokens).
 
-        Plain partial reconstruction predicts no thrown token: its mask is False there and its features are zero.
+        Plain partial reconstruction does not predict the thrown tokens: their mask is False and their features are 0.
         """
         order = TokenOrder(ids_shuffle, self.counts)
         x, _ = self.forward_decoders(self.forward_encoder(self.cut(imgs), order), order)
@@ -170,10 +244,13 @@ class TECViT(Framework, ViTEncoder):
         return order.restore(pred), order.masked_of_first(pred.shape[1])
 
     @torch.no_grad()
-    def panels(self, imgs, ids_shuffle, undo):
-        """Main components of the teacher's features as colours: all of them; true where visible, predicted where masked.
+    def panels(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the main components of the teacher's features as colours: {title: images [B, 3, H, W]}.
 
-        What the images have in common at a place is taken away: features tell positions first of all.
+        "teacher" shows the true features. "predicted" shows true features where visible, predictions where masked. The
+        mean over the images is subtracted at each place, since features depend on the position most of all.
         """
         pred, mask = self.reconstruct(imgs, ids_shuffle)
         order = TokenOrder(ids_shuffle, self.counts)
@@ -181,36 +258,47 @@ class TECViT(Framework, ViTEncoder):
         common = target.mean(dim=0) if len(target) > 1 else 0.0
         truth, pred = principal_colors(target - common, target - common, pred - common)
         pred = torch.where(mask.unsqueeze(-1), pred, truth * ~order.mask.unsqueeze(-1))
-        images = (x.transpose(1, 2).unflatten(2, self.grid_size) for x in (truth, pred))
-        return dict(zip(("teacher", "predicted"), (F.interpolate(x, size=self.img_size) for x in images), strict=True))
+        panels = {}
+        for title, colors in (("teacher", truth), ("predicted", pred)):
+            image = colors.transpose(1, 2).unflatten(2, self.grid_size)
+            panels[title] = F.interpolate(image, size=self.img_size)
+        return panels
 
     @torch.no_grad()
-    def token_errors(self, imgs, ids_shuffle, undo):
-        """Squared error of the z-scored features, averaged over the channels: 1 is what a constant prediction has."""
+    def token_errors(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the squared error of the z-scored features, averaged over the channels, {name: [B, N]}.
+
+        A constant prediction has an error of 1.
+        """
         target = self.feature_target(self.teacher.features(imgs))
         return {"feature error": (self.reconstruct(imgs, ids_shuffle)[0] - target).square().mean(dim=-1)}
 
-    def forward_features(self, imgs):
-        """Images [B, C, H, W], normalised -> token features [B, 1 + N, D] after the norm, unadapted, class token first."""
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns token features [B, 1 + N, D] after the norm, without the adapter, class token first.
+
+        imgs: [B, C, H, W], normalised.
+        """
         x = self.prepend_cls_token(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
 
-    def _apply(self, fn, recurse=True):
-        """What moves or casts the model moves its teacher."""
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Moves and casts the teacher together with the model."""
         self.teacher._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
-    def load_official(self, state_dict):
-        """Loads the weights of TEC's releases before fine-tuning: their content, or its `model`.
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a release of TEC before fine-tuning, given as the file's content or as its `model`.
 
-        Strict, apart from the aggregators. ValueError names missing, unexpected and mis-shaped keys.
+        Loading is strict, except for the aggregators. The ValueError names missing, unexpected and mis-shaped keys.
         """
-        renamed = {}
+        renamed: dict[str, torch.Tensor] = {}
         for name, value in state_dict.get("model", state_dict).items():
             owner, _, rest = name.partition(".")
-            if owner == "decoder_pos_embed":  # the release has one table for both
+            if owner == "decoder_pos_embed":  # the release has one table for both decoders
                 renamed |= {"decoder_fea.pos_embed": value, "decoder_att.pos_embed": value}
             elif owner == "decoder_blocks":
                 renamed[f"decoder_fea.blocks.{rest}"] = value
@@ -223,9 +311,9 @@ class TECViT(Framework, ViTEncoder):
 
 
 class EncoderAdaptor(nn.Module):
-    """Fuses the outputs of all blocks: groups of neighbouring blocks through a linear layer and an MLP each, then their sum."""
+    """Fuses the outputs of all blocks: a linear layer and an MLP for each group of neighbouring blocks, then a sum."""
 
-    def __init__(self, dim, depth, num_adap, hidden_dim):
+    def __init__(self, dim: int, depth: int, num_adap: int, hidden_dim: int) -> None:
         super().__init__()
         if depth % num_adap:
             raise ValueError(f"{depth} blocks do not divide into num_adap {num_adap} groups")
@@ -234,8 +322,8 @@ class EncoderAdaptor(nn.Module):
         self.adap_mlps = nn.ModuleList(Mlp(dim, hidden_dim) for _ in range(num_adap))
         self.adap_after = layer_norm(dim)
 
-    def forward(self, levels):
-        """Outputs of the blocks, [B, n, D] each -> [B, n, D]."""
+    def forward(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Fuses the outputs of the blocks, [B, n, D] each, to [B, n, D]."""
         fused = 0
         groups = self.adap_before(torch.cat(levels, dim=-1)).chunk(len(self.fuse_fcs), dim=-1)
         for group, linear, mlp in zip(groups, self.fuse_fcs, self.adap_mlps, strict=True):
@@ -244,17 +332,17 @@ class EncoderAdaptor(nn.Module):
         return self.adap_after(fused)
 
 
-def tec_vit_micro_patch4(**kwargs):
+def tec_vit_micro_patch4(**kwargs: Any) -> TECViT:
     return TECViT(**{**MICRO, "decoder_embed_dim": 64, "decoder_num_heads": 2, **kwargs})
 
 
-def tec_vit_mini_patch4(**kwargs):
+def tec_vit_mini_patch4(**kwargs: Any) -> TECViT:
     return TECViT(**{**MINI, "decoder_embed_dim": 128, "decoder_num_heads": 4, **kwargs})
 
 
-def tec_vit_base_patch16(**kwargs):
+def tec_vit_base_patch16(**kwargs: Any) -> TECViT:
     return TECViT(**{**BASE, **kwargs})
 
 
-def tec_vit_large_patch16(**kwargs):
+def tec_vit_large_patch16(**kwargs: Any) -> TECViT:
     return TECViT(**{**LARGE, "decoder_embed_dim": 768, **kwargs})

@@ -1,21 +1,26 @@
-"""The plain Vision Transformer (Dosovitskiy et al., ICLR 2021) as MAE uses it: the encoder that every pre-training
-framework inherits, and the model that is fine-tuned.
+"""The plain Vision Transformer (Dosovitskiy et al., ICLR 2021) as MAE uses it.
 
-State-dict names are those of MAE's releases and of timm's `VisionTransformer`. Features in three lines:
+`ViTEncoder` is the encoder that the pre-training frameworks on ViT inherit. `VisionTransformer` is the model that is
+fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTransformer`. To compute features:
+
+    from models_vit import vit_base_patch16
+    from util.encoder_weights import load_encoder
 
     model = vit_base_patch16(global_pool="token")
-    print(util.run.checkpoint.load_encoder(model, "checkpoint.pth"))
+    print(load_encoder(model, "checkpoint.pth"))
     tokens = model.eval().forward_features(imgs)  # [B, 1 + N, 768], class token first; imgs ImageNet-normalised
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from util.pos_embed import sincos_pos_embed
+from util.pos_embed import grid_from_settings, sincos_pos_embed
 
 __all__ = [
     "VisionTransformer",
@@ -37,21 +42,37 @@ BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
 
+_SIZES_BY_FACTORY = {
+    "vit_micro_patch4": MICRO,
+    "vit_mini_patch4": MINI,
+    "vit_tiny_patch16": TINY,
+    "vit_small_patch16": SMALL,
+    "vit_base_patch16": BASE,
+    "vit_large_patch16": LARGE,
+    "vit_huge_patch14": HUGE,
+}
 
-# What says the sizes of a ViT.
-_SIZE_KEYS = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight")
+# Keys from which the model size is inferred.
+_SIZE_KEYS = (
+    "cls_token",
+    "pos_embed",
+    "patch_embed.proj.weight",
+    "blocks.0.mlp.fc1.weight",
+    "blocks.0.attn.qkv.weight",
+)
 
-_FACTORIES = dict(vit_micro_patch4=MICRO, vit_mini_patch4=MINI, vit_tiny_patch16=TINY, vit_small_patch16=SMALL)
-_FACTORIES |= dict(vit_base_patch16=BASE, vit_large_patch16=LARGE, vit_huge_patch14=HUGE)
 
-
-def layer_norm(dim):
+def layer_norm(dim: int) -> nn.LayerNorm:
+    """Returns a LayerNorm with MAE's epsilon, 1e-6."""
     return nn.LayerNorm(dim, eps=1e-6)
 
 
-def init_weights(module):
-    """MAE's initialisation of `module` and all inside it: Linear Xavier-uniform (qkv as one matrix) with zero bias,
-    patch embedding Xavier-uniform on its flattened view; everything else keeps the framework's default."""
+def init_weights(module: nn.Module) -> None:
+    """Initialises `module` and all modules inside it as MAE does.
+
+    Linear layers are Xavier-uniform (qkv as one matrix) with zero bias. The patch embedding is Xavier-uniform on its
+    flattened view. Everything else keeps PyTorch's default.
+    """
     for m in module.modules():
         if isinstance(m, nn.Linear):
             nn.init.xavier_uniform_(m.weight)
@@ -61,41 +82,45 @@ def init_weights(module):
             nn.init.xavier_uniform_(m.proj.weight.view(m.proj.weight.shape[0], -1))
 
 
-def patchify(imgs, patch_size):
-    """[B, C, H, W] -> [B, N, p*p*C]: patches in raster order, values ordered (row, column, channel), channel fastest."""
+def patchify(imgs: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Cuts images [B, C, H, W] into patches [B, N, p*p*C] in raster order.
+
+    The values of a patch are ordered (row, column, channel), with the channel fastest.
+    """
     B, C, H, W = imgs.shape
     rows, columns = H // patch_size, W // patch_size
     x = imgs.reshape(B, C, rows, patch_size, columns, patch_size)
     return x.permute(0, 2, 4, 3, 5, 1).reshape(B, rows * columns, patch_size**2 * C)
 
 
-def unpatchify(patches, patch_size, grid_size):
-    """Inverse of `patchify`: [B, N, p*p*C] -> [B, C, H, W]."""
+def unpatchify(patches: torch.Tensor, patch_size: int, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Joins patches [B, N, p*p*C] into images [B, C, H, W], the inverse of `patchify`."""
     rows, columns = grid_size
     x = patches.reshape(len(patches), rows, columns, patch_size, patch_size, -1)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, rows * patch_size, columns * patch_size)
 
 
 class PatchEmbed(nn.Module):
-    """The patch convolution as a linear layer on cut patches, so that it can run on the visible ones alone.
+    """The patch convolution as a linear layer on patches, so that it can run on the visible ones alone.
 
-    The parameters are the convolution's (`proj.weight` [D, C, p, p], `proj.bias` [D]): checkpoints fit both ways.
+    The parameters are those of the convolution (`proj.weight` [D, C, p, p], `proj.bias` [D]), so checkpoints of other
+    implementations fit.
     """
 
-    def __init__(self, patch_size, in_chans, embed_dim):
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
 
-    def forward(self, patches):
-        """Patches [B, n, p*p*C] as `patchify` cuts them -> [B, n, D]."""
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Embeds patches [B, n, p*p*C] in the layout of `patchify`. Returns [B, n, D]."""
         return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
 
 
-def split_heads(qkv, num_heads):
-    """Queries, keys and values of a linear layer [..., T, 3 C] -> three views [..., heads, T, d].
+def split_heads(qkv: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
+    """Splits the output of a qkv layer [..., T, 3 C] into queries, keys and values, three views [..., heads, T, d].
 
-    They are unbound where they lie: the backward pass then packs their gradients in one copy. Unbound from a permuted tensor,
-    as ViTs usually have it, they are stacked first and then copied into the layer's layout.
+    The tensor is unbound before it is transposed, so the backward pass packs the three gradients in one copy. ViTs
+    usually permute first. Their backward pass then stacks the gradients and copies the result into the layer's layout.
     """
     return [x.transpose(-3, -2) for x in qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)]
 
@@ -103,7 +128,7 @@ def split_heads(qkv, num_heads):
 class Attention(nn.Module):
     """Multi-head self-attention on torch's fused kernel."""
 
-    def __init__(self, dim, num_heads):
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
@@ -111,7 +136,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = split_heads(self.qkv(x), self.num_heads)  # each [B, heads, T, d]
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -119,7 +144,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual."""
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0):
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float = 4.0, drop_path: float = 0.0) -> None:
         super().__init__()
         self.norm1 = layer_norm(dim)
         self.attn = Attention(dim, num_heads)
@@ -127,22 +152,24 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class PatchEncoder(nn.Module):
-    """What every plain-ViT encoder begins with: the images' size, their patches, a class token.
+    """The first part of every ViT encoder: image size, patch embedding and class token.
 
-    img_size: pixels, an integer or (height, width), a multiple of patch_size.
+    img_size, patch_size: in pixels. `img_size` is one side or (height, width), each a multiple of `patch_size`.
+    in_chans, embed_dim: number of colour channels, and width of a token.
     """
 
-    def __init__(self, img_size, patch_size, in_chans, embed_dim):
+    def __init__(self, img_size: int | tuple[int, int], patch_size: int, in_chans: int, embed_dim: int) -> None:
         super().__init__()
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         if patch_size < 1 or height < 1 or width < 1 or height % patch_size or width % patch_size:
-            near = [max(1, round(side / patch_size)) * patch_size if patch_size > 0 else side for side in (height, width)]
+            step = max(1, patch_size)
+            near = [max(1, round(side / step)) * step for side in (height, width)]
             raise ValueError(
                 f"img_size {height} x {width} is not divisible by patch_size {patch_size}; "
                 f"the nearest size that is: {near[0]} x {near[1]}"
@@ -153,39 +180,50 @@ class PatchEncoder(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return math.prod(self.grid_size)
 
-    def no_weight_decay(self):
-        """Parameters that weight decay leaves alone in pre-training, beside the 1-D ones: none in MAE."""
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay in pre-training, beside the 1-D ones: none in MAE."""
         return set()
 
-    def cut(self, imgs):
-        """imgs [B, C, H, W] of the model's size -> patches [B, N, p*p*C]."""
-        if tuple(imgs.shape[-2:]) != self.img_size:
-            raise ValueError(f"the model is built for images of {self.img_size} px, got {tuple(imgs.shape[-2:])}")
+    def cut(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
+        check_image_size(imgs, self.img_size)
         return patchify(imgs, self.patch_size)
 
 
-def drop_path_rates(last, depth):
-    """The rates of `depth` blocks, from 0 to `last`."""
+def check_image_size(imgs: torch.Tensor, img_size: tuple[int, int]) -> None:
+    """Raises ValueError if the (height, width) of the images [B, C, H, W] is not `img_size`."""
+    if tuple(imgs.shape[-2:]) != img_size:
+        raise ValueError(f"the model is built for images of {img_size} px, got {tuple(imgs.shape[-2:])}")
+
+
+def drop_path_rates(last: float, depth: int) -> list[float]:
+    """Returns the drop-path rates of `depth` blocks, which grow linearly from 0 to `last`."""
     return [last * i / max(1, depth - 1) for i in range(depth)]
 
 
 class ViTEncoder(PatchEncoder):
-    """Patch embedding, class token, sine-cosine positions, blocks and final norm. The position table is frozen."""
+    """Patch embedding, class token, sine-cosine positions, blocks and final norm. The position table is frozen.
+
+    img_size, patch_size, in_chans: see `PatchEncoder`.
+    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
+        as a multiple of `embed_dim`.
+    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    """
 
     def __init__(
         self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        depth=12,
-        num_heads=12,
-        mlp_ratio=4.0,
-        drop_path_rate=0.0,
-    ):
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim)
         table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
@@ -195,78 +233,92 @@ class ViTEncoder(PatchEncoder):
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
 
-    def encode(self, tokens):
-        """Embedded tokens with positions [B, n, D] -> [B, 1 + n, D] after the blocks, class token first, before the norm."""
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Runs the blocks on embedded tokens with positions [B, n, D].
+
+        Returns [B, 1 + n, D], class token first, before the final norm.
+        """
         x = self.prepend_cls_token(tokens)
         for block in self.blocks:
             x = block(x)
         return x
 
-    def prepend_cls_token(self, tokens):
-        """[B, n, D] -> [B, 1 + n, D]"""
+    def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Puts the class token, with its position, before the tokens [B, n, D]. Returns [B, 1 + n, D]."""
         cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
         return torch.cat([cls_token, tokens], dim=1)
 
-    def forward_features(self, imgs):
-        """Images [B, C, H, W], normalised -> token features [B, 1 + N, D], class token first, after the norm."""
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm."""
         return self.norm(self.encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
 
 
 class Classifier(nn.Module):
-    """What turns an encoder into a classifier: pooling, head, and freezing all but its last blocks.
+    """Pooling, head, and freezing of all but the last blocks: turns an encoder into a classifier.
 
-    `frozen`: modules that stay in eval mode. `cls_token_layer_decay`: to layer-wise lr decay the class token is of the first
-    layer; else of the last, as in TEC.
+    frozen: modules that stay in eval mode. `freeze_all_but` sets them.
+    cls_token_layer_decay: used by layer-wise learning-rate decay. If True, the class token gets the first layer's
+        learning rate. If False, it gets the last layer's, as in TEC.
     """
 
-    frozen = ()
-    cls_token_layer_decay = True
+    frozen: Sequence[nn.Module] = ()
+    cls_token_layer_decay: bool = True
 
-    def forward(self, imgs):
-        """Images [B, C, H, W], normalised -> logits [B, num_classes]."""
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs)
         x = self.fc_norm(x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x[:, 0])
-        # Logits of 8 bits would tie: the head costs nothing, so it computes in its own precision.
+        # Logits in bfloat16 have 8 significant bits, and many would tie. The head is cheap, so it runs in the precision
+        # of its weights.
         with torch.autocast(x.device.type, enabled=False):
             return self.head(x.to(self.cls_token.dtype))
 
-    def freeze_all_but(self, trainable_blocks):
-        """Trains the last `trainable_blocks` blocks and what follows them; 0: the head alone, on frozen features.
+    def freeze_all_but(self, trainable_blocks: int) -> None:
+        """Freezes all but the last `trainable_blocks` blocks and what follows them. 0 trains the head alone.
 
-        What is frozen lies before what is trained, so autograd records nothing of it, and it stays in eval mode.
+        Frozen modules stay in eval mode. They come before the trained ones, so autograd records nothing of them.
+        Raises ValueError if there are too few blocks, or if the head alone would read a norm that is not pre-trained.
         """
         depth = len(self.blocks)
         if not 0 <= trainable_blocks < depth:
-            raise ValueError(f"trainable_blocks must be at least 0 and below the {depth} blocks, got {trainable_blocks}")
+            raise ValueError(
+                f"trainable_blocks must be at least 0 and below the {depth} blocks, got {trainable_blocks}"
+            )
         if trainable_blocks == 0 and self.global_pool == "avg":
             raise ValueError("trainable_blocks 0 needs global_pool 'token': fc_norm of 'avg' is not pre-trained")
         self.frozen = [self.patch_embed, *self.blocks[: depth - trainable_blocks]]
-        self.frozen += [self.norm] if trainable_blocks == 0 else []
-        embeddings = [p for name, p in self.named_parameters() if name in ("cls_token", "pos_embed")]
-        for parameter in [*embeddings, *(p for module in self.frozen for p in module.parameters())]:
-            parameter.requires_grad_(False)
+        if trainable_blocks == 0:
+            self.frozen.append(self.norm)
+        for name, parameter in self.named_parameters():
+            if name in ("cls_token", "pos_embed"):
+                parameter.requires_grad_(False)
+        for module in self.frozen:
+            module.requires_grad_(False)
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> "Classifier":
+        """Sets the training mode, except for the frozen modules."""
         super().train(mode)
         for module in self.frozen:
             module.eval()
         return self
 
-    def group_matcher(self, coarse=False):
-        """timm's description of the layers, for layer-wise lr decay: embeddings, each block, then norm and head together."""
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Describes the layers to timm's layer-wise learning-rate decay: embeddings, each block, then norm and head."""
         cls_token = r"^cls_token|" if self.cls_token_layer_decay else ""
         return {"stem": cls_token + r"^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
 
 
 class VisionTransformer(Classifier, ViTEncoder):
-    """The encoder with a classification head, as MAE fine-tunes it.
+    """The encoder with a classification head, as MAE fine-tunes it. The position table is trained.
 
-    global_pool "avg": mean of the patch tokens, then a fresh norm `fc_norm` (the encoder's `norm` is left out);
-    "token": the class token after the encoder's norm. probe: the head of linear probing, a BatchNorm without parameters
-    before the linear layer. The position table is trained, unless `freeze_all_but` says otherwise.
+    num_classes: width of the head.
+    global_pool: `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the encoder's `norm`.
+        `token` takes the class token after the encoder's norm.
+    probe: use the head of linear probing, which has a BatchNorm without parameters before the linear layer.
+    kwargs: arguments of `ViTEncoder`.
     """
 
-    def __init__(self, num_classes=1000, global_pool="avg", probe=False, **kwargs):
+    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if global_pool not in ("avg", "token"):
             raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
@@ -282,18 +334,23 @@ class VisionTransformer(Classifier, ViTEncoder):
         if probe:
             self.head = nn.Sequential(nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6), self.head)
 
-    def no_weight_decay(self):
-        """Parameters that weight decay leaves alone, beside the 1-D ones."""
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones."""
         return {"cls_token", "pos_embed"}
 
 
-def read_sizes(weights, settings, what, num_heads=None):
-    """The arguments of `ViTEncoder` that say its sizes, from the weights of one; ValueError, in which `what` names the file.
+def read_sizes(
+    weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any], what: str, num_heads: int | None = None
+) -> dict[str, Any]:
+    """Infers the size arguments of `ViTEncoder` from the weights of one.
 
-    `settings`, of our checkpoints, tell the grid. No weight shows the number of heads: without `num_heads` it is that of the
-    published sizes.
+    settings: those of a checkpoint of this project, which tell the grid, or an empty dict.
+    what: name of the file in errors.
+    num_heads: by default that of the published model of the same width and depth, because no weight shows it.
+
+    Raises ValueError if the weights are not those of a ViT with a class token and a position table.
     """
-    missing = [k for k in _SIZE_KEYS if not (isinstance(weights, dict) and torch.is_tensor(weights.get(k)))]
+    missing = [key for key in _SIZE_KEYS if not torch.is_tensor(weights.get(key))]
     if missing:
         raise ValueError(
             f"{what} holds no Vision Transformer of this kind: {', '.join(missing)} missing. Give a checkpoint of "
@@ -319,54 +376,60 @@ def read_sizes(weights, settings, what, num_heads=None):
     )
 
 
-def read_grid(settings, patch_size, num_tokens, what):
-    """(rows, columns) of the tokens: 4 x 16 and 8 x 8 have tables of one shape, so the settings have the say."""
-    size = settings.get("input_size")
-    if size:
-        height, *width = [size] if isinstance(size, int) else size
-        grid = height // patch_size, (width or [height])[0] // patch_size
-        if math.prod(grid) == num_tokens:
-            return grid
+def read_grid(settings: Mapping[str, Any], patch_size: int, num_tokens: int, what: str) -> tuple[int, int]:
+    """Returns the (rows, columns) of `num_tokens` tokens: those of the settings if they fit, or else a square.
+
+    The position table does not tell, because 4 x 16 and 8 x 8 tokens have tables of the same shape. Raises ValueError,
+    with `what` as the name of the file, if the settings do not fit and the number is no square.
+    """
+    grid = grid_from_settings(settings, patch_size)
+    if grid is not None and math.prod(grid) == num_tokens:
+        return grid
     side = math.isqrt(max(0, num_tokens))
     if side == 0 or side**2 != num_tokens:
-        raise ValueError(f"{what} has positions for {num_tokens} tokens, which is no square, and does not say its image size")
+        raise ValueError(
+            f"{what} has positions for {num_tokens} tokens, which is no square grid, and does not say its image size"
+        )
     return side, side
 
 
-def find_factory(embed_dim, depth, what):
-    """-> (name, sizes) of the factory below that builds a ViT of this width and depth; ValueError, in which `what` names it."""
-    known = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _FACTORIES.items()}
+def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, int]]:
+    """Returns (name, sizes) of the factory below that builds a ViT of this width and depth.
+
+    Raises ValueError, with `what` as the name of the file, if there is none.
+    """
+    known = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _SIZES_BY_FACTORY.items()}
     if (embed_dim, depth) not in known:
         raise ValueError(
-            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; known "
-            f"(width, depth): {', '.join(map(str, known))}"
+            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; "
+            f"known (width, depth): {', '.join(map(str, known))}"
         )
     return known[embed_dim, depth]
 
 
-def vit_micro_patch4(**kwargs):
+def vit_micro_patch4(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**MICRO, **kwargs})
 
 
-def vit_mini_patch4(**kwargs):
+def vit_mini_patch4(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**MINI, **kwargs})
 
 
-def vit_tiny_patch16(**kwargs):
+def vit_tiny_patch16(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**TINY, **kwargs})
 
 
-def vit_small_patch16(**kwargs):
+def vit_small_patch16(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**SMALL, **kwargs})
 
 
-def vit_base_patch16(**kwargs):
+def vit_base_patch16(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**BASE, **kwargs})
 
 
-def vit_large_patch16(**kwargs):
+def vit_large_patch16(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**LARGE, **kwargs})
 
 
-def vit_huge_patch14(**kwargs):
+def vit_huge_patch14(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**HUGE, **kwargs})

@@ -1,26 +1,29 @@
-"""PR-MIM, the method: partial reconstruction that reconstructs what it throws ("Delving Deeper into Partial
+"""PR-MIM, the method: partial reconstruction that also reconstructs what it throws ("Delving Deeper into Partial
 Reconstruction in Masked Image Modeling").
 
 The file follows Sec. 3 of the paper:
 
-    counts      how many of an image's N tokens are visible, retained and thrown
-    sampling    which masked tokens are retained (furthest sampling, Algorithm 1 of the supplementary)
-    order       the outcome as one permutation of the tokens, [visible | retained | thrown]
-    decode      a decoder on visible + retained tokens only
-    aggregate   a depth-wise convolution reconstructs the thrown tokens from the others
-    predict     norm and head on every masked token
+    3.1 Preliminary                 `TokenCounts`, `TokenOrder`: how many tokens are visible, retained and thrown, and
+                                    which ones, as one permutation [visible | retained | thrown]
+    3.2 Progressive reconstruction  `ProgressiveDecoder`: a decoder on the visible and retained tokens only
+                                    `SpatialAggregation`: a convolution that reconstructs the thrown tokens
+    3.3 Furthest sampling           `furthest_sampling`: Algorithm 1 of the supplementary
+                                    `TokenOrderSampler`, `MaskCollator`: token orders, drawn in the DataLoader workers
 
-Vocabulary: a token is *visible* (the encoder sees it) or *masked*; a masked token is *retained* (the decoder
-reconstructs it) or *thrown* (only the aggregation does). *Kept* = visible + retained. True in a mask means masked.
+Vocabulary: a token is *visible* (the encoder sees it) or *masked*. A masked token is *retained* (the decoder
+reconstructs it) or *thrown* (only the aggregation does). *Kept* means visible or retained. True in a mask means masked.
 
-Where the paper can be read in two ways: `throw_ratio` is a share of all N tokens; the retained tokens are picked by the
-greedy max-min of Algorithm 1, which does not solve Eq. 1 (a maximal sum of distances) but is what the paper runs. Measured
-at small scale (docs/study.md, CIFAR-10, two seeds): only the thrown cells take the aggregation's output (`applies_to`), since
-all cells cost 0.62 +- 0.33 points of top-1, though average pooling does badly only there, as the paper has it; the
-aggregation stands before the norm, at decoder width, since on the predictions the masked error is 16 % higher; the
-convolution keeps the framework's initialisation, from which two others could not be told apart.
+Where the paper can be read in two ways (measured on CIFAR-10 with two seeds, docs/study.md):
+
+    `throw_ratio` is a share of all N tokens.
+    Algorithm 1, a greedy max-min, picks the retained tokens. It does not maximise the sum of distances in Eq. 1.
+    Only the thrown cells take the aggregation's output (`applies_to`). If all cells do, top-1 accuracy is 0.62 +- 0.33
+        points lower, but only then does average pooling perform as badly as in the paper.
+    The aggregation comes before the norm, at decoder width. On the predictions, the masked error is 16 % higher.
+    The convolution keeps PyTorch's initialisation. Two others gave no measurable difference.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,24 +34,28 @@ from models_vit import Block, init_weights, layer_norm
 from util.addressed import MASK, addressed_uniform
 from util.pos_embed import sincos_pos_embed
 
-# ---------------------------------------------------------------------------------------------------------- counts
+# ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How many tokens of each kind an image has; the same for every image, so that every shape is static."""
+    """How many tokens of each kind an image has. They are the same for every image, so all shapes are static."""
 
     num_visible: int
     num_retained: int
     num_thrown: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if min(self.num_visible, self.num_thrown) < 0 or self.num_retained < 1:
             raise ValueError(f"visible and thrown must be >= 0 and retained >= 1, got {self}")
 
     @classmethod
-    def from_ratios(cls, num_tokens, mask_ratio, throw_ratio):
-        """Both ratios are shares of all `num_tokens`: at 196 tokens, 0.75 and 0.5 give 49 visible, 49 retained, 98 thrown."""
+    def from_ratios(cls, num_tokens: int, mask_ratio: float, throw_ratio: float) -> "TokenCounts":
+        """Returns the counts for `num_tokens` tokens. Both ratios are shares of all tokens.
+
+        For example, 196 tokens with ratios 0.75 and 0.5 give 49 visible, 49 retained and 98 thrown tokens.
+        Raises ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
+        """
         if not 0 <= throw_ratio < mask_ratio < 1:
             raise ValueError(
                 f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens), "
@@ -58,40 +65,287 @@ class TokenCounts:
         return cls(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return self.num_visible + self.num_retained + self.num_thrown
 
     @property
-    def num_masked(self):
+    def num_masked(self) -> int:
         return self.num_retained + self.num_thrown
 
     @property
-    def num_kept(self):
+    def num_kept(self) -> int:
         return self.num_visible + self.num_retained
 
 
-# -------------------------------------------------------------------------------------------------------- sampling
+class TokenOrder:
+    """A batch's `ids_shuffle` [B, N] on the device, with gathers and scatters of static shape and no boolean indexing.
 
-
-def addressed_noise(seed, epoch, indices, num_tokens):
-    """Uniform noise in [0, 1), float64 [B, num_tokens]: the only source of masking randomness.
-
-    Row b depends on `(seed, epoch, indices[b])` alone: not on the batch, the worker or the process that asks.
-    `epoch` may be an integer or an array [B].
+    Each row of `ids_shuffle` lists the raster ids of an image's tokens as [visible | retained | thrown]. It is the one
+    representation of token state. Below, "token order" means this order. "Raster order" means row by row.
     """
-    return addressed_uniform(MASK, seed, epoch, indices, num_tokens)
+
+    def __init__(self, ids_shuffle: torch.Tensor, counts: TokenCounts) -> None:
+        self.ids_shuffle, self.counts = torch.as_tensor(ids_shuffle), counts
+        if self.ids_shuffle.shape[-1] != counts.num_tokens:
+            raise ValueError(f"ids_shuffle must have {counts.num_tokens} columns, got {list(self.ids_shuffle.shape)}")
+        self.ids_visible = self.ids_shuffle[:, : counts.num_visible]
+        self.ids_kept = self.ids_shuffle[:, : counts.num_kept]
+        self.ids_thrown = self.ids_shuffle[:, counts.num_kept :]
+        ranks = torch.arange(counts.num_tokens, device=self.ids_shuffle.device).expand_as(self.ids_shuffle)
+        self.ids_restore = torch.empty_like(self.ids_shuffle).scatter_(1, self.ids_shuffle, ranks)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Bool [B, N] in raster order: True at masked tokens, retained or thrown."""
+        return self.ids_restore >= self.counts.num_visible
+
+    @property
+    def thrown(self) -> torch.Tensor:
+        """Bool [B, N] in raster order: True at thrown tokens."""
+        return self.ids_restore >= self.counts.num_kept
+
+    def masked_of_first(self, num_tokens: int) -> torch.Tensor:
+        """Returns bool [B, N] in raster order: True at the masked tokens among the order's first `num_tokens`.
+
+        `num_tokens=N` gives all masked tokens, `num_tokens=num_kept` the retained ones.
+        """
+        return self.mask & (self.ids_restore < num_tokens)
+
+    @staticmethod
+    def take(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Gathers the rows of `x` [B or 1, N, C] at `ids` [B, n]. Returns [B, n, C]."""
+        return x.expand(len(ids), -1, -1).gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+    def take_visible(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the visible tokens of `x` [B or 1, N, C] in raster order. Returns [B, num_visible, C]."""
+        return self.take(x, self.ids_visible)
+
+    def take_kept(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the kept tokens of `x` [B or 1, N, C] in raster order. Returns [B, num_kept, C] in token order."""
+        return self.take(x, self.ids_kept)
+
+    def append_mask_tokens(self, x: torch.Tensor, mask_token: torch.Tensor) -> torch.Tensor:
+        """Appends one mask token [1, 1, C] per retained token to the visible tokens `x` [B, num_visible, C].
+
+        Thrown tokens get none. Returns [B, num_kept, C] in token order.
+        """
+        return torch.cat([x, mask_token.expand(len(x), self.counts.num_retained, -1)], dim=1)
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        """Puts the order's first n tokens `x` [B, n, C] back into raster order. All other tokens are zero.
+
+        With n = num_kept the zeros are the thrown tokens. Returns [B, N, C]. The backward pass is a plain gather.
+        """
+        ids = self.ids_shuffle[:, : x.shape[1]].unsqueeze(-1).expand_as(x)
+        return x.new_zeros(x.shape[0], self.counts.num_tokens, x.shape[2]).scatter(1, ids, x)
 
 
-def furthest_sampling(coords, num_retained):
+# ------------------------------------------------------------------------------ 3.2 Progressive reconstruction scheme
+
+
+class ProgressiveDecoder(nn.Module):
+    """MAE's decoder on the kept tokens, followed by the aggregation of the thrown ones (Fig. 2c of the paper).
+
+    grid_size, counts: (rows, columns) of the tokens, and how many are visible, retained and thrown.
+    embed_dim: width of the encoder's output.
+    head: the last layer, either a module that takes features [B, n, C] or the output width of a linear layer.
+    decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the Transformer blocks.
+    progressive: False is plain partial reconstruction (Fig. 2b): no aggregation, so thrown tokens are not supervised.
+        Without thrown tokens there is no aggregation either, and this is MAE's decoder (Fig. 2a).
+    kernel_size, aggregation, applies_to: arguments of `SpatialAggregation`. `aggregation` is its `kind`.
+    cls_token: whether the encoder's output begins with a class token. P below is 1 if it does and 0 otherwise.
+    """
+
+    def __init__(
+        self,
+        grid_size: tuple[int, int],
+        counts: TokenCounts,
+        embed_dim: int,
+        head: int | nn.Module,
+        decoder_embed_dim: int = 512,
+        decoder_depth: int = 8,
+        decoder_num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        cls_token: bool = True,
+    ) -> None:
+        super().__init__()
+        self.grid_size, self.counts, self.num_prefix = grid_size, counts, int(cls_token)
+        self.embed = nn.Linear(embed_dim, decoder_embed_dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
+        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
+        blocks = (Block(decoder_embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = layer_norm(decoder_embed_dim)
+        self.pred = head if isinstance(head, nn.Module) else nn.Linear(decoder_embed_dim, head)
+        init_weights(self)
+        nn.init.normal_(self.mask_token, std=0.02)
+        self.aggregation: SpatialAggregation | None = None
+        if progressive:
+            self.add_aggregation(kernel_size, aggregation, applies_to)
+
+    def add_aggregation(self, kernel_size: int = 7, kind: str = "dwconv", applies_to: str = "thrown") -> None:
+        """Adds the spatial aggregation if any tokens are thrown.
+
+        A framework with further layers calls this last, so that a seed gives every arm of an ablation the same weights.
+        """
+        if self.counts.num_thrown:
+            self.aggregation = SpatialAggregation(self.embed.out_features, kernel_size, kind, applies_to)
+
+    @property
+    def num_supervised(self) -> int:
+        """Number of predicted and supervised tokens: all masked ones, or the retained ones without aggregation."""
+        return self.counts.num_retained if self.aggregation is None else self.counts.num_masked
+
+    def forward(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class token first.
+
+        Returns [B, num_supervised, out_dim] in token order.
+        """
+        return self.predict(self.reconstruct(x, order)[:, self.counts.num_visible :])
+
+    def reconstruct(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Turns the latent [B, P + num_visible, D] into features of all tokens [B, N, C] in token order.
+
+        Plain partial reconstruction returns the features of the kept tokens [B, num_kept, C].
+        """
+        return self.aggregate(self.decode(x, order), order)
+
+    def decode(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Runs the blocks on the latent [B, P + num_visible, D]. Returns the kept tokens [B, num_kept, C]."""
+        x = self.embed_tokens(x, order)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, self.num_prefix :]
+
+    def embed_tokens(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Makes the input of the blocks from the latent [B, P + num_visible, D].
+
+        Returns [B, P + num_kept, C]: the class token, then the kept tokens in token order, all with positions.
+        """
+        x, P = self.embed(x), self.num_prefix
+        tokens = order.append_mask_tokens(x[:, P:], self.mask_token)  # [B, num_kept, C]
+        tokens = tokens + order.take_kept(self.pos_embed[:, P:])
+        return torch.cat([x[:, :P] + self.pos_embed[:, :P], tokens], dim=1)
+
+    def aggregate(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Adds the thrown tokens to the blocks' output on the kept ones [B, num_kept, C].
+
+        Returns [B, N, C] in token order. Plain partial reconstruction returns `x` unchanged.
+        """
+        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies norm and head to features [B, n, C], token by token. Returns [B, n, out_dim]."""
+        return self.pred(self.norm(x))
+
+
+class SpatialAggregation(nn.Module):
+    """Reconstructs the thrown tokens from the kept ones. This class alone decides which tokens are read and replaced.
+
+    It reads the grid of kept tokens, with zeros in the thrown cells.
+
+    dim, kernel_size: number of channels, and odd side of the window. The `transformer` kind has no window.
+    kind: `dwconv`, the paper's depth-wise convolution, or an alternative of its ablation.
+    applies_to: `thrown` replaces the thrown cells only, so retained tokens keep the decoder's output; or `all`.
+    """
+
+    KINDS = ("dwconv", "avgpool", "transformer", "convnext")
+    APPLIES_TO = ("thrown", "all")
+
+    def __init__(self, dim: int, kernel_size: int = 7, kind: str = "dwconv", applies_to: str = "thrown") -> None:
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, so that the window has a centre, got {kernel_size}")
+        if applies_to not in self.APPLIES_TO:
+            raise ValueError(f"unknown applies_to {applies_to!r}, choose from {', '.join(self.APPLIES_TO)}")
+        self.applies_to = applies_to
+        self.operator: nn.Module
+        if kind == "dwconv":
+            self.operator = _DepthwiseConv(dim, kernel_size)
+        elif kind == "avgpool":
+            self.operator = _AveragePool(kernel_size)
+        elif kind == "transformer":
+            self.operator = _TransformerLayer(dim)
+        elif kind == "convnext":
+            self.operator = _ConvNeXtLayer(dim, kernel_size)
+        else:
+            raise ValueError(f"unknown aggregation {kind!r}, choose from {', '.join(self.KINDS)}")
+
+    def forward(self, x: torch.Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> torch.Tensor:
+        """Adds the thrown tokens to the kept ones `x` [B, num_kept, C]. Returns [B, N, C]. Both are in token order."""
+        grid = order.restore(x).unflatten(1, grid_size)  # [B, rows, columns, C], zeros at thrown
+        grid = self.operator(grid).flatten(1, 2)  # [B, N, C], raster
+        if self.applies_to == "all":
+            return order.take(grid, order.ids_shuffle)
+        return torch.cat([x, order.take(grid, order.ids_thrown)], dim=1)
+
+
+class _DepthwiseConv(nn.Conv2d):
+    """The paper's operator, on [B, rows, columns, C]. It keeps PyTorch's default initialisation."""
+
+    def __init__(self, dim: int, kernel_size: int) -> None:
+        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
+        self.to(memory_format=torch.channels_last)  # the layout of its gradient, which DDP's buckets follow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+class _AveragePool(nn.AvgPool2d):
+    """A depth-wise convolution with a fixed uniform kernel. The zeros of thrown cells and of the border are counted."""
+
+    def __init__(self, kernel_size: int) -> None:
+        super().__init__(kernel_size, stride=1, padding=kernel_size // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+class _TransformerLayer(nn.Module):
+    """One pre-norm block with heads of 32 channels. Positions are added first, because all thrown cells are zero."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.block = Block(dim, num_heads=max(1, dim // 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = sincos_pos_embed(x.shape[3], x.shape[1:3], device=x.device).to(x.dtype)
+        return self.block(x.flatten(1, 2) + positions).view_as(x)
+
+
+class _ConvNeXtLayer(nn.Module):
+    """One ConvNeXt block (Liu et al., CVPR 2022) without layer scale: depth-wise convolution, norm, MLP, residual."""
+
+    def __init__(self, dim: int, kernel_size: int) -> None:
+        super().__init__()
+        self.dwconv = _DepthwiseConv(dim, kernel_size)
+        self.norm = layer_norm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(self.dwconv(x)))
+
+
+# ------------------------------------------------------------------------------------------- 3.3 Furthest sampling
+
+
+def furthest_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     """Algorithm 1 for a batch of lists: each pick is the token furthest from all tokens picked before it.
 
-    coords: [B, M, 2], the cells of M masked tokens in *shuffled* order; returns positions in that list, int64
-    [B, num_retained], in the order picked. The first pick is list position 0 and ties go to the lowest position, so
-    the shuffled order alone makes the first pick random and the ties unbiased. (In raster order every tie would fall
-    to the top left: on a 14x14 grid twice as many retained tokens in the upper half as in the lower at rho_d .25.)
+    coords: [B, M, 2], the cells of M masked tokens in *shuffled* order. Returns positions in that list, int64
+    [B, num_retained], in the order picked. Raises ValueError unless 1 <= num_retained <= M.
 
-    Algorithm 1 recomputes the distances to all picks each time; a running minimum gives the same picks. So do squared
-    distances, and integers keep equal distances exactly equal.
+    The first pick is position 0, and ties go to the lowest position. The shuffled order makes both unbiased. In raster
+    order every tie would go to the top left: on a 14x14 grid at throw_ratio 0.25, the upper half would retain twice as
+    many tokens as the lower half.
+
+    Algorithm 1 recomputes all distances at each step. A running minimum gives the same picks, and so do squared
+    distances. As integers, equal distances are exactly equal.
     """
     _check_num_retained(coords, num_retained)
     coords = np.moveaxis(np.asarray(coords), -1, 0)  # [2, B, M]
@@ -113,40 +367,55 @@ def furthest_sampling(coords, num_retained):
     return picks
 
 
-def random_sampling(coords, num_retained):
-    """The paper's baseline, same shape as `furthest_sampling`: the head of a shuffled list is a random subset."""
+def random_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
+    """The paper's baseline, same shape as `furthest_sampling`. The head of a shuffled list is a random subset."""
     _check_num_retained(coords, num_retained)
     return np.broadcast_to(np.arange(num_retained), (len(coords), num_retained))
 
 
-def _check_num_retained(coords, num_retained):
-    if not 1 <= num_retained <= np.shape(coords)[1]:
-        raise ValueError(f"num_retained must be between 1 and the {np.shape(coords)[1]} listed tokens, got {num_retained}")
+def _check_num_retained(coords: np.ndarray, num_retained: int) -> None:
+    num_masked = np.shape(coords)[1]
+    if not 1 <= num_retained <= num_masked:
+        raise ValueError(f"num_retained must be between 1 and the {num_masked} listed tokens, got {num_retained}")
 
 
 SAMPLING = {"furthest": furthest_sampling, "random": random_sampling}
 
 
-# ----------------------------------------------------------------------------------------------------------- order
+def addressed_noise(
+    seed: int, epoch: int | np.ndarray, indices: Sequence[int] | np.ndarray, num_tokens: int
+) -> np.ndarray:
+    """Returns uniform noise in [0, 1), float64 [B, num_tokens]. It is the only source of masking randomness.
+
+    Row b depends on `(seed, epoch, indices[b])` alone, not on batch or worker. `epoch` is an integer or an array [B].
+    """
+    return addressed_uniform(MASK, seed, epoch, indices, num_tokens)
 
 
 class TokenOrderSampler:
-    """Noise in, token order out: `sampler(noise [B, N]) -> ids_shuffle int64 [B, N]`, a pure function.
+    """A pure function from noise to token orders: `sampler(noise [B, N])` returns `ids_shuffle`, int64 [B, N].
 
-    `ids_shuffle` is the one representation of token state: the raster ids of an image's tokens in the order
-    [visible | retained | thrown], ascending inside each segment. One permutation is one tensor to ship and one
-    partition that cannot contradict itself; masks are derived from it on the device (`TokenOrder`).
+    Each row lists the raster ids of an image's tokens as [visible | retained | thrown], ascending inside each segment.
+    Sorting the noise shuffles the tokens. The first ones are visible, as in MAE. The rest is the list of masked tokens
+    that the sampling function receives.
 
-    Sorting the noise shuffles the tokens; the head of the shuffled list is visible, as in MAE, and its tail is the
-    masked list that the sampling function sees. `mask_unit` u > 1 masks whole squares of u x u tokens (SimMIM), while
-    throwing stays per token. `visible_order="noise"` leaves the visible tokens as they were shuffled, which only the
-    reference's GreenMIM asks for.
+    grid_size, counts: (rows, columns) of the tokens or one side of a square, and how many tokens of each kind.
+    sampling: name in `SAMPLING` of the function that picks the retained tokens.
+    mask_unit: side, in tokens, of the squares that are masked as a whole (SimMIM). Throwing stays per token.
+    visible_order: order of the visible tokens, `raster` or `noise`. Only GreenMIM's reference order needs `noise`.
     """
 
-    def __init__(self, grid_size, counts, sampling="furthest", mask_unit=1, visible_order="raster"):
+    def __init__(
+        self,
+        grid_size: int | tuple[int, int],
+        counts: TokenCounts,
+        sampling: str = "furthest",
+        mask_unit: int = 1,
+        visible_order: str = "raster",
+    ) -> None:
         rows, columns = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         if rows * columns != counts.num_tokens:
-            raise ValueError(f"a grid of {rows} x {columns} tokens does not hold the {counts.num_tokens} of {counts}")
+            raise ValueError(f"the grid must have the {counts.num_tokens} tokens of {counts}, got {rows} x {columns}")
         if sampling not in SAMPLING:
             raise ValueError(f"unknown sampling {sampling!r}, choose from {', '.join(SAMPLING)}")
         if visible_order not in ("raster", "noise"):
@@ -160,11 +429,11 @@ class TokenOrderSampler:
         self.visible_order = visible_order
         self.coords = np.stack(np.divmod(np.arange(rows * columns), columns), axis=-1).astype(np.int16)  # [N, 2]
 
-    def visible_tokens(self, noise):
-        """Bool [B, N], exactly `num_visible` True in each row."""
+    def visible_tokens(self, noise: np.ndarray) -> np.ndarray:
+        """Chooses the visible tokens by noise [B, N]. Returns bool [B, N] with `num_visible` True per row."""
         unit, (rows, columns) = self.mask_unit, self.grid_size
-        # A sum of uniform numbers modulo 1 is uniform and independent of each of its terms, so choosing units by it
-        # leaves the shuffled order of the tokens inside them unbiased. For unit 1 it is the noise itself.
+        # A sum of uniform numbers modulo 1 is uniform and independent of each of its terms. If it chooses the units,
+        # the shuffled order of the tokens inside them stays unbiased. For unit 1 it is the noise itself.
         unit_noise = noise.reshape(-1, rows // unit, unit, columns // unit, unit).sum(axis=(2, 4)) % 1
         unit_noise = unit_noise.reshape(len(noise), -1)  # [B, units]
         num_units = self.counts.num_visible // unit**2
@@ -173,14 +442,14 @@ class TokenOrderSampler:
         visible = visible.reshape(-1, rows // unit, 1, columns // unit, 1)
         return np.broadcast_to(visible, (len(noise), rows // unit, unit, columns // unit, unit)).reshape(noise.shape)
 
-    def __call__(self, noise, visible=None):
-        """noise [B, N] -> ids_shuffle [B, N]. `visible`, bool [B, N] or [1, N], overrides the choice of the noise."""
+    def __call__(self, noise: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
+        """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice."""
         noise, counts = np.asarray(noise), self.counts
         if noise.ndim != 2 or noise.shape[1] != counts.num_tokens:
             raise ValueError(f"noise must have shape [B, {counts.num_tokens}], got {list(noise.shape)}")
         if visible is None and self.mask_unit > 1:
             visible = self.visible_tokens(noise)
-        # Visible tokens sort below 0 and come first; the masked ones keep the order of their noise.
+        # Visible tokens become negative and come first. The masked ones keep the order of their noise.
         shuffled = np.argsort(noise if visible is None else noise - visible, axis=1)
         masked = shuffled[:, counts.num_visible :]  # [B, num_masked]
         retained = masked
@@ -197,18 +466,26 @@ class TokenOrderSampler:
 
 
 class MaskCollator:
-    """Collates samples and draws their token orders, in the DataLoader worker and once per batch.
+    """Collates samples and draws their token orders, once per batch and in the DataLoader worker.
 
-    A sample is `(img uint8 [3, H, W], label, (epoch, index))`; a batch is `(imgs uint8 [B, 3, H, W], labels [B],
-    ids_shuffle int64 [B, N])`. With `shared_visible` the whole batch shares the visible set of its first sample (GreenMIM),
-    and each image still draws its own thrown tokens. `planner(ids_visible [V])` -> tensors that the model takes beside: they
-    follow in the batch.
+    A sample is `(img uint8 [C, H, W], label, (epoch, index))`. A batch is `(imgs uint8 [B, C, H, W], labels [B],
+    ids_shuffle int64 [B, N])`, followed by the planner's tensors.
+
+    sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
+    shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.
+    planner: turns the shared visible tokens [V] into further inputs of the model.
     """
 
-    def __init__(self, sampler, seed, shared_visible=False, planner=None):
+    def __init__(
+        self,
+        sampler: TokenOrderSampler,
+        seed: int,
+        shared_visible: bool = False,
+        planner: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+    ) -> None:
         self.sampler, self.seed, self.shared_visible, self.planner = sampler, seed, shared_visible, planner
 
-    def __call__(self, samples):
+    def __call__(self, samples: Iterable[tuple[torch.Tensor, int, tuple[int, int]]]) -> tuple[torch.Tensor, ...]:
         imgs, labels, addresses = zip(*samples, strict=True)
         epochs, indices = np.asarray(addresses).T
         noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
@@ -216,238 +493,7 @@ class MaskCollator:
         ids_shuffle = torch.from_numpy(self.sampler(noise, visible))
         ids_visible = ids_shuffle[:, : self.sampler.counts.num_visible]
         if self.shared_visible:
-            ids_visible[:] = ids_visible[:1].clone()  # one set already, and now one order
-        plans = self.planner(ids_visible[0]) if self.planner else ()
-        # default_collate stacks straight into shared memory when it runs in a worker.
+            ids_visible[:] = ids_visible[:1].clone()  # the set is shared already; this shares its order
+        plans = () if self.planner is None else self.planner(ids_visible[0])
+        # In a worker, default_collate stacks the images straight into shared memory.
         return torch.utils.data.default_collate(imgs), torch.as_tensor(labels), ids_shuffle, *plans
-
-
-class TokenOrder:
-    """A view of `ids_shuffle` [B, N] on the device: gathers and scatters of static shape, no boolean indexing.
-
-    "Token order" below is the order of `ids_shuffle`, [visible | retained | thrown]; "raster" is the image's own.
-    """
-
-    def __init__(self, ids_shuffle, counts):
-        self.ids_shuffle, self.counts = torch.as_tensor(ids_shuffle), counts
-        if self.ids_shuffle.shape[-1] != counts.num_tokens:
-            raise ValueError(f"ids_shuffle must have {counts.num_tokens} columns, got {list(self.ids_shuffle.shape)}")
-        self.ids_visible = self.ids_shuffle[:, : counts.num_visible]
-        self.ids_kept = self.ids_shuffle[:, : counts.num_kept]
-        self.ids_thrown = self.ids_shuffle[:, counts.num_kept :]
-        ranks = torch.arange(counts.num_tokens, device=self.ids_shuffle.device).expand_as(self.ids_shuffle)
-        self.ids_restore = torch.empty_like(self.ids_shuffle).scatter_(1, self.ids_shuffle, ranks)
-
-    @property
-    def mask(self):
-        """Bool [B, N], raster: True at masked tokens, retained or thrown."""
-        return self.ids_restore >= self.counts.num_visible
-
-    @property
-    def thrown(self):
-        """Bool [B, N], raster: True at thrown tokens."""
-        return self.ids_restore >= self.counts.num_kept
-
-    def masked_of_first(self, num_tokens):
-        """Bool [B, N], raster: True at the masked ones of the order's first `num_tokens`; N: all, num_kept: the retained."""
-        return self.mask & (self.ids_restore < num_tokens)
-
-    @staticmethod
-    def take(x, ids):
-        """Raster x [B or 1, N, C] at ids [B, n] -> [B, n, C]."""
-        return x.expand(len(ids), -1, -1).gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-    def take_visible(self, x):
-        """Raster [B or 1, N, C] -> [B, num_visible, C]."""
-        return self.take(x, self.ids_visible)
-
-    def take_kept(self, x):
-        """Raster [B or 1, N, C] -> [B, num_kept, C], token order."""
-        return self.take(x, self.ids_kept)
-
-    def append_mask_tokens(self, x, mask_token):
-        """[B, num_visible, C] and [1, 1, C] -> [B, num_kept, C]: one mask token for each retained token, none for the thrown."""
-        return torch.cat([x, mask_token.expand(len(x), self.counts.num_retained, -1)], dim=1)
-
-    def restore(self, x):
-        """Token order [B, n, C], the first n of the order -> raster [B, N, C] with zeros where the rest belongs.
-
-        For n = num_kept the thrown cells are the zeros. A scatter, because its backward is a plain gather.
-        """
-        ids = self.ids_shuffle[:, : x.shape[1]].unsqueeze(-1).expand_as(x)
-        return x.new_zeros(x.shape[0], self.counts.num_tokens, x.shape[2]).scatter(1, ids, x)
-
-
-# ------------------------------------------------------------------------------------------------------- aggregate
-
-
-class SpatialAggregation(nn.Module):
-    """Reconstructs the thrown tokens from the kept ones; the only place that decides what is read and replaced.
-
-    Reads the grid of kept tokens with zeros in the thrown cells. Replaces the thrown cells only (`applies_to="thrown"`:
-    retained tokens keep the decoder's output) or every cell (`"all"`). `kind`: the paper's depth-wise convolution
-    `dwconv`, or the alternatives of its ablation: `avgpool`, `transformer`, `convnext` (`kernel_size` is odd; the
-    transformer has none).
-    """
-
-    KINDS = ("dwconv", "avgpool", "transformer", "convnext")
-    APPLIES_TO = ("thrown", "all")
-
-    def __init__(self, dim, kernel_size=7, kind="dwconv", applies_to="thrown"):
-        super().__init__()
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that the window has a centre, got {kernel_size}")
-        if applies_to not in self.APPLIES_TO:
-            raise ValueError(f"unknown applies_to {applies_to!r}, choose from {', '.join(self.APPLIES_TO)}")
-        self.applies_to = applies_to
-        if kind == "dwconv":
-            self.operator = _DepthwiseConv(dim, kernel_size)
-        elif kind == "avgpool":
-            self.operator = _AveragePool(kernel_size)
-        elif kind == "transformer":
-            self.operator = _TransformerLayer(dim)
-        elif kind == "convnext":
-            self.operator = _ConvNeXtLayer(dim, kernel_size)
-        else:
-            raise ValueError(f"unknown aggregation {kind!r}, choose from {', '.join(self.KINDS)}")
-
-    def forward(self, x, order, grid_size):
-        """x [B, num_kept, C] -> [B, N, C], both in token order."""
-        grid = order.restore(x).unflatten(1, grid_size)  # [B, rows, columns, C], zeros at thrown
-        grid = self.operator(grid).flatten(1, 2)  # [B, N, C], raster
-        if self.applies_to == "all":
-            return order.take(grid, order.ids_shuffle)
-        return torch.cat([x, order.take(grid, order.ids_thrown)], dim=1)
-
-
-class _DepthwiseConv(nn.Conv2d):
-    """The paper's operator on [B, rows, columns, C]; the framework's default initialisation, as in a convolution
-    added to MAE's code."""
-
-    def __init__(self, dim, kernel_size):
-        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
-        self.to(memory_format=torch.channels_last)  # the layout of its gradient, which DDP's buckets follow
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-
-
-class _AveragePool(nn.AvgPool2d):
-    """The depth-wise convolution with a fixed uniform kernel: zeros of thrown cells and of the border count."""
-
-    def __init__(self, kernel_size):
-        super().__init__(kernel_size, stride=1, padding=kernel_size // 2)
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-
-
-class _TransformerLayer(nn.Module):
-    """One pre-norm block with heads of 32 channels. Thrown cells are all zero, so positions are added first."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.block = Block(dim, num_heads=max(1, dim // 32))
-
-    def forward(self, x):
-        positions = sincos_pos_embed(x.shape[3], x.shape[1:3], device=x.device).to(x.dtype)
-        return self.block(x.flatten(1, 2) + positions).view_as(x)
-
-
-class _ConvNeXtLayer(nn.Module):
-    """One ConvNeXt block (Liu et al., CVPR 2022), without layer scale: depth-wise convolution, norm, MLP, residual."""
-
-    def __init__(self, dim, kernel_size):
-        super().__init__()
-        self.dwconv = _DepthwiseConv(dim, kernel_size)
-        self.norm = layer_norm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(self.dwconv(x)))
-
-
-# ---------------------------------------------------------------------------------------------- decode and predict
-
-
-class ProgressiveDecoder(nn.Module):
-    """MAE's decoder on the kept tokens, then the aggregation on the thrown ones (Fig. 2c).
-
-    `progressive=False` is plain partial reconstruction (Fig. 2b): thrown tokens are neither reconstructed nor
-    supervised. Without thrown tokens there is no aggregator and this is MAE's decoder (Fig. 2a).
-
-    head: the last layer, a module that takes features [B, n, C], or the width of a linear one. cls_token: one comes before
-    the visible tokens; P below is 1 then, else 0.
-    """
-
-    def __init__(
-        self,
-        grid_size,
-        counts,
-        embed_dim,
-        head,
-        decoder_embed_dim=512,
-        decoder_depth=8,
-        decoder_num_heads=16,
-        mlp_ratio=4.0,
-        progressive=True,
-        kernel_size=7,
-        aggregation="dwconv",
-        applies_to="thrown",
-        cls_token=True,
-    ):
-        super().__init__()
-        self.grid_size, self.counts, self.num_prefix = grid_size, counts, int(cls_token)
-        self.embed = nn.Linear(embed_dim, decoder_embed_dim)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
-        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
-        self.blocks = nn.ModuleList(Block(decoder_embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
-        self.norm = layer_norm(decoder_embed_dim)
-        self.pred = head if isinstance(head, nn.Module) else nn.Linear(decoder_embed_dim, head)
-        init_weights(self)
-        nn.init.normal_(self.mask_token, std=0.02)
-        self.aggregation = None
-        if progressive:
-            self.add_aggregation(kernel_size, aggregation, applies_to)
-
-    def add_aggregation(self, kernel_size=7, kind="dwconv", applies_to="thrown"):
-        """Where tokens are thrown. It is the last to be made, of all decoders of a framework: the same seed then gives every
-        arm of an ablation the same first weights."""
-        if self.counts.num_thrown:
-            self.aggregation = SpatialAggregation(self.embed.out_features, kernel_size, kind, applies_to)
-
-    @property
-    def num_supervised(self):
-        """How many tokens are predicted and supervised: all masked ones, or the retained ones if plain."""
-        return self.counts.num_retained if self.aggregation is None else self.counts.num_masked
-
-    def forward(self, x, order):
-        """Latent [B, P + num_visible, D], class token first -> predictions [B, num_supervised, out_dim] in token order."""
-        return self.predict(self.reconstruct(x, order)[:, self.counts.num_visible :])
-
-    def reconstruct(self, x, order):
-        """Latent [B, P + num_visible, D] -> features of all tokens [B, N, C] (plain: of the kept ones), token order."""
-        return self.aggregate(self.decode(x, order), order)
-
-    def decode(self, x, order):
-        """Latent [B, P + num_visible, D] -> the blocks' output on the kept tokens [B, num_kept, C], token order."""
-        x = self.embed_tokens(x, order)
-        for block in self.blocks:
-            x = block(x)
-        return x[:, self.num_prefix :]
-
-    def embed_tokens(self, x, order):
-        """Latent [B, P + num_visible, D] -> what the blocks see [B, P + num_kept, C]: class token first, then token order."""
-        x, P = self.embed(x), self.num_prefix
-        tokens = order.append_mask_tokens(x[:, P:], self.mask_token)  # [B, num_kept, C]
-        tokens = tokens + order.take_kept(self.pos_embed[:, P:])
-        return torch.cat([x[:, :P] + self.pos_embed[:, :P], tokens], dim=1)
-
-    def aggregate(self, x, order):
-        """The blocks' output on the kept tokens [B, num_kept, C] -> of all tokens [B, N, C] (plain: as it is), token order."""
-        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
-
-    def predict(self, x):
-        """Features [B, n, C] -> predictions [B, n, out_dim]; token by token, so it runs only where it is needed."""
-        return self.pred(self.norm(x))

@@ -1,15 +1,18 @@
-"""Every row of the paper's tables, as named defaults of `main_pretrain.py`
-(RECIPES) and of `main_finetune.py` (FINETUNE_RECIPES); the published number is in the comment.
+"""Every row of the paper's tables as named defaults of the flags: RECIPES of `main_pretrain.py` and FINETUNE_RECIPES of
+`main_finetune.py`.
 
-Numbers are ImageNet-1K top-1 after full fine-tuning, as printed in "Delving Deeper into Partial Reconstruction in
-Masked Image Modeling"; this project has not re-run them. A recipe holds what changes results; workers, devices and
-`--batch_size` per process are machine flags, and gradient accumulation follows from the recipe's total batch.
+The comment after a recipe is the published number: ImageNet-1K top-1 after full fine-tuning, as printed in "Delving
+Deeper into Partial Reconstruction in Masked Image Modeling". This project has not re-run these recipes. A recipe holds
+the settings that change results. Workers, devices and `--batch_size` per process are machine flags. Gradient
+accumulation follows from the recipe's total batch size.
 
     torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_100ep --data_path IMAGENET --batch_size 256
 """
 
+Recipe = dict[str, object]  # {name of a flag: its default}
+
 # Supplementary, table "Pre-training details": the same for every row.
-_MAE = dict(
+_MAE: Recipe = dict(
     mask_ratio=0.75,
     norm_pix_loss=True,
     total_batch_size=4096,
@@ -23,22 +26,22 @@ _BASE = _MAE | dict(model="mae_vit_base_patch16")
 _LARGE = _MAE | dict(model="mae_vit_large_patch16")
 
 
-def _full(epochs):
-    """MAE itself: nothing is thrown."""
+def _full(epochs: int) -> Recipe:
+    """The original framework, without thrown tokens."""
     return dict(epochs=epochs, throw_ratio=0.0)
 
 
-def _plain(epochs, throw_ratio, sampling="random"):
-    """Partial reconstruction: thrown tokens are not supervised."""
+def _plain(epochs: int, throw_ratio: float, sampling: str = "random") -> Recipe:
+    """Plain partial reconstruction: the thrown tokens are not supervised."""
     return dict(epochs=epochs, throw_ratio=throw_ratio, progressive=False, sampling=sampling)
 
 
-def _progressive(epochs, throw_ratio, sampling="furthest"):
-    """Progressive reconstruction; with furthest sampling it is PR-MIM."""
+def _progressive(epochs: int, throw_ratio: float, sampling: str = "furthest") -> Recipe:
+    """Progressive reconstruction. Together with furthest sampling it is PR-MIM."""
     return dict(epochs=epochs, throw_ratio=throw_ratio, progressive=True, sampling=sampling)
 
 
-RECIPES = {
+RECIPES: dict[str, Recipe] = {
     # Table "Ablation studies on the proposed method": ViT-B/16, 100 epochs.
     "mae_vit_base_100ep": _BASE | _full(100),  # 81.7
     "plain25_vit_base_100ep": _BASE | _plain(100, 0.25),  # 81.4
@@ -67,7 +70,7 @@ RECIPES = {
     "prmim50_vit_large_800ep": _LARGE | _progressive(800, 0.5),  # 85.4
     # Table "Comparison with existing partial reconstruction methods".
     "prmim50_vit_base_400ep": _BASE | _progressive(400, 0.5),  # 83.0
-    # Table of kernel sizes, ViT-B/16, 100 epochs, rho_d 50 (7x7 is prmim50_vit_base_100ep).
+    # Table of kernel sizes: ViT-B/16, 100 epochs, rho_d 50 (7x7 is prmim50_vit_base_100ep).
     "kernel3_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=3),  # 81.7
     "kernel5_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=5),  # 81.7
     "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),  # 81.7
@@ -78,20 +81,22 @@ RECIPES = {
     "convnext_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="convnext"),  # 81.7
 }
 
-# Table "Compatibility with different methods": MFF as its release trains it, 800 epochs. Its optimizer is MAE's.
+# Table "Compatibility with different methods": MFF as its release trains it, 800 epochs. It uses MAE's optimizer.
 _MFF = {key: value for key, value in _MAE.items() if key != "crop_scale"}
-_MFF |= dict(model="mff_vit_base_patch16", crop="padded", interpolation="bilinear", lr_schedule="mff", warmup_lr=2.4e-12)
+_MFF |= dict(
+    model="mff_vit_base_patch16", crop="padded", interpolation="bilinear", lr_schedule="mff", warmup_lr=2.4e-12
+)
 RECIPES |= {
     "mff_vit_base_800ep": _MFF | _full(800),  # 83.6
     "mff_plain50_vit_base_800ep": _MFF | _plain(800, 0.5),  # 83.3
     "mff_prmim50_vit_base_800ep": _MFF | _progressive(800, 0.5),  # 83.8
-    "mff_vit_base_300ep": _MFF | _full(300) | dict(warmup_lr=2.4e-7),  # the release's: 83.0
+    "mff_vit_base_300ep": _MFF | _full(300) | dict(warmup_lr=2.4e-7),  # the release: 83.0
 }
 
-# The same table, and "Comparison with existing partial reconstruction methods": SimMIM as its release trains it. The 100
-# epochs have no release of their own; they take the release's settings of Swin-B's 100 epochs.
-# Starts and floors of learning rates are for the total batch that stands beside them.
-_SIMMIM = dict(
+# The same table, and "Comparison with existing partial reconstruction methods": SimMIM as its release trains it. The
+# release has no ViT-B for 100 epochs, so these recipes take its settings for Swin-B and 100 epochs. `warmup_lr` and
+# `min_lr` are absolute rates for the total batch size given here.
+_SIMMIM: Recipe = dict(
     model="simmim_vit_base_patch16",
     mask_ratio=0.6,
     norm_pix_loss=False,
@@ -111,43 +116,46 @@ RECIPES |= {
     "simmim_prmim30_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.3),  # 81.7
     "simmim_vit_base_800ep": _SIMMIM_800 | _full(800),  # 83.8
     "simmim_prmim30_vit_base_800ep": _SIMMIM_800 | _progressive(800, 0.3),  # 83.8
-    # The release's baselines on Swin, 192 px; fine-tuned at 224 px.
+    # The release's baselines on Swin: pre-trained at 192 px, fine-tuned at 224 px.
     "simmim_swin_base_100ep": _SIMMIM_100 | _full(100) | dict(model="simmim_swin_base_patch4_window6"),  # 83.5
     "simmim_swin_base_800ep": _SIMMIM_800 | _full(800) | dict(model="simmim_swin_base_patch4_window6"),  # 84.0
     "simmim_swin_large_800ep": _SIMMIM_800 | _full(800) | dict(model="simmim_swin_large_patch4_window12"),  # 85.4
-    # Not in the paper: the throw ratio at which its printed cost, half of the FLOPs, is true.
+    # Not in the paper: with this throw ratio the FLOPs are half of SimMIM's, which is the cost that the paper prints.
     "simmim_prmim50_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.5),
 }
 
-# LocalMIM as its release trains it; the paper's rows are those of 100 epochs.
-_LOCALMIM = _MAE | dict(model="localmim_vit_base_patch16", norm_pix_loss=False, total_batch_size=2048, blr=2e-4, min_lr=1e-6)
+# LocalMIM as its release trains it. The paper's rows are those with 100 epochs.
+_LOCALMIM = _MAE | dict(
+    model="localmim_vit_base_patch16", norm_pix_loss=False, total_batch_size=2048, blr=2e-4, min_lr=1e-6
+)
 _LOCALMIM_100 = _LOCALMIM | dict(warmup_epochs=10)
 RECIPES |= {
     "localmim_vit_base_100ep": _LOCALMIM_100 | _full(100),  # 83.3
     "localmim_plain65_vit_base_100ep": _LOCALMIM_100 | _plain(100, 0.65),  # 82.9
     "localmim_prmim65_vit_base_100ep": _LOCALMIM_100 | _progressive(100, 0.65),  # 83.3
-    "localmim_vit_base_1600ep": _LOCALMIM | _full(1600),  # the release's: 84.0
+    "localmim_vit_base_1600ep": _LOCALMIM | _full(1600),  # the release: 84.0
     "localmim_vit_large_800ep": _LOCALMIM
     | _full(800)
-    | dict(model="localmim_vit_large_patch16", total_batch_size=4096, blr=1.5e-4),  # the release's: 85.8
+    | dict(model="localmim_vit_large_patch16", total_batch_size=4096, blr=1.5e-4),  # the release: 85.8
 }
 
-# TEC as its release trains it; --teacher says where the teacher lies: iBOT's ViT-B/16 for the paper's rows of 300 epochs.
+# TEC as its release trains it. The teacher is given by --teacher: iBOT's ViT-B/16 for the paper's rows (300 epochs).
 _TEC = _MAE | dict(model="tec_vit_base_patch16", norm_pix_loss=False, att_topk=9, att_tau=1.0)
-_TEC_MAE = _TEC | dict(att_topk=15, att_tau=1.8)  # MAE's encoder as the teacher
+_TEC_MAE = _TEC | dict(att_topk=15, att_tau=1.8)  # for MAE's encoder as the teacher
 RECIPES |= {
     "tec_vit_base_300ep": _TEC | _full(300),  # 84.8
     "tec_plain50_vit_base_300ep": _TEC | _plain(300, 0.5),  # 84.5
     "tec_prmim50_vit_base_300ep": _TEC | _progressive(300, 0.5),  # 84.7
-    "tec_vit_base_800ep": _TEC | _full(800),  # the release's: 85.1
-    "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # the release's, MAE's 1600 epochs as the teacher: 84.7
+    "tec_vit_base_800ep": _TEC | _full(800),  # the release: 85.1
+    "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # the release, with MAE's 1600 epochs as the teacher: 84.7
     "tec_mae_vit_base_800ep": _TEC_MAE | _full(800),
-    "tec_mae_vit_large_300ep": _TEC_MAE | _full(300) | dict(model="tec_vit_large_patch16", att_tau=1.4),  # epochs: as ViT-B's
+    # The number of epochs is that of ViT-B.
+    "tec_mae_vit_large_300ep": _TEC_MAE | _full(300) | dict(model="tec_vit_large_patch16", att_tau=1.4),
 }
 
-# Table "Compatibility with Swin transformer": GreenMIM, 224 px. The 100 epochs have no release of their own: its settings, a
-# total batch of 2048. What the release published of its 800 epochs is of first code, with other coordinates and another order
-# of merging: it is no expectation for the last two.
+# Table "Compatibility with Swin transformer": GreenMIM at 224 px. The release has no run of 100 epochs. These recipes
+# take its settings, with a total batch of 2048. The published numbers of its 800 epochs come from its first code, which
+# has other coordinates and another order of patch merging. So the last two recipes need not reach them.
 _GREENMIM = _MAE | dict(model="greenmim_swin_base_patch4_window7", total_batch_size=2048)
 _GREENMIM_LARGE = _GREENMIM | dict(model="greenmim_swin_large_patch4_window14", blr=1e-4)
 RECIPES |= {
@@ -161,8 +169,8 @@ RECIPES |= {
     "greenmim_swin_large_800ep": _GREENMIM_LARGE | _full(800) | dict(decoder_order="reference"),  # published: 85.1
 }
 
-# Small runs of this project; what they gave is in docs/results.md.
-_SMALL = dict(model="mae_vit_mini_patch4", mask_ratio=0.75, norm_pix_loss=True, blr=1e-3)
+# Small runs of this project. Their results are in docs/results.md.
+_SMALL: Recipe = dict(model="mae_vit_mini_patch4", mask_ratio=0.75, norm_pix_loss=True, blr=1e-3)
 _CIFAR10 = _SMALL | dict(dataset="cifar10", total_batch_size=256, warmup_epochs=5)
 RECIPES |= {
     "cifar10": _CIFAR10 | _progressive(100, 0.5),
@@ -171,21 +179,23 @@ RECIPES |= {
     "cifar10_mff": _CIFAR10 | _progressive(100, 0.5) | dict(model="mff_vit_mini_patch4"),
     "cifar10_simmim": _CIFAR10
     | _progressive(100, 0.3)
-    | dict(model="simmim_vit_mini_patch4", mask_ratio=0.6, norm_pix_loss=False, betas=(0.9, 0.999), clip_grad=5.0, blr=5e-4),
+    | dict(
+        model="simmim_vit_mini_patch4", mask_ratio=0.6, norm_pix_loss=False, betas=(0.9, 0.999), clip_grad=5.0, blr=5e-4
+    ),
     "cifar10_localmim": _CIFAR10
     | _progressive(100, 0.65)
     | dict(model="localmim_vit_mini_patch4", norm_pix_loss=False, min_lr=1e-6),
-    "cifar10_tec": _CIFAR10  # its teacher is a run of cifar10_mae
+    "cifar10_tec": _CIFAR10  # the teacher is a run of cifar10_mae
     | _progressive(100, 0.5)
     | dict(model="tec_vit_mini_patch4", norm_pix_loss=False, att_topk=15, att_tau=1.8),
     "cifar10_greenmim": _CIFAR10 | _progressive(100, 0.5) | dict(model="greenmim_swin_micro_patch4_window4"),
     "quickstart": _SMALL
     | _progressive(16, 0.5)
-    | dict(input_size=[64], patch_size=8, total_batch_size=32, warmup_epochs=2, blr=1.2e-2),
+    | dict(input_size=[64], patch_size=8, total_batch_size=32, warmup_epochs=1, blr=1.2e-2),
 }
 
-# Supplementary, table "Fine-tuning details", for ViT-B; MAE's release agrees, and adds the floor of 1e-6.
-FINETUNE_DEFAULTS = dict(
+# Supplementary, table "Fine-tuning details", for ViT-B. MAE's release has the same values, and min_lr 1e-6.
+FINETUNE_DEFAULTS: Recipe = dict(
     epochs=100,
     warmup_epochs=5,
     blr=5e-4,
@@ -201,8 +211,8 @@ FINETUNE_DEFAULTS = dict(
     cutmix=1.0,
     clip_crop=False,
 )
-# MAE's linear probing: LARS, no regularisation, crops and flips only.
-LINPROBE_DEFAULTS = dict(
+# MAE's linear probing: LARS, no regularisation, only crops and flips.
+LINPROBE_DEFAULTS: Recipe = dict(
     epochs=90,
     warmup_epochs=10,
     blr=0.1,
@@ -223,56 +233,69 @@ _LINPROBE = LINPROBE_DEFAULTS | dict(total_batch_size=16384, trainable_blocks=0)
 _FINETUNE_BASE = _FINETUNE | dict(model="vit_base_patch16")
 _SIMMIM_FINETUNE = _FINETUNE | dict(total_batch_size=2048, blr=6.25e-4, warmup_epochs=20, warmup_lr=1e-6, min_lr=1e-6)
 _SIMMIM_FINETUNE |= dict(lr_schedule="simmim", clip_grad=5.0)
-# Starts and floors of the release times 768 / 512.
+# `warmup_lr` and `min_lr` are the release's times 768 / 512.
 _GREENMIM_FINETUNE = _SIMMIM_FINETUNE | dict(total_batch_size=768, warmup_lr=3.75e-7, min_lr=3.75e-7)
 _TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_layer_decay=False)
-FINETUNE_RECIPES = {
-    # All rows of the tables of ablations, schedules, kernels and designs: one recipe a size, the encoder is what differs.
+FINETUNE_RECIPES: dict[str, Recipe] = {
+    # All rows of the tables of ablations, schedules, kernels and designs. There is one recipe per model size: only the
+    # pre-trained encoder differs between the rows.
     "finetune_vit_base": _FINETUNE_BASE,  # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
+    # MAE / PR-MIM .5, 800 epochs: 85.4 / 85.4
     "finetune_vit_large": _FINETUNE
-    | dict(model="vit_large_patch16", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.2),  # MAE / PR-MIM .5: 85.4 / 85.4
+    | dict(model="vit_large_patch16", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.2),
+    # MAE, 1600 epochs: 86.9
     "finetune_vit_huge": _FINETUNE
-    | dict(model="vit_huge_patch14", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.3),  # MAE, 1600 epochs: 86.9
-    # MFF's own: the floor is the same for all layers. MFF / plain .5 / PR-MIM .5, 800 epochs: 83.6 / 83.3 / 83.8
+    | dict(model="vit_huge_patch14", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.3),
+    # With MFF's schedule, whose floor is the same for all layers.
+    # MFF / plain .5 / PR-MIM .5, 800 epochs: 83.6 / 83.3 / 83.8
     "mff_finetune_vit_base": _FINETUNE_BASE | dict(lr_schedule="mff", warmup_lr=2e-7),
     # SimMIM / plain .3 / PR-MIM .3, 100 epochs: 81.6 / 81.0 / 81.7; 800 epochs: 83.8 / - / 83.8
     "simmim_finetune_vit_base": _SIMMIM_FINETUNE | dict(model="relative_vit_base_patch16"),
-    # Swin-B after 100 epochs and after 800, Swin-L after 800: 83.5, 84.0, 85.4
+    # SimMIM on Swin-B, 100 epochs: 83.5; Swin-B, 800 epochs: 84.0; Swin-L, 800 epochs: 85.4
     "simmim_finetune_swin_base_100ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.9),
     "simmim_finetune_swin_base_800ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.8),
-    "simmim_finetune_swin_large_800ep": _SIMMIM_FINETUNE | dict(model="swin_large_patch4_window14", layer_decay=0.7, drop_path=0.2),
-    # GreenMIM / plain .5 / PR-MIM .5, 100 epochs: 83.2 / 82.9 / 83.3, and 83.8 / 83.1 / 83.9 with Swin-L
+    "simmim_finetune_swin_large_800ep": _SIMMIM_FINETUNE
+    | dict(model="swin_large_patch4_window14", layer_decay=0.7, drop_path=0.2),
+    # GreenMIM / plain .5 / PR-MIM .5, 100 epochs: 83.2 / 82.9 / 83.3 with Swin-B, 83.8 / 83.1 / 83.9 with Swin-L
     "greenmim_finetune_swin_base": _GREENMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.9),
     "greenmim_finetune_swin_large": _GREENMIM_FINETUNE
-    | dict(model="swin_large_patch4_window14", blr=5e-4, warmup_lr=3e-7, min_lr=5.25e-7, layer_decay=0.8, drop_path=0.3),
-    # LocalMIM / plain .65 / PR-MIM .65, 100 epochs: 83.3 / 82.9 / 83.3; the release's ViT-B of 1600 epochs and ViT-L: 84.0, 85.8
+    | dict(
+        model="swin_large_patch4_window14", blr=5e-4, warmup_lr=3e-7, min_lr=5.25e-7, layer_decay=0.8, drop_path=0.3
+    ),
+    # LocalMIM / plain .65 / PR-MIM .65, 100 epochs: 83.3 / 82.9 / 83.3
+    # The release's ViT-B, 1600 epochs: 84.0; its ViT-L, 800 epochs: 85.8
     "localmim_finetune_vit_base_100ep": _FINETUNE_BASE | dict(blr=1e-3, warmup_epochs=20, layer_decay=0.75),
     "localmim_finetune_vit_base_1600ep": _FINETUNE_BASE | dict(warmup_epochs=20, min_lr=1e-5),
     "localmim_finetune_vit_large_800ep": _FINETUNE
     | dict(model="vit_large_patch16", epochs=50, blr=7.5e-4, layer_decay=0.75, drop_path=0.2),
-    # TEC / plain .5 / PR-MIM .5, iBOT, 300 epochs: 84.8 / 84.5 / 84.7; then the release's other encoders, 85.1 and 84.7.
+    # TEC / plain .5 / PR-MIM .5, iBOT as the teacher, 300 epochs: 84.8 / 84.5 / 84.7
+    # The release, iBOT as the teacher, 800 epochs: 85.1; MAE as the teacher, 300 epochs: 84.7
     "tec_finetune_vit_base_300ep": _TEC_FINETUNE | dict(layer_decay=0.5),
     "tec_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
     "tec_mae_finetune_vit_base_300ep": _TEC_FINETUNE | dict(warmup_epochs=20),
     "tec_mae_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
-    # Its drop path is not known; MAE's.
-    "tec_mae_finetune_vit_large": _TEC_FINETUNE | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5, drop_path=0.2),
-    # Figure "Partial fine-tuning results", 800 epochs; it prints no numbers. 0 blocks are linear probing, 12 are the above.
+    # The release's drop path is unknown. This is MAE's.
+    "tec_mae_finetune_vit_large": _TEC_FINETUNE
+    | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5, drop_path=0.2),
+    # Figure "Partial fine-tuning results", 800 epochs, without printed numbers. 0 blocks are linear probing, 12 are
+    # finetune_vit_base.
     **{f"partial{k}_vit_base": _FINETUNE_BASE | dict(trainable_blocks=k) for k in (1, 2, 4, 6, 8, 10)},
     "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),  # MAE's release, 1600 epochs: 67.8
     "linprobe_vit_large": _LINPROBE | dict(model="vit_large_patch16", epochs=50),  # 76.0
     "linprobe_vit_huge": _LINPROBE | dict(model="vit_huge_patch14", epochs=50),  # 77.2
-    # Table of iNaturalist: all as on ImageNet but the epochs; from the pre-trained encoder.
+    # Table of iNaturalist, from the pre-trained encoder: only the epochs differ from ImageNet.
+    # MAE / plain .5 / PR-MIM .5
     "inat18_vit_base": _FINETUNE_BASE | dict(dataset="inat18", epochs=360),  # 72.5 / 71.8 / 72.4
     "inat19_vit_base": _FINETUNE_BASE | dict(dataset="inat19", epochs=360),  # 78.9 / 78.2 / 79.0
 }
 
-# Small runs of this project; what they gave is in docs/results.md.
-_MINI = dict(model="vit_mini_patch4", total_batch_size=128, crop_pct=1.0, crop_scale=(0.3, 1.0))
-_MINI_FINETUNE = FINETUNE_DEFAULTS | _MINI | dict(warmup_epochs=1, layer_decay=0.75, aa=None, reprob=0.0, mixup=0.0, cutmix=0.0)
+# Small runs of this project. Their results are in docs/results.md.
+_MINI: Recipe = dict(model="vit_mini_patch4", total_batch_size=128, crop_pct=1.0, crop_scale=(0.3, 1.0))
+_MINI_FINETUNE = FINETUNE_DEFAULTS | _MINI
+_MINI_FINETUNE |= dict(warmup_epochs=1, layer_decay=0.75, aa=None, reprob=0.0, mixup=0.0, cutmix=0.0)
 FINETUNE_RECIPES |= {
     "finetune_cifar10": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3),
-    # LARS moves a matrix by lr / 1000 of its norm a step: few steps need the learning rate of large batches.
+    # LARS changes a matrix by lr / 1000 of its norm in each step, so few steps need the learning rate of large batches.
     "linprobe_cifar10": LINPROBE_DEFAULTS
     | _MINI
     | dict(dataset="cifar10", trainable_blocks=0, epochs=20, warmup_epochs=1, blr=25.6),
@@ -281,5 +304,6 @@ FINETUNE_RECIPES |= {
     "finetune_cifar10_swin": _MINI_FINETUNE
     | dict(model="swin_micro_patch4_window4", dataset="cifar10", epochs=20, blr=2e-3, layer_decay=0.8, clip_grad=5.0),
     "finetune_cifar10_tec": _MINI_FINETUNE | dict(dataset="cifar10", epochs=20, blr=2e-3, cls_token_layer_decay=False),
-    "quickstart_finetune": _MINI_FINETUNE | dict(input_size=64, patch_size=8, total_batch_size=32, epochs=3, blr=4e-3),
+    "quickstart_finetune": _MINI_FINETUNE
+    | dict(input_size=64, patch_size=8, total_batch_size=14, epochs=50, warmup_epochs=5, blr=1e-2),
 }

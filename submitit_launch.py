@@ -1,15 +1,16 @@
-"""Submits any main of this project to SLURM, and sees it through time limits and preemptions.
+"""Submits a main of this project to SLURM and requeues the job until the run is done.
 
     python submitit_launch.py --nodes 8 --partition P main_pretrain --recipe prmim50_vit_base_800ep --data_path IMAGENET
     python submitit_launch.py --cluster local --gpus_per_node 0 --tasks_per_node 2 main_pretrain --recipe quickstart ...
     python submitit_launch.py --dry_run ...
 
-What follows the name of the main is the main's own. Each task is a process of the run; --output_dir is chosen if it is not
-given. The folder holds the job's logs, too (jobs/), and a copy of the code as it was submitted (code/HASH), which is what
-runs, requeues included. A new submission runs the code of its day, with a copy of its own. Before the time limit, or when
-the job is preempted, SLURM's signal makes the run save after its step; then the job is requeued and goes on there, as often
-as it takes. A job whose process or node has died is requeued, too, if its run has got further since it was started. After
-`scancel`, it has saved as well, and the same command goes on.
+The flags after the name of the main belong to the main. Each task is one process of the run. If --output_dir is not
+given, a new folder below output/ is used. It also holds the job's logs (jobs/) and a copy of the code (code/HASH).
+
+The job runs this copy, also when it is requeued. A new submission copies the code again. Before the time limit, or when
+the job is preempted, SLURM sends a signal: the run saves after its current step, and the requeued job resumes there. If
+a process or a node dies, the job is requeued, too, provided that its run got further since its last start. After
+`scancel`, submit the same command again to resume.
 """
 
 import argparse
@@ -21,102 +22,119 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import submitit
 
-from recipes import RECIPES
-from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import Parser, flags_given, run_program
 from util.run.code_version import code_version, source_files, source_hash, write_version
 from util.run.run_folder import PROGRESS
 from util.run.watchdog import TEMPORARY
 
 MAINS = ("main_pretrain", "main_finetune", "main_robustness")
 ROOT = Path(__file__).resolve().parent
-FINAL = (2, 3, 4)  # exit codes of a user's error, of numbers that are not finite, of no usable checkpoint: a restart ends alike
+# Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
+FINAL = (2, 3, 4)
 
 
 class Task:
-    """What a job does: `main`, with its flags, in every process of the job. submitit pickles it, and again to requeue it."""
+    """Runs `main` with `argv` in each process of the job. submitit pickles it at submission and at each requeue."""
 
-    def __init__(self, main, argv, folder):
+    def __init__(self, main: str, argv: list[str], folder: str) -> None:
         self.main, self.argv, self.folder = main, argv, folder
 
-    def __call__(self):
-        os.chdir(self.folder)  # where it was submitted, to which the flags' paths are relative; the code is elsewhere
-        requeue = signal.getsignal(signal.SIGUSR2)  # submitit's own, which the run replaces while it trains
+    def __call__(self) -> bool:
+        os.chdir(self.folder)  # paths in the flags are relative to the folder of the submission
+        requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which the run replaces
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         job = submitit.JobEnvironment()
         if job.cluster == "slurm" and job.global_rank == 0:  # all starts write to the same logs
             print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
         try:
-            finished = importlib.import_module(self.main).main(self.argv)
-        except KeyboardInterrupt:  # stopped by SIGINT, and saved
+            finished = importlib.import_module(self.main).main(self.argv) is not False
+        except KeyboardInterrupt:  # SIGINT stopped the run, which has saved
             if job.cluster == "debug":
                 raise
             finished = False
         except SystemExit as stop:
-            # srun tells of the processes that it kills on this account, not of this one.
+            # srun reports the other processes, which it kills, instead of this one: leave a note for `guard`.
             if stop.code in FINAL and job.cluster != "debug":
                 (job.paths.folder / f"exit-code-{job.job_id}").write_text(f"{stop.code}\n")
             raise
-        if finished is False and job.cluster != "debug":
+        if not finished and job.cluster != "debug":
             end_stopped(job, requeue)
-        return finished is not False
+        return finished
 
-    def checkpoint(self):
-        """Called by submitit to requeue: the same command goes on where the run was saved."""
+    def checkpoint(self) -> Any:
+        """Returns what submitit requeues: the same command, which resumes the run."""
         return submitit.helpers.DelayedSubmission(Task(self.main, self.argv, self.folder))
 
 
-def end_stopped(job, requeue):
-    """A signal has stopped the run, and it has saved: the first process requeues the job where nobody else does; all exit.
+def end_stopped(job: Any, requeue: Callable[[int, None], object]) -> None:
+    """Ends this process after a signal stopped its run. Rank 0 requeues the job, unless SLURM is already ending it.
 
-    Only by SystemExit does submitit write no result, which would pass for the whole run's.
+    SystemExit makes submitit write no result, which would count as the result of the whole run.
     """
     if job.global_rank != 0:
         sys.exit(0)
-    # If it is ending, it has been requeued already, or cancelled, and must not come back.
+    # A job that is ending has been requeued already, or cancelled.
     if job.cluster == "slurm" and slurm_state(job.job_id) != "RUNNING":
         sys.exit(TEMPORARY)
     try:
         requeue(signal.SIGUSR2, None)
-    except subprocess.CalledProcessError:  # in the meantime
+    except subprocess.CalledProcessError:  # the job was requeued or cancelled meanwhile
         sys.exit(TEMPORARY)
 
 
-def slurm_state(job_id):
-    """PENDING, RUNNING, COMPLETING while SLURM is ending it, ...; "" once it has ended; None where SLURM does not answer."""
+def slurm_state(job_id: str) -> str | None:
+    """Returns the job's state, such as PENDING, RUNNING or COMPLETING; "" if it has ended; None if SLURM fails."""
     query = subprocess.run(["squeue", "--noheader", "--jobs", job_id, "--format", "%T"], capture_output=True, text=True)
     return None if query.returncode and "Invalid job id" not in query.stderr else query.stdout.strip()
 
 
-def get_args_parser():
-    parser = Parser("submitit_launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--cluster", default="slurm", choices=("slurm", "local", "debug"), help="local: processes here; debug: this process")
-    flag("--nodes", type=int, default=1)
-    flag("--gpus_per_node", type=int, default=8)
-    flag("--tasks_per_node", type=int, help="processes a node (default: one a GPU)")
-    flag("--cpus_per_task", type=int, default=10)
-    flag("--mem_gb", type=float, help="a node's (default: the partition's)")
-    flag("--timeout_min", type=int, default=24 * 60, help="of a job; the run takes as many jobs as it needs")
-    flag("--signal_delay_s", type=int, default=300, help="saving begins so long before the limit, or up to a minute earlier")
-    flag("--partition")
-    flag("--account")
-    flag("--qos")
-    flag("--constraint")
-    flag("--comment")
-    flag("--name", help="of the job (default: the folder's)")
-    flag("--wait", action=boolean, default=False, help="until the job has ended; always with --cluster debug")
+def get_args_parser() -> Parser:
+    parser = Parser("submitit_launch.py", description=__doc__)
+    boolean = argparse.BooleanOptionalAction
+    parser.add_argument("main", choices=MAINS, help="program to run")
+    parser.add_argument("argv", nargs=argparse.REMAINDER, help="flags of the main")
+    flag = parser.add_argument_group("submission").add_argument
+    flag(
+        "--cluster",
+        default="slurm",
+        choices=("slurm", "local", "debug"),
+        help="local: on this machine; debug: in this process",
+    )
+    flag("--wait", action=boolean, default=False, help="wait until the job has ended, as --cluster debug always does")
     flag("--dry_run", action=boolean, default=False, help="print what would be submitted")
-    flag("main", choices=MAINS)
-    flag("argv", nargs=argparse.REMAINDER, help="the main's flags")
+    flag("--name", help="name of the job (default: name of the run's folder)")
+    flag("--comment", help="comment of the job")
+    flag = parser.add_argument_group("resources").add_argument
+    flag("--nodes", type=int, default=1, help="number of nodes")
+    flag("--gpus_per_node", type=int, default=8, help="number of GPUs per node; 0: CPU only")
+    flag("--tasks_per_node", type=int, help="number of processes per node (default: one per GPU)")
+    flag("--cpus_per_task", type=int, default=10, help="number of CPU cores per process")
+    flag("--mem_gb", type=float, help="memory per node in GB (default: the partition's)")
+    flag = parser.add_argument_group("queue").add_argument
+    flag(
+        "--timeout_min",
+        type=int,
+        default=24 * 60,
+        help="time limit of one job in minutes; the run is requeued until it is done",
+    )
+    flag(
+        "--signal_delay_s", type=int, default=300, help="seconds before the time limit at which the run is told to save"
+    )
+    flag("--partition", help="SLURM partition (default: the cluster's)")
+    flag("--account", help="account to charge (default: the user's)")
+    flag("--qos", help="quality of service (default: the account's)")
+    flag("--constraint", help="required features of the nodes")
     return parser
 
 
-def parse_args(argv=None):
-    """-> (args, the run's folder). The main parses its own flags now, so that a typing error is not found in the queue."""
+def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
+    """Returns the launcher's args and the folder of the run. The main parses its flags, too, to find errors now."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
     if min(args.nodes, args.cpus_per_task, args.timeout_min, args.signal_delay_s) < 1 or args.gpus_per_node < 0:
@@ -125,64 +143,49 @@ def parse_args(argv=None):
     args.tasks_per_node = args.tasks_per_node or max(1, args.gpus_per_node)
     if args.cluster != "slurm" and args.nodes > 1:
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
-    if 60 * args.timeout_min <= 2 * args.signal_delay_s and args.cluster == "slurm":
-        parser.error(f"--timeout_min {args.timeout_min} leaves no time beside --signal_delay_s {args.signal_delay_s} for saving")
-    known, given = main_flags(args.main, args.argv)
-    folder = Path(known.output_dir)
-    if "output_dir" not in given:
-        folder = Path("output") / time.strftime(f"{args.main}-%Y%m%d-%H%M%S")
-    args.argv += ["--output_dir", str(folder.resolve())]  # the last one counts; jobs start elsewhere
-    return args, folder.resolve()
-
-
-def main_flags(main: str, argv: list[str]) -> tuple[argparse.Namespace, set[str]]:
-    """-> (the main's flags as it parses them itself, the names of those that `argv` sets)."""
-    module = importlib.import_module(main)
-    parser = module.get_args_parser()
-    if hasattr(module, "parse_args"):
-        known = module.parse_args(argv)[1]
+    if args.cluster == "slurm" and 60 * args.timeout_min <= 2 * args.signal_delay_s:
+        limits = f"--timeout_min {args.timeout_min} is too short for --signal_delay_s {args.signal_delay_s}"
+        parser.error(f"{limits}: the limit must be more than twice the delay")
+    main_parser, main_args = importlib.import_module(args.main).parse_args(args.argv)
+    if "output_dir" in flags_given(main_parser, args.argv):
+        folder = Path(main_args.output_dir).resolve()
     else:
-        known = parse_with_recipe(parser, RECIPES, argv) if main == "main_pretrain" else parser.parse_args(argv)
-    return known, flags_given(parser, argv)
+        folder = Path("output").resolve() / time.strftime(f"{args.main}-%Y%m%d-%H%M%S")
+    args.argv += ["--output_dir", str(folder)]  # the last one counts; jobs start in another folder
+    return args, folder
 
 
-def job_parameters(args, folder):
-    """submitit's parameters of the job."""
-    parameters = dict(
-        name=args.name or folder.name,
-        nodes=args.nodes,
-        tasks_per_node=args.tasks_per_node,
-        gpus_per_node=args.gpus_per_node,
-        cpus_per_task=args.cpus_per_task,
-        timeout_min=args.timeout_min,
-    )
+def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns submitit's parameters of the job."""
+    names = ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "timeout_min")
+    parameters = {"name": args.name or folder.name, **{name: getattr(args, name) for name in names}}
     if args.mem_gb is not None:
         parameters["mem_gb"] = args.mem_gb
     if args.cluster != "slurm":
         return parameters
-    chosen = {name: getattr(args, name) for name in ("partition", "account", "qos", "constraint", "comment")}
-    parameters |= {f"slurm_{name}": value for name, value in chosen.items() if value}
-    return parameters | dict(
-        slurm_signal_delay_s=args.signal_delay_s,
-        slurm_srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
-        slurm_additional_parameters={"requeue": True},
-        slurm_teardown=guard(folder),
-    )
+    for name in ("partition", "account", "qos", "constraint", "comment"):
+        if getattr(args, name):
+            parameters[f"slurm_{name}"] = getattr(args, name)
+    return parameters | {
+        "slurm_signal_delay_s": args.signal_delay_s,
+        "slurm_srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
+        "slurm_additional_parameters": {"requeue": True},
+        "slurm_teardown": guard(folder),
+    }
 
 
 def guard(folder: Path) -> list[str]:
-    """Lines after srun: a job whose process or node has died goes back to the queue, unless it died where it had died before.
+    """Returns shell lines that follow srun. They requeue a job that died, if its run got further since its last start.
 
-    How far the run is, the main itself has noted in the folder. A job that no longer is RUNNING is left alone: SLURM knows
-    what to do with it. Results that the dead processes have left are removed.
+    The main notes its progress in the folder. A job that is not RUNNING is left to SLURM, which is ending it. Results
+    of dead processes are removed.
     """
-    last = "$jobs/progress"
     final = " ".join(f"&& [ $rc -ne {code} ]" for code in FINAL)
     return [
-        f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}; code=$jobs/exit-code-$SLURM_JOB_ID",
+        f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}; code=$jobs/exit-code-$SLURM_JOB_ID; last=$jobs/progress",
         'if [ -e "$code" ]; then rc=$(cat "$code"); rm "$code"; fi',
-        f'now=$(cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null); before=$(cat "{last}" 2>/dev/null)',
-        f'echo "$now" > "{last}"',
+        f'now=$(cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null); before=$(cat "$last" 2>/dev/null)',
+        'echo "$now" > "$last"',
         f'if [ $rc -ne 0 ] {final} && [ "$now" != "$before" ] &&',
         '   [ "$(squeue --noheader --jobs $SLURM_JOB_ID --format %T)" = RUNNING ]',
         'then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; fi',
@@ -191,10 +194,9 @@ def guard(folder: Path) -> list[str]:
 
 
 def snapshot(folder: Path) -> Path:
-    """Copies the code of today beside the run, so that what is edited while a job waits does not run; -> the copy.
+    """Copies the code into the run's folder, so that later edits do not affect a waiting job. Returns the copy.
 
-    Its name is the hash of its content: equal code is copied once, and a copy is never changed, since jobs that were
-    submitted before may be requeued.
+    Its name is the hash of its content. Equal code is copied once, and a copy is never changed: requeues still need it.
     """
     code, temporary = folder / "code" / source_hash(), folder / f".code.tmp-{os.getpid()}"
     if not code.exists():
@@ -208,21 +210,23 @@ def snapshot(folder: Path) -> Path:
     return code
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Submits the job and returns it; None after --dry_run; False if a signal stopped a run in this process."""
     args, folder = parse_args(argv)
     parameters = job_parameters(args, folder)
     if args.dry_run:
         print(f"{args.main} {shlex.join(args.argv)}")
         print("\n".join(f"  {name}: {value}" for name, value in parameters.items()))
         return None
-    options = {"slurm_max_num_timeout": 10_000} if args.cluster == "slurm" else {}  # submitit's 3 end a long run
+    # submitit's default of 3 requeues would end a long run.
+    options = {"slurm_max_num_timeout": 10_000} if args.cluster == "slurm" else {}
     here = os.getcwd()
     try:
         executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)
         executor.update_parameters(**parameters)
-        os.chdir(snapshot(folder))  # jobs start in the folder that they are submitted from, and import what lies there
+        os.chdir(snapshot(folder))  # a job starts in the folder of its submission, and imports from there
         job = executor.submit(Task(args.main, args.argv, here))
-    except (OSError, RuntimeError) as error:  # no SLURM here, sbatch refuses, the folder cannot be written to
+    except (OSError, RuntimeError) as error:  # no SLURM, sbatch failed, the folder cannot be written to
         sys.exit(f"submitit_launch.py: error: the job could not be submitted: {error}")
     finally:
         os.chdir(here)
@@ -230,14 +234,14 @@ def main(argv=None):
     if args.wait or args.cluster == "debug":
         wait_for(job, args.cluster)
     if args.cluster == "debug" and not all(job.results()):
-        return False  # stopped by a signal
+        return False
     return job
 
 
-def wait_for(job: submitit.Job, cluster: str) -> None:
-    """Waits until the job has ended, requeues included, and exits with a message if its run has not.
+def wait_for(job: Any, cluster: str) -> None:
+    """Waits until the job has ended, requeues included. Exits with a message if its run failed.
 
-    What a start that dies leaves behind would pass submitit for the end, so SLURM is asked first.
+    SLURM is asked first, because submitit takes what a failed start leaves behind for the end of the job.
     """
     while cluster == "slurm" and slurm_state(job.job_id) != "":
         time.sleep(5)
@@ -246,9 +250,9 @@ def wait_for(job: submitit.Job, cluster: str) -> None:
         sys.exit(f"{failed}; see {job.paths.stderr}")
     try:
         job.results()
-    except submitit.core.utils.UncompletedJobError:  # a long text with the whole log inside
+    except submitit.core.utils.UncompletedJobError:  # its message holds the whole log
         sys.exit(f"{failed}; see {job.paths.stderr}")
 
 
-if __name__ == "__main__":  # under its own name, or the pickled task would be of __main__
+if __name__ == "__main__":  # under the module's own name, since the task is pickled by it
     run_program(importlib.import_module("submitit_launch").main, "submitit_launch.py")

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# What a step costs on this machine's GPU, in less than 8 minutes after the set-up: the tests that need one, the attention kernels,
-# the paper's cost tables of ViT-B and ViT-L, and the compiled step beside the reference's. The tables are left in
-# output/benchmark_gpu (OUTPUT_DIR moves them); BATCH_BASE, BATCH_LARGE (images, 512 and 256: for 80 GB), ROUNDS (20) and
-# ATTENTION (the kernel that the compiled step tries first) change what is measured. With your own environment that has the
-# requirements: PRMIM_SETUP=0. IMAGES=FOLDER of JPEGs adds runs from them, three minutes. Whatever fails, the rest is run, and the
-# exit code is 1.
+# Measures the cost of a step on this machine's GPU, in less than 8 minutes after the set-up: the tests that need a GPU,
+# the attention kernels, the paper's cost tables of ViT-B and ViT-L, and the compiled step beside the reference's. If a
+# part fails, the others still run, and the exit code is 1. These variables change what is measured:
+#
+#     OUTPUT_DIR               folder of the tables (output/benchmark_gpu)
+#     BATCH_BASE, BATCH_LARGE  images per step (512 and 256, for a GPU with 80 GB)
+#     ROUNDS                   number of times that each step is timed (20)
+#     ATTENTION                attention kernel that the compiled step prefers (auto)
+#     IMAGES                   folder of JPEGs: adds training runs from it, three minutes (none)
+#     PRMIM_SETUP=0            use the current environment instead of making one
 set -euo pipefail
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep -q GPU; then
     echo "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)" >&2
@@ -17,45 +21,46 @@ else
     install requirements.txt requirements-quickstart.txt
     install requirements-dev.txt requirements.txt
 fi
-# Without this the tests that need a GPU would all skip themselves and pass.
+# Without this check, all tests that need a GPU would be skipped, and the run would pass.
 if ! python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    echo "benchmark_gpu.sh: error: there is a GPU, but PyTorch cannot use it: the driver is too old for it, or CUDA is not" \
-        "in this build of PyTorch, or no GPU is in CUDA_VISIBLE_DEVICES" >&2
+    echo "benchmark_gpu.sh: error: there is a GPU, but PyTorch cannot use it: the driver is too old, this build of" \
+        "PyTorch is without CUDA, or CUDA_VISIBLE_DEVICES hides the GPU" >&2
     exit 1
 fi
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && cd "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && pwd)
 cd "$root"
-# Files of an earlier run must not pass for this one's.
+# Remove the files of an earlier run.
 (cd "$output" && rm -rf environment.txt tests.txt attention.md cost_*.md cost_*.csv cost_*.svg traces end_to_end)
 
 {
     date -u +%Y-%m-%d
-    git describe --always --dirty 2>/dev/null || true # a download has no history
+    git describe --always --dirty 2>/dev/null || true # a download is no git repository
     nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv || true
-    python -c "import torch, timm; print('torch', torch.__version__, 'cuda', torch.version.cuda, 'timm', timm.__version__)"
+    python -c "import torch, timm; print('torch', torch.__version__, torch.version.cuda, 'timm', timm.__version__)"
 } >"$output/environment.txt"
 cat "$output/environment.txt"
 
 status=0
 profile() { # profile NAME SECONDS BATCH [flags]
-    timeout -k 5 "$2" python scripts/profile_pretrain.py "${@:4}" --batch_size "$3" --rounds "${ROUNDS:-20}" --device cuda \
-        --csv "$output/$1.csv" --markdown "$output/$1.md" || { echo "the cost table $1 failed" >&2 && status=1; }
+    timeout -k 5 "$2" python scripts/profile_pretrain.py "${@:4}" --batch_size "$3" --rounds "${ROUNDS:-20}" \
+        --device cuda --csv "$output/$1.csv" --markdown "$output/$1.md" ||
+        { echo "the cost table $1 failed" >&2 && status=1; }
 }
 timeout -k 5 110 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
-timeout -k 5 40 python tools/benchmark_attention.py --batch_size "${BATCH_BASE:-512}" --rounds "${ROUNDS:-20}" --device cuda \
-    --markdown "$output/attention.md" || { echo "the table attention failed" >&2 && status=1; }
+timeout -k 5 40 python tools/benchmark_attention.py --batch_size "${BATCH_BASE:-512}" --rounds "${ROUNDS:-20}" \
+    --device cuda --markdown "$output/attention.md" || { echo "the table attention failed" >&2 && status=1; }
 profile cost_base 110 "${BATCH_BASE:-512}" --table ablation --against reference --plot "$output/cost_base.svg"
 profile cost_large 60 "${BATCH_LARGE:-256}" --table large
-# The step that is to be fast: compiled, in bfloat16, with traces of it.
+# The fast step: compiled, in bfloat16, with profiler traces.
 profile cost_compiled 150 "${BATCH_BASE:-512}" mae_vit_base_100ep prmim50_vit_base_100ep --against reference --compile \
     --attention "${ATTENTION:-auto}" --trace "$output/traces"
-# From JPEGs to weights, with all cores: what the synthetic figures above become. Each log ends with images/s and data's share.
+# From JPEGs to weights, with all cores. Each log ends with images/s and the share of the time that waits for data.
 if [ -n "${IMAGES:-}" ]; then
     for recipe in mae_vit_base_100ep prmim50_vit_base_100ep; do
-        timeout -k 5 100 python main_pretrain.py --recipe "$recipe" --data_path "$IMAGES" --batch_size "${BATCH_BASE:-512}" \
-            --total_batch_size "${BATCH_BASE:-512}" --max_steps 80 --compile --picture_every 0 --output_dir "$output/end_to_end/$recipe" ||
-            { echo "the run $recipe from JPEGs failed" >&2 && status=1; }
+        timeout -k 5 100 python main_pretrain.py --recipe "$recipe" --data_path "$IMAGES" --compile --max_steps 80 \
+            --batch_size "${BATCH_BASE:-512}" --total_batch_size "${BATCH_BASE:-512}" --picture_every 0 \
+            --output_dir "$output/end_to_end/$recipe" || { echo "the run $recipe from JPEGs failed" >&2 && status=1; }
     done
 fi
-echo "In $output:" && ls "$output"
+echo "Tables and logs in $output:" && ls "$output"
 exit $status

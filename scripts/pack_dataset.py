@@ -1,17 +1,19 @@
-"""Packs millions of small image files into a few indexed shards, which `--data_path` reads in place.
+"""Packs millions of small image files into tar shards, which `--data_path` reads in place.
 
-    python scripts/pack_dataset.py IMAGENET IMAGENET_PACKED --workers 16
-    python scripts/pack_dataset.py --verify IMAGENET_PACKED
-    python main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET_PACKED
+    python scripts/pack_dataset.py IMAGENET IMAGENET_TARS --workers 16
+    python scripts/pack_dataset.py --verify IMAGENET_TARS
+    python main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET_TARS
 
-IMAGENET is a folder as `--data_path` takes it; each of its train/ and val/ (or the folder itself) becomes
-IMAGENET_PACKED/<split>/shard-00000.bin and so on, with an index. The files' own bytes are kept, so training on packed
-data is bit for bit training on the folder. `--quality 90` re-encodes as JPEG at the original size instead: about half
-of the bytes and a faster decode, but other pixels; images are never made smaller.
+IMAGENET is a folder as `--data_path` takes it. Each of its train/ and val/ (or the folder itself) becomes
+IMAGENET_TARS/<split>/shard-000000.tar and so on, with an index for random access. The shards are WebDataset shards:
+<class>/<number>.jpg beside <class>/<number>.cls, which holds the label. Their first member, which WebDataset skips,
+holds the names of the files and of the classes. Files are copied byte by byte, so training on the shards equals
+training on the folder bit for bit. `--quality 90` encodes the images again, as JPEGs of the original size: about half
+of the bytes and faster to decode, but with other pixels.
 
-Stopped? The same command goes on with the shards that are missing. If the index or a shard is damaged, the same command
-packs again. `--verify` reads everything again: the shards' hashes, each image's checksum and, with IMAGENET given as
-well, its images' names, labels and classes.
+If it is stopped, the same command continues with the missing shards. If the index or a shard is damaged, the same
+command repairs it. Other data in IMAGENET_TARS is not overwritten. `--verify` compares each shard with its SHA-256 and,
+if IMAGENET is given as well, the images' names, labels and classes.
 """
 
 import argparse
@@ -19,12 +21,13 @@ import hashlib
 import io
 import json
 import os
-import secrets
+import shlex
 import signal
 import sys
-import zlib
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+import tarfile
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -32,16 +35,59 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.data import packed
+from util.atomic import replaced_file
 from util.data.datasets import available_cores
 from util.data.decode import PILLOW_ERRORS, check_header
-from util.data.folders import counted, find_split, list_folder
-from util.data.images import FolderImages, ImageError
-from util.data.tars import find_tars
-from util.run.cli import Parser
+from util.data.folders import PACKING, find_split, list_folder
+from util.data.images import EncodedImages, FolderImages, ImageError
+from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, scan_tars
+from util.data.tars import INDEX, TarImages, find_tars, write_index
+from util.run.checkpoint import sha256
+from util.run.cli import Parser, user_errors
 from util.run.signals import ignore_in_worker
+from util.text import count_of
 
-_worker = {}  # a worker's images: a million paths travel once a worker, and not with every shard
+_worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
+
+
+def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Manifest]:
+    """Returns {name: manifest} of all shards of a split."""
+    sizes = file_sizes(images)
+    bounds = shard_bounds(sizes, args.shard_mb * 1_000_000)
+    words = ["python", "scripts/pack_dataset.py", *(str(Path(path).resolve()) for path in args.folders)]
+    words += ["--shard_mb", str(args.shard_mb)]
+    if args.quality is not None:
+        words += ["--quality", str(args.quality)]
+    shards = {}
+    for number, (first, end) in enumerate(bounds):
+        files = sizes[first:end].tobytes() + images.labels[first:end].tobytes()
+        shards[f"shard-{number:06d}.tar"] = {
+            "command": shlex.join(words),  # for messages; the paths may change
+            "quality": args.quality,
+            "shard_mb": args.shard_mb,
+            "classes": images.classes,
+            "num_shards": len(bounds),
+            "shard": number,
+            "first": first,  # index of the first image
+            "names": [os.fsdecode(name) for name in images.names[first:end].tolist()],
+            "files": hashlib.sha256(files).hexdigest(),
+        }
+    return shards
+
+
+def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
+    """Returns the bytes of each file, int64 [n]. Uses threads: a network disk answers many requests at once."""
+    chunks = [range(first, min(first + chunk, len(images))) for first in range(0, len(images), chunk)]
+    with ThreadPoolExecutor(32) as pool:
+        sizes = pool.map(lambda part: [os.stat(images.path(i)).st_size for i in part], chunks)
+        return np.array([size for part in sizes for size in part], np.int64)
+
+
+def shard_bounds(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
+    """Returns [(first, end)]: runs of images with about `shard_bytes` of files."""
+    number = (np.cumsum(sizes) - sizes) // shard_bytes  # by the position at which an image begins
+    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(sizes)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 def start_worker(images: FolderImages) -> None:
@@ -50,266 +96,190 @@ def start_worker(images: FolderImages) -> None:
     ignore_in_worker(None)
 
 
-def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
-    """Bytes of each file, int64 [n]; a network disk answers many questions at once."""
-    chunks = [range(first, min(first + chunk, len(images))) for first in range(0, len(images), chunk)]
-    with ThreadPoolExecutor(32) as pool:
-        sizes = pool.map(lambda part: [os.stat(images.path(i)).st_size for i in part], chunks)
-        return np.array([size for part in sizes for size in part], np.int64)
-
-
-def listing(names: list[bytes], sizes: np.ndarray, labels: np.ndarray) -> str:
-    """What is packed, as a hash."""
-    return hashlib.sha256(b"\0".join([*names, sizes.tobytes(), labels.tobytes()])).hexdigest()
-
-
-def plan_shards(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
-    """Files' sizes -> [(first, end)]: runs of images of about `shard_bytes`."""
-    number = (np.cumsum(sizes) - sizes) // shard_bytes  # by where an image begins
-    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(sizes)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
-
-
-def pack_shard(first: int, end: int, path: Path, quality: int | None, stamp: list) -> None:
-    """Writes images first .. end - 1 to `path`, and beside it what the index will need."""
-    images = _worker["images"]
-    digest, offset, entries = hashlib.sha256(), 0, []
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
+    """Writes a shard, unless it is there and whole. Returns (its entry in the index, its rows, content of an index)."""
     try:
-        with open(temporary, "wb") as file:
-            for i in range(first, end):
-                data = encoded(images, i, quality)
-                file.write(data)
-                digest.update(data)
-                entries.append((offset, len(data), zlib.crc32(data)))
-                offset += len(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    record = {"stamp": stamp, "size": offset, "sha256": digest.hexdigest(), "entries": entries}
-    packed.write_atomically(path.with_suffix(".json"), json.dumps(record).encode())
+        scan = scan_tars([path]) if is_shard(path, manifest) else None
+    except ValueError:  # damaged
+        scan = None
+    if scan is None:
+        write_shard(_worker["images"], path, manifest)
+        scan = scan_tars([path])
+    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, *scan
+
+
+def is_shard(path: Path, manifest: Manifest | None) -> bool:
+    """Whether the file at `path` was written with this manifest, by whatever paths of the source and destination."""
+    found = read_manifest(path)
+    return found is not None and manifest is not None and found | {"command": ""} == manifest | {"command": ""}
+
+
+def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
+    """Writes a shard atomically."""
+    with replaced_file(path, durable=True) as temporary, tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
+        add_member(tar, MANIFEST, json.dumps(manifest).encode())
+        for i, name in enumerate(manifest["names"], start=manifest["first"]):
+            key = os.path.join(os.path.dirname(name), f"{i:09d}")  # unique up to the first dot, as WebDataset needs it
+            extension = os.path.splitext(name)[1].lower() if manifest["quality"] is None else ".jpg"
+            add_member(tar, key + extension, encoded(images, i, manifest["quality"]))
+            if images.classes:
+                add_member(tar, f"{key}.cls", str(images.labels[i]).encode())
+
+
+def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Appends a file to a tar."""
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
 
 
 def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
-    """The file's own bytes, once Pillow has read its header; or, with a quality, a new JPEG of the same size."""
-    data = images.read(i)
+    """Returns the bytes of a file after a check of its header. With a quality: of a new JPEG of the same size."""
     if quality is None:
+        data = images.read(i)
         try:
             check_header(io.BytesIO(data))
         except PILLOW_ERRORS as error:
-            what = f"{images.path(i)!r} is not a readable image ({error})"
-            raise ImageError(f"{what}; replace or remove the file") from error
+            message = f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file"
+            raise ImageError(message) from error
         return data
-    buffer = io.BytesIO()
+    picture, buffer = Image.fromarray(images.load(i)[0]), io.BytesIO()
     try:
-        Image.fromarray(images.load(i)[0]).save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
-    except OSError as error:  # a side above 65,535 px, say
+        picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    except OSError as error:  # for example a side above 65,535 px
         raise ImageError(f"{images.path(i)!r} cannot be encoded as JPEG: {error}; pack without --quality") from error
     return buffer.getvalue()
 
 
-def find_packed(folder: Path, facts: dict, num_images: int) -> dict | None:
-    """The index of what is packed in `folder` already; None if there is nothing, or it is damaged, which is printed.
-
-    ValueError if it was packed from other files, or by other settings, than `facts` say.
-    """
-    path = folder / packed.INDEX
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = {key: content[key] for key in (*facts, "num_images")}
-    except (ValueError, KeyError, TypeError) as error:
-        print(f"{str(path)!r} is damaged ({type(error).__name__}: {error}); packing again")
-        return None
-    settings = [key for key in ("quality", "shard_mb") if found[key] != facts[key]]
-    differences = [f"--{key} was {found[key]}, now {facts[key]}" for key in settings]
-    if found["source"] != facts["source"]:
-        differences.append(f"the files were others ({counted(found['num_images'], 'image')} then, {num_images} now)")
-    if differences:
-        raise ValueError(
-            f"{str(folder)!r} was packed otherwise: {'; '.join(differences)}. "
-            f"Choose another DESTINATION, or remove this one to pack it anew"
-        )
-    try:
-        return packed.PackedImages(folder).content
-    except ValueError as error:
-        print(f"damaged: {error}; packing again")
-        return None
-
-
 def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> None:
-    """Packs `images` into `folder`; what is there already, whole and by the same settings, is left as it is."""
-    sizes, names = file_sizes(images), [bytes(name) for name in images.names]
-    facts = {"source": listing(names, sizes, images.labels), "quality": args.quality, "shard_mb": args.shard_mb}
-    content = find_packed(folder, facts, len(images))
-    if content is not None:
-        print(f"{folder}: {content['num_images']} images in {len(content['shards'])} shards, packed already")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / packed.INDEX).unlink(missing_ok=True)  # until all shards are whole again
-    for leftover in folder.glob(".shard-*.tmp-*"):  # of a killed process
-        leftover.unlink()
-    jobs = {}
-    for k, (first, end) in enumerate(plan_shards(sizes, args.shard_mb * 1_000_000)):
-        path, part = folder / packed.SHARD.format(k), slice(first, end)
-        stamp = [listing(names[part], sizes[part], images.labels[part]), args.quality]
-        jobs[path] = (first, end, path, args.quality, stamp)
-    missing = [job for path, job in jobs.items() if not is_packed(path, job[-1])]
-    pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
-    with pool, tqdm(total=len(images), unit="image", desc=str(folder)) as bar:
-        bar.update(len(images) - sum(end - first for first, end, *_ in missing))
-        futures = {pool.submit(pack_shard, *job): job for job in missing}
+    """Packs `images` into `folder`. Whole shards of the same files and settings are kept.
+
+    Shards are written to a hidden folder. They are moved when all are whole and the index has been written.
+    """
+    staging, index = folder / PACKING, folder / INDEX
+    shards = {staging / name: manifest for name, manifest in plan_shards(images, args).items()}
+    refuse_other_data(folder, shards)
+    if index.exists():
         try:
-            for future in as_completed(futures):
-                future.result()
-                bar.update(futures[future][1] - futures[future][0])
-        except BaseException:
-            # Shards that are under way are finished, and kept: workers ignore signals.
-            pool.shutdown(cancel_futures=True)
-            raise
-    finish(images, folder, jobs, names, facts)
-
-
-def is_packed(path: Path, stamp: list) -> bool:
-    """Whether the shard at `path` was written whole, from the same files and by the same settings."""
-    record = path.with_suffix(".json")
-    if not record.is_file() or not path.is_file():
-        return False
+            done = TarImages(index, folder)
+            print(f"{folder}: {count_of(len(done), 'image')} in {count_of(len(done.tars), 'shard')}, packed already")
+            return
+        except ValueError:
+            print(f"{folder}: the index or a shard is damaged; packing again")
+    staging.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("shard-*.tar"):
+        os.replace(path, staging / path.name)
+    index.unlink(missing_ok=True)
+    for path in staging.iterdir():  # of a killed process, or of other files
+        if not is_shard(path, shards.get(path)):
+            path.unlink()
+    pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
     try:
-        content = json.loads(record.read_text())
-        return content["stamp"] == stamp and content["size"] == path.stat().st_size
-    except (ValueError, KeyError, TypeError):  # a damaged record
-        return False
+        results = pool.map(pack_shard, shards.keys(), shards.values())
+        tars, parts, contents = zip(*tqdm(results, total=len(shards), unit="shard", desc=str(folder)), strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    rows["tar"] = np.repeat(np.arange(len(tars), dtype=np.int32), [len(part["tar"]) for part in parts])
+    write_index(index, rows, contents[0] | {"notes": [], "tars": tars})
+    for path in shards:
+        os.replace(path, folder / path.name)
+    staging.rmdir()
+    what = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
+    print(f"{folder}: {what}, {sum(tar['size'] for tar in tars) / 1e9:.2f} GB in {count_of(len(tars), 'shard')}")
 
 
-def finish(images: FolderImages, folder: Path, jobs: dict[Path, tuple], names: list[bytes], facts: dict) -> None:
-    """The index of all shards; their own records are no longer needed then."""
-    rows, shards = [], []
-    for k, (path, (first, end, *_)) in enumerate(jobs.items()):
-        record = json.loads(path.with_suffix(".json").read_text())
-        shards.append({"name": path.name, "size": record["size"], "sha256": record["sha256"]})
-        for i, entry in zip(range(first, end), record["entries"], strict=True):
-            rows.append((k, images.labels[i], *entry, names[i]))
-    packed.write_index(folder, packed.records(rows), shards, images.classes, **facts)
-    for path in jobs:
-        path.with_suffix(".json").unlink()
-    for path in {*folder.glob("shard-*")} - {*jobs}:  # of an earlier plan that was never finished
-        path.unlink()
-    total = sum(shard["size"] for shard in shards)
-    print(f"{folder}: {len(rows)} images, {len(images.classes)} classes, {total / 1e9:.2f} GB in {len(shards)} shards")
+def refuse_other_data(folder: Path, shards: dict[Path, Manifest]) -> None:
+    """ValueError if `folder` holds other tars, shards of other settings, or finished shards of other files.
+
+    A damaged shard is accepted if there is an index, because it will be written again.
+    """
+    wanted = {folder / path.name: manifest for path, manifest in shards.items()}
+    now = next(iter(shards.values()))
+    for path in sorted([*folder.glob("*.tar"), *folder.glob(f"{PACKING}/shard-*.tar")]):
+        found, finished, problem = read_manifest(path), path.parent == folder, None
+        if found is None and finished and not (path in wanted and (folder / INDEX).exists()):
+            problem = f"{path.name} is not a shard of pack_dataset.py"
+        elif found is not None and (found["quality"], found["shard_mb"]) != (now["quality"], now["shard_mb"]):
+            problem = f"it was packed by: {found['command']}"
+        elif found is not None and finished and not is_shard(path, wanted.get(path)):
+            problem = "the files were others"
+        if problem:
+            what = f"{str(folder)!r} holds other data: {problem}"
+            raise ValueError(f"{what}. Choose another DESTINATION, or remove this one to pack again")
 
 
-def verify_shard(path: Path, shard: dict, rows: np.ndarray) -> list[str]:
-    """What is wrong with a shard, as a list of sentences."""
-    digest, problems, position = hashlib.sha256(), [], 0
-    with open(path, "rb") as file:
-        for row in rows:
-            data = file.read(row["length"])
-            digest.update(data)
-            if row["offset"] != position or zlib.crc32(data) != row["crc32"]:
-                problems.append(f"{path}: {os.fsdecode(bytes(row['name']))} is not what was packed")
-            position += int(row["length"])
-        digest.update(file.read())
-    if digest.hexdigest() != shard["sha256"]:
-        problems.append(f"{path}: its SHA-256 is not the recorded one")
-    return problems
+def verify_split(images: FolderImages | None, folder: Path, num_workers: int) -> None:
+    """ValueError if a shard is damaged, or if the names, labels or classes differ from those of the source."""
+    ours = TarImages(folder / INDEX, folder)
+    if images is not None and (ours.classes, EncodedImages.fingerprint(ours)) != (images.classes, images.fingerprint()):
+        raise ValueError(f"{folder}: the names, labels or classes of the images are not those of the source")
+    with ProcessPoolExecutor(num_workers) as pool:
+        digests = tqdm(pool.map(sha256, ours.tars), total=len(ours.tars), unit="shard", desc=f"verify {folder}")
+        pairs = zip(ours.content["tars"], digests, strict=True)
+        damaged = [str(folder / tar["name"]) for tar, digest in pairs if tar["sha256"] != digest]
+    if damaged:
+        command = f"rm {shlex.join(damaged)} && {ours.packed['command']}"
+        raise ValueError(f"damaged: {', '.join(damaged)}. To repair it, run: {command}")
+    print(f"{folder}: {count_of(len(ours), 'image')} of {count_of(len(ours.classes), 'class')} are what was packed")
 
 
-def verify_split(images: FolderImages | None, folder: Path, args: argparse.Namespace) -> None:
-    """ValueError names what is damaged, or differs from the source."""
-    ours = packed.PackedImages(folder)
-    problems = []
-    if images is not None:
-        pairs = {"images": (len(ours), len(images)), "classes": (ours.classes, images.classes)}
-        pairs["names and labels"] = [
-            [(bytes(name), int(label)) for name, label in zip(paths, labels, strict=True)]
-            for paths, labels in ((ours.records["name"], ours.labels), (images.names, images.labels))
-        ]
-        problems += [f"{folder}: its {what} are not the source's" for what, (a, b) in pairs.items() if a != b]
-    with ProcessPoolExecutor(args.workers) as pool, tqdm(total=len(ours), unit="image", desc=f"verify {folder}") as bar:
-        futures = {}
-        for k, (path, shard) in enumerate(zip(ours.shards, ours.content["shards"], strict=True)):
-            rows = np.array(ours.records[ours.records["shard"] == k])
-            futures[pool.submit(verify_shard, path, shard, rows)] = len(rows)
-        for future in as_completed(futures):
-            problems += future.result()
-            bar.update(futures[future])
-    if problems:
-        more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(
-            f"{'; '.join(problems[:5])}{more}. Remove the shards that are damaged, or all of {str(folder)!r} if the "
-            f"source has changed, and pack again"
-        )
-    print(f"{folder}: {len(ours)} images of {len(ours.classes)} classes are what was packed")
+def find_splits(folder: str) -> list[str]:
+    """Returns the splits in a folder, train and val; or "." for the folder itself."""
+    if not Path(folder).is_dir():
+        return ["."]
+    listing = list_folder(Path(folder))
+    return [split for split in ("train", "val") if find_split(listing, split)[0] is not None] or ["."]
 
 
-def find_splits(source: str) -> dict[str, str]:
-    """{split: folder below DESTINATION} of a source: train/ and val/ where they are, else the folder itself."""
-    if not Path(source).is_dir():
-        return {"train": "."}
-    entries = list_folder(Path(source))
-    splits = [split for split in ("train", "val") if find_split(entries, split)[0] is not None]
-    return {split: split for split in splits} or {"train": "."}
-
-
-def open_source(source: str, split: str) -> FolderImages:
-    """The images to pack; ValueError if there are none, or they need no packing."""
+def open_source(source: str, split: str, folder: Path) -> FolderImages:
+    """Returns the images to pack into `folder`; ValueError if there are none, or if they cannot be packed there."""
     try:
         if find_tars(source, split):
             raise ValueError(f"--data_path {source!r} holds tars, which need no packing: train on it as it is")
-        if any((folder / packed.INDEX).is_file() for folder in (Path(source), Path(source) / split)):
-            raise ValueError(f"--data_path {source!r} is packed already: give the folder that it was packed from")
-        return FolderImages(source, split)
+        images = FolderImages(source, split)
     except ValueError as error:
         raise ValueError(str(error).replace("--data_path", "SOURCE")) from error
-
-
-def run_split(source: str | None, split: str, folder: Path, args: argparse.Namespace) -> None:
-    """Packs a split of the source into `folder`, or verifies what is packed there."""
-    images = None if source is None else open_source(source, split)
-    if args.verify:
-        verify_split(images, folder, args)
-        return
-    root = Path(images.root).resolve()
-    if root in (folder.resolve(), *folder.resolve().parents):
-        what = f"shards in {str(folder)!r} would lie among the images of {str(root)!r}"
+    if folder.resolve().is_relative_to(Path(images.root).resolve()):
+        what = f"shards in {str(folder)!r} would lie among the images of {str(images.root)!r}"
         raise ValueError(f"{what}: choose another DESTINATION")
     images.check()
     for note in images.notes:
         print(f"{images.root}: {note}")
-    pack_split(images, folder, args)
+    return images
 
 
 def main(argv: list[str] | None = None) -> None:
     """Packs or verifies each split."""
-    parser = Parser("pack_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("pack_dataset.py", description=__doc__)
     flag = parser.add_argument
-    what = "SOURCE, class folders or train/ and val/ of them; and DESTINATION"
+    what = "SOURCE (class folders, or train/ and val/ with class folders) and DESTINATION"
     flag("folders", nargs="+", metavar="FOLDER", help=what)
-    flag("--shard_mb", type=int, default=1000, help="megabytes a shard, before any re-encoding")
-    flag("--quality", type=int, help="re-encode as JPEG of this quality (default: keep the files' bytes)")
-    flag("--workers", type=int, default=available_cores())
-    what = "check it against its hashes, and SOURCE if given"
+    flag("--shard_mb", type=int, default=1000, help="megabytes of files in a shard")
+    flag("--quality", type=int, help="encode again as JPEG of this quality (default: keep the files' bytes)")
+    flag("--workers", type=int, default=available_cores(), help="processes")
+    what = "compare DESTINATION with its hashes and, if given, with SOURCE"
     flag("--verify", action=argparse.BooleanOptionalAction, default=False, help=what)
     args = parser.parse_args(argv)
     if min(args.shard_mb, args.workers) < 1:
         parser.error(f"--shard_mb and --workers must be at least 1, got {args.shard_mb} and {args.workers}")
     if args.quality is not None and not 1 <= args.quality <= 100:
         parser.error(f"--quality must be from 1 to 100, got {args.quality}")
-    if len(args.folders) > 2 or len(args.folders) + args.verify < 2:
+    if len(args.folders) > 2 or (len(args.folders) < 2 and not args.verify):
         parser.error(f"give SOURCE and DESTINATION, or with --verify DESTINATION alone, got {', '.join(args.folders)}")
-    source, destination = args.folders if args.folders[1:] else [None, *args.folders]
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the workers end with it
+    source, destination = args.folders if len(args.folders) == 2 else (None, args.folders[0])
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that workers end, too
     try:
-        for split, below in find_splits(source or destination).items():
-            run_split(source, split, Path(destination) / below, args)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        with user_errors(parser):
+            for split in find_splits(source or destination):
+                folder = Path(destination) / split
+                images = open_source(source, "train" if split == "." else split, folder) if source else None
+                if args.verify or images is None:
+                    verify_split(images, folder, args.workers)
+                else:
+                    pack_split(images, folder, args)
     except KeyboardInterrupt:
-        parser.exit(130, "pack_dataset.py: stopped; the same command goes on\n")
+        parser.exit(130, "pack_dataset.py: stopped; the same command continues\n")
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,12 +1,11 @@
-"""Loss curves of runs, from their log.jsonl (needs matplotlib: requirements-dev.txt).
+"""Plot the loss curves of runs from their log.jsonl (needs matplotlib: requirements-dev.txt).
 
     python scripts/plot_losses.py MAE=output/mae PR-MIM=output/prmim --out losses.svg
 
-A run is its folder or its log.jsonl, with a label before it or without. Of a fine-tuning run the loss on the validation
-images is drawn, too, as a dashed line. An interval whose loss was not finite leaves a gap.
+A run is the folder of a run or its log.jsonl, with or without a label. For fine-tuning runs the loss on the validation
+images is a dashed line. A loss that was not finite leaves a gap.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -16,14 +15,16 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from util.atomic import replaced_file
 from util.plots import pyplot
-from util.run.cli import Parser, replaced_file, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.text import count_of
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
 class Curves(NamedTuple):
-    """What is drawn of one run: (step, loss) of the reports, a loss that was not finite as NaN."""
+    """The curves of one run, as lists of (step, loss). A loss that was not finite is NaN."""
 
     label: str
     train: list[tuple[int, float]]
@@ -31,58 +32,60 @@ class Curves(NamedTuple):
 
 
 def split_label(run: str) -> tuple[str, Path]:
-    """LABEL=PATH or PATH -> (label, path); of several "=" the one counts behind which there is a file or folder."""
+    """Split LABEL=PATH or PATH into (label or "", path). Both may contain "=": the longest existing path counts."""
     parts = run.split("=")
-    splits = [("=".join(parts[:i]), Path("=".join(parts[i:]))) for i in range(len(parts))]
-    return next((split for split in splits if split[1].exists()), splits[min(1, len(parts) - 1)])
+    for i in range(len(parts)):
+        path = Path("=".join(parts[i:]))
+        if path.exists():
+            return "=".join(parts[:i]), path
+    label, separator, name = run.partition("=")
+    return (label, Path(name)) if separator else ("", Path(run))
 
 
 def find_log(path: Path) -> Path:
-    """The log of a run, given as that file or as the run's folder; ValueError where there is none."""
-    if path.is_dir():
-        log = path / "log.jsonl"
-        if not log.is_file():
-            inside = [str(found.parent) for found in sorted(path.glob("*/log.jsonl"))]
-            advice = f"; did you mean {' or '.join(inside[:3])}?" if inside else ": it is not the folder of a run"
-            raise ValueError(f"{str(path)!r} holds no log.jsonl{advice}")
-        return log
-    if not path.is_file():
+    """Return the log.jsonl of a run, given as that file or as the run's folder. ValueError if it is missing."""
+    if path.is_file():
+        return path
+    if not path.is_dir():
         raise ValueError(f"there is no {str(path)!r}: give the folder of a run, or its log.jsonl")
-    return path
+    log = path / "log.jsonl"
+    if not log.is_file():
+        inside = [str(found.parent) for found in sorted(path.glob("*/log.jsonl"))]
+        advice = f"; did you mean {' or '.join(inside[:3])}?" if inside else ": it is not the folder of a run"
+        raise ValueError(f"{str(path)!r} holds no log.jsonl{advice}")
+    return log
 
 
 def read_curves(run: str) -> Curves:
-    """The curves of LABEL=PATH or PATH; ValueError where it holds no report of a loss."""
+    """Read the curves of LABEL=PATH or PATH. ValueError if the file logs no loss."""
     label, path = split_label(run)
     log = find_log(path)
+    if not label:
+        label = log.resolve().parent.name if log.name == "log.jsonl" else log.stem
+    curves = Curves(label, [], [])
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    reports = [report for report in map(parse_report, lines) if report is not None]
-    train, val = ([(r["step"], r[name]) for r in reports if name in r] for name in ("loss", "val_loss"))
-    if not train and not val:
-        if not lines:
-            raise ValueError(f"{str(log)!r} is empty: the run has reported nothing yet")
-        raise ValueError(f"{str(log)!r} is not the log of a run: none of its lines is a report of a loss")
-    if all(math.isnan(loss) for _, loss in train + val):
+    for line in lines:
+        try:
+            report = json.loads(line)
+        except ValueError:  # a line that was cut off when the run was killed
+            continue
+        if not isinstance(report, dict) or not isinstance(report.get("step"), int):
+            continue
+        for name, curve in (("loss", curves.train), ("val_loss", curves.val)):
+            loss = report.get(name, "missing")
+            if loss is None or isinstance(loss, (int, float)):
+                curve.append((report["step"], math.nan if loss is None else loss))
+    if not lines:
+        raise ValueError(f"{str(log)!r} is empty: the run has logged nothing yet")
+    if not curves.train and not curves.val:
+        raise ValueError(f"{str(log)!r} is not the log of a run: no line of it reports a loss")
+    if all(math.isnan(loss) for _, loss in curves.train + curves.val):
         raise ValueError(f"none of the losses in {str(log)!r} is finite")
-    name = log.resolve().parent.name if log.name == "log.jsonl" else log.stem
-    return Curves(label or name, train, val)
-
-
-def parse_report(line: str) -> dict[str, float] | None:
-    """The step and the losses in a line of log.jsonl; None for any other line, such as one that a kill cut off."""
-    try:
-        report = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(report, dict) or not isinstance(report.get("step"), int):
-        return None
-    losses = {name: report[name] for name in ("loss", "val_loss") if name in report}
-    losses = {name: math.nan if loss is None else loss for name, loss in losses.items()}
-    return {"step": report["step"]} | {name: loss for name, loss in losses.items() if isinstance(loss, (int, float))}
+    return curves
 
 
 def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
-    """Draws the curves to `path`; `plt` is matplotlib.pyplot."""
+    """Draw the curves to `path`. `plt` is matplotlib.pyplot."""
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for run in runs:
         color = None
@@ -92,8 +95,8 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
         if run.val:
             marker = "o" if len(run.val) == 1 else None
             axes.plot(*zip(*run.val, strict=True), "--", label=f"{run.label}, val", lw=1.4, color=color, marker=marker)
-    pretrained = not any(run.val for run in runs)
-    axes.set(xlabel="optimizer step", ylabel="loss (mean over supervised tokens)" if pretrained else "loss")
+    is_pretraining = not any(run.val for run in runs)
+    axes.set(xlabel="optimizer step", ylabel="loss (mean over supervised tokens)" if is_pretraining else "loss")
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     with replaced_file(path) as temporary:
@@ -101,25 +104,22 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
     plt.close(figure)
 
 
-def check_out(path: Path) -> None:
-    """ValueError where no plot can be written at `path`."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"--out {str(path)!r} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if reason := why_not_writable(path):
-        raise ValueError(f"--out {str(path)!r} cannot be written: {reason}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program; `argv` stands for the command line."""
-    parser = Parser("plot_losses.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the program; `argv` replaces the command line."""
+    parser = Parser("plot_losses.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="the folder of a run, or its log.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("losses.svg"), help=".svg, .png or .pdf (default: losses.svg)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("losses.svg"), help="write the plot to this .svg, .png or .pdf"
+    )
     args = parser.parse_args(argv)
     with user_errors(parser):
         plt = pyplot("losses")
-        check_out(args.out)
+        if args.out.suffix not in SUFFIXES:
+            raise ValueError(f"--out {str(args.out)!r} must end in .svg, .png or .pdf")
+        if reason := why_not_writable(args.out):
+            raise ValueError(f"--out {str(args.out)!r} cannot be written: {reason}")
         plot(plt, [read_curves(run) for run in args.runs], args.out)
-    print(f"losses of {len(args.runs)} run{'s' if len(args.runs) > 1 else ''}: {args.out}")
+    print(f"losses of {count_of(len(args.runs), 'run')}: {args.out}")
 
 
 if __name__ == "__main__":

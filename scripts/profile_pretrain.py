@@ -1,91 +1,82 @@
-"""What a training step costs: recipes side by side in one run, the paper's figures beside.
+"""Profile the training step of recipes side by side: compute, memory and time, with the paper's figures.
 
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --batch_size 8
     python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
     python scripts/profile_pretrain.py --table ablation --against reference --plot cost.svg --trace traces
 
-GMAC            multiply-adds of one image's forward pass, as torch's counter sees them; a frozen teacher's (TEC) apart, as the
-                paper leaves it out: its ratio stands in a column of its own, student and teacher together
-saved MB        what the forward pass of one image keeps for the backward pass, in 10^6 bytes: each storage once; counted
-                as the difference between batches of four and of two, in which weights, their casts and tables cancel
-moved MB        what the operations of one image's whole step read and write, matrix products, attention and convolutions
-                apart; counted likewise, in eager mode. A compiler fuses operations, and moves less
-peak MB         most device memory that a step's tensors take, in 10^6 bytes: weights, moments, gradients, activations and
-                what kernels work in; each recipe has the device for itself then (CUDA alone)
-ms a step       median over the rounds; each round times every recipe once, in rotating order
-train GFLOP     of an image's whole step: six operations a multiply-add (forward and backward; torch's own count of the backward
-                pass takes a depth-wise convolution for a dense one), and two of a teacher's
-conv ms         forward and backward of the spatial aggregation alone, eager, with the gathers around it
-roofline        the time of an eager step that does all its matrix products as fast as a large one and all else at the speed of a
-                large copy (both measured), in turn and without a gap; as a share of the time it takes
-MFU             these operations a second, by what this device does in a large matrix product, measured
-x reference     how many times as fast as MAE's step by the reference's maths (models_reference_mae.py), with --against
+GMAC            multiply-adds of the forward pass of one image, counted by torch. The paper excludes TEC's
+                frozen teacher, so student and teacher together have a column of their own
+train GFLOP     operations of the whole step for one image: 6 per multiply-add for forward and backward, 2 per
+                multiply-add of a teacher (torch would count the backward of a depth-wise convolution as a dense one)
+saved MB        memory that autograd saves for the backward pass of one image, in 10^6 bytes. Every storage counts once.
+                Measured as the difference between batches of 4 and 2, so weights do not count
+moved MB        memory that the operations of one eager step read and write for one image, without matrix products,
+                attention and convolutions. Measured as the difference between batches of 4 and 2
+peak MB         peak memory of the tensors of one step. CUDA only; one recipe at a time is on the device
+ms a step       median over the rounds. Each round times every recipe once, in rotating order
+conv ms         forward and backward of the spatial aggregation alone, eager, with its gathers
+roofline        ideal time of an eager step as a share of its measured time. Ideal: matrix products run at the rate of
+                a large one, everything else at the rate of a large copy. Both rates are measured
+MFU             train GFLOP per second, relative to the measured rate of a large matrix product
+x reference     speed relative to MAE's step as the reference computes it (models_reference_mae.py), with --against
 
-A step is the engine's: bytes become floats, forward, backward, the gradient's norm, AdamW, sums for the log; on one batch that
-stays on the device (random, or the first crops of `--data_path`), so loading is not in it. Ratios are to the recipe of the
-same model that throws nothing, if it is among them, else to the first; behind the stroke stands the paper's figure.
+A step is a training step of main_pretrain.py: bytes to floats, forward, backward, gradient norm, AdamW, running sums
+for the log. Its batch stays on the device, so data loading is not measured. Ratios are relative to the recipe of the
+same model that throws nothing, or to the first recipe if that one is missing. The paper's figure follows a slash.
 """
 
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine_pretrain import PretrainEngine
+from engine_pretrain import train_one_epoch
 from main_pretrain import build_model, get_args_parser
 from models_reference_mae import SIZES, ReferenceMAE
 from prmim import SpatialAggregation
 from recipes import RECIPES
+from util import costs
 from util.attention import KERNELS, prefer
-from util.costs import (
-    Traffic,
-    a_batch,
-    copied_gb_per_s,
-    counted,
-    device_name,
-    forward_gmac,
-    matmul_tflops,
-    median_seconds,
-    saved_bytes,
-    time_in_turn,
-    wait,
-)
 from util.data.datasets import open_images
 from util.data.transforms import Normalize
 from util.plots import pyplot
 from util.run.cli import Parser, parse_with_recipe, run_program, user_errors, why_not_writable
-from util.run.train_engine import PRECISIONS, precision
-from util.tables import write_csv
+from util.run.logging import RunLog
+from util.run.loop import TrainLoop
+from util.run.precision import PRECISIONS, precision
+from util.tables import markdown_table, write_csv
+
+Settings = dict[str, Any]
+Row = dict[str, Any]
 
 
-def _base(*arms):
+def _base(*arms: str) -> list[str]:
     return [f"{arm}_vit_base_100ep" for arm in ("mae", *arms)]
 
 
 TABLES = {
     "ablation": _base("plain25", "prmim25", "plain50", "prmim50", "plain65", "prmim65"),
     "large": [f"{arm}_vit_large_100ep" for arm in ("mae", "plain50", "prmim50")],
-    # Costs do not depend on the number of epochs, so the shortest schedule stands for all.
-    "schedules": _base("plain50", "prmim50") + [f"{arm}_vit_large_100ep" for arm in ("mae", "plain50", "prmim50")],
     "kernels": _base("kernel3", "kernel5", "prmim50", "kernel9", "kernel11"),
-    "frameworks": ["mff_vit_base_800ep", "mff_plain50_vit_base_800ep", "mff_prmim50_vit_base_800ep", "simmim_vit_base_100ep"]
-    + ["simmim_plain30_vit_base_100ep", "simmim_prmim30_vit_base_100ep", "simmim_prmim50_vit_base_100ep"],
-    "targets": ["localmim_vit_base_100ep", "localmim_plain65_vit_base_100ep", "localmim_prmim65_vit_base_100ep"]
-    + ["tec_vit_base_300ep", "tec_plain50_vit_base_300ep", "tec_prmim50_vit_base_300ep"],
+    "frameworks": [f"mff_{arm}vit_base_800ep" for arm in ("", "plain50_", "prmim50_")]
+    + [f"simmim_{arm}vit_base_100ep" for arm in ("", "plain30_", "prmim30_", "prmim50_")],
+    "targets": [f"localmim_{arm}vit_base_100ep" for arm in ("", "plain65_", "prmim65_")]
+    + [f"tec_{arm}vit_base_300ep" for arm in ("", "plain50_", "prmim50_")],
     "swin": [f"greenmim_{arm}swin_{size}_100ep" for size in ("base", "large") for arm in ("", "plain50_", "prmim50_")],
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
 REFERENCE = "reference"
-# Tables "Ablation studies", "Training schedules" and "Compatibility" of the paper, relative to throwing nothing; the
-# aggregations of its other tables have no figures of their own.
-PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
+# {(model, throw_ratio): (FLOPs, memory, time)}, relative to throwing nothing, from the paper's tables "Ablation
+# studies", "Training schedules" and "Compatibility". The other tables print no costs.
+PAPER = {
     ("mae_vit_base_patch16", 0.25): (0.85, 0.81, 0.83),
     ("mae_vit_base_patch16", 0.5): (0.72, 0.64, 0.75),
     ("mae_vit_base_patch16", 0.65): (0.64, 0.55, 0.65),
@@ -96,83 +87,93 @@ PAPER = {  # (model, throw_ratio): (FLOPs, memory, time)
     ("tec_vit_base_patch16", 0.5): (0.82, 0.81, None),
 }
 COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "moved_mb", "peak_mb", "ms", "images_per_second")
-COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS)]
-COLUMNS += ["gflop_train", "moved_mb_fixed", "operations", "roofline_ms", "conv_ms", "mfu", "matmul_tflops", "copied_gb_per_s"]
-COLUMNS += ["times_reference", "saved_of_reference"]
-COLUMNS += ["paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio", "batch_size", "rounds", "device", "precision", "torch"]
-COLUMNS += ["attention", "compile"]
+COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS), "gflop_train"]
+COLUMNS += ["moved_mb_fixed", "operations", "roofline_ms", "conv_ms", "mfu", "matmul_tflops", "copied_gb_per_s"]
+COLUMNS += ["times_reference", "saved_of_reference", "paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"]
+COLUMNS += ["batch_size", "rounds", "device", "precision", "torch", "attention", "compile"]
+
+NEVER = 2**62  # steps: no report falls into a measurement
 
 
 class Step:
-    """One recipe's training step, the engine's own, ready to be measured."""
+    """The training step of one recipe, as main_pretrain.py runs it, on one batch."""
 
-    def __init__(self, settings, args, device, images):
+    def __init__(self, settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> None:
         self.device, self.compile = device, args.compile
         self.model = build_model(settings).to(device).train()
-        self.precision, autocast, scaler = precision(args.precision, device)
+        self.normalize = Normalize().to(device)
+        resolved = precision(args.precision, device)
+        self.precision, self.autocast = resolved.name, resolved.autocast
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.engine = PretrainEngine(
-            model=self.model,
+        self.loop = TrainLoop(
+            parameters=[p for p in self.model.parameters() if p.requires_grad],
             optimizer=self.optimizer,
-            scaler=scaler,
-            autocast=autocast,
-            normalize=Normalize().to(device),
+            precision=resolved,
+            normalize=self.normalize,
             learning_rate=lambda step, lr_scale: 1e-4,
-            accum_iter=1,
+            log=RunLog("", 0, 0, enabled=False),
             images_per_step=args.batch_size,
-            steps_per_epoch=1,
-            last_step=1,
-            log=None,  # nothing is reported
+            steps_per_epoch=NEVER,
+            last_step=NEVER,
+            print_freq=NEVER,
         )
-        imgs, orders = a_batch(self.model, settings, args.batch_size, images)
+        imgs, orders = costs.make_batch(self.model, settings, args.batch_size, images)
         self.imgs, self.orders = imgs.to(device), [order.to(device) for order in orders]
 
-    def forward(self, imgs, *orders):
-        with self.engine.autocast():
-            return sum(self.engine.losses_of((imgs, None, *orders), 0, 0).values())
+    def __call__(self) -> None:
+        """Run one training step on the batch."""
+        self.train(self.imgs, *self.orders)
 
-    def train(self, imgs, *orders):
-        self.engine.train_step(iter([(imgs, None, *orders)]), 0)
+    def forward(self, imgs: torch.Tensor, *orders: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch."""
+        with self.autocast():
+            return sum(self.model(self.normalize(imgs), *orders).values())
 
-    def images(self, n):
-        """`n` times the first image, with its token order."""
+    def train(self, imgs: torch.Tensor, *orders: torch.Tensor) -> None:
+        """Run one training step on a batch."""
+        labels = orders[0]  # no model reads labels
+        train_one_epoch(self.model, iter([(imgs, labels, *orders)]), range(1), self.loop)
+
+    def repeated(self, n: int) -> tuple[torch.Tensor, ...]:
+        """A batch of `n` copies of the first image and its token order."""
         ids_shuffle, *plans = self.orders
         return self.imgs[:1].repeat(n, 1, 1, 1), ids_shuffle[:1].repeat(n, 1), *plans
 
-    def __call__(self):
-        """-> seconds of one step."""
-        wait(self.device)
-        start = time.perf_counter()
-        self.train(self.imgs, *self.orders)
-        wait(self.device)
-        return time.perf_counter() - start
-
-    def warm_up(self):
-        """Two steps before any is measured: with them the moments exist and kernels are chosen, or compiled."""
+    def warm_up(self) -> None:
+        """Compile if asked, and run two steps: they create the optimizer's state and choose kernels."""
         if self.compile:
             self.model.compile(fullgraph=True, dynamic=False)
         self()
         self()
 
-    def saved_mb(self):
-        """MB an image; before the warm-up, so eager whatever is timed."""
-        two, four = (saved_bytes(lambda n=n: self.forward(*self.images(n))) for n in (2, 4))
+    def saved_mb(self) -> float:
+        """MB that autograd saves per image. Call it before `warm_up`, so the model is eager."""
+        two, four = (costs.saved_bytes(partial(self.forward, *self.repeated(n))) for n in (2, 4))
         return (four - two) / 2e6
 
-    def traffic(self):
-        """-> (MB that an image's operations move, MB that a step's do beside, how many they are); eager, too."""
-        self.train(*self.images(2))  # the first step makes the moments
+    def traffic(self) -> tuple[float, float, int]:
+        """Count (MB moved per image, MB moved per step beside that, operations per step). Call it before `warm_up`."""
+        self.train(*self.repeated(2))  # creates the optimizer's state
         counts = []
         for n in (2, 4):
-            with Traffic() as count:
-                self.train(*self.images(n))
+            with costs.Traffic() as count:
+                self.train(*self.repeated(n))
             counts.append(count)
         two, four = (count.moved / 1e6 for count in counts)
         return (four - two) / 2, 2 * two - four, counts[0].operations
 
-    def conv_seconds(self, rounds):
-        """Median seconds of all spatial aggregations alone, forward and backward; None where there are none."""
-        calls = []
+    def peak_mb(self) -> float | None:
+        """Warm up, then measure the peak memory of a step in MB; None on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        self.warm_up()
+        torch.cuda.reset_peak_memory_stats()
+        self()
+        return torch.cuda.max_memory_allocated() / 1e6
+
+    def conv_ms(self, rounds: int) -> float | None:
+        """Median time of forward and backward of all spatial aggregations; None if the model has none."""
+        calls: list[tuple[SpatialAggregation, tuple[Any, ...]]] = []
         modules = [module for module in self.model.modules() if isinstance(module, SpatialAggregation)]
         handles = [m.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs))) for m in modules]
         with torch.no_grad():
@@ -181,43 +182,34 @@ class Step:
             handle.remove()
         if not calls:
             return None
-        calls = [(module, x.detach().requires_grad_(), rest) for module, (x, *rest) in calls]
+        inputs = [(module, x.detach().requires_grad_(), rest) for module, (x, *rest) in calls]
 
-        def once():
-            for module, x, rest in calls:
-                with self.engine.autocast():
+        def aggregate() -> None:
+            for module, x, rest in inputs:
+                with self.autocast():
                     out = module(x, *rest)
                 out.backward(out.detach())
 
-        seconds = median_seconds(once, self.device, rounds)
+        seconds = costs.median_seconds(aggregate, self.device, rounds)
         self.optimizer.zero_grad(set_to_none=True)
-        return seconds
+        return 1e3 * seconds
 
-    def trace(self, folder, name):
-        """Leaves the profiler's trace of one step in `folder`, for a browser's chrome://tracing, and its table as text."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+    def trace(self, folder: Path, name: str) -> None:
+        """Write the profiler's trace of one step, for chrome://tracing, and its table as text to `folder`."""
+        activities, order = [torch.profiler.ProfilerActivity.CPU], "self_cpu_time_total"
+        if self.device.type == "cuda":
+            activities, order = [*activities, torch.profiler.ProfilerActivity.CUDA], "self_cuda_time_total"
         with torch.profiler.profile(activities=activities) as profiler:
-            self()
+            costs.seconds_of(self, self.device)
         profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        order = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        (folder / f"{name}.txt").write_text(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
-
-    def peak_mb(self):
-        """MB of a step; None on the CPU."""
-        if self.device.type != "cuda":
-            return None
-        self.warm_up()
-        torch.cuda.reset_peak_memory_stats()
-        self()
-        return torch.cuda.max_memory_allocated() / 1e6
+        table = profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
+        (folder / f"{name}.txt").write_text(table)
 
 
 class ReferenceStep(Step):
-    """MAE's step as the reference takes it, for a model of the same size: with its GradScaler, a norm for each parameter, and
-    two waits."""
+    """MAE's step as the reference runs it: with a GradScaler, one norm per parameter, and two host-device syncs."""
 
-    def __init__(self, settings, args, device, images):
+    def __init__(self, settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> None:
         self.device, self.compile, self.orders = device, False, []
         self.model = ReferenceMAE(**SIZES[settings["model"]]).to(device).train()
         self.precision, self.autocast, _ = precision(args.precision, device)
@@ -225,14 +217,14 @@ class ReferenceStep(Step):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
         self.imgs = torch.randn(args.batch_size, 3, 224, 224, device=device)
 
-    def forward(self, imgs):
+    def forward(self, imgs: torch.Tensor, *orders: torch.Tensor) -> torch.Tensor:
         with self.autocast():
             return self.model(imgs)
 
-    def images(self, n):
+    def repeated(self, n: int) -> tuple[torch.Tensor, ...]:
         return (self.imgs[:1].repeat(n, 1, 1, 1),)
 
-    def train(self, imgs):
+    def train(self, imgs: torch.Tensor, *orders: torch.Tensor) -> None:
         loss = self.forward(imgs)
         loss.item()
         self.scaler.scale(loss).backward()
@@ -242,103 +234,117 @@ class ReferenceStep(Step):
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def conv_seconds(self, rounds):
-        return None
+
+def make_step(settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> Step:
+    """Build the step of a recipe, or of the reference."""
+    step_class = ReferenceStep if settings["recipe"] == REFERENCE else Step
+    return step_class(settings, args, device, images)
 
 
-def make_step(settings, *args):
-    return (ReferenceStep if settings.get("reference") else Step)(settings, *args)
-
-
-def measure_memory(settings, args, device, images):
-    """-> (saved_mb, traffic, peak_mb) of one recipe that has the device for itself."""
+def measure_memory(settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> Row:
+    """Measure the memory columns of one recipe, which is alone on the device."""
     step = make_step(settings, args, device, images)
-    memory = step.saved_mb(), step.traffic(), step.peak_mb()
+    row: Row = {"saved_mb": step.saved_mb()}
+    row["moved_mb"], row["moved_mb_fixed"], row["operations"] = step.traffic()
+    row["peak_mb"] = step.peak_mb()
     del step
     if args.compile:
-        torch._dynamo.reset()  # compiled code may hold on to tensors
+        torch._dynamo.reset()  # compiled code may hold references to tensors
     gc.collect()
-    return memory
+    return row
 
 
-def paper_figures(settings):
-    """(FLOPs, memory, time) that the paper prints for a recipe, or Nones: its figures are of the 7 x 7 depth-wise convolution."""
-    if settings.get("reference"):
+def paper_figures(settings: Settings) -> tuple[float | None, float | None, float | None]:
+    """(FLOPs, memory, time) that the paper prints for a recipe. It prints them for the 7 x 7 depth-wise convolution."""
+    if settings["recipe"] == REFERENCE or settings["aggregation"] != "dwconv" or settings["kernel_size"] != 7:
         return None, None, None
-    known = settings["aggregation"] == "dwconv" and settings["kernel_size"] == 7
-    return PAPER.get((settings["model"], settings["throw_ratio"]) if known else None, (None, None, None))
+    return PAPER.get((settings["model"], settings["throw_ratio"]), (None, None, None))
 
 
-def reference_gmac(settings):
-    """As `forward_gmac`, of the reference."""
+def count_gmac(settings: Settings) -> tuple[float, float]:
+    """Count the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher)."""
+    if settings["recipe"] != REFERENCE:
+        return costs.forward_gmac(settings, build_model)
     with torch.device("meta"):
         model = ReferenceMAE(**SIZES[settings["model"]])
-        return counted(lambda: model(torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long)))
+        imgs, ids_shuffle = torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long)
+        return costs.count_gmac(lambda: model(imgs, ids_shuffle)), 0.0
 
 
-def measure(names, settings, args, device, images):
-    """-> one row a recipe, without ratios; the steps."""
+def measure(
+    settings: Sequence[Settings], args: argparse.Namespace, device: torch.device, images: Any
+) -> tuple[list[Row], list[Step]]:
+    """Measure all recipes. Returns one row for each, without ratios, and the warm steps."""
     rows = []
-    for name, s in zip(names, settings, strict=True):
-        saved_mb, (moved_mb, moved_mb_fixed, operations), peak_mb = measure_memory(s, args, device, images)
-        gmac, teacher_gmac = (reference_gmac(s), 0.0) if s.get("reference") else forward_gmac(s, build_model)
-        rows.append({"recipe": name, "model": s["model"], "throw_ratio": s["throw_ratio"], "gmac": gmac})
-        rows[-1] |= {"gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
-        rows[-1] |= {"saved_mb": saved_mb, "peak_mb": peak_mb}
-        rows[-1] |= {"moved_mb": moved_mb, "moved_mb_fixed": moved_mb_fixed, "operations": operations}
-        rows[-1] |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), paper_figures(s), strict=True))
-    if args.compile:  # one model class is compiled anew for each recipe
+    for s in settings:
+        row: Row = {name: s[name] for name in ("recipe", "model", "throw_ratio")}
+        row["paper_flops_ratio"], row["paper_memory_ratio"], row["paper_time_ratio"] = paper_figures(s)
+        gmac, teacher_gmac = count_gmac(s)
+        row |= {"gmac": gmac, "gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
+        row |= {"gflop_train": 6 * gmac + 2 * teacher_gmac}
+        rows.append(row | measure_memory(s, args, device, images))
+    if args.compile:  # a model class is compiled again for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
     steps = [make_step(s, args, device, images) for s in settings]
-    convs = [step.conv_seconds(args.rounds) for step in steps]
+    for row, step in zip(rows, steps, strict=True):
+        row["conv_ms"] = step.conv_ms(args.rounds)
     for step in steps:
         step.warm_up()
-    ceiling, bandwidth = matmul_tflops(device, PRECISIONS[steps[0].precision] or torch.float32), copied_gb_per_s(device)
-    for row, conv, seconds in zip(rows, convs, time_in_turn(steps, args.rounds), strict=True):
-        row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds, "conv_ms": conv and 1e3 * conv}
-        teacher_gmac = (row["gmac_with_teacher"] or row["gmac"]) - row["gmac"]
-        row |= {"gflop_train": 6 * row["gmac"] + 2 * teacher_gmac, "matmul_tflops": ceiling, "copied_gb_per_s": bandwidth}
-        row["mfu"] = row["gflop_train"] * row["images_per_second"] / 1e3 / ceiling
+    matmul_rate = costs.matmul_tflops(device, PRECISIONS[steps[0].precision] or torch.float32)
+    copy_rate = costs.copied_gb_per_s(device)
+    for row, seconds in zip(rows, costs.time_in_turn(steps, device, args.rounds), strict=True):
+        row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
+        row |= {"matmul_tflops": matmul_rate, "copied_gb_per_s": copy_rate}
+        row["mfu"] = row["gflop_train"] * row["images_per_second"] / 1e3 / matmul_rate
         if not args.compile:
-            row["roofline_ms"] = args.batch_size * row["gflop_train"] / ceiling
-            row["roofline_ms"] += (args.batch_size * row["moved_mb"] + row["moved_mb_fixed"]) / bandwidth
-        row |= {"batch_size": args.batch_size, "rounds": args.rounds, "precision": steps[0].precision}
-        row |= {"device": device_name(device), "torch": torch.__version__, "attention": args.attention, "compile": args.compile}
+            row["roofline_ms"] = args.batch_size * row["gflop_train"] / matmul_rate
+            row["roofline_ms"] += (args.batch_size * row["moved_mb"] + row["moved_mb_fixed"]) / copy_rate
+        row |= {name: getattr(args, name) for name in ("batch_size", "rounds", "attention", "compile")}
+        row |= {"precision": steps[0].precision, "device": costs.device_name(device), "torch": torch.__version__}
     return rows, steps
 
 
-def add_ratios(rows):
-    """Adds to each row its costs relative to the row of the same model that throws nothing, else to the first."""
+def add_ratios(rows: list[Row]) -> list[Row]:
+    """Add the costs relative to the row of the same model that throws nothing, or to the first row."""
+    ours = [row for row in rows if row["recipe"] != REFERENCE]
     for row in rows:
-        full = [r for r in rows if (r["model"], r["throw_ratio"]) == (row["model"], 0) and r["recipe"] != REFERENCE]
+        full = next((r for r in ours if r["model"] == row["model"] and r["throw_ratio"] == 0), rows[0])
         for cost in COSTS:
-            whole = (full or rows)[0][cost]
-            row[f"{cost}_ratio"] = row[cost] / whole if row[cost] and whole else None
+            row[f"{cost}_ratio"] = row[cost] / full[cost] if row[cost] and full[cost] else None
     for reference in (row for row in rows if row["recipe"] == REFERENCE):
         for row in rows:
-            alike = row["model"] == reference["model"]
-            row["times_reference"] = reference["ms"] / row["ms"] if alike else None
-            row["saved_of_reference"] = row["saved_mb"] / reference["saved_mb"] if alike else None
+            same_model = row["model"] == reference["model"]
+            row["times_reference"] = reference["ms"] / row["ms"] if same_model else None
+            row["saved_of_reference"] = row["saved_mb"] / reference["saved_mb"] if same_model else None
     return rows
 
 
-def markdown(rows):
-    """The rows as a table, with a line that says how they were measured."""
+def number(value: float | None, digits: int) -> str:
+    """The number with so many digits; a dash for None."""
+    return "–" if value is None else f"{value:.{digits}f}"
 
-    def number(value, digits):
-        return "–" if value is None else f"{value:.{digits}f}"
 
-    def ratio(row, cost, paper=None):
-        ours, theirs = row[f"{cost}_ratio"], row.get(paper)
-        return number(ours, 3) + ("" if theirs is None else f" / {theirs:.2f}")
+def cost_cells(row: Row, cost: str, digits: int, paper: str = "") -> tuple[str, str]:
+    """The cells of one cost: its value, and its ratio with the paper's ratio behind a slash."""
+    ratio, printed = number(row[f"{cost}_ratio"], 3), row.get(paper)
+    if row[cost] is not None and printed is not None:
+        ratio += f" / {printed:.2f}"
+    return number(row[cost], digits), ratio
 
-    def share(value, whole, digits=0):
-        return "–" if value is None else f"{value / whole:.{digits}%}"
 
+def share(value: float | None, whole: float, digits: int = 0) -> str:
+    """`value` in percent of `whole`; a dash for None."""
+    return "–" if value is None else f"{value / whole:.{digits}%}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table, below a line that says how they were measured."""
     first = rows[0]
-    taught, against = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
-    header = ["recipe", "ρ_d", "GMAC", "ratio / paper", "train GFLOP", *["with teacher", "ratio"] * taught]
-    header += [
+    has_teacher, has_reference = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
+    titles = ["recipe", "ρ_d", "GMAC", "ratio / paper", "train GFLOP"]
+    if has_teacher:
+        titles += ["with teacher", "ratio"]
+    titles += [
         "saved MB",
         "ratio / paper",
         "moved MB",
@@ -347,52 +353,55 @@ def markdown(rows):
         "ratio / paper",
         "ms a step",
         "ratio / paper",
-        "images/s",
-        "ratio",
     ]
-    header += ["conv ms", "of the step", "roofline", "MFU"]
-    header += ["× reference", "saved / reference's"] * against
-    body = [
-        [
-            *(r["recipe"], r["throw_ratio"], number(r["gmac"], 3), ratio(r, "gmac", "paper_flops_ratio")),
-            number(r.get("gflop_train"), 2),
-            *[number(r["gmac_with_teacher"], 3), ratio(r, "gmac_with_teacher")] * taught,
-            *(number(r["saved_mb"], 1), ratio(r, "saved_mb", "paper_memory_ratio")),
-            *(number(r["moved_mb"], 1), ratio(r, "moved_mb")),
-            *(number(r["peak_mb"], 0), ratio(r, "peak_mb", "paper_memory_ratio") if r["peak_mb"] else "–"),
-            *(number(r["ms"], 1), ratio(r, "ms", "paper_time_ratio")),
-            *(number(r["images_per_second"], 1), ratio(r, "images_per_second")),
-            *(number(r.get("conv_ms"), 2), share(r.get("conv_ms"), r["ms"], 1)),
-            *(share(r.get("roofline_ms"), r["ms"]), share(r.get("mfu"), 1)),
-            *[number(r.get("times_reference"), 2), number(r.get("saved_of_reference"), 3)] * against,
-        ]
-        for r in rows
-    ]
-    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *body]
-    title = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
-    title += f"torch {first['torch']}" + (", compiled" if first["compile"] else "")
-    title += "" if first["attention"] == "auto" else f", attention {first['attention']}"
-    if first.get("matmul_tflops"):
-        title += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s, a copy at {first['copied_gb_per_s']:.3g} GB/s"
-    return "\n".join([title, "", *("| " + " | ".join(map(str, line)) + " |" for line in lines)]) + "\n"
+    titles += ["images/s", "ratio", "conv ms", "of the step", "roofline", "MFU"]
+    if has_reference:
+        titles += ["× reference", "saved / reference's"]
+    lines = []
+    for r in rows:
+        cells = [r["recipe"], r["throw_ratio"], *cost_cells(r, "gmac", 3, "paper_flops_ratio")]
+        cells += [number(r.get("gflop_train"), 2)]
+        if has_teacher:
+            cells += cost_cells(r, "gmac_with_teacher", 3)
+        cells += [*cost_cells(r, "saved_mb", 1, "paper_memory_ratio"), *cost_cells(r, "moved_mb", 1)]
+        cells += [*cost_cells(r, "peak_mb", 0, "paper_memory_ratio"), *cost_cells(r, "ms", 1, "paper_time_ratio")]
+        cells += cost_cells(r, "images_per_second", 1)
+        cells += [number(r.get("conv_ms"), 2), share(r.get("conv_ms"), r["ms"], 1)]
+        cells += [share(r.get("roofline_ms"), r["ms"]), share(r.get("mfu"), 1)]
+        if has_reference:
+            cells += [number(r["times_reference"], 2), number(r["saved_of_reference"], 3)]
+        lines.append(cells)
+    how = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
+    how += f"torch {first['torch']}"
+    if first["compile"]:
+        how += ", compiled"
+    if first["attention"] != "auto":
+        how += f", attention {first['attention']}"
+    if "matmul_tflops" in first:
+        how += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s, "
+        how += f"a copy at {first['copied_gb_per_s']:.3g} GB/s"
+    return f"{how}\n\n{markdown_table(titles, lines)}\n"
 
 
-def plot(plt, rows, path):
-    """Cost against throw ratio, relative to throwing nothing: ours as a line for each model, the paper's as crosses."""
+def plot(plt: Any, rows: Sequence[Row], path: Path) -> None:
+    """Plot the ratios against the throw ratio: one line per model and method, the paper's figures as crosses."""
     figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True)
-    rows = sorted((r for r in rows if r["recipe"] != REFERENCE), key=lambda r: r["throw_ratio"])
-    models = list(dict.fromkeys(r["model"] for r in rows))
+    rows = sorted((row for row in rows if row["recipe"] != REFERENCE), key=lambda row: row["throw_ratio"])
+    models = list(dict.fromkeys(row["model"] for row in rows))
     for ax, (cost, title) in zip(axes, (("gmac", "FLOPs"), ("saved_mb", "memory"), ("ms", "time")), strict=True):
         for model in models:
-            for plain in (False, True):
-                line = [r for r in rows if r["model"] == model and (("plain" in r["recipe"]) == plain or r["throw_ratio"] == 0)]
-                if all(r["throw_ratio"] == 0 for r in line):
+            own = [row for row in rows if row["model"] == model]
+            for label, is_plain in (("PR-MIM", False), ("plain", True)):
+                line = [row for row in own if row["throw_ratio"] == 0 or ("plain" in row["recipe"]) == is_plain]
+                if not any(row["throw_ratio"] for row in line):
                     continue
-                label = ("plain" if plain else "PR-MIM") + (f", {model.rpartition('_patch')[0]}" if len(models) > 1 else "")
-                ax.plot([r["throw_ratio"] for r in line], [r[f"{cost}_ratio"] for r in line], "o-", ms=4, label=label)
-        figure_of = f"paper_{title.lower()}_ratio"
-        known = [r for r in rows if r[figure_of] and "plain" not in r["recipe"]]
-        ax.plot([r["throw_ratio"] for r in known], [r[figure_of] for r in known], "kx", label="paper")
+                if len(models) > 1:
+                    label += f", {model.rpartition('_patch')[0]}"
+                xs, ys = [row["throw_ratio"] for row in line], [row[f"{cost}_ratio"] for row in line]
+                ax.plot(xs, ys, "o-", ms=4, label=label)
+        printed = f"paper_{title.lower()}_ratio"
+        known = [row for row in rows if row[printed] and "plain" not in row["recipe"]]
+        ax.plot([row["throw_ratio"] for row in known], [row[printed] for row in known], "kx", label="paper")
         ax.set(title=title, xlabel="throw ratio", ylim=(0, 1.05))
     axes[0].set_ylabel("relative to throwing nothing")
     axes[-1].legend(frameon=False, fontsize="small" if len(models) > 1 else None)
@@ -400,23 +409,32 @@ def plot(plt, rows, path):
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def parse_args(argv=None):
-    parser = Parser("profile_pretrain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag = parser.add_argument
-    flag("recipes", nargs="*", help="names from recipes.py")
-    flag("--table", choices=TABLES, help="the recipes of a table of the paper; ViT-L's part of 'schedules' is 'large'")
-    flag("--batch_size", type=int, default=8)
-    flag("--rounds", type=int, default=7)
-    flag("--data_path", help="real images; random ones without it")
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    flag("--precision", default="auto", choices=("auto", *PRECISIONS))
-    flag("--attention", default="auto", choices=("auto", *KERNELS), help="kernel that is tried first; not by the reference")
-    flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the timed steps")
-    flag("--against", choices=(REFERENCE,), help="time MAE's step by the reference's maths beside (MAE recipes at 224 px)")
-    flag("--trace", type=Path, metavar="FOLDER", help="leave a profiler trace of a step of each recipe there")
-    flag("--plot", type=Path, help="cost against throw ratio, the paper's beside ours, as .svg or .png")
-    flag("--csv", type=Path, help="the numbers, unrounded")
-    flag("--markdown", type=Path, help="what is printed")
+def make_parser() -> Parser:
+    """The flags of this script."""
+    parser = Parser("profile_pretrain.py", description=__doc__)
+    group = parser.add_argument_group("what is profiled").add_argument
+    group("recipes", nargs="*", help="names from recipes.py")
+    group("--table", choices=TABLES, help="all recipes of a table of the paper")
+    group("--against", choices=(REFERENCE,), help="also time MAE's step as the reference computes it, at 224 px")
+    group("--data_path", help="take the batch from these images instead of random bytes")
+    group("--batch_size", type=int, default=8, help="images per step")
+    group = parser.add_argument_group("how").add_argument
+    group("--rounds", type=int, default=7, help="number of times that every step is timed")
+    group("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    group("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
+    group("--attention", default="auto", choices=("auto", *KERNELS), help="preferred kernel, not for the reference")
+    group("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the steps that are timed")
+    group = parser.add_argument_group("output").add_argument
+    group("--markdown", type=Path, help="write the printed table to this file")
+    group("--csv", type=Path, help="write unrounded numbers to this file")
+    group("--plot", type=Path, help="plot costs against the throw ratio to this .svg or .png")
+    group("--trace", type=Path, metavar="FOLDER", help="write profiler traces of one step per recipe to this folder")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Parse and check the flags."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     if bool(args.recipes) == bool(args.table):
         parser.error("give names of recipes, or --table")
@@ -425,12 +443,11 @@ def parse_args(argv=None):
         parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no CUDA device")
-    for path in filter(None, (args.csv, args.markdown, args.plot)):
-        reason = why_not_writable(path)
-        if reason:
+    for path in (args.csv, args.markdown, args.plot):
+        if path and (reason := why_not_writable(path)):
             parser.error(f"{str(path)!r} cannot be written: {reason}")
     if args.plot and args.plot.suffix not in (".svg", ".png"):
-        parser.error(f"--plot makes .svg or .png, got {str(args.plot)!r}")
+        parser.error(f"--plot must end in .svg or .png, got {str(args.plot)!r}")
     if args.trace:
         try:
             args.trace.mkdir(parents=True, exist_ok=True)
@@ -440,25 +457,25 @@ def parse_args(argv=None):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program; `argv` stands for the command line."""
+    """Run the program; `argv` replaces the command line."""
     parser, args = parse_args(argv)
     device = torch.device(args.device)
     settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])) for name in args.recipes]
-    names = list(args.recipes)
     if args.against:
-        if settings[0]["model"] not in SIZES:
-            parser.error(f"--against {REFERENCE} knows {', '.join(SIZES)}, but the first recipe is of {settings[0]['model']}")
-        names, settings = [REFERENCE, *names], [{"reference": True, "model": settings[0]["model"], "throw_ratio": 0.0}, *settings]
+        model = settings[0]["model"]
+        if model not in SIZES:
+            parser.error(f"--against {REFERENCE} is for {', '.join(SIZES)}, but the first recipe is for {model}")
+        settings.insert(0, {"recipe": REFERENCE, "model": model, "throw_ratio": 0.0})
     prefer(args.attention)
     try:
         with user_errors(parser):
             plt = pyplot("prmim-cost") if args.plot else None
             images = open_images("folder", args.data_path) if args.data_path else None
-            rows, steps = measure(names, settings, args, device, images)
+            rows, steps = measure(settings, args, device, images)
     except torch.cuda.OutOfMemoryError:
         parser.error(
-            f"the device's memory is too small for {len(args.recipes)} recipes (all are resident while they are timed) and a "
-            f"batch of {args.batch_size}; give a smaller --batch_size, or fewer recipes"
+            f"the GPU has too little memory for a batch of {args.batch_size} and {len(args.recipes)} recipes, which "
+            "are timed side by side; give a smaller --batch_size, or fewer recipes"
         )
     add_ratios(rows)
     print(markdown(rows), end="")
@@ -469,8 +486,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.plot:
         plot(plt, rows, args.plot)
     if args.trace:
-        for name, step in zip(names, steps, strict=True):
-            step.trace(args.trace, name)
+        for row, step in zip(rows, steps, strict=True):
+            step.trace(args.trace, row["recipe"])
 
 
 if __name__ == "__main__":

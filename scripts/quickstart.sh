@@ -1,28 +1,71 @@
 #!/usr/bin/env bash
-# Set-up, PR-MIM pre-training of a small ViT on real photographs, and fine-tuning of what it learned beside the same model
-# from scratch: about four minutes on two CPU cores, and the set-up before. Run it again and it finds everything done.
-# All it writes is under output/quickstart (OUTPUT_DIR moves it); arguments go to the pre-training.
+# Pre-train a small ViT with PR-MIM on photographs without labels, and fine-tune it with few labels. Train the same
+# model from scratch with these labels, and compare. It takes a few minutes on two CPU cores, after the set-up.
+#
+#     bash scripts/quickstart.sh
+#     OUTPUT_DIR=output/longer bash scripts/quickstart.sh --epochs 32
+#
+# Arguments are flags of main_pretrain.py and change the pre-training only. Everything is written to output/quickstart,
+# or to OUTPUT_DIR. A second call continues where the first one stopped. docs/quickstart.md explains the output.
 set -euo pipefail
+for argument in "$@"; do
+    case $argument in
+        -h | --help)
+            sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+            exit
+            ;;
+        --data_path* | --output* | --recipe*)
+            echo "quickstart.sh: error: the script sets ${argument%%=*} itself; OUTPUT_DIR sets the output folder" >&2
+            exit 2
+            ;;
+    esac
+done
+# A stage that has just finished ignores Ctrl-C and exits with 0. The script then ends itself by SIGINT.
+trap 'echo "quickstart.sh: interrupted; the same command continues" >&2; trap - INT; kill -INT $$' INT
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 install requirements.txt requirements-quickstart.txt
 
-output=$(mkdir -p "${OUTPUT_DIR:-$root/output/quickstart}" && cd "${OUTPUT_DIR:-$root/output/quickstart}" && pwd)
+output=${OUTPUT_DIR:-$root/output/quickstart}
+mkdir -p "$output"
+output=$(cd "$output" && pwd)
 cd "$root"
-if [ ! -d "$output/photos" ]; then
-    rm -rf "$output/photos.part" # of an interrupted run
-    python scripts/sample_photos.py "$output/photos.part"
-    mv "$output/photos.part" "$output/photos"
-fi
-python main_pretrain.py --recipe quickstart --data_path "$output/photos" --output_dir "$output/pretrain" "$@"
-python scripts/visualize.py "$output/pretrain" --images "$output/photos/val" --out "$output/reconstruction.png"
 
-finetune() { python main_finetune.py --recipe quickstart_finetune --data_path "$output/photos" "$@"; }
+# sample FOLDER FLAGS...: cut crops out of the photographs, unless the folder is complete already.
+sample() {
+    if [ ! -d "$output/$1" ]; then
+        rm -rf "$output/$1.part" # left by an interrupted call
+        python scripts/sample_photos.py "$output/$1.part" --crop_sides 0.25 0.5 "${@:2}"
+        mv "$output/$1.part" "$output/$1"
+    fi
+}
+sample unlabelled --num_train 100
+sample labelled --num_train 5 --num_val 90
+
+python main_pretrain.py --recipe quickstart --data_path "$output/unlabelled" --output_dir "$output/pretrain" "$@"
+python scripts/visualize.py "$output/pretrain" --images "$output/unlabelled/val" --out "$output/reconstruction.png"
+
+# Both arms have the same labels, steps, augmentation and learning rate. Layer decay is for pre-trained layers only.
+finetune() {
+    python main_finetune.py --recipe quickstart_finetune --data_path "$output/labelled" --eval_every 50 "$@"
+}
 finetune --finetune "$output/pretrain" --output_dir "$output/finetune"
-finetune --layer_decay 1 --output_dir "$output/scratch" # all layers learn alike where none knows anything
+finetune --layer_decay 1 --output_dir "$output/scratch"
+
 python - "$output" <<'EOF'
-import json, pathlib, sys
-for name, run in ("fine-tuned from the PR-MIM checkpoint", "finetune"), ("the same model from scratch", "scratch"):
-    last = json.loads((pathlib.Path(sys.argv[1]) / run / "results.json").read_text())["last"]
-    print(f"{name:38} top-1 {last['val_top1']:5.1f} % on {last['val_num_images']} crops of unseen parts of the photographs")
+import json
+import sys
+from pathlib import Path
+
+output = Path(sys.argv[1])
+num_labels = len(list(output.glob("labelled/train/*/*.jpg")))
+num_unlabelled = len(list(output.glob("unlabelled/train/*/*.jpg")))
+results = {run: json.loads((output / run / "results.json").read_text())["last"] for run in ("finetune", "scratch")}
+print()
+num_test = results["scratch"]["val_num_images"]
+print(f"{num_labels} labelled crops, {num_unlabelled} crops without labels, {num_test} crops to test on")
+print(f"  pre-trained with PR-MIM, then fine-tuned: top-1 {results['finetune']['val_top1']:.1f} %")
+print(f"  the same model from scratch:              top-1 {results['scratch']['val_top1']:.1f} %")
 EOF
-echo "Open $output/reconstruction.png: unseen parts of the photographs; retained tokens blue, thrown ones yellow."
+echo "Seeds 0, 1 and 2 gave 71.5 % and 62.1 % on average, with standard deviations of 5.1 and 2.7 points between seeds."
+echo "Seed 0 is the default, and one seed proves little: docs/quickstart.md has all runs."
+echo "Reconstructions of unseen crops: $output/reconstruction.png (retained tokens blue, thrown tokens yellow)"

@@ -1,13 +1,12 @@
-"""Writes a small ImageFolder of real photographs: the ones that scikit-image ships inside its package.
+"""Write a small ImageFolder of real photographs, which the package scikit-image contains.
 
     python scripts/sample_photos.py data/photos
 
-One class a photograph; each image is a square crop of it. `train/` crops come from the left two thirds of the
-photograph, `val/` crops from the right third, so that the two never share a pixel. Crops are drawn from a fixed seed:
-the same files every time.
+Each photograph is a class, and each image is a square crop of it. Crops in `train/` are from the left two thirds of the
+photograph, crops in `val/` from the right third, so they never share a pixel. The random seed is fixed: the same flags
+always write the same files. A smaller `--num_train` writes the first crops of each class, so it makes a subset.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -20,45 +19,72 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.run.cli import Parser, run_program, user_errors
 
-# Photographs in scikit-image's wheel, grey ones included; their sources: skimage/data/README.txt in the package.
+# Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
 PHOTOS = (
     *("astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "grass.png", "gravel.png"),
     *("hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 
 
-def crop(photo: Image.Image, side: int, rng: np.random.Generator, left: int, right: int) -> Image.Image:
-    """A random square crop of 60-100 % of the region's shorter side, resized to `side` pixels."""
+def crop(
+    photo: Image.Image,
+    side: int,
+    rng: np.random.Generator,
+    left: int,
+    right: int,
+    crop_sides: tuple[float, float],
+) -> Image.Image:
+    """Crop a random square and resize it to `side` pixels.
+
+    The region has the columns from `left` to `right`. The side of the square is a random share of the region's shorter
+    side, between the two `crop_sides`.
+    """
     height, width = photo.height, right - left
-    size = int(rng.uniform(0.6, 1.0) * min(height, width))
+    size = int(rng.uniform(*crop_sides) * min(height, width))
     x, y = left + int(rng.integers(width - size + 1)), int(rng.integers(height - size + 1))
-    # Cropped first: a resize of a box would read beyond its edges, into the other split.
+    # Crop first: resize(box=...) would read pixels beyond the box, from the other split.
     return photo.crop((x, y, x + size, y + size)).resize((side, side), Image.BICUBIC)
 
 
 def photos_folder() -> Path:
-    """Where scikit-image keeps its photographs; ValueError where it is not installed."""
+    """The folder of scikit-image's photographs. ValueError if it is not installed."""
     try:
         from skimage.data import data_dir
     except ImportError as error:
         raise ValueError(
-            "scikit-image, whose photographs these are, is not installed: pip install -r requirements-quickstart.txt"
+            "the photographs are from scikit-image, which is not installed: pip install -r requirements-quickstart.txt"
         ) from error
     return Path(data_dir)
 
 
 def make_folder(path: Path) -> None:
-    """Creates the folder where it is missing; ValueError where no file can be written to it."""
+    """Create the folder if it is missing. ValueError if no file can be written to it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be made a folder ({error.strerror}); choose another") from error
+        raise ValueError(f"{str(path)!r} cannot be a folder: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"the folder {str(path)!r} cannot be written to (permission denied); choose another")
+        raise ValueError(f"the folder {str(path)!r} cannot be written to: permission denied")
 
 
-def write_photos(output_dir: str | Path, side: int = 96, num_train: int = 100, num_val: int = 30) -> int:
-    """Writes train/ and val/ with crops of `side` pixels to `output_dir`; -> the number of photographs."""
+def write_photos(
+    output_dir: str | Path,
+    side: int = 96,
+    num_train: int = 100,
+    num_val: int = 30,
+    crop_sides: tuple[float, float] = (0.6, 1.0),
+) -> int:
+    """Write train/ and val/ with crops of `side` pixels to `output_dir`. Returns the number of photographs.
+
+    `num_train` and `num_val` count crops per photograph. `crop_sides` are the smallest and the largest crop, as shares
+    of the shorter side of the region from which they are cut.
+    """
+    if min(num_train, num_val) < 1:
+        raise ValueError(f"--num_train and --num_val must be at least 1, got {num_train} and {num_val}")
+    if not 0 < crop_sides[0] <= crop_sides[1] <= 1:
+        raise ValueError(
+            f"--crop_sides must be two shares 0 < low <= high <= 1, got {crop_sides[0]} and {crop_sides[1]}"
+        )
     source = photos_folder()
     make_folder(Path(output_dir))
     for label, name in enumerate(PHOTOS):
@@ -69,18 +95,30 @@ def write_photos(output_dir: str | Path, side: int = 96, num_train: int = 100, n
             folder.mkdir(parents=True, exist_ok=True)
             rng = np.random.default_rng([label, split == "val"])
             for i in range(count):
-                crop(photo, side, rng, left, right).save(folder / f"{i:03d}.jpg", quality=92)
+                crop(photo, side, rng, left, right, crop_sides).save(folder / f"{i:03d}.jpg", quality=92)
     return len(PHOTOS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program; `argv` stands for the command line."""
-    parser = Parser("sample_photos.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir", help="where train/ and val/ go; it is created")
-    output_dir = parser.parse_args(argv).output_dir
+    """Run the program; `argv` replaces the command line."""
+    parser = Parser("sample_photos.py", description=__doc__)
+    parser.add_argument("output_dir", help="create train/ and val/ in this folder")
+    parser.add_argument("--num_train", type=int, default=100, help="crops per photograph in train/")
+    parser.add_argument("--num_val", type=int, default=30, help="crops per photograph in val/")
+    parser.add_argument(
+        "--crop_sides",
+        type=float,
+        nargs=2,
+        default=(0.6, 1.0),
+        metavar=("LOW", "HIGH"),
+        help="smallest and largest side of a crop, as shares of the shorter side of its region",
+    )
+    args = parser.parse_args(argv)
     with user_errors(parser):
-        num_photos = write_photos(output_dir)
-    print(f"{num_photos} photographs cut into {output_dir}/train and {output_dir}/val")
+        num_photos = write_photos(
+            args.output_dir, num_train=args.num_train, num_val=args.num_val, crop_sides=tuple(args.crop_sides)
+        )
+    print(f"crops of {num_photos} photographs: {args.output_dir}/train and {args.output_dir}/val")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh: makes the project's virtual environment and puts it on PATH.
-# PRMIM_VENV moves it elsewhere; PYTHON names an interpreter. A second call finds everything installed.
+# To be sourced: makes the project's virtual environment, if it is missing, and puts it on PATH.
+# PRMIM_VENV names its folder (.venv), PYTHON the interpreter that makes it.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${PRMIM_VENV:-$root/.venv}
 
@@ -11,11 +11,11 @@ find_python() {
             return
         fi
     done
-    echo "No Python >= 3.10 with the venv module found. On Debian or Ubuntu: apt install python3-venv; or set PYTHON." >&2
+    echo "no Python >= 3.10 with the venv module (Debian, Ubuntu: apt install python3-venv); or set PYTHON" >&2
     return 1
 }
 
-# install FILE...: pip installs the requirement files unless exactly these contents are installed already.
+# install FILE...: installs the requirement files with pip, unless their present content is installed already.
 install() {
     local wanted stamp="$venv/.installed-$(basename "$1")"
     wanted=$(cd "$root" && cat "$@" | cksum)
@@ -29,7 +29,7 @@ install() {
 }
 
 unset PYTHONPATH PYTHONHOME
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # absent, or left half-made by an interrupted run
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # missing, or incomplete after an interruption
     python=$(find_python)
     "$python" -m venv --clear "$venv"
 fi

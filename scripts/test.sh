@@ -7,4 +7,5 @@ install requirements-dev.txt requirements.txt
 cd "$root"
 ruff check .
 ruff format --check .
+mypy
 python -m pytest -q -n 2 --dist loadfile "$@"

@@ -1,7 +1,7 @@
-"""MAE and its partial reconstructions once more: float64, one image, one token at a time, straight from the papers.
+"""An independent MAE with partial reconstruction, from the papers alone: float64, image by image, token by token.
 
-Shares no code with the project; reads weights by the names of MAE's releases. `aggregation` holds the depth-wise
-kernel ("weight" [C, 1, k, k], "bias" [C]) of PR-MIM; `encode` replaces the encoder's blocks.
+It shares no code with the project. Weights have the names of MAE's releases. `aggregation` holds the depth-wise kernel
+of PR-MIM ("weight" [C, 1, k, k], "bias" [C]). `encode` replaces the encoder's blocks.
 """
 
 import math
@@ -9,10 +9,13 @@ import math
 import torch
 
 
-def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_heads, norm_pix, aggregation=None, encode=None):
-    """The mean over supervised tokens of each token's mean squared error; also -> {token: prediction}.
+def slow_loss(
+    weights, img, visible, retained, thrown, patch, heads, decoder_heads, norm_pix, aggregation=None, encode=None
+):
+    """Returns (mean over supervised tokens of each token's mean squared error, {token: prediction}).
 
-    img [C, H, W]; visible, retained, thrown: lists of raster ids. Without `aggregation` the thrown are not supervised.
+    img: [C, H, W]. visible, retained, thrown: lists of raster ids. Without `aggregation`, thrown tokens are not
+    supervised.
     """
     w = {name: tensor.double() for name, tensor in weights.items()}
     img = img.double()
@@ -55,7 +58,9 @@ def slow_loss(weights, img, visible, retained, thrown, patch, heads, decoder_hea
     for t in [*retained, *(thrown if aggregation is not None else [])]:
         predictions[t] = linear(norm(decoded[t], w, "decoder_norm"), w, "decoder_pred")
         patch_pixels = pixels(t)
-        target = torch.stack([patch_pixels[ch, i, j] for i in range(patch) for j in range(patch) for ch in range(img.shape[0])])
+        target = torch.stack(
+            [patch_pixels[ch, i, j] for i in range(patch) for j in range(patch) for ch in range(img.shape[0])]
+        )
         if norm_pix:
             mean = target.sum() / len(target)
             variance = ((target - mean) ** 2).sum() / (len(target) - 1)

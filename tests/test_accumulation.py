@@ -6,7 +6,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.two_processes import run_in_two_processes
-from tests.util.run.test_shard import an_engine, batches_of
+from tests.util.run.test_shard import a_loop, batches_of
 from util.run import shard
 
 NAME = "MaskedAutoencoderViT"
@@ -26,20 +26,22 @@ class CountReduceScatters(TorchDispatchMode):
 
 def _step(rank, sharded, accum_iter):
     """How often one step reduced, and the gradient that its optimizer would have got."""
-    engine, model, _ = an_engine(NAME, sharded, accum_iter=accum_iter)
+    driver, model, _ = a_loop(NAME, sharded, accum_iter=accum_iter)
     calls, found = [], []
 
     def update_weights():
         found.extend(shard.gather([p.grad for p in model.parameters() if p.requires_grad], keep=True))
         return torch.zeros(())
 
-    engine.update_weights = update_weights
+    driver.loop.update_weights = update_weights
     if not sharded:  # all gradients fit one bucket
-        engine.model.register_comm_hook(None, lambda state, bucket: calls.append(bucket) or allreduce_hook(state, bucket))
+        driver.model.register_comm_hook(
+            None, lambda state, bucket: calls.append(bucket) or allreduce_hook(state, bucket)
+        )
     (whole,) = batches_of(NAME, model, rank, 1, size=8)
     size = 8 // accum_iter
     with CountReduceScatters(calls):
-        engine.train_step(iter([[t[i : i + size] for t in whole] for i in range(0, 8, size)]), 0)
+        driver.step(iter([[t[i : i + size] for t in whole] for i in range(0, 8, size)]), 0)
     return len(calls), torch.cat([gradient.flatten() for gradient in found])
 
 
@@ -47,8 +49,10 @@ def _steps(rank):
     found = {}
     for sharded in (False, True):
         for accum_iter in (1, 4):
-            found["calls", sharded, accum_iter], found["gradient", sharded, accum_iter] = _step(rank, sharded, accum_iter)
-    return found | {"groups": len(shard.blocks_of(an_engine(NAME, False)[1])) + 1}
+            found["calls", sharded, accum_iter], found["gradient", sharded, accum_iter] = _step(
+                rank, sharded, accum_iter
+            )
+    return found | {"groups": len(shard.blocks_of(a_loop(NAME, False)[1])) + 1}
 
 
 def test_four_micro_batches_reduce_as_often_as_one():

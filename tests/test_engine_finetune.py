@@ -7,12 +7,12 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import nn
 
-from engine_finetune import FinetuneEngine, evaluate
+from engine_finetune import BatchAugmentation, evaluate
+from tests.loops import a_driver
 from tests.reads import reads
-from tests.test_engine_pretrain import SilentLog
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
-from util.run.train_engine import precision
+from util.run.precision import precision
 
 CLASSES = 6
 
@@ -29,25 +29,18 @@ class Classifier(nn.Module):
         return self.linear(self.dropout(imgs.flatten(1)))
 
 
-def an_engine(model=None, accum_iter=1, device="cpu", precision_name="fp32", lr_scales=(1.0,), **options):
+def a_loop(
+    model=None, accum_iter=1, device="cpu", precision_name="fp32", lr_scales=(1.0,), clip_grad=None, seed=0, **options
+):
+    """A Driver with the learning rate .001 (step + 1) times the layer's scale. `options` are BatchAugmentation's."""
     model = (model or Classifier()).to(device)
     groups = [{"params": [p], "lr_scale": s} for p, s in zip(model.parameters(), lr_scales * 2, strict=False)]
-    _, autocast, scaler = precision(precision_name, torch.device(device))
-    return FinetuneEngine(
-        model=model,
-        optimizer=torch.optim.AdamW(groups, lr=1.0, fused=True),
-        scaler=scaler,
-        autocast=autocast,
-        normalize=Normalize().to(device),
-        learning_rate=lambda step, lr_scale=1.0: lr_scale * 1e-3 * (step + 1),
-        accum_iter=accum_iter,
-        images_per_step=8,
-        steps_per_epoch=25,
-        last_step=100,
-        log=SilentLog(),
-        print_freq=1,
-        **options,
+    optimizer = torch.optim.AdamW(groups, lr=1.0, fused=True)
+    more = dict(
+        augment=BatchAugmentation(**options), accum_iter=accum_iter, clip_grad=clip_grad, seed=seed, print_freq=1000
     )
+    rate = lambda step, lr_scale=1.0: lr_scale * 1e-3 * (step + 1)  # noqa: E731
+    return a_driver(model, optimizer, rate, precision_name, device, **more)
 
 
 def a_batch(size=8, seed=0):
@@ -63,7 +56,7 @@ def mixup():
 def test_smoothed_cross_entropy_without_mixup():
     """(1 - s) -log p_y + s mean_c(-log p_c), written out."""
     imgs, labels = a_batch()
-    engine = an_engine(label_smoothing=0.1)
+    engine = a_loop(label_smoothing=0.1)
     loss = engine.losses_of((imgs, labels), 0, 0)["cross_entropy"]
     logits = engine.model(Normalize()(imgs)).double()
     logp = logits - logits.exp().sum(dim=1, keepdim=True).log()
@@ -74,9 +67,9 @@ def test_smoothed_cross_entropy_without_mixup():
 def test_soft_targets_with_mixup_against_a_loop():
     """The batch is mixed with itself in reverse; both labels are smoothed once, not twice."""
     imgs, labels = a_batch()
-    engine = an_engine(mixup=Mixup(mixup_alpha=0.8, label_smoothing=0.1, num_classes=CLASSES), label_smoothing=0.1)
+    engine = a_loop(mixup=Mixup(mixup_alpha=0.8, label_smoothing=0.1, num_classes=CLASSES), label_smoothing=0.1)
     loss = engine.losses_of((imgs, labels), 5, 0)["cross_entropy"]
-    engine.reseed(5, 0)
+    engine.loop.seed_draws(5, 0)
     assert np.random.rand() < 1.0  # the draw of mixup_prob
     lam, x = float(np.random.beta(0.8, 0.8)), Normalize()(imgs)
     expected = 0.0
@@ -90,20 +83,23 @@ def test_soft_targets_with_mixup_against_a_loop():
 
 
 def test_learning_rates_follow_the_layer_scales():
-    engine = an_engine(lr_scales=(0.5, 1.0))
-    engine.train_step(iter([a_batch()]), 3)
-    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.5 * 4e-3, 4e-3])
+    engine = a_loop(lr_scales=(0.5, 1.0))
+    engine.step(iter([a_batch()]), 3)
+    assert [group["lr"] for group in engine.loop.optimizer.param_groups] == pytest.approx([0.5 * 4e-3, 4e-3])
 
 
 def test_clipping_bounds_the_norm_of_the_whole_gradient():
     """AdamW would hide the gradient's size; plain gradient descent shows it."""
     for bound in (None, 0.05, 1e3):
-        engine = an_engine(lr_scales=(1.0,), clip_grad=bound)
-        engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
-        before = [p.detach().clone() for p in engine.parameters]
-        engine.train_step(iter([a_batch()]), 0)
-        moved = torch.cat([(a - b).flatten() for a, b in zip(engine.parameters, before, strict=True)]).norm().item() / 1e-3
-        means, _ = engine.meter.read()
+        engine = a_loop(lr_scales=(1.0,), clip_grad=bound)
+        engine.loop.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)
+        before = [p.detach().clone() for p in engine.loop.parameters]
+        engine.step(iter([a_batch()]), 0)
+        moved = (
+            torch.cat([(a - b).flatten() for a, b in zip(engine.loop.parameters, before, strict=True)]).norm().item()
+            / 1e-3
+        )
+        means, _ = engine.loop.meter.read()
         assert means["grad_norm"] > 0.1  # as it was before
         assert moved == pytest.approx(0.05 if bound == 0.05 else means["grad_norm"], rel=1e-3)
 
@@ -114,20 +110,20 @@ def losses(engine, steps, batch):
 
 def test_erasing_mixing_and_dropping_are_drawn_anew_for_each_step_and_no_other_state():
     options = dict(mixup=mixup(), erase=RandomErasing(0.5, mode="pixel", device="cpu"))
-    first = losses(an_engine(Classifier(0.5), **options), range(3), a_batch())
+    first = losses(a_loop(Classifier(0.5), **options), range(3), a_batch())
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
-    assert losses(an_engine(Classifier(0.5), **options), [2, 1], a_batch()) == first[4:] + first[2:4]
+    assert losses(a_loop(Classifier(0.5), **options), [2, 1], a_batch()) == first[4:] + first[2:4]
     assert len(set(first)) == 6  # steps and micro-batches differ
-    other_seed = losses(an_engine(Classifier(0.5), seed=1, **options), range(3), a_batch())
+    other_seed = losses(a_loop(Classifier(0.5), seed=1, **options), range(3), a_batch())
     assert not set(first) & set(other_seed)
 
 
 def test_a_step_never_reads_from_the_device():
-    engine = an_engine(Classifier(0.5), accum_iter=2, mixup=mixup(), erase=RandomErasing(0.9, mode="pixel", device="cpu"))
+    engine = a_loop(Classifier(0.5), accum_iter=2, mixup=mixup(), erase=RandomErasing(0.9, mode="pixel", device="cpu"))
     stream = iter([a_batch(seed=i) for i in range(4)])
-    engine.train_step(stream, 0)
+    engine.step(stream, 0)
     with reads() as found:
-        engine.train_step(stream, 1)
+        engine.step(stream, 1)
     assert found == []
 
 
@@ -136,12 +132,12 @@ def test_a_step_never_reads_from_the_device():
 def test_a_step_never_waits_for_the_gpu(name):
     device = torch.device("cuda")
     erase = RandomErasing(0.9, mode="pixel", device=device)
-    engine = an_engine(Classifier(0.5), 2, "cuda", name, mixup=mixup(), erase=erase)
+    engine = a_loop(Classifier(0.5), 2, "cuda", name, mixup=mixup(), erase=erase)
     stream = iter([[t.pin_memory() for t in a_batch(seed=i)] for i in range(4)])
-    engine.train_step(stream, 0)
+    engine.step(stream, 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_step(stream, 1)
+        engine.step(stream, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -194,7 +190,7 @@ def test_columns_restrict_the_choice():
 
 
 def test_a_wrong_count_is_an_error():
-    with pytest.raises(RuntimeError, match="3 images were scored instead of 4"):
+    with pytest.raises(RuntimeError, match="3 images were evaluated instead of 4"):
         score(TABLE, [0, 1, 2, 3], indices=[0, 1, 2])
 
 

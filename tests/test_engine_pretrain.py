@@ -3,26 +3,13 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from engine_pretrain import PretrainEngine
+from tests.loops import a_driver
 from tests.reads import reads
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
-from util.run import train_engine
-from util.run.train_engine import Meter, precision
-
-
-class SilentLog:
-    def __init__(self):
-        self.reports, self.lines = [], []
-
-    def advance(self):
-        pass
-
-    def info(self, line):
-        self.lines.append(line)
-
-    def report(self, step, scalars, line, postfix, interim=False):
-        self.reports.append({"step": step, **scalars})
+from util.run import loop
+from util.run.loop import Meter
+from util.run.precision import precision
 
 
 class TwoLosses(nn.Module):
@@ -39,25 +26,12 @@ class TwoLosses(nn.Module):
         return {"square": out.square().mean(), "sum": 0.1 * (out * ids_shuffle).mean()}
 
 
-def an_engine(precision_name="fp32", accum_iter=1, model=None, print_freq=2, device="cpu"):
+def a_loop(precision_name="fp32", accum_iter=1, model=None, print_freq=2, device="cpu"):
+    """A Driver with the learning rate .01 (step + 1)."""
     model = (model or TwoLosses()).to(device)
-    _, autocast, scaler = precision(precision_name, torch.device(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
-    normalize = Normalize().to(device)
-    return PretrainEngine(
-        model,
-        optimizer,
-        scaler,
-        autocast,
-        normalize,
-        lambda step, lr_scale=1.0: 1e-2 * (step + 1),
-        accum_iter,
-        8,
-        25,
-        100,
-        SilentLog(),
-        print_freq,
-    )
+    options = dict(accum_iter=accum_iter, print_freq=print_freq)
+    return a_driver(model, optimizer, lambda step, lr_scale=1.0: 1e-2 * (step + 1), precision_name, device, **options)
 
 
 def stream(num, size=8, seed=0):
@@ -78,18 +52,14 @@ def test_drop_path_is_drawn_by_the_step_and_no_other_state():
     drawn = []
     for steps in (range(4), (3, 2)):
         torch.manual_seed(len(drawn))
-        engine = an_engine(model=Dropping())
+        engine = a_loop(model=Dropping())
         drawn.append([engine.losses_of(batch, step, 0)["kept"].item() for step in steps])
     assert drawn[1] == [drawn[0][3], drawn[0][2]] and len({*drawn[0]}) > 1
 
 
-def weights(engine):
-    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
-
-
 def test_steps_are_adamw_s_on_the_summed_losses():
-    engine = an_engine()
-    engine.train_one_epoch(0, range(3, 6), stream(3), lambda step: None)
+    engine = a_loop()
+    engine.steps(range(3, 6), stream(3))
     model = TwoLosses()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     for step, (imgs, _, ids) in zip((3, 4, 5), stream(3), strict=True):
@@ -98,33 +68,33 @@ def test_steps_are_adamw_s_on_the_summed_losses():
         sum(model(Normalize()(imgs), ids).values()).backward()
         optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    torch.testing.assert_close(weights(engine), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(engine.weights(), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_accumulation_equals_the_whole_batch():
-    whole, parts = an_engine(), an_engine(accum_iter=4)
-    whole.train_one_epoch(0, range(5), stream(5), lambda step: None)
+    whole, parts = a_loop(), a_loop(accum_iter=4)
+    whole.steps(range(5), stream(5))
     cut = ([t[i : i + 2] for t in batch] for batch in stream(5) for i in range(0, 8, 2))
-    parts.train_one_epoch(0, range(5), cut, lambda step: None)
-    torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(parts.log.reports, whole.log.reports, strict=True):
+    parts.steps(range(5), cut)
+    torch.testing.assert_close(parts.weights(), whole.weights(), rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(parts.loop.log.reports, whole.loop.log.reports, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 def test_reports_are_means_of_all_steps_since_the_last():
-    engine, seen = an_engine(print_freq=2), []
+    engine, seen = a_loop(print_freq=2), []
     engine.model.register_forward_hook(lambda *args: seen.append({k: v.item() for k, v in args[2].items()}))
     after = []
-    engine.train_one_epoch(4, range(20, 25), stream(5), after.append)
-    reports = engine.log.reports
-    assert after == [21, 22, 23, 24, 25] and [r["step"] for r in reports] == [22, 24, 25]
+    engine.steps(range(120, 125), stream(5), after.append)
+    reports = engine.loop.log.reports
+    assert after == [121, 122, 123, 124, 125] and [r["step"] for r in reports] == [122, 124, 125]
     totals = [sum(losses.values()) for losses in seen]
     assert reports[0]["loss"] == pytest.approx(sum(totals[:2]) / 2)
     assert reports[2]["loss"] == pytest.approx(totals[4])
     assert reports[0]["loss_square"] == pytest.approx((seen[0]["square"] + seen[1]["square"]) / 2)
     assert "epoch_loss" not in reports[1] and reports[2]["epoch_loss"] == pytest.approx(sum(totals) / 5)
-    assert reports[2]["lr"] == pytest.approx(0.25) and reports[2]["epoch"] == 4
+    assert reports[2]["lr"] == pytest.approx(1.25) and reports[2]["epoch"] == 4
 
 
 def spoil(engine, steps):
@@ -139,34 +109,34 @@ def spoil(engine, steps):
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name):
-    engine, clean = an_engine(name), an_engine(name)
+    engine, clean = a_loop(name), a_loop(name)
     spoil(engine, {1})
     history = []
-    engine.train_one_epoch(0, range(4), stream(4), lambda step: history.append(weights(engine)))
+    engine.steps(range(4), stream(4), lambda step: history.append(engine.weights()))
     assert torch.equal(history[0], history[1]) and not torch.equal(history[1], history[2])
     assert all(w.isfinite().all() for w in history)
-    state = engine.optimizer.state_dict()["state"][0]
+    state = engine.loop.optimizer.state_dict()["state"][0]
     assert state["step"] == 3 and state["exp_avg"].isfinite().all()
-    assert all(0 < r["loss"] < 100 for r in engine.log.reports)  # means over the finite steps
-    clean.train_one_epoch(0, range(1), stream(1), lambda step: None)
-    assert torch.equal(weights(clean), history[0])
+    assert all(0 < r["loss"] < 100 for r in engine.loop.log.reports)  # means over the finite steps
+    clean.steps(range(1), stream(1))
+    assert torch.equal(clean.weights(), history[0])
 
 
 def test_an_optimizer_that_cannot_skip_is_not_stepped():
-    engine = an_engine()
-    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3, momentum=0.9)
+    engine = a_loop()
+    engine.loop.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3, momentum=0.9)
     spoil(engine, {1})
     history = []
-    engine.train_one_epoch(0, range(3), stream(3), lambda step: history.append(weights(engine)))
+    engine.steps(range(3), stream(3), lambda step: history.append(engine.weights()))
     assert torch.equal(history[0], history[1]) and not torch.equal(history[1], history[2])
     assert all(w.isfinite().all() for w in history)
 
 
 def test_skipped_steps_are_counted_and_poison_no_mean():
-    engine = an_engine(print_freq=2)
+    engine = a_loop(print_freq=2)
     spoil(engine, {1, 2, 3})
-    engine.train_one_epoch(0, range(19, 25), stream(6), lambda step: None)  # reports after steps 20, 22, 24, 25
-    reports = engine.log.reports
+    engine.steps(range(19, 25), stream(6))  # reports after steps 20, 22, 24, 25
+    reports = engine.loop.log.reports
     assert [r["skipped_steps"] for r in reports] == [0, 2, 1, 0]
     assert reports[1]["loss"] is None and reports[1]["grad_norm"] is None
     assert all(0 < r["loss"] < 100 for r in (reports[0], reports[2], reports[3])) and reports[3]["epoch_loss"] > 0
@@ -176,56 +146,56 @@ def test_skipped_steps_are_counted_and_poison_no_mean():
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_many_skips_in_all_do_not_wear_the_guard_out(name):
     """Every other step counts, to the last: only many in a row end a run."""
-    engine = an_engine(name)
+    engine = a_loop(name)
     spoil(engine, set(range(0, 300, 2)))
     history = []
-    engine.train_one_epoch(0, range(300), stream(300), lambda step: history.append(weights(engine)))
+    engine.steps(range(300), stream(300), lambda step: history.append(engine.weights()))
     assert all(torch.equal(*pair) for pair in zip(history[1::2], history[2::2], strict=False))
-    assert weights(engine).isfinite().all() and not torch.equal(history[-1], history[-2])
-    assert engine.optimizer.state_dict()["state"][0]["step"] == 150
+    assert engine.weights().isfinite().all() and not torch.equal(history[-1], history[-2])
+    assert engine.loop.optimizer.state_dict()["state"][0]["step"] == 150
 
 
 def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
-    monkeypatch.setattr(train_engine, "MAX_BAD_STEPS", 4)
-    engine = an_engine()
+    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 4)
+    engine = a_loop()
     spoil(engine, range(3, 10**6))
     with pytest.raises(FloatingPointError, match="last 5 steps before step 8; their updates were skipped"):
-        engine.train_one_epoch(0, range(20), stream(20), lambda step: None)
-    assert weights(engine).isfinite().all()
+        engine.steps(range(20), stream(20))
+    assert engine.weights().isfinite().all()
 
 
 @pytest.mark.fault("F21", "infinite gradients under fp16", "the scale is lowered")
 def test_fp16_scales_and_backs_off():
-    engine = an_engine("fp16")
-    assert engine.scaler.get_scale() == 65536
+    engine = a_loop("fp16")
+    assert engine.loop.precision.scaler.get_scale() == 65536
     spoil(engine, {0})
-    engine.train_one_epoch(0, range(1), stream(1), lambda step: None)
-    assert engine.scaler.get_scale() == 32768
-    assert not any(an_engine(name).scaler.is_enabled() for name in ("fp32", "bf16"))
+    engine.steps(range(1), stream(1))
+    assert engine.loop.precision.scaler.get_scale() == 32768
+    assert not any(a_loop(name).loop.precision.scaler.is_enabled() for name in ("fp32", "bf16"))
     assert precision("auto", torch.device("cpu"))[0] == "fp32"
 
 
 def test_a_step_never_reads_from_the_device():
-    engine = an_engine(accum_iter=2)
+    engine = a_loop(accum_iter=2, print_freq=1000)
     batches = stream(20)
-    engine.train_step(batches, 1)  # state is made in the first step
+    engine.step(batches, 1)  # state is made in the first step
     with reads() as found:
-        engine.train_step(batches, 1)
+        engine.step(batches, 1)
     assert found == []
     with reads() as found:
-        engine.report(0, 2, epoch_ends=False)
+        engine.loop.report(epoch_ends=False)
     assert found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_a_step_never_waits_for_the_gpu(name):
-    engine = an_engine(name, accum_iter=2, device="cuda")
+    engine = a_loop(name, accum_iter=2, device="cuda", print_freq=1000)
     batches = iter([[t.pin_memory() for t in batch] for batch in stream(4)])
-    engine.train_step(batches, 1)
+    engine.step(batches, 1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_step(batches, 1)
+        engine.step(batches, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -233,13 +203,13 @@ def test_a_step_never_waits_for_the_gpu(name):
 @pytest.mark.parametrize(("share", "hint", "said"), [(0.5, "buy a disk", 1), (0.5, "", 0), (0.05, "buy a disk", 0)])
 def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, said, monkeypatch):
     rates = {"seconds_per_step": 1.0, "images_per_s": 8.0, "data_share": share}
-    monkeypatch.setattr(train_engine.Clock, "lap", lambda self, images: rates)
-    engine = an_engine()
-    engine.data_hint = hint
-    engine.train_one_epoch(0, range(2), stream(2), lambda step: None)
-    assert engine.log.lines == [] and len(engine.log.reports) == 1
-    engine.train_one_epoch(0, range(2, 8), stream(6), lambda step: None)
-    assert engine.log.lines == ["warning: 50% of the time goes into waiting for data: buy a disk"] * said
+    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: rates)
+    engine = a_loop()
+    engine.loop.data_hint = hint
+    engine.steps(range(2), stream(2))
+    assert engine.loop.log.lines == [] and len(engine.loop.log.reports) == 1
+    engine.steps(range(2, 8), stream(6))
+    assert engine.loop.log.lines == ["warning: 50% of the time is spent waiting for data: buy a disk"] * said
 
 
 def test_meter_survives_a_checkpoint():
@@ -254,22 +224,22 @@ def test_meter_survives_a_checkpoint():
 
 
 def _train_half(rank):
-    engine = an_engine()
+    engine = a_loop()
     engine.model = nn.parallel.DistributedDataParallel(engine.model, gradient_as_bucket_view=True)
-    engine.accum_iter = 2
+    engine.loop.accum_iter = 2
     if rank == 1:
         spoil(engine, {3})  # one micro-batch of one process: both must skip that step
     own = ([t[4 * rank + i : 4 * rank + i + 2] for t in batch] for batch in stream(4) for i in (0, 2))
-    engine.train_one_epoch(0, range(4), own, lambda step: None)
-    return {"weights": weights(engine), "losses": [r["loss"] for r in engine.log.reports]}
+    engine.steps(range(4), own)
+    return {"weights": engine.weights(), "losses": [r["loss"] for r in engine.loop.log.reports]}
 
 
 def test_two_processes_skip_alike_and_report_the_same():
     first, second = run_in_two_processes(_train_half)
     assert (first["weights"] == second["weights"]).all()
     assert first["losses"] == second["losses"]
-    whole = an_engine()
+    whole = a_loop()
     spoil(whole, {1})
-    whole.train_one_epoch(0, range(4), stream(4), lambda step: None)
-    torch.testing.assert_close(torch.from_numpy(first["weights"]), weights(whole), rtol=1e-5, atol=1e-6)
-    assert first["losses"] == pytest.approx([r["loss"] for r in whole.log.reports], rel=1e-5)
+    whole.steps(range(4), stream(4))
+    torch.testing.assert_close(torch.from_numpy(first["weights"]), whole.weights(), rtol=1e-5, atol=1e-6)
+    assert first["losses"] == pytest.approx([r["loss"] for r in whole.loop.log.reports], rel=1e-5)

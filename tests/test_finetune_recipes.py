@@ -4,6 +4,7 @@ import torch
 import main_finetune
 from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.run.cli import parse_with_recipe
+from util.run.resume_rules import MACHINE_FLAGS
 
 
 def settings_of(recipe):
@@ -20,7 +21,7 @@ def test_recipes_build(recipe):
     assert settings["total_batch_size"] and any(p.requires_grad for p in model.parameters())
 
 
-TABLE = {  # spec of the protocol: epochs, lr at batch 1024, layer decay, drop path
+TABLE = {  # epochs, lr at batch 1024, layer decay, drop path
     "finetune_vit_base": (100, 2e-3, 0.65, 0.1),
     "finetune_vit_large": (50, 4e-3, 0.75, 0.2),
     "finetune_vit_huge": (50, 4e-3, 0.75, 0.3),
@@ -35,18 +36,22 @@ def test_finetuning_follows_the_supplementary(recipe):
     s = settings_of(recipe)
     assert (s["epochs"], s["blr"] * 1024 / 256, s["layer_decay"], s["drop_path"]) == pytest.approx(TABLE[recipe])
     assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"], s["min_lr"]) == (1024, 5, 0.05, 1e-6)
-    assert (s["aa"], s["color_jitter"], s["reprob"], s["remode"], s["recount"]) == ("rand-m9-mstd0.5-inc1", None, 0.25, "pixel", 1)
-    assert (s["mixup"], s["cutmix"], s["mixup_prob"], s["mixup_switch_prob"], s["mixup_mode"]) == (0.8, 1.0, 1.0, 0.5, "batch")
+    assert (s["aa"], s["color_jitter"]) == ("rand-m9-mstd0.5-inc1", None)
+    assert (s["reprob"], s["remode"], s["recount"]) == (0.25, "pixel", 1)
+    assert (s["mixup"], s["cutmix"], s["mixup_mode"]) == (0.8, 1.0, "batch")
+    assert (s["mixup_prob"], s["mixup_switch_prob"]) == (1.0, 0.5)
     assert (s["smoothing"], s["crop_scale"], s["crop_pct"], s["clip_crop"]) == (0.1, (0.08, 1.0), None, False)
 
 
 def test_other_frameworks_finetune_as_their_releases():
     mff, simmim, mae = (settings_of(f"{name}finetune_vit_base") for name in ("mff_", "simmim_", ""))
     changed = {key for key in mff if mff[key] != mae[key]} - {"recipe"}
-    assert changed == {"lr_schedule", "warmup_lr"} and (mff["lr_schedule"], mff["warmup_lr"]) == ("mff", pytest.approx(2e-3 * 1e-4))
-    assert simmim["blr"] * simmim["total_batch_size"] / 256 == pytest.approx(5e-3) and simmim["total_batch_size"] == 2048
+    assert changed == {"lr_schedule", "warmup_lr"}
+    assert (mff["lr_schedule"], mff["warmup_lr"]) == ("mff", pytest.approx(2e-3 * 1e-4))
+    assert (simmim["blr"] * 2048 / 256, simmim["total_batch_size"]) == (pytest.approx(5e-3), 2048)
     assert (simmim["epochs"], simmim["warmup_epochs"], simmim["warmup_lr"], simmim["min_lr"]) == (100, 20, 1e-6, 1e-6)
-    assert (simmim["layer_decay"], simmim["drop_path"], simmim["clip_grad"], simmim["lr_schedule"]) == (0.65, 0.1, 5.0, "simmim")
+    assert (simmim["layer_decay"], simmim["drop_path"]) == (0.65, 0.1)
+    assert (simmim["clip_grad"], simmim["lr_schedule"]) == (5.0, "simmim")
     same = ["aa", "reprob", "mixup", "cutmix", "smoothing", "weight_decay", "crop_scale"]
     assert [simmim[key] for key in same] == [mae[key] for key in same]
 
@@ -78,7 +83,7 @@ def test_localmim_and_tec_are_fine_tuned_as_their_releases(recipe, lr, layer_dec
     [("base", (1.25e-3, 2.5e-7, 2.5e-7), 0.9, 0.1), ("large", (1e-3, 2e-7, 3.5e-7), 0.8, 0.3)],
 )
 def test_greenmim_is_fine_tuned_as_its_release(size, rates, layer_decay, drop_path):
-    """Peak, start and floor are given for 512 images."""
+    """The release states peak, start and floor for a batch of 512 images."""
     s, simmim = settings_of(f"greenmim_finetune_swin_{size}"), settings_of("simmim_finetune_swin_base_100ep")
     assert (s["blr"] * 2, s["warmup_lr"] * 512 / 768, s["min_lr"] * 512 / 768) == pytest.approx(rates)
     assert (s["total_batch_size"], s["layer_decay"], s["drop_path"]) == (768, layer_decay, drop_path)
@@ -94,40 +99,34 @@ def test_linear_probing_follows_mae(size, epochs):
     assert all(not s[name] for name in ("aa", "mixup", "cutmix", "reprob", "smoothing", "drop_path")) and s["clip_crop"]
 
 
-def test_a_probe_without_a_recipe_has_a_probe_s_defaults_and_flags_win():
+def test_a_probe_without_a_recipe_has_the_defaults_of_a_probe_and_flags_win():
     _, args = main_finetune.parse_args(["--trainable_blocks", "0", "--epochs", "7"])
     assert args.epochs == 7 and args.blr == LINPROBE_DEFAULTS["blr"] and args.aa is None
 
 
-def test_only_a_class_token_learns_like_the_head():
+def test_no_cls_token_layer_decay_needs_a_class_token():
     with pytest.raises(ValueError, match="for models with a class token, which swin_micro_patch4_window4 has not"):
         _, args = main_finetune.parse_args(["--model", "swin_micro_patch4_window4", "--no-cls_token_layer_decay"])
-        main_finetune.make_optimizer(main_finetune.MODELS[args.model](), args)
+        main_finetune.make_optimizer(main_finetune.MODELS[args.model](), args, lr=1e-3)
+
+
+FLAGS = """
+    recipe eval
+    model finetune first_release_merging input_size patch_size trainable_blocks global_pool drop_path nb_classes
+    batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay
+    warmup_lr lr_schedule lr_steps clip_grad cls_token_layer_decay
+    dataset data_path loader crop_scale num_workers max_bad_fraction
+    aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob mixup_mode clip_crop
+    eval_every crop_pct mean std
+    output_dir resume allow_changes device precision attention compile recompute shard dist_timeout
+    max_steps save_every save_steps print_freq
+"""
 
 
 def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_finetune.get_args_parser()._actions} - {"help"}
-    assert flags == {
-        "warmup_lr",
-        "lr_schedule",
-        "lr_steps",
-        "clip_grad",
-        "cls_token_layer_decay",
-        "loader",
-        "first_release_merging",
-        "allow_changes",
-        "max_bad_fraction",
-        "dist_timeout",
-        "recompute",
-    } | set(
-        "recipe eval model finetune input_size patch_size trainable_blocks global_pool drop_path nb_classes batch_size "  # noqa: SIM905
-        "accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed optimizer layer_decay dataset data_path "
-        "crop_scale num_workers aa color_jitter smoothing reprob remode recount mixup cutmix mixup_prob mixup_switch_prob "
-        "mixup_mode clip_crop eval_every crop_pct mean std output_dir resume device precision attention compile shard "
-        "max_steps save_every "
-        "save_steps print_freq".split()
-    )
-    assert flags >= main_finetune.FinetuneRun.machine_flags
+    assert flags == set(FLAGS.split())
+    assert flags >= MACHINE_FLAGS
     with pytest.raises(SystemExit):
         parse_with_recipe(main_finetune.get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])

@@ -19,12 +19,13 @@ ALLOWED = {
     "models_swin": {"models_vit", "models_relative_vit"},  # patches and their embedding; the bias
     "prmim": {"models_vit"},
     "framework": {"prmim", "models_vit"},
-    "models_teacher": {"models_vit"},
+    "reconstruction": {"prmim", "framework"},
+    "models_teacher": {"prmim", "models_vit"},
     "engine_pretrain": set(),
     "engine_finetune": set(),
-    "main_pretrain": {"prmim", "engine_pretrain", "recipes"} | FRAMEWORKS,
+    "main_pretrain": {"prmim", "framework", "reconstruction", "engine_pretrain", "recipes"} | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
-    "main_robustness": {"main_finetune"},
+    "main_robustness": {"main_finetune", "engine_finetune"},
     "models_reference_mae": {"models_vit"},
     "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
@@ -56,6 +57,14 @@ def test_imports_run_one_way(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "util").rglob("*.py")), ids=lambda p: p.name)
 def test_util_imports_nothing_outside_util(path):
     assert not imports(path) & project_modules() - {"util"}
+
+
+def test_scripts_and_tools_are_imported_by_tests_alone():
+    """A tool may import its siblings."""
+    for path in FILES:
+        place = path.relative_to(ROOT).parts[0]
+        if place != "tests":
+            assert not imports(path) & {"scripts", "tools", "tests"} - {place if place == "tools" else ""}, path
 
 
 def test_files_and_functions_stay_short():

@@ -11,6 +11,7 @@ import timm
 import torch
 from PIL import Image
 
+import engine_finetune
 import main_finetune
 import main_pretrain
 from models_vit import VisionTransformer
@@ -19,9 +20,11 @@ from tests.test_main_pretrain import assert_same_state
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+from util.run.saving import CheckpointSaver
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--model vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu --lr 1e-3"
+SMALL = "--model vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 "
+SMALL += "--device cpu --lr 1e-3"
 PLAIN = ["--aa", "none", "--mixup", "0", "--cutmix", "0", "--reprob", "0", "--drop_path", "0"]
 
 
@@ -46,7 +49,9 @@ def pretrained(photos, tmp_path_factory):
 
 def pretrain(data_path, output_dir, *flags):
     settings = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
-    main_pretrain.main([*settings.split(), "--data_path", str(data_path), "--output_dir", str(output_dir), *map(str, flags)])
+    main_pretrain.main(
+        [*settings.split(), "--data_path", str(data_path), "--output_dir", str(output_dir), *map(str, flags)]
+    )
 
 
 def command(data_path, output_dir, *flags):
@@ -74,8 +79,9 @@ def fails(capsys, *arguments):
 
 
 def evaluate(data_path, path, *flags):
-    arguments = ["--eval", "--resume", str(path), "--data_path", str(data_path), "--device", "cpu", "--num_workers", "0", *flags]
-    return main_finetune.evaluate_only(main_finetune.parse_args(arguments)[1])
+    arguments = ["--eval", "--resume", str(path), "--data_path", str(data_path), *flags]
+    arguments += ["--device", "cpu", "--num_workers", "0"]
+    return main_finetune.evaluate_only(main_finetune.parse_args(arguments)[1], given=set())
 
 
 def test_a_run_from_a_pretrained_encoder(labelled, pretrained, tmp_path, capsys):
@@ -92,7 +98,9 @@ def test_a_run_from_a_pretrained_encoder(labelled, pretrained, tmp_path, capsys)
     # Both checkpoints evaluate to what was logged, from the file alone.
     for name, path in (("last", tmp_path / "out"), ("best", tmp_path / "out" / "checkpoint-best.pth")):
         result = evaluate(labelled, path)
-        assert result["top1"] == results[name]["val_top1"] and result["loss"] == pytest.approx(results[name]["val_loss"], rel=1e-5)
+        assert result["top1"] == results[name]["val_top1"] and result["loss"] == pytest.approx(
+            results[name]["val_loss"], rel=1e-5
+        )
 
 
 def test_the_encoder_is_really_loaded(labelled, pretrained, tmp_path):
@@ -109,8 +117,12 @@ def test_the_encoder_is_really_loaded(labelled, pretrained, tmp_path):
 )
 def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model, unloaded):
     """From pre-training to an evaluated classifier, with the framework's own schedule and clipping."""
-    flags = f"--model {framework}_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
-    main_pretrain.main([*flags.split(), "--mask_ratio", "0.6", "--data_path", str(labelled), "--output_dir", str(tmp_path / "pre")])
+    flags = (
+        f"--model {framework}_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
+    )
+    main_pretrain.main(
+        [*flags.split(), "--mask_ratio", "0.6", "--data_path", str(labelled), "--output_dir", str(tmp_path / "pre")]
+    )
     own = ["--lr_schedule", framework, "--warmup_lr", "1e-6", "--clip_grad", "5", "--model", model]
     content = run(labelled, tmp_path / "out", "--finetune", tmp_path / "pre", *own)
     assert unloaded in capsys.readouterr().out
@@ -119,7 +131,8 @@ def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model,
     if framework == "simmim":
         assert "blocks.3.attn.relative_position_bias_table" in content["model"]
         message = fails(
-            capsys, *command(labelled, tmp_path / "probe", *own, "--finetune", tmp_path / "pre", "--trainable_blocks", 0)
+            capsys,
+            *command(labelled, tmp_path / "probe", *own, "--finetune", tmp_path / "pre", "--trainable_blocks", 0),
         )
         assert "has no probe" in message
 
@@ -140,7 +153,7 @@ def test_learning_happens(tmp_path):
 @pytest.mark.parametrize("stops", [[1], [3], [2, 4]])
 @pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "0", "--precision", "bf16"]])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, tmp_path, stops, flags):
-    """RandAugment, erasing, mixup and drop path all on; stopped in mid-epoch and at its end, resumed with other workers."""
+    """With RandAugment, erasing, mixup and drop path: stopped in mid-epoch and at its end, with other workers."""
     flags = [*flags, "--finetune", pretrained]
     expected = run(labelled, tmp_path / "whole", "--print_freq", 2, *flags)
     for stop, workers in zip(stops, (2, 1), strict=False):
@@ -154,16 +167,16 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, 
 
 
 @pytest.mark.parametrize("at", [3, 6])
-@pytest.mark.parametrize("where", ["score", "write_checkpoint", "write_json"])
+@pytest.mark.parametrize("where", ["evaluate_images", "write", "write_json"])
 def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, tmp_path, monkeypatch, at, where):
-    """After the checkpoint of step `at`: while scoring, while writing the best weights, or while writing results.json."""
+    """After the checkpoint of step `at`: while evaluating, or while writing the best weights or results.json."""
     expected = run(labelled, tmp_path / "whole")
-    owner = main_finetune.FinetuneRun if where == "write_checkpoint" else main_finetune
+    owner = CheckpointSaver if where == "write" else engine_finetune
     original = getattr(owner, where)
 
     def killed(*args, **kwargs):
         now = newest_checkpoint(tmp_path / "parts")[0]
-        if now is not None and now.name == f"checkpoint-{at}.pth" and (where != "write_checkpoint" or args[1] == "best"):
+        if now is not None and now.name == f"checkpoint-{at}.pth" and (where != "write" or args[1] == "best"):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
@@ -174,7 +187,10 @@ def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, tmp_path, m
         monkeypatch.undo()
         assert_same_state(run(labelled, tmp_path / "parts"), expected)
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "parts")]
-    evaluated = [{(which, k): r[which][k] for which in ("last", "best") for k in ("step", "val_top1", "val_loss")} for r in results]
+    evaluated = [
+        {(which, k): r[which][k] for which in ("last", "best") for k in ("step", "val_top1", "val_loss")}
+        for r in results
+    ]
     assert evaluated[0] == evaluated[1]
     best = [read_checkpoint(tmp_path / name / "checkpoint-best.pth") for name in ("whole", "parts")]
     assert best[0]["meta"]["step"] == best[1]["meta"]["step"] == results[0]["best"]["step"]
@@ -220,7 +236,12 @@ def test_a_linear_probe_trains_the_head_alone(labelled, pretrained, tmp_path):
         assert name.startswith("head.") or torch.equal(value, encoder[name]), name
     assert "norm.weight" in content["model"] and content["model"]["head.0.num_batches_tracked"] == 6
     settings = content["meta"]["settings"]
-    assert (settings["optimizer"], settings["global_pool"], settings["mixup"], settings["clip_crop"]) == ("lars", "token", 0, True)
+    assert (settings["optimizer"], settings["global_pool"], settings["mixup"], settings["clip_crop"]) == (
+        "lars",
+        "token",
+        0,
+        True,
+    )
     assert evaluate(labelled, tmp_path / "out")["top1"] == reports(tmp_path / "out")[-1]["val_top1"]
 
 
@@ -246,7 +267,7 @@ def an_official_file(path, **options):
 
 @pytest.mark.parametrize("pool", ["avg", "token"])
 def test_eval_of_foreign_files(labelled, tmp_path, pool):
-    """MAE's fine-tuned layout (fc_norm, no norm) and timm's (norm, bare, safetensors): the pooling is read off the keys."""
+    """MAE's fine-tuned layout (fc_norm, no norm) and timm's (norm, safetensors): the keys tell the pooling."""
     from safetensors.torch import save_file
 
     model = an_official_file(tmp_path / "official.pth", global_pool=pool)
@@ -264,7 +285,10 @@ def test_eval_of_foreign_files(labelled, tmp_path, pool):
 
 
 def test_a_size_that_nobody_published_is_named(tmp_path, labelled, capsys):
-    torch.save(VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).state_dict(), tmp_path / "w.pth")
+    torch.save(
+        VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).state_dict(),
+        tmp_path / "w.pth",
+    )
     message = fails(capsys, "--eval", "--resume", tmp_path / "w.pth", "--data_path", labelled)
     assert "none is known for width 48 and depth 2; known (width, depth): (96, 4), (192, 6)" in message
 
@@ -274,7 +298,9 @@ def test_an_exported_classifier_keeps_its_classes_and_statistics(labelled, tmp_p
 
     run(labelled, tmp_path / "out", *PLAIN, "--mean", 0.3, 0.3, 0.3, "--max_steps", 3)
     export(tmp_path / "out", tmp_path / "c.safetensors")
-    assert evaluate(labelled, tmp_path / "c.safetensors")["loss"] == pytest.approx(evaluate(labelled, tmp_path / "out")["loss"])
+    assert evaluate(labelled, tmp_path / "c.safetensors")["loss"] == pytest.approx(
+        evaluate(labelled, tmp_path / "out")["loss"]
+    )
     shutil.copytree(labelled, tmp_path / "renamed")
     (tmp_path / "renamed" / "val" / "dog").rename(tmp_path / "renamed" / "val" / "fox")
     message = fails(capsys, "--eval", "--resume", tmp_path / "c.safetensors", "--data_path", tmp_path / "renamed")
@@ -287,7 +313,9 @@ def test_logits_that_are_not_finite_are_no_accuracy(labelled, tmp_path, capsys):
     content["model"]["head.bias"].fill_(float("nan"))
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(SystemExit) as stop:
-        main_finetune.main(["--eval", "--resume", str(tmp_path / "w.pth"), "--data_path", str(labelled), "--num_workers", "0"])
+        main_finetune.main(
+            ["--eval", "--resume", str(tmp_path / "w.pth"), "--data_path", str(labelled), "--num_workers", "0"]
+        )
     assert stop.value.code == 3 and "the logits are not finite (loss nan)" in capsys.readouterr().err
 
 
@@ -296,7 +324,9 @@ def test_mean_and_std_of_the_checkpoint_are_used(labelled, tmp_path):
     run(labelled, tmp_path / "out", *flags)
     result, last = evaluate(labelled, tmp_path / "out"), reports(tmp_path / "out")[-1]
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
-    assert evaluate(labelled, tmp_path / "out", "--mean", "0", "0", "0")["loss"] != pytest.approx(last["val_loss"], rel=1e-3)
+    assert evaluate(labelled, tmp_path / "out", "--mean", "0", "0", "0")["loss"] != pytest.approx(
+        last["val_loss"], rel=1e-3
+    )
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -304,8 +334,17 @@ def test_mean_and_std_of_the_checkpoint_are_used(labelled, tmp_path):
 
 def torchrun(*arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "main_finetune.py"]
-    return subprocess.run([*map(str, launch), *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=200)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "main_finetune.py",
+    ]
+    return subprocess.run(
+        [*map(str, launch), *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=200
+    )
 
 
 @pytest.mark.parametrize("flags", [[], ["--trainable_blocks", "2"]])
@@ -324,7 +363,9 @@ def test_two_processes_train_and_count_as_one(labelled, pretrained, tmp_path, fl
 
 def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labelled, pretrained, tmp_path):
     """BatchNorm sees other images in each process; the evaluation must use the statistics that are saved."""
-    done = torchrun(*command(labelled, tmp_path / "two", "--batch_size", 4, "--trainable_blocks", 0, "--finetune", pretrained))
+    done = torchrun(
+        *command(labelled, tmp_path / "two", "--batch_size", 4, "--trainable_blocks", 0, "--finetune", pretrained)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     last = reports(tmp_path / "two")[-1]
     assert evaluate(labelled, tmp_path / "two")["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
@@ -334,25 +375,39 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
 
 
 @pytest.mark.fault(
-    "F32", "classes that do not fit the data, or val/ not train/", "exit code 2, with the numbers and the first that differs"
+    "F32",
+    "classes that do not fit the data, or val/ not train/",
+    "exit code 2, with the numbers and the first that differs",
 )
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--nb_classes 10", "--nb_classes 10, but the data has 2 classes"),
-        ("--data_path {tmp}/other", "the training data has 2 classes, the validation data 2; only one of them has dog, fox"),
+        (
+            "--data_path {tmp}/other",
+            "the training data has 2 classes, the validation data 2; only one of them has dog, fox",
+        ),
         ("--data_path {tmp}/fewer", "the training data has 2 classes, the validation data 1; only one of them has dog"),
         ("--data_path {photos}", "has no folder val/"),
         ("--dataset inat18", "does not exist; --data_path must hold iNaturalist's train2018.json"),
         ("--finetune {tmp}/nowhere.pth", "nowhere.pth' does not exist"),
         ("--finetune {tmp}/other", "holds no intact checkpoint"),
-        ("--finetune {pretrained} --model vit_tiny_patch16", "(it was made as mae_vit_mini_patch4) does not hold the encoder"),
-        ("--finetune {pretrained} --patch_size 8", "patch_embed.proj.weight is [192, 3, 4, 4], the model's [192, 3, 8, 8]"),
+        (
+            "--finetune {pretrained} --model vit_tiny_patch16",
+            "(it was made as mae_vit_mini_patch4) does not hold the encoder",
+        ),
+        (
+            "--finetune {pretrained} --patch_size 8",
+            "patch_embed.proj.weight is [192, 3, 4, 4], the model's [192, 3, 8, 8]",
+        ),
         ("--model vit_giant", "invalid choice: 'vit_giant'"),
         ("--trainable_blocks 7", "trainable_blocks must be at least 0 and below the 6 blocks, got 7"),
         ("--trainable_blocks -1", "--trainable_blocks must be at least 0, got -1"),
         ("--trainable_blocks 0 --global_pool avg", "needs global_pool 'token'"),
-        ("--trainable_blocks 0 --recipe finetune_vit_base", "linear probing (0) has recipes of its own, linprobe_vit_base"),
+        (
+            "--trainable_blocks 0 --recipe finetune_vit_base",
+            "linear probing (0) has recipes of its own, linprobe_vit_base",
+        ),
         ("--trainable_blocks 2 --recipe linprobe_vit_base", "does not go with --trainable_blocks 2"),
         ("--trainable_blocks 2", "--trainable_blocks 2 needs --finetune: what is frozen must be pre-trained"),
         ("--trainable_blocks 0 --batch_size 1", "BatchNorm needs more than one image a micro-batch"),
@@ -369,11 +424,16 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--eval", "--eval needs --resume"),
         ("--eval --resume {pretrained}", "holds no classifier (no head.weight): fine-tune the encoder first"),
         ("--eval --resume {tmp}/ten.pth", "has 10 classes, the data 2"),
-        ("--eval --resume {tmp}/ours.pth", "the checkpoint has 2 classes, the data 2; only one of them has cat, dog, fox, owl"),
+        (
+            "--eval --resume {tmp}/ours.pth",
+            "the checkpoint has 2 classes, the data 2; only one of them has cat, dog, fox, owl",
+        ),
         ("--eval --resume {tmp}/ours.pth --data_path {tmp}/flat", "val' holds no class folders"),
     ],
 )
-def test_user_errors_are_one_paragraph_before_the_first_step(labelled, photos, pretrained, tmp_path, capsys, flags, message):
+def test_user_errors_are_one_paragraph_before_the_first_step(
+    labelled, photos, pretrained, tmp_path, capsys, flags, message
+):
     for name in ("other", "fewer"):
         shutil.copytree(labelled, tmp_path / name)
     (tmp_path / "other" / "val" / "dog").rename(tmp_path / "other" / "val" / "fox")

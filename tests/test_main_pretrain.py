@@ -19,12 +19,17 @@ import main_pretrain
 import models_greenmim_pr
 from models_swin import GroupPlanner
 from scripts import pack_dataset
+from util.data import open as open_data
 from util.data.images import FolderImages
-from util.run import train_engine, train_run
+from util.run import setup
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.distributed import Process
+from util.run.flags import Plan, make_plan
+from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+SMALL = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 "
+SMALL += "--device cpu"
 
 
 def command(photos, output_dir, *flags):
@@ -59,7 +64,14 @@ def assert_same_state(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "arm", ["", "--throw_ratio 0", "--no-progressive --sampling random", "--precision bf16", "--input_size 32 48 --throw_ratio 0.6"]
+    "arm",
+    [
+        "",
+        "--throw_ratio 0",
+        "--no-progressive --sampling random",
+        "--precision bf16",
+        "--input_size 32 48 --throw_ratio 0.6",
+    ],
 )
 def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys, arm):
     content = run(photos, tmp_path / "out", *arm.split())
@@ -97,16 +109,22 @@ def test_localmim_trains_and_resumes(photos, tmp_path):
 def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, capsys, monkeypatch):
     """At 64 px windows are grouped; the plans come with the batches."""
     counts, forward = [], models_greenmim_pr.GreenMIMSwin.forward
-    monkeypatch.setattr(models_greenmim_pr.GreenMIMSwin, "forward", lambda *args: counts.append(len(args)) or forward(*args))
+    monkeypatch.setattr(
+        models_greenmim_pr.GreenMIMSwin, "forward", lambda *args: counts.append(len(args)) or forward(*args)
+    )
     flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
     expected = run(photos, tmp_path / "whole", *flags)
     assert set(counts) == {3 + 2}  # model, images, order; stage 1, shifted or not
     run(photos, tmp_path / "parts", *flags, "--max_steps", 4, "--num_workers", 1)
     assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
     capsys.readouterr()
-    run(photos, tmp_path / "parts", *flags, "--batch_size", 4, "--accum_iter", 2)  # other images share their visible units
+    run(
+        photos, tmp_path / "parts", *flags, "--batch_size", 4, "--accum_iter", 2
+    )  # other images share their visible units
     assert "batch_size was 8 and now is 4); random draws and statistics" in capsys.readouterr().out
-    assert "--decoder_order belongs to GreenMIM" in fails(capsys, photos, tmp_path / "o", "--decoder_order", "true")
+    assert "--decoder_order belongs to greenmim models" in fails(
+        capsys, photos, tmp_path / "o", "--decoder_order", "true"
+    )
 
 
 def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teacher):
@@ -122,16 +140,20 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
     assert "warning" not in capsys.readouterr().out
     other = tmp_path / "other"
     run(photos, other, "--model", "mae_vit_micro_patch4", "--max_steps", 1, "--seed", 1)
-    assert "the teacher's weights differ from those so far" in fails(capsys, photos, tmp_path / "parts", *flags[:-1], other)
+    assert "the teacher's weights have changed" in fails(capsys, photos, tmp_path / "parts", *flags[:-1], other)
 
 
 def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(photos, tmp_path, capsys, teacher):
     tec, out = ("--model", "tec_vit_micro_patch4"), tmp_path / "out"
     assert "--model tec_vit_micro_patch4 needs --teacher: a checkpoint" in fails(capsys, photos, out, *tec)
-    assert "'nowhere.pth' is neither a file nor the name of a timm" in fails(capsys, photos, out, *tec, "--teacher", "nowhere.pth")
+    assert "'nowhere.pth' is neither a file nor the name of a timm" in fails(
+        capsys, photos, out, *tec, "--teacher", "nowhere.pth"
+    )
     message = fails(capsys, photos, out, *tec, "--teacher", teacher, "--patch_size", 8)
     assert "cuts patches of 4 px, the student of 8: tokens must be the same" in message
-    assert "--teacher belongs to TEC, but --model is mae_vit_mini_patch4" in fails(capsys, photos, out, "--teacher", teacher)
+    assert "--teacher belongs to tec models, but --model is mae_vit_mini_patch4" in fails(
+        capsys, photos, out, "--teacher", teacher
+    )
     assert "att_topk must be from 1 to 64" in fails(capsys, photos, out, *tec, "--teacher", teacher, "--att_topk", 65)
     assert not (out / "settings.json").exists()
 
@@ -140,11 +162,15 @@ def test_the_same_batches_by_any_number_of_workers_from_a_folder_or_packed(photo
     pack_dataset.main([str(photos), str(tmp_path / "packed"), "--workers", "1", "--shard_mb", "1"])
     first = run(photos, tmp_path / "0", "--max_steps", 2)
     for workers, data in ((1, photos), (4, photos), (0, tmp_path / "packed"), (4, tmp_path / "packed")):
-        assert_same_state(run(data, tmp_path / f"{workers}-{data.name}", "--max_steps", 2, "--num_workers", workers), first)
+        assert_same_state(
+            run(data, tmp_path / f"{workers}-{data.name}", "--max_steps", 2, "--num_workers", workers), first
+        )
 
 
 def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
-    fast, reference = (run(photos, tmp_path / name, "--max_steps", 1, "--loader", name) for name in ("fast", "reference"))
+    fast, reference = (
+        run(photos, tmp_path / name, "--max_steps", 1, "--loader", name) for name in ("fast", "reference")
+    )
     losses = [reports(tmp_path / name)[0]["loss"] for name in ("fast", "reference")]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert fast["meta"]["settings"]["loader"] == "fast" and reference["meta"]["settings"]["loader"] == "reference"
@@ -161,14 +187,16 @@ def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
     ],
 )
 def test_what_would_help_a_run_that_waits_for_its_data(photos, flags, installed, hint, monkeypatch):
-    monkeypatch.setattr(train_run, "available_cores", lambda: 16)
-    monkeypatch.setattr(train_run.decode, "simplejpeg", True if installed else None)
-    args = argparse.Namespace(**{"loader": "fast", **flags})
+    monkeypatch.setattr(open_data, "available_cores", lambda: 16)
+    monkeypatch.setattr(open_data.decode, "simplejpeg", True if installed else None)
+    images = FolderImages(photos)
+    images.reference = flags.get("loader") == "reference"
+    plan = Plan(8, 1, 8, 1e-3, flags["num_workers"], "cpu", "fp32")
     process = argparse.Namespace(device=torch.device("cpu"), local_world_size=2)
-    found = train_run.data_hint(args, process, FolderImages(photos))
+    found = open_data.data_hint(plan, process, images)
     assert hint in found if hint else found == ""
     process.device = torch.device("cuda")
-    assert flags["num_workers"] or "no worker loads ahead" in train_run.data_hint(args, process, FolderImages(photos))
+    assert flags["num_workers"] or "no worker loads ahead" in open_data.data_hint(plan, process, images)
 
 
 def test_loss_falls(photos, tmp_path):
@@ -196,17 +224,17 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, stop
 def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
     """Sent in the midst of the second step, to the trainer and its worker: saved after it, and resumed bit for bit."""
     expected = run(photos, tmp_path / "whole")
-    number, steps, exact = getattr(signal, name), [], train_engine.TrainEngine.train_step
+    number, steps, exact = getattr(signal, name), [], TrainLoop.begin_step
 
-    def interrupted(engine, batches, step):
+    def interrupted(loop, step):
         if step == 1:
             os.kill(os.getpid(), number)
             for child in multiprocessing.active_children():
                 os.kill(child.pid, number)
         steps.append(step)
-        exact(engine, batches, step)
+        exact(loop, step)
 
-    monkeypatch.setattr(train_engine.TrainEngine, "train_step", interrupted)
+    monkeypatch.setattr(TrainLoop, "begin_step", interrupted)
     flags = command(photos, tmp_path / "parts", "--num_workers", 1)
     if name == "SIGINT":  # which means more than this run
         with pytest.raises(KeyboardInterrupt):
@@ -215,16 +243,16 @@ def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
         assert main_pretrain.main(flags) is False
     assert steps == [0, 1] and read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])["meta"]["step"] == 2
     assert f"stopped by {name} after step 2 of 6; the same command goes on from there" in capsys.readouterr().out
-    monkeypatch.setattr(train_engine.TrainEngine, "train_step", exact)
+    monkeypatch.setattr(TrainLoop, "begin_step", exact)
     assert_same_state(run(photos, tmp_path / "parts"), expected)
     assert [r["step"] for r in reports(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypatch):
     """What the signal meant before, a requeue for example, is not for a run that has done all its steps."""
-    heard, finish = [], train_run.TrainRun.finish
+    heard, finish = [], main_pretrain.finish_run
     previous = signal.signal(signal.SIGUSR2, lambda *_: heard.append("requeue"))
-    monkeypatch.setattr(train_run.TrainRun, "finish", lambda self: (os.kill(os.getpid(), signal.SIGUSR2), finish(self)))
+    monkeypatch.setattr(main_pretrain, "finish_run", lambda *a: (os.kill(os.getpid(), signal.SIGUSR2), finish(*a)))
     try:
         assert main_pretrain.main(command(photos, tmp_path / "out", "--epochs", 1)) is True and not heard
         os.kill(os.getpid(), signal.SIGUSR2)  # while the program ends
@@ -239,7 +267,9 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, t
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     flags = command(photos, tmp_path / "run", "--batch_size", "4", "--epochs", "40")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*launch, "main_pretrain.py", *flags], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*launch, "main_pretrain.py", *flags], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if "step 3/" in line:
             os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
@@ -277,7 +307,7 @@ def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch)
     def diverge(*_):
         raise FloatingPointError("not finite")
 
-    monkeypatch.setattr(main_pretrain.PretrainEngine, "train_step", diverge)
+    monkeypatch.setattr(TrainLoop, "begin_step", diverge)
     with pytest.raises(SystemExit) as stop:
         main_pretrain.main(command(photos, tmp_path / "out"))
     assert stop.value.code == 3 and "error: not finite" in capsys.readouterr().err
@@ -297,40 +327,52 @@ def test_total_batch_size_derives_accumulation(photos, tmp_path):
 )
 def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size, batch_size, accum_iter):
     args = main_pretrain.get_args_parser().parse_args([] if total is None else ["--total_batch_size", str(total)])
-    train_run.resolve(args, train_run.distributed.Process(torch.device("cpu"), world_size=world_size))
-    assert (args.batch_size, args.accum_iter) == (batch_size, accum_iter)
-    assert args.total_batch_size == batch_size * accum_iter * world_size
+    plan = make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+    assert (plan.batch_size, plan.accum_iter) == (batch_size, accum_iter)
+    assert plan.total_batch_size == batch_size * accum_iter * world_size
 
 
 @pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
 def test_a_total_that_the_processes_cannot_share_is_refused():
     args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
     with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
-        train_run.resolve(args, train_run.distributed.Process(torch.device("cpu"), world_size=3))
+        make_plan(args, Process(torch.device("cpu"), world_size=3))
 
 
 def torchrun(photos, output_dir, *flags):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "main_pretrain.py"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "main_pretrain.py",
+    ]
     return subprocess.run(
-        [*map(str, launch), *command(photos, output_dir, *flags)], env=environment, capture_output=True, text=True, timeout=200
+        [*map(str, launch), *command(photos, output_dir, *flags)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
 def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_path, monkeypatch):
     """GreenMIM's planned shapes depend on the mask; and what came before leaves no trace."""
     graphs, counts, shapes = [], [], set()
-    compile_, train_step = nn.Module.compile, train_engine.TrainEngine.train_step
+    compile_, next_batch = nn.Module.compile, TrainLoop.next_batch
     aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
     def compile_and_count(model, **options):
         compile_(model, backend=lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs), **options)
 
-    def train_and_count(engine, batches, step):
-        imgs, labels, *orders = next(batches)
-        counts.append(len(graphs))
-        shapes.add(tuple(len(plan) for plan in orders[1:]))
-        train_step(engine, iter([(imgs, labels, *orders)]), step)
+    def take_and_count(loop, batches, micro):
+        batch = next_batch(loop, batches, micro)
+        if not isinstance(batches, type(iter([]))):  # which the shapes are compiled with
+            counts.append(len(graphs))
+            shapes.add(tuple(len(plan) for plan in batch[3:]))
+        return batch
 
     # Masks that need the larger shape are rare: here half of them get it.
     plan = lambda planner, units: planner.plan(units, planner.ceilings if units[0] % 2 else planner.capacities)  # noqa: E731
@@ -338,7 +380,7 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
     flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
     eager = run(photos, tmp_path / "eager", *flags)
     monkeypatch.setattr(nn.Module, "compile", compile_and_count)
-    monkeypatch.setattr(train_engine.TrainEngine, "train_step", train_and_count)
+    monkeypatch.setattr(TrainLoop, "next_batch", take_and_count)
     compiled = run(photos, tmp_path / "compiled", *flags, "--compile")
     assert len(shapes) == 2 and counts == [2] * 6 and len(graphs) == 2
     for name, value in eager["model"].items():
@@ -346,8 +388,8 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
 
 
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
-    asked, prefer = [], train_run.attention.prefer
-    monkeypatch.setattr(train_run.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
+    asked, prefer = [], setup.attention.prefer
+    monkeypatch.setattr(setup.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
     run(photos, tmp_path / "out", "--max_steps", 1, "--attention", "math")
     run(photos, tmp_path / "out", "--max_steps", 2)
     assert asked == ["math", "auto"]
@@ -360,7 +402,8 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     assert first.returncode == 0, first.stderr[-3000:]
     second = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert "2 processes on cpu in fp32, total batch 8 = 4 x 2 x 1" in second.stdout and "at step 4" in second.stdout
+    for said in ("2 processes on cpu in fp32", "8 = 4 x 2 processes x 1 accumulated", "at step 4"):
+        assert said in second.stdout
     run(photos, tmp_path / "one", "--print_freq", 5)
     ours, theirs = reports(tmp_path / "two"), reports(tmp_path / "one")
     assert [r["step"] for r in ours] == [3, 5, 6]  # the report of step 5 spans the stop after step 4
@@ -385,7 +428,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
         ("--patch_size 0", "not divisible by patch_size 0"),
         ("--throw_ratio 0.75", "got throw_ratio 0.75 and mask_ratio 0.75"),
         ("--mask_ratio 1.5", "got throw_ratio 0.5 and mask_ratio 1.5"),
-        ("--mask_ratio 0.99", "leaves none of the 64 tokens visible"),
+        ("--mask_ratio 0.99", "leaves none of 64 tokens visible"),
         ("--model mae_vit_giant", "invalid choice: 'mae_vit_giant'"),
         ("--sampling grid", "invalid choice: 'grid'"),
         ("--recipe prmim50_base", "unknown recipe 'prmim50_base'; close to it: prmim50_vit_base"),
@@ -397,7 +440,10 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
         ("--num_workers -1", "--num_workers must be at least 0, got -1"),
         ("--seed 9223372036854775808", "--seed must be below 2^63"),
         ("--batch_size 25", "24 images, fewer than one total batch of 25"),
-        ("--total_batch_size 12", "a total batch of 12 cannot be split into --batch_size 8 on 1 processes: try --batch_size 6"),
+        (
+            "--total_batch_size 12",
+            "a total batch of 12 cannot be split into --batch_size 8 on 1 processes: try --batch_size 6",
+        ),
         ("--total_batch_size 16 --accum_iter 3", "--accum_iter 3, but a total batch of 16"),
         ("--warmup_epochs 3", "--warmup_epochs 3.0 must lie between 0 and --epochs 2"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),

@@ -38,7 +38,9 @@ def write_set(folder, wnids, images_per_class, seed, size=40):
     for wnid in wnids:
         (folder / wnid).mkdir(parents=True)
         for i in range(images_per_class):
-            picture = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((size, size), Image.BICUBIC)
+            picture = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(
+                (size, size), Image.BICUBIC
+            )
             picture.save(folder / wnid / f"{i}.JPEG")
 
 
@@ -66,7 +68,12 @@ def write_classifier(folder, classes=WNIDS, seed=0):
         model.head.weight /= logits.std(dim=0)[:, None]
         model.head.bias.copy_(-(logits / logits.std(dim=0)).mean(dim=0))
     settings = dict(
-        model="vit_mini_patch4", input_size=32, patch_size=16, nb_classes=len(classes), global_pool="avg", trainable_blocks=None
+        model="vit_mini_patch4",
+        input_size=32,
+        patch_size=16,
+        nb_classes=len(classes),
+        global_pool="avg",
+        trainable_blocks=None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     save_checkpoint(folder, 1, {"model": model.state_dict()}, {"settings": settings, "classes": classes})
@@ -81,7 +88,10 @@ def classifier(tmp_path_factory):
 
 def arguments(resume, output_dir, data, sets, *flags):
     given = [item for name in sets.split() for item in (f"--{name}", data / name)]
-    return [str(a) for a in ["--resume", resume, "--output_dir", output_dir, "--device", "cpu", "--num_workers", 0, *given, *flags]]
+    return [
+        str(a)
+        for a in ["--resume", resume, "--output_dir", output_dir, "--device", "cpu", "--num_workers", 0, *given, *flags]
+    ]
 
 
 def evaluate(*args):
@@ -97,7 +107,7 @@ def fails(capsys, monkeypatch, *args):
 
     capsys.readouterr()
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(main_robustness, "score", never)
+        patch.setattr(main_robustness, "evaluate_images", never)
         main_robustness.main(arguments(*args))
     assert stop.value.code in (2, 4)
     message = capsys.readouterr().err
@@ -146,7 +156,11 @@ def test_the_real_wnids_are_imagenet_s(monkeypatch):
     monkeypatch.undo()
     wnids = main_robustness.imagenet_wnids()
     assert len(wnids) == len(set(wnids)) == 1000 and wnids == sorted(wnids)
-    assert (wnids[0], wnids[207], wnids[999]) == ("n01440764", "n02099601", "n15075141")  # tench, golden retriever, toilet tissue
+    assert (wnids[0], wnids[207], wnids[999]) == (
+        "n01440764",
+        "n02099601",
+        "n15075141",
+    )  # tench, golden retriever, toilet tissue
     sizes = {name: (b.num_images, b.num_classes, b.restricted) for name, b in main_robustness.BENCHMARKS.items()}
     assert sizes == {
         "imagenet": (50_000, 1000, False),
@@ -163,7 +177,7 @@ def test_columns_increase(twins):
 
 
 class ChoosesByBrightness(torch.nn.Module):
-    """Logits of the twins' classes: highest is 0, which is not in the subset, then the class that the brightness names."""
+    """Class 0, which is not in the subset, has the highest logit; then comes the class that the brightness names."""
 
     def forward(self, imgs):
         levels = (imgs.mean(dim=(1, 2, 3)) / 20).round().long()  # [B], 0..11
@@ -173,7 +187,8 @@ class ChoosesByBrightness(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "figures"), [("imagenet_a", {"top1": 50.0, "top1_unrestricted": 25.0}), ("imagenet_sketch", {"top1": 25.0})]
+    ("name", "figures"),
+    [("imagenet_a", {"top1": 50.0, "top1_unrestricted": 25.0}), ("imagenet_sketch", {"top1": 25.0})],
 )
 def test_top1_against_a_hand_computed_case(tmp_path, name, figures):
     """Of four images two name the right class of the subset, one of them only where class 0 is left out.
@@ -183,11 +198,10 @@ def test_top1_against_a_hand_computed_case(tmp_path, name, figures):
     for i, level in zip((1, 4, 5, 10), (1, 10, 5, 5), strict=True):
         (tmp_path / WNIDS[i]).mkdir()
         Image.new("RGB", (32, 32), (20 * level,) * 3).save(tmp_path / WNIDS[i] / "0.png")
-    args = main_robustness.get_args_parser().parse_args(["--resume", "none", "--num_workers", "0"])
     part = main_robustness.check_part(Part(name, str(tmp_path)), WNIDS, True)
     settings, as_they_are = dict(input_size=32, crop_pct=1.0), Normalize((0.0,) * 3, (1 / 255,) * 3)
-    result = main_robustness.score_part(
-        part, ChoosesByBrightness(), WNIDS, settings, as_they_are, lambda: torch.autocast("cpu", enabled=False), args
+    result = main_robustness.evaluate_part(
+        part, ChoosesByBrightness(), WNIDS, settings, as_they_are, lambda: torch.autocast("cpu", enabled=False), (64, 0)
     )
     assert {key: value for key, value in result.items() if key.startswith("top1")} == figures
     assert result["incomplete"] and (result["num_images"], result["official_num_images"]) == (4, SIZES[name][0])
@@ -247,15 +261,15 @@ def test_tables_and_results(whole):
 
 def test_finished_parts_are_skipped(twins, classifier, whole, tmp_path, capsys, monkeypatch):
     """Killed in the middle of ImageNet-C: what was scored is kept, and the rest gives the undisturbed result."""
-    score, scored = main_robustness.score, []
+    score, scored = main_robustness.evaluate_images, []
 
-    def counting(model, images, *args):
+    def counting(model, images, *args, **kwargs):
         scored.append(str(images.root))
         if len(scored) == 23:
             raise KeyboardInterrupt
-        return score(model, images, *args)
+        return score(model, images, *args, **kwargs)
 
-    monkeypatch.setattr(main_robustness, "score", counting)
+    monkeypatch.setattr(main_robustness, "evaluate_images", counting)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         evaluate(classifier[0], out, twins, "imagenet_a imagenet_c")
@@ -264,7 +278,7 @@ def test_finished_parts_are_skipped(twins, classifier, whole, tmp_path, capsys, 
     assert not (out / "robustness.md").exists()
     content = evaluate(classifier[0], out, twins, "imagenet_a imagenet_c")
     assert len(scored) == 23 + 76 - 22 and len(set(scored)) == 76
-    assert "22 of 76 part(s) are in" in capsys.readouterr().out
+    assert "already holds 22 of 76 parts" in capsys.readouterr().out
     assert content["summary"] == {name: whole[1]["summary"][name] for name in ("imagenet_a", "imagenet_c")}
     content = evaluate(classifier[0], out, twins, "imagenet_r")  # the same table, one set more
     assert len(scored) == 78 and list(content["summary"]) == ["imagenet_a", "imagenet_r", "imagenet_c"]
@@ -279,7 +293,9 @@ def test_results_of_something_else_are_not_touched(twins, classifier, tmp_path, 
     assert "holds other results (checkpoint was" in message and "choose another --output_dir" in message
     message = fails(capsys, monkeypatch, classifier[0], out, twins, "imagenet_r", "--crop_pct", "1")
     assert "crop_pct was None and now is 1.0" in message
-    assert "precision was fp32" in fails(capsys, monkeypatch, classifier[0], out, twins, "imagenet_a", "--precision", "bf16")
+    assert "precision was fp32" in fails(
+        capsys, monkeypatch, classifier[0], out, twins, "imagenet_a", "--precision", "bf16"
+    )
     assert "mean was" in fails(capsys, monkeypatch, classifier[0], out, twins, "imagenet_a", "--mean", "0", "0", "0")
     shutil.copytree(twins / "imagenet_a", tmp_path / "imagenet_a")
     message = fails(capsys, monkeypatch, classifier[0], out, tmp_path, "imagenet_a")
@@ -305,7 +321,11 @@ def test_incomplete_sets_are_marked_and_scored_on_the_right_columns(twins, class
     assert a["top1"] == pytest.approx(slow_top1(model, tmp_path / "imagenet_a", view, [SUBSET[i] for i in (0, 2, 3)]))
     assert a["incomplete"] and (a["num_images"], a["official_num_images"], a["num_classes"]) == (8, 12, 3)
     parts = content["parts"]
-    assert [name for name, r in parts.items() if r["incomplete"]] == ["imagenet_a", "imagenet_sketch", "imagenet_c/fog/3"]
+    assert [name for name, r in parts.items() if r["incomplete"]] == [
+        "imagenet_a",
+        "imagenet_sketch",
+        "imagenet_c/fog/3",
+    ]
     fog = slow_top1(model, tmp_path / "imagenet_c" / "fog" / "3", ResizeCenterCrop(32, 1.0))
     assert parts["imagenet_c/fog/3"]["top1"] == pytest.approx(fog)
     text = (tmp_path / "out" / "robustness.md").read_text()
@@ -342,7 +362,9 @@ def test_two_processes_agree(twins, classifier, whole, tmp_path):
     good = arguments(classifier[0], tmp_path / "out", twins, "imagenet_a imagenet_r imagenet_sketch", "--batch_size", 5)
     bad = arguments(classifier[0], tmp_path / "out", tmp_path, "imagenet_a")
     (first, error), (second, same_error) = run_in_two_processes(_evaluate_twice, good, bad)
-    assert first == second == {name: whole[1]["parts"][name] for name in ("imagenet_a", "imagenet_r", "imagenet_sketch")}
+    assert (
+        first == second == {name: whole[1]["parts"][name] for name in ("imagenet_a", "imagenet_r", "imagenet_sketch")}
+    )
     assert error == same_error and "is not a folder" in error
     assert json.loads((tmp_path / "out" / "robustness.json").read_text())["parts"] == first
 
@@ -363,25 +385,33 @@ def with_fog_missing(root):
     ("name", "spoil", "message"),
     [
         ("imagenet_a", lambda root: without(root / "imagenet_a"), "imagenet_a' is not a folder"),
-        ("imagenet", lambda root: without(root / "imagenet" / "val"), "lacks 1 of its 1 folder(s): val"),
+        ("imagenet", lambda root: without(root / "imagenet" / "val"), "lacks 1 of its 1 folders: val"),
         (
             "imagenet_a",
             lambda root: (root / "imagenet_a" / SUBSET[0]).rename(root / "imagenet_a" / "tench"),
-            "has 1 folder(s) that are no class of ImageNet-1k: tench",
+            "has 1 folders that are no class of ImageNet-1k: tench",
         ),
         (
             "imagenet_r",
             lambda root: without(root / "imagenet_r" / SUBSET[2]),
             "has 6 images of 3 classes, ImageNet-R has 8 of 4; --allow_incomplete scores it anyway",
         ),
-        ("imagenet_a", lambda root: write_set(root / "imagenet_a", WNIDS[:1], 1, 0), "has 5 class folders, ImageNet-A has 4"),
+        (
+            "imagenet_a",
+            lambda root: write_set(root / "imagenet_a", WNIDS[:1], 1, 0),
+            "has 5 class folders, ImageNet-A has 4",
+        ),
         (
             "imagenet_sketch",
             lambda root: without(root / "imagenet_sketch" / WNIDS[3] / "1.JPEG"),
             "has 23 images of 12 classes, ImageNet-Sketch has 24 of 12; --allow_incomplete",
         ),
-        ("imagenet_sketch", lambda root: without(root / "imagenet_sketch" / WNIDS[3]), f"of 12 (missing: {WNIDS[3]}); "),
-        ("imagenet_c", with_fog_missing, "lacks 3 of its 75 folder(s): fog/2, fog/4, fog/5"),
+        (
+            "imagenet_sketch",
+            lambda root: without(root / "imagenet_sketch" / WNIDS[3]),
+            f"of 12 (missing: {WNIDS[3]}); ",
+        ),
+        ("imagenet_c", with_fog_missing, "lacks 3 of its 75 folders: fog/2, fog/4, fog/5"),
         (
             "imagenet_c",
             lambda root: without(root / "imagenet_c" / "snow" / "5" / WNIDS[3]),
@@ -399,7 +429,9 @@ def with_fog_missing(root):
         ),
     ],
 )
-def test_bad_sets_are_named_before_anything_is_scored(twins, classifier, tmp_path, capsys, monkeypatch, name, spoil, message):
+def test_bad_sets_are_named_before_anything_is_scored(
+    twins, classifier, tmp_path, capsys, monkeypatch, name, spoil, message
+):
     shutil.copytree(twins / name, tmp_path / name)
     spoil(tmp_path)
     found = fails(capsys, monkeypatch, classifier[0], tmp_path / "out", tmp_path, name)
@@ -410,7 +442,7 @@ def test_a_missing_severity_is_no_incomplete_set(twins, classifier, tmp_path, ca
     shutil.copytree(twins / "imagenet_c", tmp_path / "imagenet_c")
     without(tmp_path / "imagenet_c" / "fog" / "2")
     message = fails(capsys, monkeypatch, classifier[0], tmp_path / "out", tmp_path, "imagenet_c", "--allow_incomplete")
-    assert "lacks 1 of its 75 folder(s): fog/2" in message
+    assert "lacks 1 of its 75 folders: fog/2" in message
 
 
 def test_bad_flags_and_checkpoints(twins, classifier, tmp_path, capsys, monkeypatch):
@@ -450,6 +482,6 @@ def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in main_robustness.get_args_parser()._actions} - {"help"}
     assert flags == set(
-        "resume imagenet imagenet_a imagenet_r imagenet_sketch imagenet_c allow_incomplete crop_pct mean std output_dir "  # noqa: SIM905
-        "batch_size num_workers device precision".split()
+        "resume imagenet imagenet_a imagenet_r imagenet_sketch imagenet_c allow_incomplete crop_pct mean "  # noqa: SIM905
+        "std output_dir batch_size num_workers device precision".split()
     )

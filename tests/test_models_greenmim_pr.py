@@ -1,17 +1,29 @@
+import argparse
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import models_greenmim_pr
 from models_greenmim_pr import GreenMIMSwin, greenmim_swin_base_patch4_window7, greenmim_swin_large_patch4_window14
-from models_swin import GroupPlanner, SwinEncoder, SwinTransformer, WindowAttention, WindowGroups, unit_coords, window_of
+from models_swin import (
+    GroupPlanner,
+    SwinEncoder,
+    SwinTransformer,
+    WindowAttention,
+    WindowGroups,
+    unit_coords,
+    window_of,
+)
 from prmim import TokenOrder
 from tests.test_models_mae_pr import perturbed
-from util.run.checkpoint import load_encoder, save_checkpoint
+from util.encoder_weights import load_encoder
+from util.run.checkpoint import save_checkpoint
 from util.window_groups import group_windows, plan_groups
 
-# Units of 16 px: 4 x 4 of them; 4 x 4 tokens a unit in the first stage, where windows of 2 x 2 must be grouped.
+# 4 x 4 units of 16 px. In the first stage a unit has 4 x 4 tokens, and windows of 2 x 2 must be grouped.
 SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 2), num_heads=(2, 2, 4), window_size=2)
 DECODER = dict(decoder_embed_dim=16, decoder_num_heads=2, kernel_size=3)
 
@@ -27,7 +39,7 @@ def a_batch(model, size=3, seed=0):
     return torch.randn(size, 3, *model.img_size, dtype=torch.float64, generator=generator), *collated[2:]
 
 
-# --------------------------------------------------------------------------------------------------- attention in groups
+# -------------------------------------------------------------------------------------------------- attention in groups
 
 
 def visible_coords(seed, unit_grid=(5, 5), num_visible=7, side=4):
@@ -36,7 +48,7 @@ def visible_coords(seed, unit_grid=(5, 5), num_visible=7, side=4):
 
 
 def key_masked(attention, x, coords, window, shift, grid):
-    """Swin's own way on the whole grid [B, rows, columns, C]: roll, cut, attend, where invisible tokens are no keys."""
+    """Computes Swin's attention on the whole grid, token by token. Tokens that are not visible are no keys."""
     rows, columns = grid
     visible = torch.zeros(rows, columns, dtype=torch.bool)
     visible[coords[:, 0], coords[:, 1]] = True
@@ -56,7 +68,9 @@ def key_masked(attention, x, coords, window, shift, grid):
                 for j in range(columns)
                 if visible[i, j] and [(c - shift + window) // window for c in (i, j)] == home
             ]
-            kv = attention.qkv(torch.stack([dense[:, i, j] for i, j in near], 1)).unflatten(-1, (3, attention.num_heads, -1))
+            kv = attention.qkv(torch.stack([dense[:, i, j] for i, j in near], 1)).unflatten(
+                -1, (3, attention.num_heads, -1)
+            )
             bias = torch.stack([table[(y - i + window - 1) * (2 * window - 1) + col - j + window - 1] for i, j in near])
             logits = torch.einsum("bhd,bkhd->bkh", q, kv[:, :, 1]) * q.shape[-1] ** -0.5 + bias
             out[:, y, col] = attention.proj(torch.einsum("bkh,bkhd->bhd", logits.softmax(1), kv[:, :, 2]).flatten(1))
@@ -66,8 +80,8 @@ def key_masked(attention, x, coords, window, shift, grid):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("window", "shift"), [(4, 0), (4, 2), (5, 0), (5, 2), (3, 1)])
 @pytest.mark.parametrize("mode", ["grouped", "padded", "masked"])
-def test_attention_among_visible_tokens_is_dense_attention_where_the_others_are_no_keys(window, shift, seed, mode):
-    """20 x 20 tokens: windows of 3 divide neither the grid nor the units, those of 5 not the units."""
+def test_attention_among_visible_tokens_is_dense_attention_without_the_other_keys(window, shift, seed, mode):
+    """Of the 20 x 20 tokens, windows of 3 divide neither grid nor units, windows of 5 do not divide the units."""
     torch.manual_seed(seed)
     coords = visible_coords(seed)
     attention = WindowAttention(8, window, num_heads=2).double()
@@ -78,11 +92,15 @@ def test_attention_among_visible_tokens_is_dense_attention_where_the_others_are_
         plan = torch.from_numpy(plan_groups(100 * y + x, window**2, capacity=40 if mode == "padded" else 0))
     tokens = torch.randn(2, len(coords), 8, dtype=torch.float64)
     ours = attention.among_visible(tokens, WindowGroups(coords, window, shift, plan))
-    torch.testing.assert_close(ours, key_masked(attention, tokens, coords, window, shift, (20, 20)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        ours, key_masked(attention, tokens, coords, window, shift, (20, 20)), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("sizes", [{}, dict(img_size=(64, 96)), dict(window_size=4), dict(embed_dim=8, depths=(1, 2, 1))])
+@pytest.mark.parametrize(
+    "sizes", [{}, dict(img_size=(64, 96)), dict(window_size=4), dict(embed_dim=8, depths=(1, 2, 1))]
+)
 def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     torch.manual_seed(0)
     encoder = perturbed(SwinEncoder(**SIZES | sizes))
@@ -92,7 +110,9 @@ def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     assert planner.stages
     side = encoder.stride // 4
     tokens = encoder.patch_embed(encoder.cut(imgs)).unflatten(1, encoder.token_grid)
-    tokens = tokens.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3).flatten(1, 2)  # [B, V, side, side, D]
+    tokens = (
+        tokens.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3).flatten(1, 2)
+    )  # [B, V, side, side, D]
     features = encoder.encode_visible(tokens, units, planner(units) if planned else ())
     torch.testing.assert_close(features, encoder.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
@@ -102,14 +122,14 @@ def test_plans_of_any_mask_have_one_shape_and_change_nothing():
     shapes = set()
     for seed in range(8):
         imgs, ids, *plans = a_batch(model, seed=seed)
-        assert len(plans) == len(model.planner.stages) == 4  # stages 1 and 2, shifted or not; the third has few tokens
+        assert len(plans) == len(model.planner.stages) == 4  # two stages, shifted or not; the third has few tokens
         shapes.add(tuple(plan.shape for plan in plans))
         torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
     assert len(shapes) == 1
 
 
-def test_a_mask_that_needs_more_groups_than_foreseen_gets_the_other_shape():
-    """Which no mask can exceed: there are two shapes, and a compiled model two graphs."""
+def test_a_mask_that_needs_more_groups_than_planned_gets_the_larger_shape():
+    """No mask exceeds the larger shape. So there are two shapes, and a compiled model has two graphs."""
     model = build()
     usual = {tuple(plan.shape for plan in a_batch(model, seed=seed)[2:]) for seed in range(4)}
     model.planner.capacities[1] = 1
@@ -151,15 +171,15 @@ def test_plans_that_are_not_of_this_mask_are_refused():
         model(imgs, ids, *plans)
 
 
-def test_a_step_reads_nothing_from_the_device():
-    """On the meta device there is nothing to read: what asked for a value would fail."""
+def test_a_step_needs_no_host_device_sync():
+    """Tensors on the meta device have no values, so reading one would fail."""
     model = build().float().to("meta")
     batch = [tensor.to("meta") for tensor in a_batch(build())]
     model(batch[0].float(), *batch[1:])["pixel"].backward()
 
 
 def test_which_stages_are_grouped_at_full_size():
-    """Window 7: stages 1 and 2 of 768 and 192 tokens; window 14: stage 1 alone."""
+    """With window 7 stages 1 and 2, which have 768 and 192 tokens; with window 14 only stage 1."""
     with torch.device("meta"):
         base, large = greenmim_swin_base_patch4_window7(), greenmim_swin_large_patch4_window14()
     assert base.grouped_stages(12) == [(8, 7, 0), (8, 7, 3), (4, 7, 0), (4, 7, 3)]
@@ -168,11 +188,11 @@ def test_which_stages_are_grouped_at_full_size():
     assert [(stage.window, stage.shifts) for stage in large.layers] == [(14, [0, 7])] * 2 + [(14, [0]), (7, [0])]
 
 
-# ------------------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------------------------ the model
 
 
 def slow_encoder(model, img, units):
-    """{unit: latent} of one image, every visible token by itself, from torch's basic operators."""
+    """Returns {unit: latent} of one image, computed token by token from torch's basic operators."""
     w = dict(model.named_parameters())
     kernel, bias = w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]
 
@@ -194,7 +214,11 @@ def slow_encoder(model, img, units):
                 qkv[c] = F.linear(norm(x, f"{name}.norm1"), w[f"{name}.attn.qkv.weight"], w[f"{name}.attn.qkv.bias"])
             table, new = w[f"{name}.attn.relative_position_bias_table"], {}
             for c, x in tokens.items():
-                near = [o for o in tokens if all((a - shift + 2) // 2 == (d - shift + 2) // 2 for a, d in zip(c, o, strict=True))]
+                near = [
+                    o
+                    for o in tokens
+                    if all((a - shift + 2) // 2 == (d - shift + 2) // 2 for a, d in zip(c, o, strict=True))
+                ]
                 dim = len(x) // heads
                 out = []
                 for h in range(heads):
@@ -211,13 +235,18 @@ def slow_encoder(model, img, units):
             merged = {}
             for y, x in cells:
                 four = torch.cat([tokens[2 * y + i, 2 * x + j] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))])
-                merged[y, x] = F.linear(norm(four, f"layers.{s}.downsample.norm"), w[f"layers.{s}.downsample.reduction.weight"])
+                merged[y, x] = F.linear(
+                    norm(four, f"layers.{s}.downsample.norm"), w[f"layers.{s}.downsample.reduction.weight"]
+                )
             tokens = merged
     return {4 * y + x: norm(value, "norm") for (y, x), value in tokens.items()}
 
 
 def slow_loss(model, img, visible, retained, thrown, places=None):
-    """The mean over supervised units; also -> {unit: prediction}. places: {unit whose latent it is: where it is put}."""
+    """Returns (mean error of the supervised units, {unit: prediction}).
+
+    places: {visible unit: the position at which the decoder places its latent}.
+    """
     decoder, w = model.decoder, dict(model.decoder.named_parameters())
     latent = slow_encoder(model, img, sorted(visible))
     tokens = {(places or {}).get(t, t): decoder.embed(x) for t, x in latent.items()}
@@ -258,7 +287,7 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
     losses = []
     for b in range(2):
         visible, retained, thrown = segments(ids[b], model.counts)
-        # The release's: the r-th visible unit in raster order goes where the r-th of the noise's order belongs.
+        # As the release: the r-th visible unit in raster order is placed where the r-th in the noise's order belongs.
         places = dict(zip(sorted(visible), visible, strict=True))
         loss, predictions = slow_loss(model, imgs[b], visible, retained, thrown, places)
         losses.append(loss)
@@ -268,7 +297,7 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
     torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], torch.stack(losses).mean(), rtol=1e-9, atol=0)
 
 
-def test_the_reference_s_order_scrambles_the_visible_units_and_ours_does_not():
+def test_only_the_reference_order_scrambles_the_visible_units():
     true, reference = build(), build(decoder_order="reference")
     ids = [a_batch(model, size=4)[1][:, :4] for model in (true, reference)]
     assert torch.equal(ids[0], ids[1].sort(dim=1).values) and not torch.equal(ids[0], ids[1])
@@ -277,7 +306,18 @@ def test_the_reference_s_order_scrambles_the_visible_units_and_ours_does_not():
         build(decoder_order="random")
 
 
-def test_thrown_units_are_each_image_s_own():
+def test_the_decoder_order_is_a_flag_and_is_recorded(capsys):
+    parser = argparse.ArgumentParser()
+    models_greenmim_pr.add_flags(parser.add_argument_group())
+    assert vars(parser.parse_args([])) == {"decoder_order": None}
+    assert parser.parse_args(["--decoder_order", "reference"]).decoder_order == "reference"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--decoder_order", "random"])
+    assert build().own_settings() == {"decoder_order": "true"}
+    assert build(decoder_order="reference").own_settings() == {"decoder_order": "reference"}
+
+
+def test_each_image_throws_its_own_units():
     model = build()
     _, ids, *_ = a_batch(model, size=8)
     order = TokenOrder(ids, model.counts)
@@ -286,7 +326,7 @@ def test_thrown_units_are_each_image_s_own():
     assert len({tuple(row.nonzero().flatten().tolist()) for row in order.thrown}) > 4
 
 
-def test_counts_at_full_size_are_the_paper_s():
+def test_counts_at_full_size_are_those_of_the_paper():
     with torch.device("meta"):
         model = greenmim_swin_base_patch4_window7()
     assert (model.counts.num_visible, model.counts.num_retained, model.counts.num_thrown) == (12, 13, 24)
@@ -311,7 +351,7 @@ def test_masked_pixels_never_reach_the_latent():
     assert torch.equal(latent, changed)
 
 
-def test_the_release_s_parameters():
+def test_number_of_parameters_of_the_release():
     with torch.device("meta"):
         models = [f(throw_ratio=0.0) for f in (greenmim_swin_base_patch4_window7, greenmim_swin_large_patch4_window14)]
     for model, trained, encoder in zip(models, (91_997_880, 200_774_356), (86_743_224, 195_257_556), strict=True):
@@ -330,11 +370,13 @@ def test_initialisation():
     assert not model.layers[1].blocks[0].mlp.fc1.bias.any()
     tables = torch.cat([p.flatten() for name, p in model.named_parameters() if "bias_table" in name])
     assert 0.01 < tables.std().item() < 0.03
-    assert model.no_weight_decay() == {n for n, _ in model.named_parameters() if "bias_table" in n} | {"decoder.mask_token"}
+    assert model.no_weight_decay() == {n for n, _ in model.named_parameters() if "bias_table" in n} | {
+        "decoder.mask_token"
+    }
 
 
 def release(model):
-    """The model's weights under the release's names."""
+    """Returns the model's weights under the release's names."""
     weights = {}
     for name, value in model.state_dict().items():
         if name == "decoder.mask_token":
@@ -350,14 +392,21 @@ def release(model):
 def test_load_official():
     source, model = build(throw_ratio=0.0).float(), build(throw_ratio=0.5).float()
     weights = release(source)
-    assert {"decoder_blocks.0.attn.qkv.weight", "decoder_embed.bias", "decoder_pos_embed", "decoder_norm.weight"} <= weights.keys()
+    assert {
+        "decoder_blocks.0.attn.qkv.weight",
+        "decoder_embed.bias",
+        "decoder_pos_embed",
+        "decoder_norm.weight",
+    } <= weights.keys()
     nn.init.zeros_(model.patch_embed.proj.weight)
     model.load_official({"model": weights})
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     with pytest.raises(ValueError, match=r"GreenMIM weights do not fit this GreenMIMSwin: 1 unexpected: head\.weight"):
         model.load_official(weights | {"head.weight": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"GreenMIM weights do not fit this GreenMIMSwin: 1 missing: decoder\.mask_token"):
+    with pytest.raises(
+        ValueError, match=r"GreenMIM weights do not fit this GreenMIMSwin: 1 missing: decoder\.mask_token"
+    ):
         model.load_official({name: value for name, value in weights.items() if name != "mask_token"})
 
 
@@ -374,7 +423,7 @@ def block_keys(name, width):
         (greenmim_swin_large_patch4_window14, 192, (6, 12, 24, 48), (729, 729, 729, 169)),
     ],
 )
-def test_the_release_s_keys_as_published(make, width, heads, tables):
+def test_the_published_keys_of_the_release_are_loaded(make, width, heads, tables):
     keys = {"mask_token": (1, 1, 512), "decoder_pos_embed": (1, 49, 512)}
     keys |= {"encoder.patch_embed.proj.weight": (width, 3, 4, 4), "encoder.patch_embed.proj.bias": (width,)}
     for s, depth in enumerate((2, 2, 18, 2)):
@@ -384,7 +433,11 @@ def test_the_release_s_keys_as_published(make, width, heads, tables):
             keys |= block_keys(name, C) | {f"{name}.attn.relative_position_bias_table": (tables[s], heads[s])}
         if s < 3:
             name = f"encoder.layers.{s}.downsample"
-            keys |= {f"{name}.norm.weight": (4 * C,), f"{name}.norm.bias": (4 * C,), f"{name}.reduction.weight": (2 * C, 4 * C)}
+            keys |= {
+                f"{name}.norm.weight": (4 * C,),
+                f"{name}.norm.bias": (4 * C,),
+                f"{name}.reduction.weight": (2 * C, 4 * C),
+            }
     for name, n in (("encoder.patch_embed.norm", width), ("encoder.norm", 8 * width), ("decoder_norm", 512)):
         keys |= {f"{name}.weight": (n,), f"{name}.bias": (n,)}
     for name, shape in (("decoder_embed", (512, 8 * width)), ("decoder_pred", (3072, 512))):
@@ -395,8 +448,8 @@ def test_the_release_s_keys_as_published(make, width, heads, tables):
         model.load_official({name: torch.empty(shape) for name, shape in keys.items()})
 
 
-def test_the_first_release_s_order_of_merging(tmp_path):
-    """Re-indexed, the weights of a model that merges 00, 01, 10, 11 give the same features when Swin merges 00, 10, 01, 11."""
+def test_the_order_of_patch_merging_in_the_first_release(tmp_path):
+    """Weights of a model that merges 00, 01, 10, 11, re-indexed to Swin's 00, 10, 01, 11, give the same features."""
     source, model = build(throw_ratio=0.0).float(), build(throw_ratio=0.0).float()
     model.load_official(release(source), first_release=True)
     torch.save({"model": release(source)}, tmp_path / "release.pth")
@@ -405,7 +458,9 @@ def test_the_first_release_s_order_of_merging(tmp_path):
     assert torch.equal(tuned.layers[1].downsample.reduction.weight, model.layers[1].downsample.reduction.weight)
     with pytest.raises(ValueError, match="only Swin's have an order of merging"):
         load_encoder(
-            tuned, save_checkpoint(tmp_path, 1, {"model": {"norm.weight": torch.zeros(3)}}, {}), first_release_merging=True
+            tuned,
+            save_checkpoint(tmp_path, 1, {"model": {"norm.weight": torch.zeros(3)}}, {}),
+            first_release_merging=True,
         )
     merging, theirs = model.layers[0].downsample, source.layers[0].downsample
     x = torch.randn(2, 4, 4, 16)
@@ -415,7 +470,7 @@ def test_the_first_release_s_order_of_merging(tmp_path):
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_the_encoder_is_fine_tuned_dense(tmp_path, released):
+def test_the_encoder_moves_to_dense_fine_tuning(tmp_path, released):
     source = build().float()
     torch.save({"model": release(source) if released else source.state_dict()}, tmp_path / "weights.pth")
     tuned = SwinTransformer(num_classes=3, **SIZES).eval()

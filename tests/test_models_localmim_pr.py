@@ -9,7 +9,7 @@ from prmim import TokenOrder
 from tests import slow_mae
 from tests.test_models_mae_pr import orders, perturbed, segments
 from tests.util.test_hog import slow_hog, tie_free
-from util.run.checkpoint import load_encoder
+from util.encoder_weights import load_encoder
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, taps=(0, 1, 2, 3))
 SIZES |= dict(decoder_embed_dim=16, decoder_num_heads=2)
@@ -17,7 +17,7 @@ ARMS = [(0.0, True), (0.5, False), (0.5, True)]
 
 
 def slow_losses(w, imgs, splits, throws, progressive, num_bins=9, bias=None):
-    """The four losses of a batch: one image, one level, one token, one cell at a time."""
+    """Returns the four losses of a batch, computed image by image, level by level, token by token and cell by cell."""
     w = {name: value.double() for name, value in w.items()}
     sums = [[0.0, 0.0] for _ in SCALES]
     for img, (visible, retained, thrown) in zip(imgs, splits, strict=True):
@@ -52,7 +52,7 @@ def slow_latents(w, img, visible):
 
 
 def slow_decoder(w, name, latent, retained, thrown):
-    """{token: features}: of the kept tokens, and of the thrown ones that are to be reconstructed, by a 3 x 3 kernel."""
+    """Returns {token: features} of the kept tokens, and of the given thrown tokens by a 3 x 3 kernel."""
     tokens = {t: slow_mae.linear(x, w, f"{name}.embed") for t, x in latent.items()}
     tokens |= dict.fromkeys(retained, w[f"{name}.mask_token"][0, 0])
     tokens = {t: x + w[f"{name}.pos_embed"][0, 0 if t == "cls" else 1 + t] for t, x in tokens.items()}
@@ -69,7 +69,7 @@ def slow_decoder(w, name, latent, retained, thrown):
 
 
 def slow_head(w, name, level, tokens):
-    """{(row, column) of a cell: prediction}"""
+    """Returns {(row, column) of a cell: prediction}."""
 
     def point(x, index):
         return w[f"{name}.{index}.weight"][:, :, 0, 0] @ x + w[f"{name}.{index}.bias"]
@@ -118,7 +118,8 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
     for b, (visible, retained, thrown) in enumerate(splits):
         weights = {name: value.double() for name, value in model.state_dict().items()}
         for k, latent in enumerate(slow_latents(weights, imgs[b], visible)):
-            tokens = slow_decoder(weights, f"decoder.{k}", latent, retained, thrown if progressive and throw_ratio else [])
+            reconstructed = thrown if progressive and throw_ratio else []
+            tokens = slow_decoder(weights, f"decoder.{k}", latent, retained, reconstructed)
             columns = (16, 8, 4, 2)[k]
             for (row, column), pred in slow_head(weights, f"decoder.{k}.pred", k, tokens).items():
                 torch.testing.assert_close(preds[k][b, row * columns + column], pred, rtol=1e-9, atol=1e-9)
@@ -130,7 +131,8 @@ def test_losses_with_the_bias_of_vit_large():
     imgs, ids = tie_free((32, 32)), orders(model, 2)
     splits = [segments(row, model.counts) for row in ids]
     expected = slow_losses(model.state_dict(), imgs, splits, True, True, num_bins=18, bias=model.hog_bias)
-    assert [loss.item() for loss in model(imgs, ids).values()] == pytest.approx([float(value) for value in expected], rel=1e-9)
+    losses = [loss.item() for loss in model(imgs, ids).values()]
+    assert losses == pytest.approx([float(value) for value in expected], rel=1e-9)
 
 
 def test_panels_show_the_truth_where_visible_and_predictions_where_there_are_any():
@@ -139,7 +141,7 @@ def test_panels_show_the_truth_where_visible_and_predictions_where_there_are_any
         imgs, ids = tie_free((32, 32)).float(), orders(model, 2)
         order, panels = TokenOrder(ids, model.counts), model.panels(imgs, ids, None)
         visible, thrown = (
-            torch.nn.functional.interpolate(tokens.view(2, 1, 4, 4).float(), scale_factor=8).bool().expand(-1, 3, -1, -1)
+            tokens.view(2, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3).expand(-1, 3, -1, -1)
             for tokens in (~order.mask, order.thrown)
         )
         for cell in model.cells:
@@ -149,7 +151,7 @@ def test_panels_show_the_truth_where_visible_and_predictions_where_there_are_any
 
 
 def test_heads_are_the_release_s_convolutions_on_the_grid():
-    """The modules' weights in torch's own operators, on whole grids."""
+    """PyTorch's convolutions on the whole grid, with the heads' weights, give the same result."""
     model = perturbed(LocalMIMViT(**SIZES, throw_ratio=0.0))
     x = torch.randn(2, 16, 16, dtype=torch.float64)
     grid = x.transpose(1, 2).unflatten(2, (4, 4))
@@ -170,11 +172,11 @@ def test_heads_are_the_release_s_convolutions_on_the_grid():
 
 @pytest.mark.parametrize(("throw_ratio", "progressive"), ARMS)
 def test_every_masked_token_is_supervised_at_all_scales_or_the_retained_alone(throw_ratio, progressive):
-    """By the gradient of each loss with respect to the features that its head sees."""
+    """A token is supervised if the features that the head reads have a gradient there."""
     model = LocalMIMViT(**SIZES, throw_ratio=throw_ratio, progressive=progressive)
     imgs, ids = torch.randn(3, 3, 32, 32), orders(model, 3)
     order, features = TokenOrder(ids, model.counts), []
-    for decoder in model.decoder:  # the aggregation's output, or the blocks' where there is none
+    for decoder in model.decoder:  # the output of the aggregation, or of the blocks if there is none
         exact = decoder.reconstruct
         decoder.reconstruct = lambda *args, exact=exact: features.append(exact(*args)) or features[-1]
     losses = list(model(imgs, ids).values())
@@ -189,8 +191,9 @@ def test_every_masked_token_is_supervised_at_all_scales_or_the_retained_alone(th
         touched = order.restore(x.grad.abs().amax(-1, keepdim=True)).squeeze(-1) > 0
         if k < 3:
             assert torch.equal(touched, supervised)
-        else:  # tokens of one cell share its weight
-            groups = supervised.view(3, 2, 2, 2, 2).any(2, keepdim=True).any(4, keepdim=True).expand(3, 2, 2, 2, 2).reshape(3, 16)
+        else:  # the tokens of a cell share its weight
+            groups = supervised.view(3, 2, 2, 2, 2).any(2, keepdim=True).any(4, keepdim=True)
+            groups = groups.expand(3, 2, 2, 2, 2).reshape(3, 16)
             assert torch.equal(touched, groups & (order.ids_restore < present))
 
 
@@ -207,7 +210,10 @@ def test_weights_of_the_coarse_level_are_fractions():
 
 
 def test_the_release_s_parameters():
-    """248 tensors with four gradient filters of 18 numbers; 89,916,140 trained. Blocks 1, 3, 9, 11; ViT-L: 1, 3, 21, 23."""
+    """The release has 248 tensors, four of which are gradient filters of 18 numbers, and trains 89,916,140 parameters.
+
+    The taps are blocks 1, 3, 9 and 11 of ViT-B, and 1, 3, 21 and 23 of ViT-L.
+    """
     with torch.device("meta"):
         base, large = localmim_vit_base_patch16(throw_ratio=0.0), localmim_vit_large_patch16(throw_ratio=0.0)
     assert len(base.state_dict()) == 244 and sum(v.numel() for v in base.state_dict().values()) == 90_269_236 - 72
@@ -217,18 +223,21 @@ def test_the_release_s_parameters():
     shapes = {k: list(v.shape) for k, v in base.state_dict().items()}
     assert shapes["decoder.0.pred.0.weight"] == [256, 128, 2, 2] and shapes["decoder.0.pred.1.weight"] == [128]
     assert shapes["decoder.0.pred.3.weight"] == [128, 64, 2, 2] and shapes["decoder.0.pred.4.weight"] == [27, 64, 1, 1]
-    assert shapes["decoder.1.pred.0.weight"] == [256, 128, 2, 2] and shapes["decoder.1.pred.1.weight"] == [27, 128, 1, 1]
+    assert shapes["decoder.1.pred.0.weight"] == [256, 128, 2, 2]
+    assert shapes["decoder.1.pred.1.weight"] == [27, 128, 1, 1]
     assert shapes["decoder.2.pred.0.weight"] == [27, 256, 1, 1] == shapes["decoder.3.pred.1.weight"]
-    assert shapes["decoder.3.blocks.0.attn.qkv.weight"] == [768, 256] and "norm.3.bias" in shapes and "norm.weight" not in shapes
+    assert shapes["decoder.3.blocks.0.attn.qkv.weight"] == [768, 256]
+    assert "norm.3.bias" in shapes and "norm.weight" not in shapes
 
 
 def test_initialisation():
-    """Linear layers Xavier-uniform, but the heads' convolutions keep the framework's default; tokens normal."""
+    """Linear layers are Xavier-uniform, the heads' convolutions keep PyTorch's default, and tokens are normal."""
     torch.manual_seed(0)
     model = LocalMIMViT(**SIZES | dict(decoder_embed_dim=64))
     embed, head = model.decoder[1].embed.weight, model.decoder[1].pred[1]
     assert 0.9 * (6 / 88) ** 0.5 < embed.abs().max() <= (6 / 88) ** 0.5
-    assert 0.9 < head.weight.abs().max() * 32**0.5 <= 1 and head.bias.any()  # Kaiming-uniform, a = sqrt 5, of 32 channels
+    # Kaiming-uniform with a = sqrt 5, of 32 channels.
+    assert 0.9 < head.weight.abs().max() * 32**0.5 <= 1 and head.bias.any()
     assert 0.01 < model.decoder[3].mask_token.std() < 0.04
 
 
@@ -236,12 +245,14 @@ def test_gradients_flow_from_each_level_into_the_blocks_before_its_tap_alone():
     model = LocalMIMViT(**SIZES, throw_ratio=0.5)
     losses = list(model(torch.randn(2, 3, 32, 32), orders(model, 2)).values())
     for level, loss in enumerate(losses):
-        gradients = [torch.autograd.grad(loss, b.mlp.fc1.weight, retain_graph=True, allow_unused=True)[0] for b in model.blocks]
+        weights = [block.mlp.fc1.weight for block in model.blocks]
+        gradients = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
         assert [g is not None and bool(g.any()) for g in gradients] == [i <= level for i in range(4)]
 
 
 def released(model, bias=False):
-    weights = {name: value for name, value in model.state_dict().items() if name != "hog_bias" and "aggregation" not in name}
+    weights = {name: value for name, value in model.state_dict().items() if "aggregation" not in name}
+    weights.pop("hog_bias", None)
     for k in range(4):
         weights[f"hog_enc.{k}.conv.weight"] = torch.zeros(2, 1, 3, 3)
         if bias:
@@ -256,12 +267,13 @@ def test_load_official():
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     broken = {name: value for name, value in released(source).items() if name != "decoder.2.pred.0.bias"}
-    with pytest.raises(ValueError, match=r"LocalMIM weights do not fit this LocalMIMViT: 1 missing: decoder\.2\.pred\.0\.bias"):
+    message = r"LocalMIM weights do not fit this LocalMIMViT: 1 missing: decoder\.2\.pred\.0\.bias"
+    with pytest.raises(ValueError, match=message):
         model.load_official(broken)
 
 
 def test_the_bias_of_the_gradient_filters():
-    """Random where the option is on, the file's if it has one, zero if not; a model without refuses it."""
+    """With hog_bias it is random until a file sets it. Without hog_bias, a file that has a bias is refused."""
     source = LocalMIMViT(**SIZES, num_bins=18, hog_bias=True)
     assert source.hog_bias.abs().max() <= 1 / 3 and source.hog_bias.unique().numel() == 8
     source.load_official(released(source, bias=True))
@@ -273,7 +285,7 @@ def test_the_bias_of_the_gradient_filters():
 
 
 def test_the_release_s_file_is_fine_tuned_and_probed(tmp_path):
-    """The last level's norm is the encoder's; fine-tuning by the mean of the patches takes none."""
+    """The last level's norm becomes the encoder's norm. Fine-tuning with mean pooling does not use it."""
     source = perturbed(LocalMIMViT(**SIZES)).float()
     torch.save({"model": released(source)}, tmp_path / "release.pth")
     sizes = {name: SIZES[name] for name in ("img_size", "patch_size", "embed_dim", "depth", "num_heads")}
@@ -282,7 +294,8 @@ def test_the_release_s_file_is_fine_tuned_and_probed(tmp_path):
     report = load_encoder(probe, tmp_path / "release.pth")
     assert report.missing == ["head.weight", "head.bias"]
     torch.testing.assert_close(probe.forward_features(imgs), source.forward_features(imgs))
-    assert load_encoder(VisionTransformer(num_classes=3, **sizes), tmp_path / "release.pth").missing[0] == "fc_norm.weight"
+    tuned = VisionTransformer(num_classes=3, **sizes)
+    assert load_encoder(tuned, tmp_path / "release.pth").missing[0] == "fc_norm.weight"
 
 
 @pytest.mark.parametrize(

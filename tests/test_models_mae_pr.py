@@ -8,12 +8,19 @@ from prmim import TokenOrderSampler, addressed_noise
 from tests.slow_mae import slow_loss
 
 SIZES = dict(
-    img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2
+    img_size=32,
+    patch_size=8,
+    embed_dim=24,
+    depth=2,
+    num_heads=3,
+    decoder_embed_dim=16,
+    decoder_depth=2,
+    decoder_num_heads=2,
 )
 
 
 def official_state_dict(model):
-    """The model's weights under MAE's names, the aggregator left out."""
+    """Returns the model's weights under MAE's names, without the aggregation."""
     ours = {new: old for old, new in OFFICIAL_NAMES.items()}
     renamed = {}
     for name, value in model.state_dict().items():
@@ -24,7 +31,7 @@ def official_state_dict(model):
 
 
 def perturbed(model):
-    """Weights as after some training: norms and biases differ from their first values, too."""
+    """Adds noise to all trained weights, so that norms and biases, too, differ from their initial values."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -43,27 +50,21 @@ def orders(model, batch):
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, norm_pix_loss, img_size):
     torch.manual_seed(0)
     sizes = SIZES | dict(img_size=img_size)
-    model = perturbed(
-        MaskedAutoencoderViT(**sizes, throw_ratio=throw_ratio, progressive=progressive, norm_pix_loss=norm_pix_loss, kernel_size=3)
-    )
+    options = dict(throw_ratio=throw_ratio, progressive=progressive, norm_pix_loss=norm_pix_loss, kernel_size=3)
+    model = perturbed(MaskedAutoencoderViT(**sizes, **options))
     imgs = torch.randn(2, 3, *model.img_size, dtype=torch.float64)
     ids = orders(model, 2)
     aggregation = dict(model.decoder.aggregation.operator.named_parameters()) if throw_ratio and progressive else None
-    losses, predictions = zip(
-        *(
-            slow_loss(
-                official_state_dict(model), img, *segments(row, model.counts), 8, 3, 2, norm_pix_loss, aggregation=aggregation
-            )
-            for img, row in zip(imgs, ids, strict=True)
-        ),
-        strict=True,
-    )
-    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+    losses, weights = [], official_state_dict(model)
     pred, mask = model.reconstruct(imgs, ids)
     for b in range(2):
-        assert mask[b].nonzero().flatten().tolist() == sorted(predictions[b])
-        for token, value in predictions[b].items():
+        args = (weights, imgs[b], *segments(ids[b], model.counts), 8, 3, 2, norm_pix_loss)
+        loss, predictions = slow_loss(*args, aggregation=aggregation)
+        losses.append(loss)
+        assert mask[b].nonzero().flatten().tolist() == sorted(predictions)
+        for token, value in predictions.items():
             torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
 
 
 def segments(row, counts):
@@ -72,7 +73,7 @@ def segments(row, counts):
 
 
 def test_reconstruct_image_undoes_the_target_normalisation():
-    """A perfect prediction of the normalised target must give back the image; visible patches are the image's own."""
+    """A perfect prediction of the normalised target gives back the image."""
     model = MaskedAutoencoderViT(**SIZES, norm_pix_loss=True, throw_ratio=0.5)
     imgs, ids = torch.randn(2, 3, 32, 32), orders(model, 2)
     target = model.cut(imgs)

@@ -14,7 +14,7 @@ FUSED = (1, 2, 3)
 
 
 def slow_fusion(tokens, w, name, heads):
-    """Levels 1 and 2 through a linear layer each, level 3 as it is, mixed by the softmax of three logits."""
+    """Mixes three levels by the softmax of three logits. The first two go through a linear layer each."""
     logits = w["proj_weights"].flatten()
     shares = [logit.exp() / sum(other.exp() for other in logits) for logit in logits]
     mixture = dict.fromkeys(tokens, 0.0)
@@ -66,19 +66,21 @@ def test_weight_decay_spares_the_tokens_and_not_the_logits():
     names = {id(p): name for name, p in model.named_parameters()}
     spared, decayed = ({names[id(p)] for p in group["params"]} for group in (spared, decayed))
     assert {"cls_token", "decoder.mask_token", "norm.weight", "proj_layers.0.bias"} <= spared
-    assert {"proj_weights", "proj_layers.0.weight", "decoder.aggregation.operator.weight", "patch_embed.proj.weight"} <= decayed
+    assert {"proj_weights", "proj_layers.0.weight", "patch_embed.proj.weight"} <= decayed
+    assert "decoder.aggregation.operator.weight" in decayed
 
 
 def release_name(name):
-    """Our name -> the release's, by a table written the other way round."""
-    for ours, theirs in {"mlp.fc1.": "ffn.layers.0.0.", "mlp.fc2.": "ffn.layers.1.", "norm1.": "ln1.", "norm2.": "ln2."}.items():
-        name = name.replace(ours, theirs)
+    """Returns the release's name of one of our parameters, by a table that is independent of the tested one."""
+    name = name.replace("mlp.fc1.", "ffn.layers.0.0.").replace("mlp.fc2.", "ffn.layers.1.")
+    name = name.replace("norm1.", "ln1.").replace("norm2.", "ln2.")
     if name.startswith("decoder."):
         name = name.removeprefix("decoder.")
         if name == "mask_token" or name.startswith("norm."):
             return "neck." + name.replace("norm.", "ln1.")
         return f"neck.decoder_{name}"
-    name = re.sub(r"^norm\.", "ln1.", name).replace("patch_embed.proj.", "patch_embed.projection.").replace("blocks.", "layers.")
+    name = re.sub(r"^norm\.", "ln1.", name)
+    name = name.replace("patch_embed.proj.", "patch_embed.projection.").replace("blocks.", "layers.")
     return f"backbone.{name}"
 
 
@@ -86,8 +88,9 @@ def release_name(name):
 def test_load_official(older):
     source = perturbed(MFFMaskedAutoencoderViT(**SIZES, throw_ratio=0.0)).float()
     released = {release_name(name): value for name, value in source.state_dict().items()}
-    assert {"backbone.layers.3.ffn.layers.0.0.weight", "neck.decoder_blocks.1.ln2.bias", "neck.ln1.weight"} <= set(released)
-    assert {"backbone.ln1.bias", "neck.decoder_pos_embed", "neck.decoder_pred.weight", "backbone.proj_weights"} <= set(released)
+    known = {"backbone.layers.3.ffn.layers.0.0.weight", "backbone.ln1.bias", "backbone.proj_weights"}
+    known |= {"neck.decoder_blocks.1.ln2.bias", "neck.ln1.weight", "neck.decoder_pos_embed", "neck.decoder_pred.weight"}
+    assert known <= set(released)
     if older:
         released = {name.replace(".ln1.", ".norm1.").replace(".ln2.", ".norm2."): v for name, v in released.items()}
     released["data_preprocessor.mean"] = torch.zeros(3)
@@ -96,7 +99,8 @@ def test_load_official(older):
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     del released["backbone.proj_layers.0.bias"]
-    with pytest.raises(ValueError, match="MFF weights do not fit this MFFMaskedAutoencoderViT: 1 missing: proj_layers.0.bias"):
+    message = "MFF weights do not fit this MFFMaskedAutoencoderViT: 1 missing: proj_layers.0.bias"
+    with pytest.raises(ValueError, match=message):
         model.load_official(released)
 
 

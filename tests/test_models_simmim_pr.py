@@ -7,7 +7,12 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from models_relative_vit import RelativeVisionTransformer, lookup_bias, relative_position_index, relative_vit_base_patch16
+from models_relative_vit import (
+    RelativeVisionTransformer,
+    lookup_bias,
+    relative_position_index,
+    relative_vit_base_patch16,
+)
 from models_simmim_pr import (
     SimMIMSwin,
     SimMIMViT,
@@ -18,7 +23,8 @@ from models_simmim_pr import (
 )
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.test_models_mae_pr import perturbed, segments
-from util.run.checkpoint import load_encoder, save_checkpoint
+from util.encoder_weights import load_encoder
+from util.run.checkpoint import save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=4, embed_dim=24, depth=2, num_heads=3)
 
@@ -29,7 +35,7 @@ def orders(model, batch):
 
 
 def table_row(query, key, rows, columns):
-    """The row of the bias table, from the paper's words: "cls" or a raster token each."""
+    """Returns the row of the bias table for a query and a key, each "cls" or a raster token, as the paper has it."""
     offsets = (2 * rows - 1) * (2 * columns - 1)
     if query == "cls":
         return offsets + 2 if key == "cls" else offsets
@@ -45,7 +51,7 @@ def slow_norm(x, w, name):
 
 
 def slow_simmim(w, img, visible, retained, thrown, grid, patch, heads, kernel_size=None):
-    """One image, one token at a time -> (loss, {token: prediction [p, p, 3]}); thrown tokens are absent from the start."""
+    """Returns (loss, {token: prediction [p, p, 3]}) of one image, token by token. No block sees a thrown token."""
     rows, columns = grid
 
     def pixels(token):
@@ -67,7 +73,8 @@ def slow_simmim(w, img, visible, retained, thrown, grid, patch, heads, kernel_si
             out = []
             for h in range(heads):
                 span = slice(h * width, (h + 1) * width)
-                logits = {o: normed[t][0][span] @ normed[o][1][span] + table[table_row(t, o, rows, columns), h] for o in tokens}
+                bias = {o: table[table_row(t, o, rows, columns), h] for o in tokens}
+                logits = {o: normed[t][0][span] @ normed[o][1][span] + bias[o] for o in tokens}
                 total = sum(logit.exp() for logit in logits.values())
                 out.append(sum(logit.exp() / total * normed[o][2][span] for o, logit in logits.items()))
             attended[t] = w[f"{p}.attn.proj.weight"] @ torch.cat(out) + w[f"{p}.attn.proj.bias"]
@@ -101,7 +108,8 @@ def slow_simmim(w, img, visible, retained, thrown, grid, patch, heads, kernel_si
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, img_size):
     torch.manual_seed(0)
     sizes = SIZES | dict(img_size=img_size)
-    model = perturbed(SimMIMViT(**sizes, mask_ratio=0.7, throw_ratio=throw_ratio, progressive=progressive, kernel_size=3))
+    options = dict(mask_ratio=0.7, throw_ratio=throw_ratio, progressive=progressive, kernel_size=3)
+    model = perturbed(SimMIMViT(**sizes, **options))
     imgs, ids = torch.randn(2, 3, *model.img_size, dtype=torch.float64), orders(model, 2)
     pred, mask = model.reconstruct(imgs, ids)
     losses, weights = [], model.state_dict()
@@ -116,7 +124,7 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
 
 
 def test_kept_tokens_are_those_of_a_full_run_that_cannot_see_the_thrown():
-    """All 64 tokens in raster order, the whole bias, and -inf where a key is thrown: nothing of it is gathered."""
+    """The full run has all 64 tokens in raster order, the whole bias, and a large negative logit for thrown keys."""
     torch.manual_seed(0)
     model = perturbed(SimMIMViT(**SIZES, mask_ratio=0.75, throw_ratio=0.5))
     imgs, ids = torch.randn(3, 3, 32, 32, dtype=torch.float64), orders(model, 3)
@@ -132,7 +140,7 @@ def test_kept_tokens_are_those_of_a_full_run_that_cannot_see_the_thrown():
         expected = order.take_kept(x[:, 1:])
         kept = model.forward_encoder(model.cut(imgs), order)[:, : model.counts.num_kept]
         torch.testing.assert_close(kept, expected, rtol=1e-9, atol=1e-9)
-        # The bias of the first tokens instead of the kept ones would be another model.
+        # With the biases of the first tokens instead of the kept ones the result is another.
         model.rel_pos_bias.forward = lambda ids: type(model.rel_pos_bias).forward(model.rel_pos_bias)[
             :, :, : ids.shape[1] + 1, : ids.shape[1] + 1
         ]
@@ -158,7 +166,7 @@ def test_retained_predictions_do_not_depend_on_the_convolution():
     ("ratio", "throw", "counts"), [(0.6, 0.3, (76, 62, 58)), (0.6, 0.5, (76, 22, 98)), (0.6, 0.0, (76, 120, 0))]
 )
 def test_counts_of_vit_b(ratio, throw, counts):
-    """30 of 49 units are masked, 120 of 196 tokens; a share of all tokens is thrown."""
+    """30 of 49 units are masked, which are 120 of 196 tokens. The thrown tokens are a share of all tokens."""
     found = count_tokens(196, ratio, throw, mask_unit=2)
     assert (found.num_visible, found.num_retained, found.num_thrown) == counts
     for bad in (0.6, 0.7, -0.1):
@@ -180,7 +188,7 @@ def test_initialisation_is_simmim_s():
     torch.manual_seed(0)
     model = SimMIMViT(img_size=32, patch_size=8, embed_dim=192, depth=3, num_heads=3)
     for number, block in enumerate(model.blocks, start=1):
-        assert block.attn.qkv.weight.abs().max() <= 0.02  # cut at one sigma
+        assert block.attn.qkv.weight.abs().max() <= 0.02  # truncated at one sigma
         for layer in (block.attn.proj, block.mlp.fc2):
             assert layer.weight.abs().max().item() == pytest.approx(0.02 / math.sqrt(2 * number), rel=0.01)
             assert not layer.bias.any()
@@ -188,7 +196,7 @@ def test_initialisation_is_simmim_s():
         assert not block.attn.q_bias.any() and not block.attn.v_bias.any()
     assert not model.rel_pos_bias.relative_position_bias_table.any() and not model.patch_embed.proj.bias.any()
     assert 0.019 < model.mask_token.abs().max() <= 0.02 and 0.019 < model.cls_token.abs().max() <= 0.02
-    bound = 192**-0.5  # the head keeps the framework's
+    bound = 192**-0.5  # the head keeps PyTorch's default
     assert 0.95 * bound < model.pred.weight.abs().max() <= bound and model.pred.bias.any()
     tuned = RelativeVisionTransformer(img_size=32, patch_size=8, embed_dim=192, depth=3, num_heads=3)
     weight = tuned.blocks[0].attn.qkv.weight
@@ -216,7 +224,7 @@ def norm(dim, **kwargs):
 
 
 def release(model):
-    """The model's weights as SimMIM's files hold them before fine-tuning."""
+    """Returns the model's weights as in SimMIM's files from before fine-tuning."""
     weights = {f"encoder.{k}": v for k, v in model.state_dict().items() if not k.startswith(("pred.", "aggregation."))}
     weights["encoder.rel_pos_bias.relative_position_index"] = torch.zeros(65, 65, dtype=torch.int64)
     p = model.patch_size
@@ -254,7 +262,7 @@ def test_encoder_moves_to_fine_tuning_with_a_table_in_each_block(tmp_path, relea
     for block in tuned.blocks:
         assert torch.equal(block.attn.relative_position_bias_table, source.rel_pos_bias.relative_position_bias_table)
     tables = {block.attn.relative_position_bias_table.data_ptr() for block in tuned.blocks}
-    assert len(tables) == len(tuned.blocks)  # each its own
+    assert len(tables) == len(tuned.blocks)  # each block has a table of its own
     larger = RelativeVisionTransformer(**SIZES | dict(img_size=48), num_classes=5)
     assert len(load_encoder(larger, path).resized) == 2
     assert larger.blocks[0].attn.relative_position_bias_table.shape == (23 * 23 + 3, 3)
@@ -262,11 +270,12 @@ def test_encoder_moves_to_fine_tuning_with_a_table_in_each_block(tmp_path, relea
 
 def test_tables_of_rectangles_are_resized_by_the_settings(tmp_path):
     source = SimMIMViT(**SIZES | dict(img_size=(16, 32)))
-    path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"settings": {"input_size": [16, 32], "patch_size": 4}})
+    meta = {"settings": {"input_size": [16, 32], "patch_size": 4}}
+    path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, meta)
     tuned = RelativeVisionTransformer(**SIZES)
     load_encoder(tuned, path)
     assert tuned.blocks[0].attn.relative_position_bias_table.shape == (15 * 15 + 3, 3)
-    turned = RelativeVisionTransformer(**SIZES | dict(img_size=(32, 16)))  # as many rows, other offsets
+    turned = RelativeVisionTransformer(**SIZES | dict(img_size=(32, 16)))  # as many rows, but other offsets
     assert len(load_encoder(turned, path).resized) == 2
     assert load_encoder(RelativeVisionTransformer(**SIZES | dict(img_size=(16, 32))), path).resized == []
 
@@ -299,7 +308,7 @@ SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(1, 2), num_heads=(1
 
 
 def test_swin_against_a_plain_run_with_mask_tokens():
-    """The release's own course: whole image embedded, masked tokens replaced, 1 x 1 convolution, pixel shuffle, L1."""
+    """The steps of the release: embed the whole image, replace masked tokens, 1 x 1 convolution, pixel shuffle, L1."""
     torch.manual_seed(0)
     model = perturbed(SimMIMSwin(**SWIN))
     imgs, ids = torch.randn(3, 3, 32, 32, dtype=torch.float64), orders(model, 3)
@@ -311,7 +320,8 @@ def test_swin_against_a_plain_run_with_mask_tokens():
         tokens = torch.where(mask.unsqueeze(-1), model.mask_token, tokens)
         features = model.encode(tokens).transpose(1, 2).reshape(3, 32, 4, 4)
         weights = release_names_back(model)
-        images = nn.functional.conv2d(features, weights["decoder.0.weight"].double(), weights["decoder.0.bias"].double())
+        kernel, bias = weights["decoder.0.weight"].double(), weights["decoder.0.bias"].double()
+        images = nn.functional.conv2d(features, kernel, bias)
         images = nn.functional.pixel_shuffle(images, 8)
         pixels = mask.view(3, 1, 8, 8).double().repeat_interleave(4, 2).repeat_interleave(4, 3)
         loss = ((imgs - images).abs() * pixels).sum() / pixels.sum() / 3
@@ -325,7 +335,10 @@ def release_names_back(model):
     kernel, bias, r = model.pred.weight, model.pred.bias, model.stride
     index = [(i * r + j) * 3 + colour for colour in range(3) for i in range(r) for j in range(r)]
     weights = {f"encoder.{k}": v for k, v in model.state_dict().items() if not k.startswith("pred.")}
-    return weights | {"decoder.0.weight": kernel[index].detach()[..., None, None], "decoder.0.bias": bias[index].detach()}
+    return weights | {
+        "decoder.0.weight": kernel[index].detach()[..., None, None],
+        "decoder.0.bias": bias[index].detach(),
+    }
 
 
 def test_swin_load_official_and_sizes():
@@ -344,7 +357,7 @@ def test_swin_load_official_and_sizes():
 
 
 def test_the_bias_is_laid_out_for_fused_attention():
-    """PyTorch's fused kernels on GPUs want the keys next to each other; else they fall back to an unfused one."""
+    """PyTorch's fused kernels on GPUs need a bias that is contiguous along the keys. Otherwise they are not used."""
     model = SimMIMViT(**SIZES, throw_ratio=0.5, mask_ratio=0.75)
     for bias in (model.rel_pos_bias(), model.rel_pos_bias(orders(model, 2)[:, : model.counts.num_kept])):
         assert bias.is_contiguous() and bias.dtype == torch.float32

@@ -12,13 +12,13 @@ from models_swin import (
     swin_base_patch4_window7,
     swin_large_patch4_window14,
 )
-from util.run.checkpoint import load_encoder
+from util.encoder_weights import load_encoder
 
 SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 3), num_heads=(2, 4, 8), window_size=4)
 
 
 def timm_names(state_dict):
-    """Ours -> timm's: there a stage begins with its downsample, and the head has a name of its own."""
+    """Renames our keys to timm's, where a stage begins with its downsample and the head is `head.fc`."""
     renamed = {}
     for name, value in state_dict.items():
         parts = name.split(".")
@@ -39,7 +39,7 @@ def test_equals_timm_on_the_same_weights(changes):
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    # timm merges (row, column) neighbours in the order 00, 10, 01, 11, too; its buffers are computed
+    # timm also merges (row, column) neighbours in the order 00, 10, 01, 11. Its buffers are computed.
     missing = theirs.load_state_dict(timm_names(ours.state_dict()), strict=False)
     assert not missing.unexpected_keys and all("index" in key or "attn_mask" in key for key in missing.missing_keys)
     imgs = torch.randn(2, 3, *ours.img_size, dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_equals_timm_on_the_same_weights(changes):
 
 @pytest.mark.parametrize(("grid", "window", "shift"), [((8, 8), 4, 2), ((6, 12), 3, 1), ((14, 14), 7, 3)])
 def test_shifted_attention_is_confined_to_true_windows(grid, window, shift):
-    """Two tokens see each other where floor((c - shift + w) / w) is equal on both axes: no roll in sight."""
+    """Two tokens attend to each other if floor((c - shift + w) / w) is equal on both axes."""
     rows, columns = grid
     ids = torch.arange(rows * columns).view(1, rows, columns, 1)
     rolled = cut_windows(ids.roll((-shift, -shift), dims=(1, 2)), window)[0, :, :, 0].tolist()
@@ -89,7 +89,11 @@ def test_layer_ids_and_decay():
     groups = param_groups_layer_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
     found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
     ids = {"patch_embed.proj.weight": 0, "layers.0.blocks.0.mlp.fc1.weight": 1, "layers.0.blocks.1.mlp.fc1.weight": 2}
-    ids |= {"layers.0.downsample.reduction.weight": 2, "layers.1.blocks.0.attn.qkv.weight": 3, "layers.1.downsample.norm.weight": 4}
+    ids |= {
+        "layers.0.downsample.reduction.weight": 2,
+        "layers.1.blocks.0.attn.qkv.weight": 3,
+        "layers.1.downsample.norm.weight": 4,
+    }
     ids |= {"layers.2.blocks.2.attn.proj.weight": 7, "layers.2.blocks.2.attn.relative_position_bias_table": 7}
     ids |= {"norm.weight": 8, "head.weight": 8, "head.bias": 8}
     for name, number in ids.items():
@@ -100,8 +104,10 @@ def test_layer_ids_and_decay():
 def test_other_windows_and_images_take_over_the_weights(tmp_path):
     torch.manual_seed(0)
     source = SwinEncoder(**SIZES | dict(img_size=48, window_size=3))
-    released = {f"encoder.{k}": v for k, v in source.state_dict().items()} | {"encoder.mask_token": torch.zeros(1, 1, 16)}
-    released |= {"encoder.layers.0.blocks.1.attn_mask": torch.zeros(16, 9, 9), "decoder.0.weight": torch.zeros(3, 64, 1, 1)}
+    released = {f"encoder.{k}": v for k, v in source.state_dict().items()}
+    released["encoder.mask_token"] = torch.zeros(1, 1, 16)
+    released["decoder.0.weight"] = torch.zeros(3, 64, 1, 1)
+    released["encoder.layers.0.blocks.1.attn_mask"] = torch.zeros(16, 9, 9)
     released["encoder.layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(9, 9)
     torch.save({"model": released}, tmp_path / "released.pth")
     tuned = SwinTransformer(**SIZES, num_classes=3)
@@ -109,7 +115,7 @@ def test_other_windows_and_images_take_over_the_weights(tmp_path):
     assert set(report.missing) == {"head.weight", "head.bias"} and set(report.unexpected) == {"mask_token"}
     assert len(report.resized) == 7 and torch.equal(tuned.norm.weight, source.norm.weight)
     ours, theirs = (m.layers[0].blocks[0].attn.relative_position_bias_table for m in (tuned, source))
-    torch.testing.assert_close(ours.view(7, 7, 2)[3, 3], theirs.view(5, 5, 2)[2, 2])  # no offset stays no offset
+    torch.testing.assert_close(ours.view(7, 7, 2)[3, 3], theirs.view(5, 5, 2)[2, 2])  # offset zero
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def an_order(model, batch=2):
 
 
 def theirs_and_ours(theirs, teacher, imgs):
-    """Mean of the last two blocks' outputs by timm and by the teacher."""
+    """Returns the mean of the last two blocks' outputs, from timm and from the teacher."""
     blocks = theirs.forward_intermediates(imgs, indices=2, norm=False, intermediates_only=True, output_fmt="NLC")
     return sum(blocks) / 2, teacher.features(imgs)
 
@@ -37,16 +37,19 @@ FORMS = {
     "timm": lambda w: w,
     "MAE": lambda w: {"model": w, "epoch": 3},
     "iBOT": lambda w: {"state_dict": w | {"head.mlp.0.weight": torch.zeros(3)}},
-    "whole run": lambda w: {"student": {f"module.backbone.{k}": v for k, v in w.items()} | {"module.head.last": torch.zeros(3)}},
+    "training checkpoint": lambda w: {
+        "student": {f"module.backbone.{k}": v for k, v in w.items()} | {"module.head.last": torch.zeros(3)}
+    },
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_features_and_attention_are_timm_s(tmp_path, form):
+def test_features_and_attention_equal_those_of_timm(tmp_path, form):
     theirs = timm_vit()
     torch.save(FORMS[form](theirs.state_dict()), tmp_path / "teacher.pth")
     teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
-    assert ("of a whole run, the student" in teacher.origin) == (form == "whole run")
+    assert ("(the student of a training checkpoint)" in teacher.origin) == (form == "training checkpoint")
+    assert teacher.source == str(tmp_path / "teacher.pth")
     imgs = torch.randn(2, 3, 32, 32)
     expected, features = theirs_and_ours(theirs, teacher, imgs)
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
@@ -68,17 +71,18 @@ def test_features_and_attention_are_timm_s(tmp_path, form):
                 torch.testing.assert_close(rows[b, :, i], logits[b, :, query, 1 + patches], rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_of_ours_is_a_teacher_and_says_so(tmp_path):
+def test_a_run_of_this_project_is_a_teacher(tmp_path):
     model = mae_vit_micro_patch4()
     settings = dict(model="mae_vit_micro_patch4", input_size=[32], patch_size=4)
     save_checkpoint(tmp_path, 7, {"model": model.state_dict()}, {"settings": settings})
     teacher = open_teacher(str(tmp_path), (32, 32), 4)
     assert torch.equal(teacher.blocks[3].mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
     assert "checkpoint-7.pth', width 96, 4 blocks: 52 loaded" in teacher.origin and len(teacher.fingerprint) == 64
+    assert teacher.source == str((tmp_path / "checkpoint-7.pth").resolve())
     assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
 
 
-def test_a_run_s_own_normalisation_of_pixels_is_respected(tmp_path):
+def test_the_pixel_normalisation_of_a_run_is_respected(tmp_path):
     model, pixels = mae_vit_micro_patch4(), torch.rand(2, 3, 32, 32)
     settings = dict(input_size=[32], patch_size=4, mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.4])
     mean, std = (torch.tensor(settings[name]).view(3, 1, 1) for name in ("mean", "std"))
@@ -99,11 +103,11 @@ def test_positions_of_another_grid_are_resized(tmp_path):
 
 @pytest.fixture
 def timm_gives(monkeypatch):
-    """timm without a network: every pre-trained model is this one."""
+    """Replaces timm's download: every pre-trained model is the one that is given here."""
 
     def give(make):
         def create(name, pretrained, img_size):
-            monkeypatch.undo()  # `make` wants timm's own
+            monkeypatch.undo()  # `make` needs timm's own function
             return make()
 
         monkeypatch.setattr(timm, "create_model", create)
@@ -112,12 +116,12 @@ def timm_gives(monkeypatch):
 
 
 def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
-    """The teacher sees what timm's model would see: the same photograph, by its own mean and deviation."""
+    """The teacher sees a photograph as timm's model does: normalised with that model's mean and deviation."""
     theirs = timm_vit()
     theirs.pretrained_cfg = dict(mean=(0.5, 0.5, 0.4), std=(0.5, 0.25, 0.5))
     timm_gives(lambda: theirs)
     teacher = open_teacher("vit_base_patch16_224.augreg_in21k", (32, 32), 4)
-    assert teacher.fingerprint == "vit_base_patch16_224.augreg_in21k" and teacher.num_heads == 3
+    assert teacher.source == teacher.fingerprint == "vit_base_patch16_224.augreg_in21k" and teacher.num_heads == 3
     pixels = torch.rand(2, 3, 32, 32)
     normalised = lambda mean, std: (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)  # noqa: E731
     expected, _ = theirs_and_ours(theirs, teacher, normalised(**theirs.pretrained_cfg))
@@ -125,7 +129,7 @@ def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_timm_model_that_computes_something_else_is_refused(timm_gives):
+def test_a_timm_model_that_computes_other_features_is_refused(timm_gives):
     def quick():
         model = timm_vit(act_layer="quick_gelu")
         model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -139,7 +143,7 @@ def test_a_timm_model_that_computes_something_else_is_refused(timm_gives):
         open_teacher("resnet18", (32, 32), 4)
 
 
-def test_what_cannot_be_a_teacher(tmp_path, timm_gives):
+def test_unusable_teachers_are_refused(tmp_path, timm_gives):
     def refused(weights, message, patch_size=4):
         torch.save(weights, tmp_path / "teacher.pth")
         with pytest.raises(ValueError, match=message):
@@ -150,13 +154,20 @@ def test_what_cannot_be_a_teacher(tmp_path, timm_gives):
     for odd in ({"model": torch.zeros(2)}, {"model": "x"}, {"state_dict": None}, {0: torch.zeros(2)}):
         refused(odd, "holds no weights by their names")
     refused({"fc.weight": torch.zeros(2)}, "holds no Vision Transformer of this kind: cls_token, ")
-    refused({**weights, "blocks.0.ls1.gamma": torch.zeros(192)}, "another kind of encoder: this ViT has no blocks.0.ls1.gamma")
+    refused(
+        {**weights, "blocks.0.ls1.gamma": torch.zeros(192)},
+        "another kind of encoder: this ViT has no blocks.0.ls1.gamma",
+    )
     refused({k: v for k, v in weights.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias")
     wide = vit_micro_patch4(embed_dim=48).state_dict()
     refused(wide, "none is known for width 48 and depth 4; known")
-    with pytest.raises(ValueError, match=r"'vit_bas_patch16_224' is neither a file nor .* close to it: vit_base_patch16_224"):
+    with pytest.raises(
+        ValueError, match=r"'vit_bas_patch16_224' is neither a file nor .* close to it: vit_base_patch16_224"
+    ):
         open_teacher("vit_bas_patch16_224", (224, 224), 16)
-    timm_gives(lambda: timm.create_model("vit_tiny_patch16_224", pretrained_cfg=dict(file="nowhere.pth"), pretrained=True))
+    timm_gives(
+        lambda: timm.create_model("vit_tiny_patch16_224", pretrained_cfg=dict(file="nowhere.pth"), pretrained=True)
+    )
     with pytest.raises(ValueError, match="teacher 'vit_tiny_patch16_224': timm could not make it, with its weights"):
         open_teacher("vit_tiny_patch16_224", (224, 224), 16)
     (tmp_path / "empty").mkdir()

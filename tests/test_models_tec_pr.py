@@ -1,3 +1,4 @@
+import argparse
 import math
 import re
 
@@ -12,7 +13,8 @@ from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
 from tests.test_models_mae_pr import orders, perturbed, segments
-from util.run.checkpoint import load_encoder, save_checkpoint
+from util.encoder_weights import load_encoder
+from util.run.checkpoint import save_checkpoint, sha256
 
 ENCODER = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3)
 SIZES = ENCODER | dict(decoder_embed_dim=16, decoder_num_heads=2, num_adap=2, kernel_size=3, att_topk=3, att_tau=1.7)
@@ -29,7 +31,10 @@ def build(throw_ratio=0.5, progressive=True, teacher=None, **options):
 
 
 def slow_teacher(w, img, heads, keys, topk):
-    """-> ({token: feature target}, queries, {(query, head): {key: logit}}); keys: the tokens that attention may reach."""
+    """Returns ({token: feature target}, queries, {(query, head): {key: logit}}).
+
+    keys: the tokens that attention may reach.
+    """
     tokens = {"cls": w["cls_token"][0, 0] + w["pos_embed"][0, 0]}
     for t in range(16):
         embedded = (w["patch_embed.proj.weight"] * pixels(img, t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
@@ -51,7 +56,7 @@ def slow_teacher(w, img, heads, keys, topk):
 
 
 def products(query, keys, head, heads, divisor):
-    """{key: logit} of one head, over the root of `divisor`"""
+    """Returns {key: logit} of one head, divided by the root of `divisor`."""
     span = slice(head * len(query) // heads, (head + 1) * len(query) // heads)
     return {j: (query[span] @ k[span]) / math.sqrt(divisor) for j, k in keys.items()}
 
@@ -87,7 +92,7 @@ def slow_latent(w, img, visible):
 
 
 def slow_decoder(w, name, latent, retained, thrown):
-    """{token or "cls": features after the branch's norm}; `thrown` are those to be reconstructed."""
+    """Returns {token or "cls": features after the decoder's norm}. `thrown`: the tokens to be reconstructed."""
     tokens = {t: slow_mae.linear(x, w, f"{name}.embed") for t, x in latent.items()}
     tokens |= dict.fromkeys(retained, w[f"{name}.mask_token"][0, 0])
     tokens = {t: x + w[f"{name}.pos_embed"][0, 0 if t == "cls" else 1 + t] for t, x in tokens.items()}
@@ -104,21 +109,25 @@ def slow_decoder(w, name, latent, retained, thrown):
 
 
 def slow_losses(model, img, split, progressive):
-    """-> (feature loss, attention loss, {token: feature prediction}, the targets' entropy) of one image."""
+    """Returns (feature loss, attention loss, {token: predicted feature}, entropy of the targets) of one image."""
     w = {name: value.double() for name, value in model.state_dict().items()}
     visible, retained, thrown = split
     keys = sorted([*visible, *retained, *(thrown if progressive else [])])
     teacher = {name: value.double() for name, value in model.teacher.state_dict().items()}
     targets, queries, logits = slow_teacher(teacher, img, 5, keys, 3)
     latent = slow_latent(w, img, visible)
-    fea, att = (slow_decoder(w, f"decoder_{b}", latent, retained, thrown if progressive else []) for b in ("fea", "att"))
+    fea, att = (
+        slow_decoder(w, f"decoder_{b}", latent, retained, thrown if progressive else []) for b in ("fea", "att")
+    )
     predictions = {t: slow_mae.linear(x, w, "decoder_fea.pred") for t, x in fea.items() if t != "cls"}
     errors = [((predictions[t] - targets[t]) ** 2).mean() for t in keys if t not in visible]
     qk = {t: slow_mae.linear(x, w, "decoder_att.pred") for t, x in att.items()}
     entropies, crosses = [], []
     for query in queries:
         for head in range(5):
-            ours = products(qk[query][:20], {j: qk[j][20:] for j in keys}, head, 5, 20)  # the width, not the head's
+            ours = products(
+                qk[query][:20], {j: qk[j][20:] for j in keys}, head, 5, 20
+            )  # scaled by the width of all heads
             theirs = {j: value / 1.7 for j, value in logits[query, head].items()}
             total, own = (sum(v.exp() for v in row.values()) for row in (theirs, ours))
             crosses.append(-sum(theirs[j].exp() / total * (ours[j] - own.log()) for j in keys))
@@ -130,7 +139,9 @@ def slow_losses(model, img, split, progressive):
 def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progressive):
     model = build(throw_ratio, progressive)
     imgs, ids = torch.randn(2, 3, 32, 32, dtype=torch.float64), orders(model, 2)
-    results = [slow_losses(model, img, segments(row, model.counts), progressive) for img, row in zip(imgs, ids, strict=True)]
+    results = [
+        slow_losses(model, img, segments(row, model.counts), progressive) for img, row in zip(imgs, ids, strict=True)
+    ]
     losses = model(imgs, ids)
     assert list(losses) == ["feature", "attention"]
     for k, loss in enumerate(losses.values()):
@@ -143,13 +154,15 @@ def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progres
             torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
 
 
-def test_attention_loss_is_the_entropy_where_student_and_teacher_agree(monkeypatch):
-    """Logits that the student's head reproduces: the cross-entropy is as small as it can be."""
+def test_attention_loss_is_the_entropy_if_student_and_teacher_agree(monkeypatch):
+    """If the student reproduces the logits, the cross-entropy has its minimum."""
     model = build(0.0, att_tau=1.0)
     logits = torch.randn(2, 5, 4, 16, dtype=torch.float64)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
     monkeypatch.setattr(models_tec_pr, "attention_logits", lambda q, k, heads: logits * q.shape[-1] ** 0.5)
-    loss = model.attention_loss(torch.randn(2, 17, 16, dtype=torch.float64), logits, torch.zeros(2, 3, dtype=torch.int64))
+    loss = model.attention_loss(
+        torch.randn(2, 17, 16, dtype=torch.float64), logits, torch.zeros(2, 3, dtype=torch.int64)
+    )
     torch.testing.assert_close(loss, entropy)
 
 
@@ -185,8 +198,42 @@ def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
     assert all(p.grad is None and not p.requires_grad for p in model.teacher.parameters())
     assert not model.teacher.training
     order = TokenOrder(ids, model.counts)
-    assert all(torch.equal(a, b) for a, b in zip(model.teacher(imgs, order, 16, 3), model.teacher(imgs, order, 16, 3), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.teacher(imgs, order, 16, 3), model.teacher(imgs, order, 16, 3), strict=True)
+    )
     assert not any(x.requires_grad for x in model.teacher(imgs, order, 16, 3))
+
+
+def parse_own_flags(*argv):
+    parser = argparse.ArgumentParser()
+    models_tec_pr.add_flags(parser.add_argument_group())
+    return vars(parser.parse_args(argv))
+
+
+def test_flags_are_none_unless_given():
+    assert parse_own_flags() == {"teacher": None, "att_topk": None, "att_tau": None}
+    given = parse_own_flags("--teacher", "run", "--att_topk", "15", "--att_tau", "1.8")
+    assert given == {"teacher": "run", "att_topk": 15, "att_tau": 1.8}
+
+
+def test_tec_models_need_a_teacher():
+    with pytest.raises(ValueError, match="--model tec_vit_base_patch16 needs --teacher: a checkpoint"):
+        models_tec_pr.check_flags({"model": "tec_vit_base_patch16", **parse_own_flags()})
+    models_tec_pr.check_flags({"model": "tec_vit_base_patch16", **parse_own_flags("--teacher", "run")})
+    models_tec_pr.check_flags({"model": "mae_vit_base_patch16", **parse_own_flags()})
+
+
+def test_what_a_run_records_about_the_teacher(tmp_path, monkeypatch):
+    weights = {"model": models_vit.vit_micro_patch4(global_pool="token").state_dict()}
+    path = save_checkpoint(tmp_path, 3, weights, {})
+    monkeypatch.chdir(tmp_path)
+    model = tec_vit_micro_patch4(teacher=".", att_topk=5)
+    assert model.own_settings() == {"teacher": str(path.resolve()), "att_topk": 5, "att_tau": 1.0}
+    assert model.checkpoint_meta() == {"teacher": sha256(path)}
+    assert model.notes() == [model.teacher.origin] and "checkpoint-3.pth'" in model.teacher.origin
+    untrained = tec_vit_micro_patch4()
+    assert untrained.own_settings()["teacher"] is None and untrained.checkpoint_meta() == {}
 
 
 def test_the_teacher_moves_with_the_model():
@@ -198,7 +245,11 @@ def test_the_teacher_moves_with_the_model():
 def test_gradients_reach_adapters_and_both_decoders():
     model = build().float()
     sum(model(torch.randn(2, 3, 32, 32), orders(model, 2)).values()).backward()
-    for name in ("cls_token_mlp.fc1.weight", "encoder_adaptor.fuse_fcs.0.weight", "encoder_adaptor.adap_mlps.1.fc2.bias"):
+    for name in (
+        "cls_token_mlp.fc1.weight",
+        "encoder_adaptor.fuse_fcs.0.weight",
+        "encoder_adaptor.adap_mlps.1.fc2.bias",
+    ):
         assert model.get_parameter(name).grad.any()
     for decoder in (model.decoder_fea, model.decoder_att):
         assert decoder.mask_token.grad.any() and decoder.aggregation.operator.weight.grad.any()
@@ -209,17 +260,24 @@ def test_initialisation():
     """Linear layers Xavier-uniform with zero bias, the two mask tokens normal."""
     torch.manual_seed(0)
     model = TECViT(**SIZES)
-    for name in ("cls_token_mlp.fc1", "encoder_adaptor.fuse_fcs.1", "encoder_adaptor.adap_mlps.0.fc2", "decoder_att.pred"):
+    for name in (
+        "cls_token_mlp.fc1",
+        "encoder_adaptor.fuse_fcs.1",
+        "encoder_adaptor.adap_mlps.0.fc2",
+        "decoder_att.pred",
+    ):
         linear = model.get_submodule(name)
         bound = (6 / sum(linear.weight.shape)) ** 0.5
         assert 0.9 * bound < linear.weight.abs().max() <= bound and not linear.bias.any(), name
     assert 0.005 < model.decoder_att.mask_token.std() < 0.05 and 0.005 < model.decoder_fea.mask_token.std() < 0.05
 
 
-def test_the_encoder_s_first_weights_do_not_depend_on_a_teacher_s_size(tmp_path):
+def test_the_initial_weights_of_the_encoder_do_not_depend_on_the_size_of_the_teacher(tmp_path):
     states = []
     for size in ("micro", "mini"):
-        torch.save(getattr(models_vit, f"vit_{size}_patch4")(global_pool="token").state_dict(), tmp_path / "teacher.pth")
+        torch.save(
+            getattr(models_vit, f"vit_{size}_patch4")(global_pool="token").state_dict(), tmp_path / "teacher.pth"
+        )
         torch.manual_seed(0)
         states.append(tec_vit_micro_patch4(teacher=tmp_path / "teacher.pth").state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] if not name.startswith("decoder_"))
@@ -237,16 +295,21 @@ def test_sizes_of_vit_base():
         model = tec_vit_base_patch16(throw_ratio=0.0)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
     assert shapes["encoder_adaptor.adap_before.weight"] == [9216]
-    assert shapes["encoder_adaptor.fuse_fcs.3.weight"] == [768, 2304] and "encoder_adaptor.fuse_fcs.4.weight" not in shapes
+    assert (
+        shapes["encoder_adaptor.fuse_fcs.3.weight"] == [768, 2304] and "encoder_adaptor.fuse_fcs.4.weight" not in shapes
+    )
     assert shapes["encoder_adaptor.adap_mlps.0.fc1.weight"] == [2048, 768]
     assert shapes["decoder_fea.pred.weight"] == [768, 512] and shapes["decoder_att.pred.weight"] == [1536, 512]
-    assert shapes["decoder_fea.blocks.1.attn.qkv.weight"] == [1536, 512] and "decoder_fea.blocks.2.norm1.weight" not in shapes
+    assert (
+        shapes["decoder_fea.blocks.1.attn.qkv.weight"] == [1536, 512]
+        and "decoder_fea.blocks.2.norm1.weight" not in shapes
+    )
     assert not any(name.startswith("decoder_att.blocks") for name in shapes)
     assert (model.att_topk, model.att_tau, len(model.teacher.blocks), model.teacher.num_heads) == (9, 1.0, 12, 12)
 
 
 def release_name(name):
-    """Our name -> the release's; None for what it has once and we twice."""
+    """Returns the release's name of our parameter, or None if it has one parameter for two of ours."""
     if name.startswith("decoder_fea.blocks."):
         return name.replace("decoder_fea.blocks.", "decoder_blocks.")
     if name == "decoder_fea.pos_embed":
@@ -256,7 +319,12 @@ def release_name(name):
     branch = re.match(r"decoder_(fea|att)\.", name)
     if branch:
         head = "decoder_pred." if branch[1] == "fea" else "decoder_qk."
-        rest = name[branch.end() :].replace("embed.", "decoder_embed.").replace("norm.", "decoder_norm.").replace("pred.", head)
+        rest = (
+            name[branch.end() :]
+            .replace("embed.", "decoder_embed.")
+            .replace("norm.", "decoder_norm.")
+            .replace("pred.", head)
+        )
         return f"forward_{branch[1]}_decoder.{rest}"
     return name
 
@@ -264,7 +332,9 @@ def release_name(name):
 def test_load_official():
     source = build(0.0).float()
     released = {release_name(name): value for name, value in source.state_dict().items() if release_name(name)}
-    assert {"forward_fea_decoder.mask_token", "forward_fea_decoder.decoder_embed.bias", "decoder_pos_embed"} <= set(released)
+    assert {"forward_fea_decoder.mask_token", "forward_fea_decoder.decoder_embed.bias", "decoder_pos_embed"} <= set(
+        released
+    )
     assert {"forward_att_decoder.decoder_qk.weight", "forward_att_decoder.decoder_norm.weight"} <= set(released)
     assert "decoder_blocks.1.norm1.bias" in released and len(released) == len(source.state_dict()) - 1
     model = build(0.5).float()
@@ -276,8 +346,8 @@ def test_load_official():
         model.load_official(released)
 
 
-def test_folding_the_class_token_s_mlp_leaves_features_and_logits_equal(tmp_path):
-    """A classifier that still sends its class token through the MLP, against one that was loaded with the folded token."""
+def test_folding_the_mlp_on_the_class_token_changes_neither_features_nor_logits(tmp_path):
+    """Compares a classifier that sends its class token through the MLP with one that has loaded the folded token."""
 
     class Unfolded(VisionTransformer):
         def prepend_cls_token(self, tokens):
@@ -295,7 +365,9 @@ def test_folding_the_class_token_s_mlp_leaves_features_and_logits_equal(tmp_path
         assert "cls_token" in report.loaded and not [name for name in report.unexpected if name.startswith("cls_token")]
         unfolded = Unfolded(num_classes=5, global_pool=pool, **ENCODER).double().eval()
         unfolded.load_state_dict(folded.state_dict() | {"cls_token": source.cls_token.detach()})
-        unfolded.mlp = [(fc.weight.detach(), fc.bias.detach()) for fc in (source.cls_token_mlp.fc1, source.cls_token_mlp.fc2)]
+        unfolded.mlp = [
+            (fc.weight.detach(), fc.bias.detach()) for fc in (source.cls_token_mlp.fc1, source.cls_token_mlp.fc2)
+        ]
         assert not torch.allclose(folded.cls_token, source.cls_token)
         for parameter in (folded.head.weight, unfolded.head.weight):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
@@ -312,6 +384,6 @@ def test_folding_the_class_token_s_mlp_leaves_features_and_logits_equal(tmp_path
         (dict(num_adap=3), "4 blocks do not divide into num_adap 3 groups"),
     ],
 )
-def test_what_cannot_be(options, message):
+def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TECViT(**SIZES | options)

@@ -4,7 +4,15 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from models_vit import PatchEmbed, VisionTransformer, ViTEncoder, patchify, unpatchify, vit_base_patch16, vit_huge_patch14
+from models_vit import (
+    PatchEmbed,
+    VisionTransformer,
+    ViTEncoder,
+    patchify,
+    unpatchify,
+    vit_base_patch16,
+    vit_huge_patch14,
+)
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
 
@@ -54,7 +62,8 @@ def test_initialisation_is_mae_s():
 
 
 def test_drop_path_grows_linearly():
-    rates = [getattr(b.drop_path, "drop_prob", 0.0) for b in VisionTransformer(**{**SIZES, "depth": 5}, drop_path_rate=0.2).blocks]
+    model = VisionTransformer(**{**SIZES, "depth": 5}, drop_path_rate=0.2)
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
@@ -82,7 +91,10 @@ def test_equals_timm_s_vit_base_at_its_real_size():
 
 @pytest.mark.parametrize("global_pool", ["avg", "token"])
 def test_layer_scales_and_decays_are_mae_s(global_pool):
-    """Scale .65^(13 - id): id 0 for the embeddings, i + 1 for block i, 13 for what follows. No decay: 1-D, cls, positions."""
+    """The scale is .65^(13 - id), with id 0 for the embeddings, i + 1 for block i, and 13 for norm and head.
+
+    Parameters with one dimension, the class token and the positions do not decay.
+    """
     with torch.device("meta"):
         model = vit_base_patch16(global_pool=global_pool)
     groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.65)
@@ -98,7 +110,7 @@ def test_layer_scales_and_decays_are_mae_s(global_pool):
 
 
 def test_the_class_token_may_learn_like_the_head():
-    """TEC's layer ids: class token 1.0, positions and patches the deepest decay."""
+    """As in TEC, the class token has the scale 1.0, and positions and patch embedding have the smallest scale."""
     with torch.device("meta"):
         model = vit_base_patch16()
     model.cls_token_layer_decay = False
@@ -153,7 +165,7 @@ def test_impossible_freezes_are_refused():
 
 
 def test_the_probe_s_head_is_mae_s():
-    """BatchNorm without parameters (eps 1e-6), then a linear layer of std .01; MAE's key names."""
+    """It is a BatchNorm without parameters (eps 1e-6) and a linear layer of std .01, under MAE's key names."""
     torch.manual_seed(0)
     model = VisionTransformer(num_classes=200, global_pool="token", probe=True, **SIZES)
     norm, linear = model.head

@@ -20,7 +20,8 @@ from prmim import (
 
 
 @pytest.mark.parametrize(
-    ("throw_ratio", "visible", "retained", "thrown"), [(0, 49, 147, 0), (0.25, 49, 98, 49), (0.5, 49, 49, 98), (0.65, 49, 20, 127)]
+    ("throw_ratio", "visible", "retained", "thrown"),
+    [(0, 49, 147, 0), (0.25, 49, 98, 49), (0.5, 49, 49, 98), (0.65, 49, 20, 127)],
 )
 def test_counts_of_the_paper(throw_ratio, visible, retained, thrown):
     counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
@@ -67,7 +68,7 @@ def test_noise_depends_on_the_address_alone():
 
 
 def test_noise_is_splitmix64_of_the_hashed_address():
-    """In plain integers. The numbers are part of what a seed means: another value here is another run for every user."""
+    """The hash is computed in plain integers. If these numbers change, every user's seed gives another run."""
     step, last = 0x9E3779B97F4A7C15, 2**64 - 1
 
     def mix(z):
@@ -87,7 +88,7 @@ def test_noise_is_splitmix64_of_the_hashed_address():
 
 
 def literal_algorithm_1(coords, num_retained):
-    """The supplementary's Algorithm 1 on one shuffled list: slice the distance matrix, minimum, first arg max."""
+    """Algorithm 1 of the supplementary on one shuffled list: slice the distance matrix, minimum, first arg max."""
     distances = np.sqrt(((coords[:, None].astype(np.float64) - coords[None]) ** 2).sum(-1))
     tokens = [0]
     while len(tokens) < num_retained:
@@ -140,7 +141,7 @@ def test_samplings_refuse_impossible_counts(num_retained):
 
 @pytest.mark.parametrize("throw_ratio", [0.25, 0.5, 0.65])
 def test_furthest_sampling_favours_no_side(throw_ratio):
-    """P(retained | masked) is the same in opposite halves; with raster ties the upper half would win twofold."""
+    """P(retained | masked) is the same in opposite halves. If ties went by raster order, the upper half would win."""
     counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
     ids = TokenOrderSampler(14, counts)(addressed_noise(0, 0, np.arange(4000), 196))
     retained = np.zeros(196)
@@ -181,7 +182,7 @@ def test_order_is_a_permutation_with_ascending_segments(sampling, grid):
     assert np.array_equal(np.sort(ids, axis=1), np.tile(np.arange(num_tokens), (20, 1)))
     for segment in segments(ids, counts):
         assert (np.diff(segment, axis=1) > 0).all()
-    # The head of the sorted noise is visible, as in MAE, and the tail feeds the sampling in its shuffled order.
+    # As in MAE, the head of the sorted noise is visible. The tail goes to the sampling function in its shuffled order.
     columns = 14 if grid == 14 else 10
     for row, shuffled in zip(ids, noise.argsort(axis=1), strict=True):
         visible, masked = shuffled[: counts.num_visible], shuffled[counts.num_visible :]
@@ -288,7 +289,7 @@ def _collate_in_child(queue):
 
 
 def test_collator_gives_the_same_order_in_a_fresh_interpreter():
-    """Hashes of the interpreter, for instance, would differ there."""
+    """The order depends on nothing that differs between interpreters, such as Python's hashes of strings."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=_collate_in_child, args=(queue,))
@@ -310,7 +311,7 @@ def an_order(side=6, throw_ratio=0.5, batch=2):
 
 @pytest.mark.parametrize("applies_to", SpatialAggregation.APPLIES_TO)
 def test_dwconv_against_a_loop_over_cells(applies_to):
-    """Every thrown (or every) cell: bias + sum over the window of the kept tokens around it, per channel."""
+    """A thrown cell (or any cell) is the bias plus the weighted sum of the kept tokens in its window, per channel."""
     order, side, dim, kernel = an_order(), 6, 4, 3
     aggregate = SpatialAggregation(dim, kernel, "dwconv", applies_to).double()
     kept = torch.randn(2, order.counts.num_kept, dim, dtype=torch.float64)
@@ -340,7 +341,7 @@ def test_aggregation_kinds(kind):
     kept = torch.randn(2, order.counts.num_kept, 32, requires_grad=True)
     out = aggregate(kept, order, (6, 6))
     assert out.shape == (2, 36, 32)
-    assert torch.equal(out[:, : order.counts.num_kept], kept)  # applies to the thrown: the kept are the decoder's own
+    assert torch.equal(out[:, : order.counts.num_kept], kept)  # applies_to="thrown" leaves the kept tokens unchanged
     thrown = out[:, order.counts.num_kept :]
     assert thrown.std(dim=1).min() > 1e-4  # not one value for all thrown cells
     thrown.square().sum().backward()

@@ -1,6 +1,6 @@
-"""Runs on a real SLURM, of two make-believe nodes on this machine: what its signals, its requeues and its losses do to a run.
+"""Runs on a real SLURM of two virtual nodes on this machine: its signals, requeues and lost nodes.
 
-All runs are the same one, of 72 steps in two processes, and each must end with the very losses of the undisturbed one.
+All runs are the same one, of 72 steps in two processes. Each must end with exactly the losses of the undisturbed one.
 PRMIM_LONG_TESTS=1 adds what takes minutes.
 """
 
@@ -38,7 +38,11 @@ def slurm():
     was_up = HOME.exists()
     start = subprocess.run(["bash", SCRIPT, "up"], capture_output=True, text=True)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"SLURM_CONF": HOME / "slurm.conf", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}.items():
+        for name, value in {
+            "SLURM_CONF": HOME / "slurm.conf",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": 1,
+        }.items():
             patch.setenv(name, str(value))
         try:
             if start.returncode:
@@ -153,9 +157,18 @@ def task(run, rank):
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm, photos, tmp_path_factory):
-    """The loss of each step of a run that nothing has happened to, by the command line, with make-believe GPUs."""
+    """The loss of each step of a run that nothing has happened to, by the command line, with virtual GPUs."""
     run = Run(photos, tmp_path_factory.mktemp("slurm") / "run")
-    command = [sys.executable, "submitit_launch.py", *TWO_NODES, "--gpus_per_node", "2", "--wait", "main_pretrain", *run.flags]
+    command = [
+        sys.executable,
+        "submitit_launch.py",
+        *TWO_NODES,
+        "--gpus_per_node",
+        "2",
+        "--wait",
+        "main_pretrain",
+        *run.flags,
+    ]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     run.job = re.match(r"job (\d+): ", out)[1]
     return run.wait_for_the_end()
@@ -165,7 +178,9 @@ def test_two_nodes_make_one_run(undisturbed):
     assert len(undisturbed) == 72 and undisturbed[-1] < undisturbed[0]
 
 
-@pytest.mark.fault("F44", "USR2; an administrator's requeue; preemption (TERM alone)", "saved, requeued at the very step; exact")
+@pytest.mark.fault(
+    "F44", "USR2; an administrator's requeue; preemption (TERM alone)", "saved, requeued at the very step; exact"
+)
 def test_signals_cost_no_step(undisturbed, photos, tmp_path, record_property):
     """Before the time limit SLURM sends USR2. An administrator's requeue and a preemption send TERM alone."""
     run = Run(photos, tmp_path / "run")
@@ -182,12 +197,14 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, record_property):
     record_property("measured", "; ".join(run.told))
 
 
-@pytest.mark.fault("F44b", "scancel, and the same command again", "saved, not requeued; goes on at the very step; exact")
+@pytest.mark.fault(
+    "F44b", "scancel, and the same command again", "saved, not requeued; goes on at the very step; exact"
+)
 @pytest.mark.fault(
     "F45", "SIGKILL of one process of a job", "requeued by the launcher's guard; at most the save interval lost; exact"
 )
 def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, record_property):
-    """A cancelled job has saved, and stays cancelled. The next one, of the same command, loses a process, and is requeued."""
+    """A cancelled job has saved and is not requeued. The next one loses a process and is requeued."""
     run = Run(photos, tmp_path / "run")
     run.flags += ["--save_steps", "3"]
     run.submit()
@@ -207,7 +224,8 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
     before = run.step()
     assert before - 3 <= run.resumed("kill -9 of a process", before, begin)
 
-    assert run.wait_for_the_end() == undisturbed and run.stopped() == [(name, step)]
+    # srun ends the other process by TERM: it may save before it is killed.
+    assert run.wait_for_the_end() == undisturbed and run.stopped()[:1] == [(name, step)]
     shown = subprocess.run(["scontrol", "show", "job", cancelled], capture_output=True, text=True, check=True).stdout
     assert "JobState=CANCELLED" in shown
     record_property("measured", "; ".join(run.told))
@@ -215,7 +233,7 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
 
 @pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 1)])
 def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, code, restarts):
-    """srun kills the others, and tells of that. After 3 nothing is tried again, after 75 once, since nothing is gained then."""
+    """srun kills the other processes. After exit code 3 there is no restart; after 75 one, which makes no progress."""
     run = Run(tmp_path, tmp_path / "run")
     main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
     main.write_text(
@@ -233,7 +251,9 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
 
 @pytest.mark.long
 @pytest.mark.fault(
-    "F45b", "a node lost: its daemon, its step's keeper and its process killed", "requeued; at most the interval lost; exact"
+    "F45b",
+    "a node lost: its daemon, its step's keeper and its process killed",
+    "requeued; at most the interval lost; exact",
 )
 def test_a_run_outlives_its_node(undisturbed, photos, tmp_path, record_property):
     """SLURM gives the node up some 20 s after its daemon has died, and requeues the job itself."""

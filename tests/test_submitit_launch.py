@@ -11,32 +11,26 @@ import pytest
 
 import submitit_launch
 from tests.test_main_pretrain import SMALL, children_of, reports, run
-from util.run import code_version, train_engine
+from util.run import code_version
 from util.run.checkpoint import newest_checkpoint
+from util.run.loop import TrainLoop
 from util.run.run_folder import write_progress
 
 
 def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
-    flags = [
-        "--nodes",
-        "8",
-        "--partition",
-        "P",
-        "--account",
-        "A",
-        "--timeout_min",
-        "300",
-        "--mem_gb",
-        "400",
-        "--dry_run",
-        "main_pretrain",
-        "--recipe",
-        "cifar10",
-    ]
-    assert submitit_launch.main([*flags, "--output_dir", str(tmp_path / "run")]) is None
+    options = "--nodes 8 --partition P --account A --timeout_min 300 --mem_gb 400 --dry_run"
+    flags = ["main_pretrain", "--recipe", "cifar10", "--output_dir", str(tmp_path / "run")]
+    assert submitit_launch.main([*options.split(), *flags]) is None
     out = capsys.readouterr().out
     assert out.startswith("main_pretrain --recipe cifar10 --output_dir ") and not (tmp_path / "run").exists()
-    for line in ("nodes: 8", "tasks_per_node: 8", "gpus_per_node: 8", "slurm_partition: P", "slurm_account: A", "mem_gb: 400.0"):
+    for line in (
+        "nodes: 8",
+        "tasks_per_node: 8",
+        "gpus_per_node: 8",
+        "slurm_partition: P",
+        "slurm_account: A",
+        "mem_gb: 400.0",
+    ):
         assert f"  {line}\n" in out
     assert "slurm_signal_delay_s: 300" in out and "--kill-on-bad-exit=1" in out and "'requeue': True" in out
 
@@ -47,7 +41,7 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
         ("main_train", "invalid choice: 'main_train'"),
         ("--nodes 0 main_pretrain", "must be at least 1"),
         ("--cluster local --nodes 2 main_pretrain", "--cluster local is one node, got --nodes 2"),
-        ("--timeout_min 10 main_pretrain", "--timeout_min 10 leaves no time beside --signal_delay_s 300"),
+        ("--timeout_min 10 main_pretrain", "--timeout_min 10 is too short for --signal_delay_s 300"),
         ("--signal_delay_s 0 main_pretrain", "must be at least 1"),
         ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
         ("main_pretrain --no_such_flag 3", "unrecognized arguments: --no_such_flag 3"),
@@ -78,7 +72,7 @@ def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypa
     ],
 )
 def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, before, now, state, requeued):
-    """The lines that follow srun, with a make-believe scontrol and squeue; `said`: the exit code that a process left behind."""
+    """Runs the lines that follow srun with fake `scontrol` and `squeue`. `said`: the exit code in a process's note."""
     run_folder = tmp_path / "my run"
     (run_folder / "jobs").mkdir(parents=True)
     write_progress(run_folder, now)
@@ -94,7 +88,8 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, 
     (tmp_path / "job.sh").write_text(script)
     status = os.system(f"PATH={tmp_path}:$PATH SLURM_JOB_ID=77 sh {tmp_path}/job.sh")
     assert os.waitstatus_to_exitcode(status) == (said or rc)
-    assert sorted(path.name for path in (run_folder / "jobs").iterdir()) == ["77_0_result.pkl"] * (not requeued) + ["progress"]
+    left = ["progress"] if requeued else ["77_0_result.pkl", "progress"]
+    assert sorted(path.name for path in (run_folder / "jobs").iterdir()) == left
     assert (tmp_path / "called").exists() == requeued
     assert not requeued or (tmp_path / "called").read_text() == "requeue 77\n"
     assert (run_folder / "jobs" / "progress").read_text() == f"{now}\n"
@@ -127,11 +122,22 @@ def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code
 
 @pytest.mark.fault("F46", "a signal under submitit's local controller", "requeued at the very step; 0 lost")
 def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path, monkeypatch):
-    """submitit's own controller on this machine, with its copy of the code; the run starts again at the very step."""
+    """submitit's local controller runs a copy of the code. The requeued run resumes at the step of the signal."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for others' cores make a step take seconds
     flags = [*SMALL.split(), "--data_path", str(photos), "--batch_size", "4", "--epochs", "20", "--save_every", "1000"]
     job = submitit_launch.main(
-        ["--cluster", "local", "--gpus_per_node", "0", "--tasks_per_node", "2", "--cpus_per_task", "1", "main_pretrain", *flags]
+        [
+            "--cluster",
+            "local",
+            "--gpus_per_node",
+            "0",
+            "--tasks_per_node",
+            "2",
+            "--cpus_per_task",
+            "1",
+            "main_pretrain",
+            *flags,
+        ]
         + ["--output_dir", str(tmp_path / "run")]
     )
     log = tmp_path / "run" / "log.jsonl"
@@ -147,7 +153,7 @@ def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_non
     losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("run", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and expected["meta"]["step"] == 60
     (code,) = (tmp_path / "run" / "code").iterdir()
-    assert (code / "util" / "train_run.py").is_file()
+    assert (code / "util" / "run" / "loop.py").is_file()
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["output_dir"] == str(tmp_path / "run")
 
 
@@ -160,7 +166,7 @@ def wait_for(condition, seconds=240):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A small project of its own, in the place of this one."""
+    """A small project that replaces this one."""
     root = tmp_path / "project"
     (root / "util").mkdir(parents=True)
     for name in ("main_pretrain.py", "util/leaf.py"):
@@ -173,7 +179,9 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault(
-    "U13", "the code is edited, and the job submitted again", "the new submission runs the code of today; requeues keep theirs"
+    "U13",
+    "the code is edited, and the job submitted again",
+    "the new submission runs the code of today; requeues keep theirs",
 )
 def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     first = submitit_launch.snapshot(tmp_path / "run")
@@ -187,7 +195,9 @@ def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     assert code_version.source_hash(second) == second.name == code_version.source_hash(project)
 
 
-@pytest.mark.fault("U14", "--output_dir=X, or an abbreviation, given to the launcher", "X is the run's folder, as with a space")
+@pytest.mark.fault(
+    "U14", "--output_dir=X, or an abbreviation, given to the launcher", "X is the run's folder, as with a space"
+)
 @pytest.mark.parametrize("flags", [["--output_dir", "X"], ["--output_dir=X"], ["--output_d", "X"], ["--output=X"]])
 @pytest.mark.parametrize("main", submitit_launch.MAINS)
 def test_the_folder_is_the_one_that_is_given(flags, main, tmp_path, monkeypatch):
@@ -199,7 +209,9 @@ def test_the_folder_is_the_one_that_is_given(flags, main, tmp_path, monkeypatch)
     assert folder.parent == tmp_path / "output" and folder.name.startswith(f"{main}-2")
 
 
-@pytest.mark.fault("U15", "a job is submitted where there is no SLURM, or sbatch refuses it", "one line that says so; exit code 1")
+@pytest.mark.fault(
+    "U15", "a job is submitted where there is no SLURM, or sbatch refuses it", "one line that says so; exit code 1"
+)
 @pytest.mark.parametrize("sbatch", [None, "echo no such partition >&2; exit 1"])
 def test_a_submission_that_fails_is_told_in_one_line(sbatch, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -209,29 +221,43 @@ def test_a_submission_that_fails_is_told_in_one_line(sbatch, tmp_path, monkeypat
     with pytest.raises(SystemExit) as stop:
         submitit_launch.main(["main_pretrain", "--output_dir", str(tmp_path / "run")])
     message = stop.value.code
-    assert message.startswith("submitit_launch.py: error: the job could not be submitted: ") and "\n" not in message.strip()
+    assert (
+        message.startswith("submitit_launch.py: error: the job could not be submitted: ")
+        and "\n" not in message.strip()
+    )
     assert ("no such partition" if sbatch else "srun") in message
 
 
 @pytest.mark.fault("U16", "a job that --wait waits for ends with an error", "one line that names its log; exit code 1")
 def test_a_job_that_fails_is_told_in_one_line(tmp_path):
-    flags = ["--cluster", "local", "--gpus_per_node", "0", "--wait", "main_pretrain", "--output_dir", str(tmp_path / "run")]
+    flags = [
+        "--cluster",
+        "local",
+        "--gpus_per_node",
+        "0",
+        "--wait",
+        "main_pretrain",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     with pytest.raises(SystemExit) as stop:
         submitit_launch.main([*flags, "--data_path", str(tmp_path / "nowhere"), "--device", "cpu"])
     assert re.search(r"error: job \d+ has ended, but its run has not; see \S+_log.err$", stop.value.code)
 
 
-@pytest.mark.fault("U73", "a signal to a run under `submitit_launch.py --cluster debug && next`", "saved; the second does not run")
+@pytest.mark.fault(
+    "U73", "a signal to a run under `submitit_launch.py --cluster debug && next`", "saved; the second does not run"
+)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, monkeypatch, name):
-    step = train_engine.TrainEngine.train_step
+    begin_step = TrainLoop.begin_step
 
-    def stopping(engine, batches, number):
-        if number == 1:
+    def stopping(loop, step):
+        if step == 1:
             os.kill(os.getpid(), getattr(signal, name))
-        return step(engine, batches, number)
+        begin_step(loop, step)
 
-    monkeypatch.setattr(train_engine.TrainEngine, "train_step", stopping)
+    monkeypatch.setattr(TrainLoop, "begin_step", stopping)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # into which submitit exports
     flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain", *SMALL.split(), "--data_path", str(photos)]
     flags += ["--output_dir", str(tmp_path / "run")]

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.reads import reads
-from tests.test_engine_pretrain import an_engine
+from tests.test_engine_pretrain import a_loop
 from tests.test_framework_contract import a_batch, build, frameworks, gradients, total
 from tests.util.run.test_shard import batches_of
 
@@ -60,9 +60,9 @@ def step(name, precision_name, monkeypatch):
                 return forward(*batch)
 
         model.forward = unchecked
-    engine, batches = an_engine(precision_name, model=model), [*batches_of(name, model, 0, 2)]
-    engine.train_step(iter(batches[:1]), 0)
-    return engine, batches[1]
+    driver, batches = a_loop(precision_name, model=model, print_freq=1000), [*batches_of(name, model, 0, 2)]
+    driver.step(iter(batches[:1]), 0)
+    return driver, batches[1]
 
 
 @frameworks
@@ -71,12 +71,12 @@ def test_a_step_of_every_framework_reads_nothing(name, precision_name, monkeypat
     """On the CPU, forward and backward pass, update and meter."""
     engine, batch = step(name, precision_name, monkeypatch)
     with reads() as found:
-        engine.train_step(iter([batch]), 1)
+        engine.step(iter([batch]), 1)
     assert found == []
 
 
 def to_fake_gpu(model):
-    """Inside a FakeTensorMode: the model's tensors become such that lie on a GPU, which need not be there, and hold nothing."""
+    """Inside a FakeTensorMode: moves the model's tensors to a GPU that need not exist. They hold no data."""
     for module in [*model.modules(), *(model.teacher.modules() if hasattr(model, "teacher") else ())]:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -102,13 +102,13 @@ def test_a_forward_pass_reads_nothing_on_a_gpu(name):
 @pytest.mark.gpu
 @frameworks
 def test_a_step_of_every_framework_never_waits_for_the_gpu(name):
-    engine = an_engine("bf16", model=(model := build(name)), device="cuda")
+    engine = a_loop("bf16", model=(model := build(name)), device="cuda", print_freq=1000)
     batches = iter([[t.pin_memory() for t in batch] for batch in batches_of(name, model, 0, 3)])
     for warm_up in range(2):
-        engine.train_step(batches, warm_up)
+        engine.step(batches, warm_up)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_step(batches, 2)
+        engine.step(batches, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in model.parameters())

@@ -1,6 +1,7 @@
 """Runs a function in two gloo processes on this machine."""
 
 import os
+import queue
 import socket
 
 import torch
@@ -8,8 +9,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_in_two_processes(function, *args):
-    """[function(rank, *args) for rank in 0, 1], each in a process of its own with a gloo group; tensors come back as arrays."""
+def run_in_two_processes(function, *args, timeout_s=120):
+    """Returns [function(rank, *args) for rank in (0, 1)], each computed in its own process of a gloo group.
+
+    If a result is a dict, its tensors come back as arrays. An exception in a process is raised again here.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -19,7 +23,7 @@ def run_in_two_processes(function, *args):
     for process in processes:
         process.start()
     try:
-        results = [queue.get(timeout=120) for queue in queues]
+        results = [_wait(*pair, timeout_s) for pair in zip(queues, processes, strict=True)]
     finally:
         for process in processes:
             process.join(timeout=30)
@@ -30,22 +34,33 @@ def run_in_two_processes(function, *args):
     return results
 
 
-def _child(rank, port, queue, function, args):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _wait(results, process, timeout_s):
+    """Returns a process's result, or raises RuntimeError as soon as the process ends without one."""
+    for _ in range(timeout_s):
+        ended = not process.is_alive()
+        try:
+            return results.get(timeout=1)
+        except queue.Empty:
+            if ended:
+                raise RuntimeError(f"{process.name} ended with exit code {process.exitcode} and no result") from None
+    raise TimeoutError(f"{process.name} gave no result in {timeout_s} s")
+
+
+def _child(rank, port, results, function, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo")
-        queue.put(_on_numpy(function(rank, *args)))
+        results.put(_to_numpy(function(rank, *args)))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:  # the parent raises it again
-        queue.put(error)
+        results.put(error)
 
 
-def _on_numpy(result):
-    """Tensors in shared memory would die with the process that made them."""
+def _to_numpy(result):
+    """Replaces the tensors in a dict by arrays. The shared memory of tensors would end with the process."""
     if isinstance(result, dict):
-        return {k: v.numpy() if torch.is_tensor(v) else v for k, v in result.items()}
+        return {key: value.numpy() if torch.is_tensor(value) else value for key, value in result.items()}
     return result

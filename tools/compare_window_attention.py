@@ -1,20 +1,19 @@
-"""Attention among the visible tokens of a masked image on Swin: three ways to the same result, side by side.
+"""Compare three equivalent ways to compute Swin's attention among the visible tokens of a masked image.
 
     python tools/compare_window_attention.py --model greenmim_swin_base_patch4_window7 --batch_size 8
 
-grouped   whole windows packed into groups of one size, as GreenMIM trains
-one group all visible tokens together, those of other windows masked
-dense     Swin's windows over the whole grid, invisible tokens masked as keys: nothing is saved
+grouped     whole windows are packed into groups of one size, as in GreenMIM's training
+one group   all visible tokens form one group; a mask separates the windows
+dense       Swin's windows over the whole grid; invisible tokens are masked as keys, so nothing is saved
 
-Each stage's block of attention (projections included) runs forward and backward, unshifted and shifted; each round times every
-way once, in rotating order, and the median counts. Saved MB is what autograd keeps of one image, counted as the difference
-between batches of four and of two. Before anything is timed the outputs must agree.
+The attention of one block per stage (projections included) runs forward and backward, unshifted and shifted. Each round
+times every way once, in rotating order; times are medians. Saved MB is what autograd saves per image, measured as the
+difference between batches of 4 and 2. The outputs are compared before anything is timed.
 """
 
-import argparse
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,36 +21,43 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_greenmim_pr
-from models_swin import WindowGroups, cut_windows, join_windows, unit_coords
+from models_greenmim_pr import GreenMIMSwin
+from models_swin import GroupPlanner, WindowGroups, cut_windows, join_windows, unit_coords
 from util.costs import device_name, saved_bytes, time_in_turn
 from util.run.cli import Parser, run_program, user_errors
+from util.tables import markdown_table
 
 TOLERANCE = 1e-4  # of outputs of unit size, in float32
 
+Costs = dict[str, tuple[float, float]]  # {way: (ms, saved MB per image)}
+
 
 class Ways:
-    """The ways of one block, on inputs [B, T, C] of visible tokens."""
+    """The three ways for the attention of one block. They map visible tokens [B, T, C] to [B, T, C]."""
 
-    def __init__(self, block, side, unit_grid, units, plan):
+    def __init__(
+        self, block: torch.nn.Module, side: int, unit_grid: tuple[int, int], units: torch.Tensor, plan: torch.Tensor
+    ) -> None:
         self.block, self.attention = block, block.attn
         self.coords = unit_coords(units, unit_grid[1], side)
-        self.grid = tuple(side * n for n in unit_grid)
+        self.grid = side * unit_grid[0], side * unit_grid[1]
         self.groups = WindowGroups(self.coords, block.window, block.shift, plan)
         self.one = WindowGroups(self.coords, block.window, block.shift)
         self.cells = self.coords[:, 0] * self.grid[1] + self.coords[:, 1]
-        hidden = torch.ones(self.grid, device=units.device).flatten().index_fill(0, self.cells, 0.0).view(1, *self.grid, 1)
-        hidden = cut_windows(hidden.roll((-block.shift, -block.shift), (1, 2)), block.window)[0, :, :, 0]
+        hidden = torch.ones(self.grid, device=units.device).flatten().index_fill(0, self.cells, 0.0)
+        hidden = hidden.view(1, *self.grid, 1).roll((-block.shift, -block.shift), (1, 2))
+        hidden = cut_windows(hidden, block.window)[0, :, :, 0]
         self.mask = -100.0 * hidden.unsqueeze(1).expand(-1, hidden.shape[1], -1)  # [W, L, L]: invisible keys
         if block.attn_mask is not None:
             self.mask = self.mask + block.attn_mask
 
-    def grouped(self, x):
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
         return self.attention.among_visible(x, self.groups)
 
-    def one_group(self, x):
+    def one_group(self, x: torch.Tensor) -> torch.Tensor:
         return self.attention.among_visible(x, self.one)
 
-    def dense(self, x):
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
         shift, window = self.block.shift, self.block.window
         grid = x.new_zeros(len(x), self.grid[0] * self.grid[1], x.shape[2]).index_copy(1, self.cells, x)
         grid = grid.unflatten(1, self.grid).roll((-shift, -shift), (1, 2))
@@ -59,61 +65,60 @@ class Ways:
         return grid.roll((shift, shift), (1, 2)).flatten(1, 2).index_select(1, self.cells)
 
 
-def measure(model, batch_size, rounds, device):
-    """-> rows (stage, tokens, shift, {way: (ms, saved MB)}), of the stages that are grouped."""
+def measure(
+    model: GreenMIMSwin, batch_size: int, rounds: int, device: torch.device
+) -> list[tuple[int, int, int, Costs]]:
+    """Return a row (stage, visible tokens, shift, costs) for each kind of block whose windows are grouped."""
     _, _, ids_shuffle, *plans = model.collator("furthest", 0)([(torch.zeros(1), 0, (0, 0))])
-    units, rows = ids_shuffle[0, : model.counts.num_visible].to(device), []
-    plans = dict(zip(model.planner.stages, plans, strict=True))
-    side = model.stride // model.patch_size
+    units = ids_shuffle[0, : model.counts.num_visible].to(device)
+    assert isinstance(model.planner, GroupPlanner)
+    plan_of = dict(zip(model.planner.stages, plans, strict=True))
+    side, rows = model.stride // model.patch_size, []
     for number, stage in enumerate(model.layers, start=1):
         for shift in stage.shifts:
-            if (side, stage.window, shift) in plans:
+            if (side, stage.window, shift) in plan_of:
                 block = next(block for block in stage.blocks if block.shift == shift)
-                ways = Ways(block, side, model.unit_grid, units, plans[side, stage.window, shift].to(device))
+                ways = Ways(block, side, model.unit_grid, units, plan_of[side, stage.window, shift].to(device))
                 rows.append((number, len(ways.coords), shift, compare(ways, batch_size, rounds, device)))
         side //= 2
     return rows
 
 
-def compare(ways, batch_size, rounds, device):
-    width = ways.attention.proj.in_features
-    names = {"grouped": ways.grouped, "one group": ways.one_group, "dense": ways.dense}
-    x = torch.randn(batch_size, len(ways.coords), width, device=device)
+def compare(ways: Ways, batch_size: int, rounds: int, device: torch.device) -> Costs:
+    """Time the ways on random tokens; ValueError if their outputs differ."""
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]]
+    functions = {"grouped": ways.grouped, "one group": ways.one_group, "dense": ways.dense}
+    num_tokens, width = len(ways.coords), ways.attention.proj.in_features
+    x = torch.randn(batch_size, num_tokens, width, device=device)
     with torch.no_grad():
-        outputs = [way(x) for way in names.values()]
-    for name, output in zip(names, outputs, strict=True):
-        if not torch.allclose(output, outputs[0], rtol=TOLERANCE, atol=TOLERANCE):
-            raise ValueError(f"{name} differs from grouped attention by {(output - outputs[0]).abs().max():.1e}")
+        outputs = {name: way(x) for name, way in functions.items()}
+    for name, output in outputs.items():
+        if not torch.allclose(output, outputs["grouped"], rtol=TOLERANCE, atol=TOLERANCE):
+            difference = (output - outputs["grouped"]).abs().max()
+            raise ValueError(f"{name} differs from grouped attention by {difference:.1e}, more than {TOLERANCE}")
 
-    def timed(way):
-        def step():
-            start = time.perf_counter()
-            way(x).square().sum().backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - start
-
-        return step
-
-    def saved(way):
-        inputs = (torch.randn(n, len(ways.coords), width, device=device, requires_grad=True) for n in (4, 2))
-        four, two = (saved_bytes(lambda x=x: way(x)) for x in inputs)
+    def saved_mb(way: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        inputs = (torch.randn(n, num_tokens, width, device=device, requires_grad=True) for n in (4, 2))
+        four, two = (saved_bytes(partial(way, tokens)) for tokens in inputs)
         return (four - two) / 2e6
 
-    steps = [timed(way) for way in names.values()]
+    def run(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        way(x).square().sum().backward()
+
+    steps = [partial(run, way) for way in functions.values()]
     for step in steps:
-        step()  # the first call of a way is not its own
-    seconds = time_in_turn(steps, rounds)
-    return {name: (1e3 * s, saved(way)) for (name, way), s in zip(names.items(), seconds, strict=True)}
+        step()  # warm-up
+    seconds = time_in_turn(steps, device, rounds)
+    return {name: (1e3 * s, saved_mb(way)) for (name, way), s in zip(functions.items(), seconds, strict=True)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program; `argv` stands for the command line."""
-    parser = Parser("compare_window_attention.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the program; `argv` replaces the command line."""
+    parser = Parser("compare_window_attention.py", description=__doc__)
     models = [name for name in models_greenmim_pr.__all__ if name.islower()]
     parser.add_argument("--model", default="greenmim_swin_base_patch4_window7", choices=models)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch_size", type=int, default=8, help="images per call")
+    parser.add_argument("--rounds", type=int, default=7, help="number of times that every way is timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     args = parser.parse_args(argv)
     if min(args.batch_size, args.rounds) < 1:
@@ -124,15 +129,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     model = getattr(models_greenmim_pr, args.model)().to(device)
     with user_errors(parser):
-        rows = measure(model, args.batch_size, args.rounds, device)
-    if not rows:
-        parser.error(f"no stage of {args.model} has so many visible tokens that windows are grouped")
-    print(f"{args.model}, batch {args.batch_size}, {device_name(device)}, {args.rounds} rounds, torch {torch.__version__}\n")
-    print("| stage | tokens | shift | way | ms | ratio | saved MB an image | ratio |\n|--:|--:|--:|---|--:|--:|--:|--:|")
-    for stage, tokens, shift, ways in rows:
-        full = ways["dense"]
-        for name, (ms, mb) in ways.items():
-            print(f"| {stage} | {tokens} | {shift} | {name} | {ms:.1f} | {ms / full[0]:.2f} | {mb:.2f} | {mb / full[1]:.2f} |")
+        measured = measure(model, args.batch_size, args.rounds, device)
+    if not measured:
+        parser.error(f"{args.model} has no stage with enough visible tokens for groups of windows")
+    how = (
+        f"{args.model}, batch {args.batch_size}, {device_name(device)}, {args.rounds} rounds, torch {torch.__version__}"
+    )
+    rows = []
+    for stage, tokens, shift, costs in measured:
+        full_ms, full_mb = costs["dense"]
+        for way, (ms, mb) in costs.items():
+            numbers = (f"{ms:.1f}", f"{ms / full_ms:.2f}", f"{mb:.2f}", f"{mb / full_mb:.2f}")
+            rows.append([stage, tokens, shift, way, *numbers])
+    titles = ["stage", "tokens", "shift", "way", "ms", "ratio", "saved MB an image", "ratio"]
+    print(f"{how}\n\n{markdown_table(titles, rows, left=4)}")
 
 
 if __name__ == "__main__":

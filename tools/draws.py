@@ -1,4 +1,4 @@
-"""Counts what a run in this process draws at random, by hooks on the functions that draw."""
+"""Count what a run in this process draws at random, with hooks on the functions that draw."""
 
 import math
 from collections import Counter
@@ -17,11 +17,11 @@ from models_swin import GroupPlanner, SwinEncoder
 from util.addressed import AUGMENT
 from util.data import transforms
 
-ENOUGH = 5000  # images after which everything that a recipe can draw must have been drawn
+ENOUGH = 5000  # after so many images a run has drawn everything that its recipe can draw
 
 
 class Draws(Counter):
-    """Counts what a run in this process draws at random. A hook takes a function and returns one that counts, too."""
+    """Counts of random draws. The methods `count_*` take a function and return one that also counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Draws(Counter):
         self.expected_operations: set[str] = set()
         self.plan_shapes: set[tuple] = set()
         self.planner: GroupPlanner | None = None
-        self.units = (0, 0)  # in all, visible
+        self.units = (0, 0)  # all, visible
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside it, draws are counted."""
+        """Within the context, draws are counted."""
         hooks = [
             (transforms, "addressed_uniform", self.count_flips),
             (transforms.RandomResizedCropFlip, "box", self.count_boxes),
@@ -50,7 +50,7 @@ class Draws(Counter):
             yield
 
     def count_flips(self, uniform: Callable) -> Callable:
-        """Of the numbers that a crop draws, the last one decides on the flip."""
+        """Count flips. The last number that a crop draws decides on the flip."""
 
         def counting(stream: int, *address: object) -> np.ndarray:
             draws = uniform(stream, *address)
@@ -61,7 +61,7 @@ class Draws(Counter):
         return counting
 
     def count_boxes(self, box: Callable) -> Callable:
-        """A fallback is a box smaller than the image that does not depend on the last draws, which place a box."""
+        """Count crops that fell back: boxes that are smaller than the image and ignore the draws of their position."""
 
         def counting(crop: transforms.RandomResizedCropFlip, height: int, width: int, draws: list) -> tuple:
             first, last = (box(crop, height, width, [*draws[:-3], u, u, draws[-1]]) for u in (0.0, 0.999))
@@ -71,7 +71,7 @@ class Draws(Counter):
         return counting
 
     def count_operations(self, init: Callable) -> Callable:
-        """The operations of timm's policy are wrapped once the augmentation is built."""
+        """Count the operations of timm's policy. They are wrapped after the augmentation is built."""
 
         def recording(name: str, function: Callable) -> Callable:
             def apply(img: Image.Image, *arguments: float, **options: object) -> Image.Image:
@@ -83,7 +83,7 @@ class Draws(Counter):
         def counting(augment: transforms.FinetuneAugment, *args: object, **options: object) -> None:
             before = Counter(self)
             init(augment, *args, **options)
-            self.clear()  # it has tried itself on a blank image
+            self.clear()  # the constructor has augmented a blank image
             self.update(before)
             for op in transforms.augment_ops(augment.augment):
                 op.aug_fn = recording(op.name, op.aug_fn)
@@ -93,7 +93,7 @@ class Draws(Counter):
         return counting
 
     def count_erasing(self, erase: Callable) -> Callable:
-        """An image is erased if it changes."""
+        """Count erased images, which are those that change."""
 
         def counting(erasing: RandomErasing, imgs: torch.Tensor) -> torch.Tensor:
             before = imgs.clone()
@@ -106,7 +106,7 @@ class Draws(Counter):
         return counting
 
     def count_mixup(self, mix: Callable) -> Callable:
-        """Cutmix leaves each pixel as it was in one of the two images; mixup does not."""
+        """Count mixed batches. With cutmix every pixel is that of one of the two images."""
 
         def counting(mixup: Mixup, imgs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             before = imgs.clone()
@@ -119,7 +119,7 @@ class Draws(Counter):
         return counting
 
     def count_drop_path(self, forward: Callable) -> Callable:
-        """A dropped path is zero."""
+        """Count dropped paths, which are zero."""
 
         def counting(drop_path: DropPath, x: torch.Tensor) -> torch.Tensor:
             out = forward(drop_path, x)
@@ -132,7 +132,7 @@ class Draws(Counter):
         return counting
 
     def note_planner(self, init: Callable) -> Callable:
-        """Keeps the planner and the number of its units."""
+        """Remember the planner and its numbers of units."""
 
         def noting(planner: GroupPlanner, encoder: SwinEncoder, num_visible: int, **options: object) -> None:
             init(planner, encoder, num_visible, **options)
@@ -141,7 +141,7 @@ class Draws(Counter):
         return noting
 
     def count_plans(self, plan: Callable) -> Callable:
-        """The shapes of the plans: how many groups each stage has."""
+        """Record the shapes of the plans: the number of groups of each stage."""
 
         def counting(planner: GroupPlanner, units: torch.Tensor) -> list[torch.Tensor]:
             plans = plan(planner, units)
@@ -150,25 +150,25 @@ class Draws(Counter):
 
         return counting
 
-    def expected_plan_shapes(self, masks: int = 500) -> set[tuple]:
-        """The shapes of plans for other random masks."""
+    def expected_plan_shapes(self, planner: GroupPlanner, masks: int = 500) -> set[tuple]:
+        """The shapes of the plans for other random masks."""
         rng, (units, visible) = np.random.default_rng(1), self.units
         drawn = (torch.from_numpy(np.sort(rng.permutation(units)[:visible])) for _ in range(masks))
-        return {tuple(len(groups) for groups in self.planner(ids)) for ids in drawn}
+        return {tuple(len(groups) for groups in planner(ids)) for ids in drawn}
 
     def summary(self) -> dict[str, int]:
-        """Numbers for a table."""
+        """The numbers for a table."""
         names = ("flipped", "fallback", "erased", "mixup", "cutmix", "dropped")
         operations = {"operations": len({name for name, _ in self.operations}), "zero_bits": self.zero_bits()}
         return {name: self[name] for name in names} | operations | {"plan_shapes": len(self.plan_shapes - {()})}
 
     def zero_bits(self) -> int:
-        """How often an image was to keep 0 bits."""
+        """How often an image was posterized to 0 bits."""
         posterized = [key for key in self.operations if key[0].startswith("Posterize")]
         return sum(self.operations[name, bits] for name, bits in posterized if bits[0] <= 0)
 
     def missing(self, settings: dict, images: int) -> list[str]:
-        """What a run with these settings must have drawn over so many images, and has not."""
+        """What a run with these settings should have drawn over `images` images, but has not."""
         expected = ["flipped", "not flipped"]
         if settings.get("crop", "resized") == "resized" and not settings.get("clip_crop"):
             expected += ["fallback", "placed"]
@@ -178,12 +178,14 @@ class Draws(Counter):
             expected += ["erased", "not erased"]
         if settings.get("mixup") and settings.get("cutmix"):
             expected += ["mixup", "cutmix"]
-        if settings.get("drop_path") or self["not dropped"]:  # some pre-training models have a rate of their own
+        if settings.get("drop_path") or self["not dropped"]:  # some pre-training models have their own rate
             expected += ["dropped", "not dropped"]
         found = [name for name in expected if not self[name]]
         found += sorted(self.expected_operations - {name for name, _ in self.operations})
         if settings.get("aa") and "PosterizeIncreasing" in self.expected_operations and not self.zero_bits():
             found.append("posterize with 0 bits")
         if self.planner:
-            found += [f"plans of {shape} groups" for shape in self.expected_plan_shapes() - self.plan_shapes]
+            found += [
+                f"plans of {shape} groups" for shape in self.expected_plan_shapes(self.planner) - self.plan_shapes
+            ]
         return found

@@ -1,9 +1,10 @@
-"""Does to small runs what docs/faults.md lists, and writes down what happened.
+"""Inject the faults of docs/faults.md into small runs, and write down what happened.
 
     python tools/fault_matrix.py --repeats 5 --markdown docs/faults.md
 
-The rows are tests with the mark `fault`: F1, F2, ... are faults of the cluster, U1, U2, ... actions of users. Faults that
-strike at random strike `--repeats` times. Rows whose means are absent (SLURM, a file system that root may fill) say so.
+A row is made of the tests with one mark `fault`: F1, F2, ... are faults of the cluster, U1, U2, ... actions of users.
+Faults at random times are repeated `--repeats` times. Rows that this machine cannot run (they need SLURM, or a file
+system that root may fill) are listed with the reason.
 """
 
 import os
@@ -12,95 +13,104 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.run.cli import Parser, run_program
+from util.run.cli import Parser, run_program, user_errors
+from util.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def get_args_parser():
-    parser = Parser("fault_matrix.py", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="of faults that strike at random")
-    parser.add_argument("--rows", help="only these, as pytest's -k: 'killed or signal'")
-    parser.add_argument("--markdown", type=Path, help="write the table below the line `<!-- table -->` of this file")
-    return parser
-
-
-def run_tests(repeats, rows):
-    """-> ElementTree of pytest's report."""
-    with tempfile.TemporaryDirectory() as folder:
-        report, env = Path(folder) / "report.xml", {**os.environ, "PRMIM_LONG_TESTS": "1"}
-        flags = ["-q", "-m", "fault", f"--repeats={repeats}", f"--junitxml={report}", "--timeout=3600"]
-        tests = subprocess.run(
-            [sys.executable, "-m", "pytest", *flags, *(["-k", rows] if rows else [])], cwd=ROOT, env=env, check=False
-        )
-        if tests.returncode not in (0, 1):
-            raise ValueError(f"pytest ended with exit code {tests.returncode}; its message stands above")
-        return ElementTree.parse(report)
-
-
-def table(report):
-    """-> [(id, what is done, what is expected, tests run, tests held, why none was, what was measured)], by id."""
-    rows = defaultdict(lambda: {"ran": 0, "held": 0, "skipped": [], "measured": []})
-    for case in report.iter("testcase"):
-        properties = [(p.get("name"), p.get("value")) for p in case.iter("property")]
-        for key in [tuple(value.split(" | ")) for name, value in properties if name == "fault"]:
-            row = rows[key]
-            if (skipped := case.find("skipped")) is not None:
-                row["skipped"].append(skipped.get("message"))
-                continue
-            row["ran"] += 1
-            row["held"] += case.find("failure") is None and case.find("error") is None
-            row["measured"] += [value for name, value in properties if name == "measured"]
-    lines = []
-    for (number, *texts), row in sorted(rows.items(), key=lambda item: _order(item[0][0])):
-        lines.append((number, *texts, row["ran"], row["held"], "; ".join(set(row["skipped"])), "; ".join(row["measured"])))
-    return lines
-
-
-def _order(number: str) -> tuple[str, int, str]:
-    found = re.match(r"([FU])(\d+)(\w*)", number)
-    return found[1], int(found[2]), found[3]
-
-
 TITLES = {"F": ("What a cluster does", "Fault"), "U": ("What users do", "Action")}
 
 
-def markdown(lines: list[tuple], repeats: int, seconds: float) -> str:
-    """The tables, one for each letter of TITLES, each below a sentence that counts its rows."""
+@dataclass
+class Row:
+    """The results of all tests with one mark `fault`."""
+
+    number: str  # F1, U12, ...
+    action: str
+    expected: str
+    ran: int = 0
+    held: int = 0
+    skipped: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
+
+    def order(self) -> tuple[str, int, str]:
+        """A key that sorts F2 before F10."""
+        found = re.fullmatch(r"([FU])(\d+)(\w*)", self.number)
+        assert found, self.number
+        return found[1], int(found[2]), found[3]
+
+    def cells(self) -> list[str]:
+        """The cells of the Markdown table."""
+        held = f"{self.held} of {self.ran}" if self.ran else f"not run: {'; '.join(dict.fromkeys(self.skipped))}"
+        return [self.number, self.action, self.expected, held, "; ".join(self.measured)]
+
+
+def run_tests(repeats: int, rows: str | None) -> ElementTree.Element:
+    """Run the tests, and return pytest's report as XML."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "fault", f"--repeats={repeats}", "--timeout=3600"]
+        command += [f"--junitxml={report}"]
+        if rows:
+            command += ["-k", rows]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PRMIM_LONG_TESTS": "1"}, check=False)
+        if done.returncode not in (0, 1):
+            raise ValueError(f"pytest ended with exit code {done.returncode}; its message is above")
+        return ElementTree.parse(report).getroot()
+
+
+def read_rows(report: ElementTree.Element) -> list[Row]:
+    """Read the rows from pytest's report, sorted by their numbers."""
+    rows: dict[str, Row] = {}
+    for case in report.iter("testcase"):
+        properties = [(p.get("name"), p.get("value") or "") for p in case.iter("property")]
+        for mark in (value for name, value in properties if name == "fault"):
+            number, action, expected = mark.split(" | ")
+            row = rows.setdefault(mark, Row(number, action, expected))
+            if (skipped := case.find("skipped")) is not None:
+                row.skipped.append(skipped.get("message") or "")
+                continue
+            row.ran += 1
+            row.held += case.find("failure") is None and case.find("error") is None
+            row.measured += [value for name, value in properties if name == "measured"]
+    return sorted(rows.values(), key=Row.order)
+
+
+def markdown(rows: Sequence[Row], repeats: int, seconds: float) -> str:
+    """The tables of faults and of actions, each with a sentence that counts its rows."""
     text = f"Measured in one run of {seconds / 60:.0f} minutes, with {repeats} repetitions.\n"
     for letter, (title, column) in TITLES.items():
-        rows = [line for line in lines if line[0].startswith(letter)]
-        if not rows:
-            continue
-        run = [line for line in rows if line[3]]
-        held = sum(line[3] == line[4] for line in run)
-        text += f"\n## {title}\n\n{held} of {len(run)} rows held ({len(rows) - len(run)} not run).\n\n"
-        text += f"| | {column} | Expected | Tests that held | Measured |\n|---|---|---|---|---|\n"
-        for *texts, ran, held, skipped, measured in rows:
-            text += f"| {' | '.join(texts)} | {f'{held} of {ran}' if ran else f'not run: {skipped}'} | {measured} |\n"
+        own = [row for row in rows if row.number.startswith(letter)]
+        if own:
+            run = [row for row in own if row.ran]
+            held = sum(row.held == row.ran for row in run)
+            table = markdown_table(["", column, "Expected", "Tests that held", "Measured"], map(Row.cells, own), left=5)
+            text += f"\n## {title}\n\n{held} of {len(run)} rows held ({len(own) - len(run)} not run).\n\n{table}\n"
     return text
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = get_args_parser()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program; `argv` replaces the command line. The exit code is 1 if a row did not hold."""
+    parser = Parser("fault_matrix.py", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of faults at random times")
+    parser.add_argument("--rows", help="run a part of the tests, as pytest's -k selects them: 'killed or signal'")
+    parser.add_argument("--markdown", type=Path, help="write the tables below the line `<!-- table -->` of this file")
     args = parser.parse_args(argv)
-    began = time.monotonic()
-    try:
-        lines = table(run_tests(args.repeats, args.rows))
-    except ValueError as error:
-        parser.error(str(error))
-    text = markdown(lines, args.repeats, time.monotonic() - began)
+    start = time.monotonic()
+    with user_errors(parser):
+        rows = read_rows(run_tests(args.repeats, args.rows))
+    text = markdown(rows, args.repeats, time.monotonic() - start)
     print(text)
     if args.markdown:
         before = args.markdown.read_text().partition("<!-- table -->")[0]
         args.markdown.write_text(f"{before}<!-- table -->\n\n{text}")
-    if not lines or any(line[3] != line[4] for line in lines):
+    if not rows or any(row.ran != row.held for row in rows):
         parser.exit(1, "fault_matrix.py: error: not every row held\n")
 
 

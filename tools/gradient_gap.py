@@ -1,44 +1,45 @@
-"""How far the encoder's gradient with thrown tokens is from MAE's: the paper's figure of gradient differences.
+"""Measure how the encoder's gradient with thrown tokens differs from MAE's: the paper's figure of gradient differences.
 
     python tools/gradient_gap.py output/mae --images IMAGENET/train --out docs/figures/gradient_gap.svg
     python tools/gradient_gap.py mae_pretrain_vit_base_full.pth --model mae_vit_base_patch16 --images IMAGENET/train
     python tools/gradient_gap.py --from_csv docs/gradient_gap.csv --out docs/figures/gradient_gap.svg
 
-Equal weights, images and visible tokens; then the gradient of each method's own loss with respect to all encoder
-parameters, as one float32 vector, and its difference to the gradient of MAE's loss. Two kinds of weights:
+All methods use the same weights, images and visible tokens. The gradient of each method's own loss with respect to all
+encoder parameters is one float32 vector, which is compared with the gradient of MAE's loss. There are two protocols:
 
-    a run with throw_ratio 0    its encoder and decoder for every throw ratio; the convolution alone is trained first
-                                (protocol "mae": isolates the estimator)
-    a run that throws           its encoder, decoder and convolution at its own throw ratio and sampling ("own")
+    mae    a run with throw_ratio 0: its encoder and decoder serve all throw ratios. Only the convolution is trained
+           before, so the protocol isolates the estimator of the gradient
+    own    a run that throws: its encoder, decoder and convolution are used with its own throw ratio and sampling
 
-For every batch the throwing is drawn several times, which splits the expected squared difference into three parts:
-squared bias (of the mean over batches, corrected for their number), variance over batches, variance over draws.
-The CSV (beside --out) holds them as roots, relative to the norm of MAE's gradient.
+For each batch the thrown tokens are drawn several times. This splits the expected squared difference into three parts:
+the squared bias (of the mean over batches, corrected for their number), the variance over batches, and the variance
+over draws. The CSV contains their roots, relative to the norm of MAE's gradient.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_pretrain
-from main_pretrain import MODELS, build_model, make_augmentation
+from framework import Framework
+from main_pretrain import MODELS, build_model, load_run, make_augmentation
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
-from scripts.visualize import load_run
 from util.data.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.data.datasets import batches as load_batches
 from util.data.transforms import Normalize
 from util.plots import pyplot
 from util.run import checkpoint
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
-from util.tables import read_csv, write_csv
+from util.tables import markdown_table, read_csv, write_csv
 
 METHODS = ("plain", "prmim")
 COLUMNS = [
@@ -47,26 +48,35 @@ COLUMNS = [
 ]
 TEXT = ("weights", "protocol", "method", "sampling")
 
+Settings = dict[str, Any]
+Weights = dict[str, torch.Tensor]
+Row = dict[str, Any]
 
-def encoder_gradient(model, imgs, ids_shuffle):
-    """The gradient of the model's loss, float32 [P], with respect to what is not the decoder's."""
+
+def encoder_gradient(model: Framework, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> torch.Tensor:
+    """The gradient of the model's loss with respect to the encoder, float32 [P]."""
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("decoder.")]
     loss = sum(model(imgs, ids_shuffle).values())
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)])
 
 
 class Gap:
-    """Running sums of the differences to MAE's gradient; with them the means over batches."""
+    """Statistics of the differences to MAE's gradient, accumulated batch by batch."""
 
-    def __init__(self):
-        self.distances, self.cosines, self.norms = [], [], []
-        self.total = 0.0  # [P], the sum over batches of the mean over draws
-        self.squared_means, self.within = [], []
+    def __init__(self) -> None:
+        # One value per batch.
+        self.distances: list[float] = []
+        self.cosines: list[float] = []
+        self.norms: list[float] = []
+        self.squared_means: list[float] = []
+        self.within: list[float] = []
+        self.total: Any = 0.0  # [P], the sum over batches of the mean over draws
 
-    def add(self, gradients, reference):
-        """The gradients [P] of each draw, one after the other, and MAE's [P], of one batch."""
+    def add(self, gradients: Iterable[torch.Tensor], reference: torch.Tensor) -> None:
+        """Add one batch: the gradient [P] of each draw, and MAE's gradient [P]."""
         reference = reference.double()  # float32 sums over 10^8 numbers lose digits
-        mean, squares, cosines = 0.0, [], []
+        mean: Any = 0.0
+        squares, cosines = [], []
         for gradient in gradients:
             gradient = gradient.double()
             cosines.append(torch.cosine_similarity(gradient, reference, dim=0).item())
@@ -75,7 +85,7 @@ class Gap:
         n = len(squares)
         mean = mean / n
         squared_mean = mean.square().sum().item()
-        self.total = self.total + mean.float()  # kept for every method and throw ratio, so half the size counts
+        self.total = self.total + mean.float()  # float32 to halve the memory: there is one total per method and ratio
         self.distances.append(statistics.fmean(square**0.5 for square in squares))
         self.cosines.append(statistics.fmean(cosines))
         self.norms.append(reference.norm().item())
@@ -83,131 +93,139 @@ class Gap:
         if n > 1:
             self.within.append(max(sum(squares) - n * squared_mean, 0.0) / (n - 1))
 
-    def row(self, draws):
-        """Everything relative to MAE's norm; None for what needs more batches or draws."""
+    def row(self, draws: int) -> Row:
+        """The columns of the table, relative to MAE's norm. A value that needs more batches or draws is None."""
         n, norm = len(self.distances), statistics.fmean(self.norms)
-        row = {"difference": statistics.fmean(self.distances) / norm, "cosine": statistics.fmean(self.cosines), "mae_norm": norm}
+        row: Row = {"difference": statistics.fmean(self.distances) / norm, "mae_norm": norm}
+        row |= {"cosine": statistics.fmean(self.cosines)}
         row |= dict.fromkeys(("difference_se", "bias", "sd_batches", "sd_draws"))
         if n > 1:
             row["difference_se"] = statistics.stdev(self.distances) / n**0.5 / norm
-            # The mean over pairs of two different batches: their noise is independent, so it does not add to the bias.
+            # The mean over pairs of different batches. Their noise is independent, so it adds nothing to the bias.
             bias2 = (self.total.double().square().sum().item() - sum(self.squared_means)) / (n * (n - 1))
             row["bias"] = max(bias2, 0.0) ** 0.5 / norm
         if self.within:
             within = statistics.fmean(self.within)
             row["sd_draws"] = within**0.5 / norm
             if n > 1:
-                row["sd_batches"] = max(statistics.fmean(self.squared_means) - bias2 - within / draws, 0.0) ** 0.5 / norm
+                variance = statistics.fmean(self.squared_means) - bias2 - within / draws
+                row["sd_batches"] = max(variance, 0.0) ** 0.5 / norm
         return row
 
 
 class Batches:
-    """Addressed batches of crops as the run's: batch b has the same images, crops and visible tokens for every method.
+    """Batches with the run's augmentation. Batch b has the same images, crops and visible tokens for every method.
 
-    Images are drawn in a random order, pass by pass: folders lie class by class, and a batch of one class is no batch of
-    training.
+    The images are shuffled: in a class folder neighbours belong to one class.
     """
 
-    def __init__(self, images, model, settings, batch_size, seed, device, num_workers=0):
-        crop = argparse.Namespace(**settings | dict(seed=seed, input_size=model.img_size))
-        self.dataset, self.orders = AddressedDataset(images, make_augmentation(crop)), {}
-        self.grid_size, self.batch_size, self.seed, self.device = model.grid_size, batch_size, seed, device
-        self.normalize, self.num_workers = Normalize().to(device), num_workers
+    def __init__(
+        self, images: Any, model: Framework, settings: Settings, args: argparse.Namespace, device: torch.device | str
+    ) -> None:
+        augmentation = make_augmentation(argparse.Namespace(**settings | {"seed": args.seed}), model.img_size)
+        self.dataset = AddressedDataset(images, augmentation)
+        self.orders: dict[int, np.ndarray] = {}  # {epoch: permutation of the images}
+        self.grid_size, self.normalize, self.device = model.grid_size, Normalize().to(device), device
+        self.batch_size, self.seed, self.num_workers = args.batch_size, args.seed, args.num_workers
 
-    def address(self, b):
+    def address(self, b: int) -> list[tuple[int, int]]:
+        """The (epoch, index) of each image of batch `b`."""
         first, length = b * self.batch_size, len(self.dataset)
         places = [divmod(first + i, length) for i in range(self.batch_size)]
         for epoch, _ in places:
             if epoch not in self.orders:
                 self.orders[epoch] = permutation(self.seed, epoch, length)
-        return [(epoch, int(self.orders[epoch][place])) for epoch, place in places]  # (epoch, index)
+        return [(epoch, int(self.orders[epoch][place])) for epoch, place in places]
 
-    def load(self, first, count):
-        """Yields (b, imgs [B, 3, H, W], normalised) from batch `first` on."""
+    def load(self, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (b, normalised imgs [B, 3, H, W]) of `count` batches from batch `first` on."""
         numbers = range(first, first + count)
-        loaded = load_batches(self.dataset, [self.address(b) for b in numbers], stack, self.num_workers, pin_memory=False)
+        addresses = [self.address(b) for b in numbers]
+        loaded = load_batches(self.dataset, addresses, stack, self.num_workers, pin_memory=False)
         for b, (imgs, _) in zip(numbers, loaded, strict=True):
             yield b, self.normalize(imgs.to(self.device))
 
-    def token_order(self, b, counts, sampling, draw):
-        """ids_shuffle [B, N]: the visible tokens are those of batch b; which others are thrown depends on the draw, too."""
-        epochs, indices = zip(*self.address(b), strict=True)
-        noise = [addressed_noise(seed, epochs, indices, counts.num_tokens) for seed in (self.seed, self.seed + 1 + draw)]
+    def token_order(self, b: int, counts: TokenCounts, sampling: str, draw: int) -> torch.Tensor:
+        """ids_shuffle [B, N]. The visible tokens depend on the batch `b`; the retained ones depend on the draw, too."""
+        epochs, indices = np.transpose(self.address(b))
+        seeds = (self.seed, self.seed + 1 + draw)
+        noise = [addressed_noise(seed, epochs, indices, counts.num_tokens) for seed in seeds]
         sampler = TokenOrderSampler(self.grid_size, counts, sampling)
         return torch.from_numpy(sampler(noise[1], visible=sampler.visible_tokens(noise[0]))).to(self.device)
 
 
-def variant(settings, weights, throw_ratio, progressive, device, shared=None):
-    """A model with `weights` that throws so much; its convolution is new where they have none.
+def variant(
+    settings: Settings, weights: Weights, throw_ratio: float, progressive: bool, shared: Framework | None = None
+) -> Framework:
+    """Build a model with `weights` and this throw ratio. If they hold no convolution, it is initialised.
 
-    shared: a model whose parameters it uses wherever it has them, too, so that a model more is a convolution more.
+    The model uses the parameters of `shared` wherever it has the same ones, which saves memory.
     """
     torch.manual_seed(0)
     model = build_model(settings | dict(throw_ratio=throw_ratio, progressive=progressive))
     own = model.state_dict()
     weights = {k: v for k, v in weights.items() if k in own or not k.startswith("decoder.aggregation.")}
     checkpoint.load_strict(model, weights, "the checkpoint's weights", optional="aggregation.")
-    for name, parameter in shared.named_parameters() if shared is not None else ():
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, parameter)
-    return model.to(device).eval()
+    if shared is not None:
+        for name, parameter in shared.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, parameter)
+    return model.eval()
 
 
-class Convolution:
-    """The aggregation of one model in training; everything else stands still."""
+def train_convolutions(
+    models: Sequence[tuple[Framework, str]], batches: Batches, steps: int, first_batch: int
+) -> list[float]:
+    """Train only the convolution of each (model, sampling), on the same batches from `first_batch` on.
 
-    def __init__(self, model, sampling, steps):
-        self.model, self.sampling, self.losses = model, sampling, []
+    Returns the mean loss of each model over the last tenth of the steps.
+    """
+    optimizers, schedules = [], []
+    for model, _ in models:
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith("decoder.aggregation."))
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
-
-    def step(self, imgs, ids_shuffle):
-        loss = sum(self.model(imgs, ids_shuffle).values())
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.losses.append(loss.detach())
-
-    def finish(self):
-        """Frees the other parameters again; -> the mean loss of the last tenth."""
-        for name, p in self.model.named_parameters():
-            p.requires_grad_(not name.endswith("pos_embed"))
-        return torch.stack(self.losses[-max(1, len(self.losses) // 10) :]).mean().item()
-
-
-def train_convolutions(models, batches, steps, first_batch):
-    """Trains the convolutions of [(model, sampling)] in one pass over batches that are not measured; -> their losses."""
-    training = [Convolution(model, sampling, steps) for model, sampling in models]
+        optimizers.append(torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0))
+        schedules.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[-1], steps))
+    losses: list[list[torch.Tensor]] = [[] for _ in models]
     for b, imgs in batches.load(first_batch, steps):
-        for t in training:
-            t.step(imgs, batches.token_order(b, t.model.counts, t.sampling, draw=0))
+        for i, (model, sampling) in enumerate(models):
+            loss = sum(model(imgs, batches.token_order(b, model.counts, sampling, draw=0)).values())
+            optimizers[i].zero_grad(set_to_none=True)
+            loss.backward()
+            optimizers[i].step()
+            schedules[i].step()
+            losses[i].append(loss.detach())
         if (b + 1 - first_batch) % max(1, steps // 10) == 0:
-            print(f"{len(training)} convolutions: step {b + 1 - first_batch} of {steps}", flush=True)
-    return [t.finish() for t in training]
+            print(f"{len(models)} convolutions: step {b + 1 - first_batch} of {steps}", flush=True)
+    for model, _ in models:
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.endswith("pos_embed"))
+    return [torch.stack(of_model[-max(1, steps // 10) :]).mean().item() for of_model in losses]
 
 
-def arms(settings, weights, args, device, mae):
-    """-> [(row so far, model)] of everything that is compared with MAE at these weights."""
-    own = settings["throw_ratio"] > 0
+def compared_models(
+    settings: Settings, weights: Weights, args: argparse.Namespace, mae: Framework
+) -> list[tuple[Row, Framework]]:
+    """The models that are compared with `mae` at these weights, each with the first columns of its row."""
+    protocol, ratios, samplings = "mae", args.throw_ratios, args.sampling
+    if settings["throw_ratio"] > 0:
+        protocol, ratios, samplings = "own", [settings["throw_ratio"]], [settings["sampling"]]
     found = []
-    for throw_ratio in [settings["throw_ratio"]] if own else args.throw_ratios:
-        for sampling in [settings["sampling"]] if own else args.sampling:
+    for throw_ratio in ratios:
+        for sampling in samplings:
             for method in METHODS:
-                row = {"protocol": "own" if own else "mae", "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
-                found.append((row, variant(settings, weights, throw_ratio, method == "prmim", device, shared=mae)))
+                row = {"protocol": protocol, "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
+                found.append((row, variant(settings, weights, throw_ratio, method == "prmim", mae).to(args.device)))
     return found
 
 
-def measure(settings, weights, label, images, args, device):
-    """-> the rows of one checkpoint."""
-    mae = variant(settings, weights, 0.0, True, device)
-    batches = Batches(images, mae, settings, args.batch_size, args.seed, device, args.num_workers)
-    compared = [(row, model, Gap()) for row, model in arms(settings, weights, args, device, mae)]
-    untrained = [(row, model) for row, model, _ in compared if row["protocol"] == "mae" and model.decoder.aggregation is not None]
+def measure(settings: Settings, weights: Weights, label: str, images: Any, args: argparse.Namespace) -> list[Row]:
+    """Measure one checkpoint. Returns its rows."""
+    mae = variant(settings, weights, 0.0, True).to(args.device)
+    batches = Batches(images, mae, settings, args, args.device)
+    compared = [(row, model, Gap()) for row, model in compared_models(settings, weights, args, mae)]
+    untrained = [(r, m) for r, m, _ in compared if r["protocol"] == "mae" and m.decoder.aggregation is not None]
     if untrained:
         models = [(model, row["sampling"]) for row, model in untrained]
         losses = train_convolutions(models, batches, args.conv_steps, first_batch=args.batches)
@@ -223,10 +241,23 @@ def measure(settings, weights, label, images, args, device):
     return [common | row | gap.row(args.draws) for row, _, gap in compared]
 
 
-def plot(rows, path):
-    """Difference, bias and spread over draws against throw ratio."""
+def measure_all(loaded: Sequence[tuple[str, Settings, Weights]], images: Any, args: argparse.Namespace) -> list[Row]:
+    """Measure all checkpoints. The CSV is written after each of them, so an interruption keeps the earlier ones."""
+    rows: list[Row] = []
+    for label, settings, weights in loaded:
+        try:
+            rows += measure(settings, weights, label, images, args)
+        except torch.cuda.OutOfMemoryError as error:
+            text = f"the GPU has too little memory for a batch of {args.batch_size}; give a smaller --batch_size"
+            raise ValueError(text) from error
+        write_csv(args.csv, COLUMNS, rows)
+    return rows
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Plot difference, bias and standard deviation over draws against the throw ratio."""
     plt = pyplot("gradient_gap")
-    several = len({row["weights"] for row in rows}) > 1
+    has_several = len({row["weights"] for row in rows}) > 1
     panels = {
         "difference": "‖difference to MAE‖ / ‖MAE‖",
         "bias": "bias (over batches and draws)",
@@ -235,17 +266,19 @@ def plot(rows, path):
     styles = {"plain": ("#aa3377", "plain"), "prmim": ("#4477aa", "progressive")}
     figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        for key in dict.fromkeys((row["weights"], row["protocol"], row["method"], row["sampling"]) for row in rows):
-            weights, protocol, method, sampling = key
-            line = [r for r in rows if (r["weights"], r["protocol"], r["method"], r["sampling"]) == key and r[column] is not None]
-            line.sort(key=lambda r: r["throw_ratio"])
+        lines: dict[tuple[str, ...], list[Row]] = {}
+        for row in rows:
+            line = lines.setdefault(tuple(row[name] for name in TEXT), [])
+            if row[column] is not None:
+                line.append(row)
+        for (weights, protocol, method, sampling), line in lines.items():
+            line.sort(key=lambda row: row["throw_ratio"])
             color, name = styles[method]
-            errors = [r["difference_se"] or 0 for r in line] if column == "difference" else None
-            marker = {"mae": "o", "own": "D"}[protocol]
-            ax.errorbar(
-                [r["throw_ratio"] for r in line], [r[column] for r in line], errors, color=color, marker=marker, ms=4, lw=1.4,
-                ls="-" if sampling == "furthest" else "--", capsize=2, label=f"{weights}: " * several + f"{name}, {sampling}",
-            )  # fmt: skip
+            label = f"{weights}: {name}, {sampling}" if has_several else f"{name}, {sampling}"
+            xs, ys = [row["throw_ratio"] for row in line], [row[column] for row in line]
+            errors = [row["difference_se"] or 0 for row in line] if column == "difference" else None
+            marker, ls = {"mae": "o", "own": "D"}[protocol], "-" if sampling == "furthest" else "--"
+            ax.errorbar(xs, ys, errors, color=color, marker=marker, ms=4, lw=1.4, ls=ls, capsize=2, label=label)
         ax.set(xlabel="throw ratio ρ_d", title=title)
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
@@ -256,36 +289,43 @@ def plot(rows, path):
     plt.close(figure)
 
 
-def get_args_parser():
-    parser = Parser("gradient_gap.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag = parser.add_argument
-    flag("runs", nargs="*", metavar="RUN", help="checkpoints or folders of main_pretrain.py, as PATH or LABEL=PATH")
-    flag("--model", choices=MODELS, help="the RUNs are full MAE releases (encoder and decoder) of this model")
-    flag("--images", help="class folders or a flat folder of JPEGs")
-    flag("--throw_ratios", type=float, nargs="+", default=[0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7])
-    flag("--sampling", nargs="+", default=["random", "furthest"], choices=("random", "furthest"))
-    flag("--batch_size", type=int, default=256)
-    flag("--batches", type=int, default=64)
-    flag("--draws", type=int, default=4, help="of the thrown tokens, for each batch")
-    flag("--conv_steps", type=int, default=2000, help="steps of training the convolution on MAE's weights")
-    flag("--seed", type=int, default=0)
-    flag("--num_workers", type=int, default=min(16, available_cores() - 1))
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    flag("--out", type=Path, default=Path("gradient_gap.svg"), help="the plot, .svg or .png; the CSV lies beside it")
-    flag("--csv", type=Path, help="default: --out with .csv")
-    flag("--from_csv", type=Path, help="draw these numbers again; measure nothing")
+def get_args_parser() -> Parser:
+    """The flags of this script."""
+    parser = Parser("gradient_gap.py", description=__doc__)
+    group = parser.add_argument_group("what is compared").add_argument
+    group("runs", nargs="*", metavar="RUN", help="checkpoints or folders of main_pretrain.py, as PATH or LABEL=PATH")
+    models = [name for name in MODELS if name.startswith(("mae_", "mff_"))]
+    group("--model", choices=models, help="the RUNs are full releases (encoder and decoder) of this model")
+    group("--images", help="class folders, or a flat folder of images")
+    ratios = [0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7]
+    group("--throw_ratios", type=float, nargs="+", default=ratios, help="for runs with throw_ratio 0")
+    samplings = ("random", "furthest")
+    group("--sampling", nargs="+", default=list(samplings), choices=samplings, help="for runs with throw_ratio 0")
+    group = parser.add_argument_group("how").add_argument
+    group("--batch_size", type=int, default=256, help="images per batch")
+    group("--batches", type=int, default=64, help="number of batches")
+    group("--draws", type=int, default=4, help="draws of the thrown tokens per batch")
+    group("--conv_steps", type=int, default=2000, help="training steps of the convolution, for runs with throw_ratio 0")
+    group("--seed", type=int, default=0, help="of images, crops and tokens")
+    group("--num_workers", type=int, default=min(16, available_cores() - 1), help="processes that load images")
+    group("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    group = parser.add_argument_group("output").add_argument
+    group("--out", type=Path, default=Path("gradient_gap.svg"), help="write the plot to this .svg or .png")
+    group("--csv", type=Path, help="write the numbers to this file; without it, beside --out")
+    group("--from_csv", type=Path, help="measure nothing; plot the numbers in this file")
     return parser
 
 
-def defaults(*flags):
+def defaults(*flags: str) -> Settings:
+    """The settings of main_pretrain.py with these flags."""
     return vars(main_pretrain.get_args_parser().parse_args(flags))
 
 
-def load(path, args):
-    """-> (settings, weights) of a run of main_pretrain, or of a full MAE release with --model."""
+def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]:
+    """Load (settings, weights) of a run of main_pretrain.py, or of a full MAE release with --model."""
     if args.model is None:
         model, settings = load_run(path)
-        settings = defaults() | settings  # of an older run some flags are not there: it was made with what is the default
+        settings = defaults() | settings  # flags that are newer than the run have their defaults
     else:
         settings = defaults("--model", args.model, "--throw_ratio", "0")
         model = build_model(settings)
@@ -294,15 +334,15 @@ def load(path, args):
     if args.model is not None:
         model.load_official(checkpoint.read_checkpoint(path))
     if settings["throw_ratio"] and not settings["progressive"]:
-        raise ValueError(f"{path!r} is plain partial reconstruction: it has no convolution; give an MAE or a PR-MIM run")
+        raise ValueError(f"{path!r} is plain partial reconstruction without a convolution; give an MAE or a PR-MIM run")
     if not settings["throw_ratio"]:
         for throw_ratio in args.throw_ratios:
             TokenCounts.from_ratios(model.num_tokens, settings["mask_ratio"], throw_ratio)
     return settings, model.state_dict()
 
 
-def check(args):
-    """ValueError for what cannot be measured; -> [(label, settings, weights)], images."""
+def check_and_load(args: argparse.Namespace) -> tuple[list[tuple[str, Settings, Weights]], Any]:
+    """Check the flags, and load ([(label, settings, weights)], images)."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but there is no CUDA device")
     if not args.runs or not args.images:
@@ -310,7 +350,7 @@ def check(args):
     for name in ("batch_size", "batches", "draws", "conv_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    pyplot("gradient_gap")
+    pyplot("gradient_gap")  # fail before the measurement if matplotlib is missing
     loaded = []
     for run in args.runs:
         label, _, path = run.rpartition("=")
@@ -318,8 +358,19 @@ def check(args):
     return loaded, open_images("folder", args.images)
 
 
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the rows as a Markdown table."""
+    numbers = ("difference", "cosine", "bias", "sd_draws")
+    lines = []
+    for row in rows:
+        cells = ["–" if row[name] is None else f"{row[name]:.3f}" for name in numbers]
+        lines.append([row["weights"], row["method"], row["sampling"], row["throw_ratio"], *cells])
+    titles = ["weights", "method", "sampling", "ρ_d", "difference", "cosine", "bias", "sd over draws"]
+    print(markdown_table(titles, lines, left=3))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program; `argv` stands for the command line."""
+    """Run the program; `argv` replaces the command line."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
     with user_errors(parser):
@@ -333,34 +384,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.from_csv:
             plot(read_csv(args.from_csv, COLUMNS, TEXT), args.out)
             return
-        loaded, images = check(args)
+        loaded, images = check_and_load(args)
         rows = measure_all(loaded, images, args)
         plot(rows, args.out)
     print_rows(rows)
     print(f"{args.csv}, {args.out}")
-
-
-def measure_all(loaded: list[tuple], images: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """-> the rows of all checkpoints, which are in the CSV as soon as they are measured."""
-    device, rows = torch.device(args.device), []
-    for label, settings, weights in loaded:
-        try:
-            rows += measure(settings, weights, label, images, args, device)
-        except torch.cuda.OutOfMemoryError as error:
-            reason = f"the device's memory does not hold a batch of {args.batch_size}; give a smaller --batch_size"
-            raise ValueError(reason) from error
-        write_csv(args.csv, COLUMNS, rows)  # what is measured is kept
-    return rows
-
-
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table in Markdown."""
-    columns = ("difference", "cosine", "bias", "sd_draws")
-    print("| weights | method | sampling | ρ_d | difference | cosine | bias | sd over draws |")
-    print("|---|---|---|--:|--:|--:|--:|--:|")
-    for r in rows:
-        cells = ["–" if r[name] is None else f"{r[name]:.3f}" for name in columns]
-        print(f"| {r['weights']} | {r['method']} | {r['sampling']} | {r['throw_ratio']} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

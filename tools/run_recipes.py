@@ -1,13 +1,13 @@
-"""Runs every recipe for real, with a tiny model on synthetic photographs, through the mains themselves.
+"""Run every recipe with a tiny model on synthetic photographs, through the mains themselves.
 
     python tools/run_recipes.py                                   # all recipes, half an hour on two busy cores
     python tools/run_recipes.py --recipes finetune_vit_base --output_dir /tmp/recipes --csv recipes.csv
-    python tools/run_recipes.py --images 96 --total_batch_size 32 # a quick look, without the draws that are rare
+    python tools/run_recipes.py --images 96 --total_batch_size 32 # a quick check without rare random draws
 
-Only the model's sizes and the number of images are scaled down. A recipe keeps its total batch, schedule, losses,
-augmentation, regularisation, optimizer and evaluation. Each run is stopped once in the middle of an epoch; the same
-command resumes it. Checked are: no exception, the recipe's own settings, finite losses, one report for each step, the
-step of the resume, the evaluations, and that everything that the recipe draws at random was drawn.
+Only the model's sizes and the number of images are scaled down. A recipe keeps its total batch size, schedule, losses,
+augmentation, regularisation, optimizer and evaluation. Each run is stopped once in the middle of an epoch, and the same
+command resumes it. The checks: no exception, the recipe's own settings, finite losses, one report per step, the step of
+the resume, the evaluations, and that everything that the recipe draws at random was drawn.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -48,14 +48,14 @@ from recipes import FINETUNE_RECIPES, RECIPES
 from tools.draws import ENOUGH, Draws
 from util.data.datasets import DOWNLOADED, INATURALIST, available_cores
 from util.run.checkpoint import newest_checkpoint
-from util.run.cli import Parser, parse_with_recipe, why_not_writable
+from util.run.cli import Parser, run_program, user_errors, why_not_writable
 from util.tables import write_csv
 
-# Width and height. In 1:5 few boxes of the random crop fit, so that it falls back.
+# Width and height. In an image of 1:5 few boxes of the random crop fit, so the crop uses its fallback.
 SHAPES = ((48, 40), (60, 20), (64, 64), (100, 20), (40, 56), (20, 100), (33, 47), (150, 120))
 CLASSES, VAL_IMAGES = 10, 40
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)
-TEACHER = "mae_vit_micro_patch4"  # a teacher must have one of the known sizes
+TEACHER = "mae_vit_micro_patch4"  # a teacher must have a known size
 DRAWS = ["flipped", "fallback", "operations", "zero_bits", "erased", "mixup", "cutmix", "dropped", "plan_shapes"]
 COLUMNS = ["recipe", "program", "model", "total_batch_size", "accum_iter", "images", "steps", "stopped_after"]
 COLUMNS += ["seconds", "first_loss", "last_loss", "top1", *DRAWS, "problem"]
@@ -63,20 +63,20 @@ COLUMNS += ["seconds", "first_loss", "last_loss", "top1", *DRAWS, "problem"]
 
 def get_args_parser() -> Parser:
     """The flags of this script."""
-    parser = Parser("run_recipes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("run_recipes.py", description=__doc__)
     flag = parser.add_argument
-    flag("--recipes", nargs="+", metavar="NAME", help="only these (default: all of recipes.py)")
+    flag("--recipes", nargs="+", metavar="NAME", help="recipes to run (default: all of recipes.py)")
     flag("--output_dir", type=Path, help="an empty folder for data, logs and checkpoints (default: a temporary one)")
-    flag("--images", type=int, default=ENOUGH, help="least number of images to train on (default: %(default)s)")
-    flag("--total_batch_size", type=int, help="instead of the recipe's own")
-    flag("--jobs", type=int, default=available_cores(), help="recipes at a time, one core each (default: all cores)")
+    flag("--images", type=int, default=ENOUGH, help="least number of images to train on")
+    flag("--total_batch_size", type=int, help="replaces the recipe's own")
+    flag("--jobs", type=int, default=available_cores(), help="recipes at once, one core each")
     flag("--csv", type=Path, help="write the table to this file")
     return parser
 
 
 @dataclass(frozen=True)
 class Job:
-    """One recipe, and what its run needs. `program` is the main's module name."""
+    """The run of one recipe. `program` is the module of its main."""
 
     program: str
     recipe: str
@@ -89,17 +89,14 @@ class Job:
         return {"main_pretrain": main_pretrain, "main_finetune": main_finetune}[self.program]
 
     def settings(self) -> dict:
-        """The recipe's settings with the main's defaults, before anything is inferred."""
-        flags = ["--recipe", self.recipe]
-        if self.main is main_finetune:
-            return vars(main_finetune.parse_args(flags)[1])
-        return vars(parse_with_recipe(main_pretrain.get_args_parser(), RECIPES, flags))
+        """The recipe's settings and the main's defaults, before anything is inferred."""
+        return vars(self.main.parse_args(["--recipe", self.recipe])[1])
 
     def steps(self) -> tuple[int, int, int]:
-        """-> (optimizer steps in all, steps before the stop, images in the data set, which are at least two steps)."""
+        """(optimizer steps, steps before the stop, images in the data set). An epoch has at least two steps."""
         settings = self.settings()
         total = self.total_batch_size or settings["total_batch_size"]
-        steps = max(3, math.ceil(self.images / total))  # the first one may have a learning rate of 0
+        steps = max(3, math.ceil(self.images / total))  # the learning rate of the first step may be 0
         per_epoch = max(2, math.ceil(steps / settings["epochs"]))
         stop = (steps // 2) | 1
         if stop % per_epoch == 0:
@@ -108,7 +105,7 @@ class Job:
 
 
 def find_jobs(args: argparse.Namespace) -> list[Job]:
-    """The jobs that the flags ask for; ValueError names recipes that do not exist."""
+    """The jobs that the flags ask for. ValueError for unknown recipes and impossible numbers."""
     programs = dict.fromkeys(RECIPES, "main_pretrain") | dict.fromkeys(FINETUNE_RECIPES, "main_finetune")
     names = dict.fromkeys(args.recipes or programs)
     unknown = [name for name in names if name not in programs]
@@ -124,10 +121,10 @@ def find_jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def scale_of(main: ModuleType, settings: dict) -> dict:
-    """Arguments that make the model of a recipe's settings tiny, and leave its kind as it is.
+    """Arguments that make the model of a recipe tiny.
 
-    A ViT has the fewest tokens and blocks that the framework allows with these settings. A Swin keeps its windows.
-    GreenMIM's Swin keeps its stages and grids, too, since the groups of windows follow from them.
+    A ViT gets the fewest tokens and blocks that its framework and the settings allow. A Swin keeps its windows.
+    GreenMIM's Swin also keeps its stages and grids, because the groups of windows depend on them.
     """
     model = full_size(main, settings["model"])
     if isinstance(model, GreenMIMSwin):
@@ -148,13 +145,13 @@ def scale_of(main: ModuleType, settings: dict) -> dict:
 
 @cache
 def full_size(main: ModuleType, name: str) -> torch.nn.Module:
-    """A model of `main.MODELS` as it is, without memory for its weights."""
+    """A model of `main.MODELS` in its full size, on the meta device."""
     with torch.device("meta"):
         return main.MODELS[name]()
 
 
 def can_be_built(main: ModuleType, settings: dict, scale: dict) -> bool:
-    """Whether the model, and the framework that its encoder is from, allow these sizes with the recipe's settings."""
+    """Whether the model and the framework of its encoder can be built with these sizes and the recipe's settings."""
     pool = "token" if settings.get("trainable_blocks") == 0 else "avg"
     try:
         with scaled(main, settings["model"], scale), torch.device("meta"):
@@ -168,24 +165,24 @@ def can_be_built(main: ModuleType, settings: dict, scale: dict) -> bool:
 
 
 def decoder_scale(model: torch.nn.Module) -> dict:
-    """The sizes of decoders, where the model has any."""
+    """The sizes of the model's decoders, if it has any."""
     return DECODER if any("decoder" in name for name, _ in model.named_modules()) else {}
 
 
 def with_decoder(pretrained: str, scale: dict) -> dict:
-    """The sizes of a classifier, and those of the decoders of a pre-training model."""
+    """The sizes of a classifier, plus those of the decoders of a pre-training model."""
     return scale | decoder_scale(full_size(main_pretrain, pretrained))
 
 
 @contextmanager
 def scaled(main: ModuleType, name: str, scale: dict) -> Iterator[None]:
-    """Inside it, `main` builds the model `name` with these sizes, under its own name."""
+    """Within the context, `main` builds the model `name` with these sizes."""
     with patch.dict(main.MODELS, {name: partial(main.MODELS[name], **scale)}):
         yield
 
 
 def encoder_of(settings: dict) -> str:
-    """The pre-training model whose encoder a fine-tuning recipe takes: by the recipe's name, else by its model's."""
+    """The pre-training model whose encoder a fine-tuning recipe needs, from the names of the recipe and its model."""
     name, family = settings["model"], "swin" if settings["model"].startswith("swin") else "vit"
     framework = {"relative": "simmim", "swin": "greenmim"}.get(name.split("_")[0], "mae")
     others = [module.__name__.split("_")[1] for module in main_pretrain.FRAMEWORKS if module is not models_mae_pr]
@@ -194,14 +191,14 @@ def encoder_of(settings: dict) -> str:
 
 
 class Workshop:
-    """The folder of all runs: makes data sets, teacher and encoders when they are first asked for."""
+    """The folder of all runs. It makes data sets, the teacher and encoders when they are first needed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.photos = write_photos(root / "photos")
 
     def data(self, count: int) -> Path:
-        """A data set of `count` training images (links to few photographs), in class folders and as iNaturalist's."""
+        """A data set with `count` training images (links to few photographs), as class folders and as iNaturalist."""
         root = self.root / f"data-{count}"
         for split, number in (("train", count), ("val", VAL_IMAGES)):
             if not (root / split).exists():
@@ -209,11 +206,11 @@ class Workshop:
         return root
 
     def teacher(self) -> Path:
-        """A micro MAE after one step; its patches are as large as the students'."""
+        """A micro MAE after one step. Its patch size is that of the students."""
         return self.pretrained("teacher", TEACHER, {}, ["--patch_size", 8])
 
     def encoder(self, settings: dict) -> Path:
-        """A pre-trained encoder of the sizes of the recipe's scaled classifier."""
+        """A pre-trained encoder with the sizes of the recipe's scaled classifier."""
         pretrained = encoder_of(settings)
         scale = with_decoder(pretrained, scale_of(main_finetune, settings))
         flags = ["--teacher", self.teacher()] if pretrained in models_tec_pr.__all__ else []
@@ -221,7 +218,7 @@ class Workshop:
         return self.pretrained("-".join(["encoder", pretrained, *sizes]), pretrained, scale, flags)
 
     def pretrained(self, name: str, model: str, scale: dict, flags: list) -> Path:
-        """The folder of a pre-training run of one step of 32 images."""
+        """The folder of a pre-training run with one step of 32 images."""
         folder = self.root / name
         if not newest_checkpoint(folder)[0]:
             folder.mkdir(exist_ok=True)
@@ -233,7 +230,7 @@ class Workshop:
 
 
 def write_photos(folder: Path) -> list[Path]:
-    """Smooth random pictures of several shapes, grey ones and PNGs among them."""
+    """Write smooth random pictures of several shapes, some of them grey, some as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, paths = np.random.default_rng(0), []
     for i in range(6 * len(SHAPES)):
@@ -245,7 +242,7 @@ def write_photos(folder: Path) -> list[Path]:
 
 
 def link_photos(photos: list[Path], root: Path, split: str, count: int) -> None:
-    """ROOT/<split>/<class>/, and ROOT/<split><year>.json for iNaturalist's two years."""
+    """Link `count` photographs into ROOT/<split>/<class>/, and write iNaturalist's ROOT/<split><year>.json."""
     names = []
     for label in range(CLASSES):
         (root / split / f"class{label}").mkdir(parents=True)
@@ -263,23 +260,23 @@ def link_photos(photos: list[Path], root: Path, split: str, count: int) -> None:
 
 
 def machine_flags(data: Path, folder: Path) -> list:
-    """Flags of every run here: one process, on the CPU, that loads its own images and reports each step."""
+    """The flags of all runs: on the CPU, without workers, a report after each step."""
     flags = ["--data_path", data, "--output_dir", folder]
     return [*flags, "--device", "cpu", "--num_workers", 0, "--print_freq", 1]
 
 
 @contextmanager
 def quiet(path: Path) -> Iterator[None]:
-    """What is printed inside goes to the file `path`."""
+    """Append everything that is printed within the context to the file `path`."""
     with open(path, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         yield
 
 
 def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
-    """The recipe's command line for a run in `folder`; makes its data, teacher and encoder."""
+    """The command line of a job in `folder`. Makes its data, teacher and encoder."""
     settings, (_, _, count) = job.settings(), job.steps()
     argv = ["--recipe", job.recipe, *machine_flags(workshop.data(count), folder)]
-    if job.total_batch_size:  # the peak learning rate stays: starts and floors of recipes are relative to it
+    if job.total_batch_size:  # keep the peak learning rate: the recipe's warm-up and minimum are relative to it
         peak = settings["blr"] * settings["total_batch_size"] / 256
         argv += ["--total_batch_size", job.total_batch_size, "--lr", peak]
     if settings["dataset"] in DOWNLOADED:
@@ -289,12 +286,12 @@ def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
     elif settings["model"] in models_tec_pr.__all__:
         argv += ["--teacher", workshop.teacher()]
     elif settings["model"] in models_greenmim_pr.__all__ and not job.total_batch_size:
-        argv += ["--batch_size", 32]  # a micro-batch shares its visible set: this gives more of them
+        argv += ["--batch_size", 32]  # a micro-batch shares one visible set: small ones give more sets
     return [str(flag) for flag in argv]
 
 
 def run(job: Job, argv: list[str], folder: Path) -> dict:
-    """Runs the recipe up to a step, resumes it, and checks what it left; -> a row of the table."""
+    """Run a job up to a step, resume it, and check its output. Returns a row of the table."""
     torch.set_num_threads(1)
     settings, (steps, stop, _), draws = job.settings(), job.steps(), Draws()
     console, started, problems = folder.with_suffix(".txt"), time.perf_counter(), []
@@ -305,7 +302,7 @@ def run(job: Job, argv: list[str], folder: Path) -> dict:
             before = (folder / "log.jsonl").read_text()
             call(job.main, [*argv, "--max_steps", str(steps)])
         problems += check_run(job, folder, before)
-    except Exception as error:  # whatever it is: the other recipes still run
+    except Exception as error:  # the other recipes still run
         problems.append(f"{type(error).__name__}: {error}")
         with quiet(console):
             traceback.print_exc()
@@ -317,7 +314,7 @@ def run(job: Job, argv: list[str], folder: Path) -> dict:
 
 
 def call(main: ModuleType, argv: list[str]) -> None:
-    """The main itself; RuntimeError with its message where it would end the program with an exit code other than 0."""
+    """Call the main. RuntimeError with its message if it would end the program with another exit code than 0."""
     with io.StringIO() as message:
         try:
             with redirect_stderr(message):
@@ -330,13 +327,13 @@ def call(main: ModuleType, argv: list[str]) -> None:
 
 
 def read_reports(folder: Path) -> list[dict]:
-    """The reports of log.jsonl, or none."""
+    """The reports in log.jsonl, or [] if there is no such file."""
     log = folder / "log.jsonl"
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def check_run(job: Job, folder: Path, before: str) -> list[str]:
-    """What is wrong with a finished run; `before` is its log.jsonl at the stop."""
+    """Check a finished run, and return what is wrong. `before` is its log.jsonl at the stop."""
     (steps, stop, count), problems = job.steps(), []
     settings, reports = json.loads((folder / "settings.json").read_text()), read_reports(folder)
     losses = [(report["step"], report["loss"]) for report in reports if "loss" in report]
@@ -365,7 +362,7 @@ def check_run(job: Job, folder: Path, before: str) -> list[str]:
 
 
 def check_settings(job: Job, resolved: dict) -> list[str]:
-    """Where the run's settings are not the recipe's, apart from what is replaced on purpose."""
+    """Compare the run's settings with the recipe's, except those that are replaced on purpose."""
     recipe = (RECIPES | FINETUNE_RECIPES)[job.recipe]
     replaced = {"dataset"} if recipe.get("dataset") in DOWNLOADED else set()
     if job.total_batch_size:
@@ -377,7 +374,7 @@ def check_settings(job: Job, resolved: dict) -> list[str]:
 
 
 def describe(job: Job, folder: Path) -> dict:
-    """The columns of the table that settings and log.jsonl fill."""
+    """The columns of the table that come from settings.json and log.jsonl."""
     steps, stop, _ = job.steps()
     path, reports = folder / "settings.json", read_reports(folder)
     settings = json.loads(path.read_text()) if path.exists() else job.settings()
@@ -397,7 +394,7 @@ def describe(job: Job, folder: Path) -> dict:
 
 
 def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
-    """Rows of the jobs, as they finish."""
+    """Run all jobs, and yield their rows as they finish."""
     workshop, work = Workshop(root), []
     for job in jobs:
         folder = root / job.recipe
@@ -415,7 +412,7 @@ def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """A row for the terminal: the draws that were counted, or the problem."""
+    """A line for the terminal: numbers of the row, then the counted draws or the problem."""
     values = (row[name] for name in ("first_loss", "last_loss", "top1"))
     numbers = " ".join("      -" if value is None else f"{value:7.3f}" for value in values)
     draws = ", ".join(f"{row[name]} {name}" for name in DRAWS if row[name])
@@ -424,19 +421,17 @@ def line(row: dict) -> str:
     return f"{row['recipe']:36} {row['images']:6} {steps} {row['seconds']:5.0f}s {numbers}  {outcome}"
 
 
-def main(argv: list[str] | None = None) -> bool:
-    """-> whether any recipe failed."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program; `argv` replaces the command line. The exit code is 1 if a recipe failed."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    try:
+    with user_errors(parser):
         jobs = find_jobs(args)
-        if args.csv and (why := why_not_writable(args.csv)):
-            raise ValueError(f"--csv {str(args.csv)!r} cannot be written: {why}")
+        if args.csv and (reason := why_not_writable(args.csv)):
+            raise ValueError(f"--csv {str(args.csv)!r} cannot be written: {reason}")
         folder = args.output_dir
         if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"--output_dir {str(folder)!r} is not an empty folder; name a new one")
-    except ValueError as error:
-        parser.error(str(error))
     print(f"{'recipe':36} images  stop/steps time  first and last loss, top-1  draws", flush=True)
     rows = []
     with nullcontext(args.output_dir) if args.output_dir else tempfile.TemporaryDirectory() as folder:
@@ -446,11 +441,12 @@ def main(argv: list[str] | None = None) -> bool:
     order = {job.recipe: i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[row["recipe"]])
     failed = [row["recipe"] for row in rows if row["problem"]]
-    print(f"{len(rows) - len(failed)} of {len(rows)} recipes ran{'; failed: ' + ', '.join(failed) if failed else ''}")
+    print(f"{len(rows) - len(failed)} of {len(rows)} recipes ran")
     if args.csv:
         write_csv(args.csv, COLUMNS, rows)
-    return bool(failed)
+    if failed:
+        parser.exit(1, f"run_recipes.py: error: recipes failed: {', '.join(failed)}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main, "run_recipes.py")

@@ -1,14 +1,13 @@
-"""One run of the study (one arm, one seed), in a process of its own: pre-train, measure, fine-tune. Started by study.py.
+"""Run one arm of the study with one seed: pre-train, measure, fine-tune. tools/study.py starts it as a process.
 
     python tools/study_job.py output/study/cpu/runs/prmim50-seed0 MACHINE
 
-The folder's job.json says what to do, MACHINE (JSON) with what; result.json is written last. The mains resume by
-themselves, so an interrupted job starts again with the same command.
+job.json in the folder describes the job, MACHINE (JSON) the data and the device. result.json is written last. The mains
+resume by themselves, so the same command continues an interrupted job.
 
-READINGS are the ways to read the paper that the core does not follow; what they gave is in docs/study.md.
+READINGS are readings of the paper that the core does not follow. docs/study.md compares them.
 """
 
-import argparse
 import fcntl
 import json
 import sys
@@ -23,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_finetune
 import main_pretrain
-from prmim import ProgressiveDecoder, SpatialAggregation
-from scripts.visualize import evenly_spaced, load_run, measure
+from framework import Framework
+from prmim import ProgressiveDecoder, SpatialAggregation, TokenOrder
+from reconstruction import evenly_spaced, measure
 from util.costs import forward_gmac
 from util.data.datasets import open_images
 from util.run.cli import Parser, run_program, user_errors
@@ -32,30 +32,32 @@ from util.run.run_folder import write_json
 
 
 class AggregatesPredictions(ProgressiveDecoder):
-    """Norm and head on the kept tokens first; the convolution then reconstructs predictions from predictions."""
+    """Norm and head on the kept tokens come first; the convolution reconstructs predictions from predictions."""
 
-    def reconstruct(self, x, order):
+    def reconstruct(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        assert self.aggregation is not None  # all arms with this reading throw tokens
         return self.aggregation(super().predict(self.decode(x, order)), order, self.grid_size)
 
-    def predict(self, x):
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def predictions(model):
+def predictions(model: Framework) -> None:
+    """Apply the convolution to the predictions."""
     kernel_size = model.decoder.aggregation.operator.kernel_size[0]
     model.decoder.__class__ = AggregatesPredictions  # the same parameters, another order of operations
     model.decoder.aggregation = SpatialAggregation(model.decoder.pred.out_features, kernel_size)
 
 
-def init_average(model):
-    """The convolution starts as the mean of its window."""
+def init_average(model: Framework) -> None:
+    """Initialise the convolution as the mean of its window."""
     convolution = model.decoder.aggregation.operator
     nn.init.constant_(convolution.weight, 1 / convolution.weight[0].numel())
     nn.init.zeros_(convolution.bias)
 
 
-def init_normal(model):
-    """ConvNeXt's initialisation."""
+def init_normal(model: Framework) -> None:
+    """Initialise the convolution as in ConvNeXt."""
     convolution = model.decoder.aggregation.operator
     nn.init.trunc_normal_(convolution.weight, std=0.02)
     nn.init.zeros_(convolution.bias)
@@ -64,60 +66,59 @@ def init_normal(model):
 READINGS = {f.__name__: f for f in (predictions, init_average, init_normal)}
 
 
-def add_reading(name):
-    """Lets main_pretrain's models be built with the reading: `mae_vit_micro_patch4+init_normal`."""
+def add_reading(model: str, reading: str) -> str:
+    """Register a model of main_pretrain.py with a reading, and return its name: mae_vit_micro_patch4+init_normal."""
+    factory, name = main_pretrain.MODELS[model], f"{model}+{reading}"
 
-    def wrap(factory):
-        def build(**options):
-            model = factory(**options)
-            READINGS[name](model)
-            return model
+    def build(**options: Any) -> Framework:
+        built = factory(**options)
+        READINGS[reading](built)
+        return built
 
-        return build
-
-    main_pretrain.MODELS |= {f"{model}+{name}": wrap(factory) for model, factory in main_pretrain.MODELS.items()}
+    main_pretrain.MODELS[name] = build
+    main_pretrain.FRAMEWORK_OF[name] = main_pretrain.FRAMEWORK_OF[model]
+    return name
 
 
 class Stopped(Exception):
     """A signal has stopped a main before the end of its run."""
 
 
-def run_main(main: Callable[[list[str]], object], argv: list[str]) -> None:
-    """Trains with one of the mains; Stopped where the run is not at its end."""
-    if main(argv) is False:
+def run_main(main: Callable[[list[str]], object], argv: list[str], machine: dict[str, Any]) -> None:
+    """Train with one of the mains. Raises Stopped if a signal stops it."""
+    if main([*argv, "--device", machine["device"], "--num_workers", str(machine["num_workers"])]) is False:
         raise Stopped
 
 
 def pretrain(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> dict[str, float]:
-    """-> {loss, mse of reconstruction, cost} of the pre-trained model."""
+    """Pre-train. Returns the loss, the errors of reconstruction, and the cost."""
     argv = [*job["pretrain"], "--data_path", machine["data_path"], "--output_dir", str(folder), "--picture_every", "0"]
     if job["reading"]:
-        add_reading(job["reading"])
-        argv[argv.index("--model") + 1] += f"+{job['reading']}"
-    argv += ["--device", machine["device"], "--num_workers", str(machine["num_workers"])]
-    run_main(main_pretrain.main, argv)
-    model, settings = load_run(folder)
+        place = argv.index("--model") + 1
+        argv[place] = add_reading(argv[place], job["reading"])
+    run_main(main_pretrain.main, argv, machine)
+    model, settings = main_pretrain.load_run(folder)
     images = open_images("folder", machine["data_path"], "val")
     (mse,) = measure(model, settings, images, evenly_spaced(len(images), job["measured_images"])).values()
     tokens = {"retained": model.counts.num_retained, "thrown": model.counts.num_thrown}
     result = {f"mse_{name}": value for name, value in mse.items()}
-    if all(name in mse for name, n in tokens.items() if n):  # plain predicts no thrown token
+    if all(name in mse for name, n in tokens.items() if n):  # plain partial reconstruction predicts no thrown token
         result["mse_masked"] = sum(mse[name] * tokens[name] for name in mse) / sum(tokens[name] for name in mse)
-    losses = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return result | {"loss": losses[-1]["epoch_loss"], "gmac": forward_gmac(settings, main_pretrain.build_model)[0]}
+    reports = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return result | {"loss": reports[-1]["epoch_loss"], "gmac": forward_gmac(settings, main_pretrain.build_model)[0]}
 
 
 def finetune(job: dict[str, Any], machine: dict[str, Any], folder: Path, encoder: Path | None) -> dict[str, float]:
-    """-> {top1} after the last epoch."""
+    """Fine-tune. Returns the top-1 accuracy after the last epoch."""
     argv = [*job["finetune"], "--dataset", "folder", "--data_path", machine["labelled"], "--output_dir", str(folder)]
-    argv += ["--finetune", str(encoder)] if encoder else []
-    argv += ["--device", machine["device"], "--num_workers", str(machine["num_workers"])]
-    run_main(main_finetune.main, argv)
+    if encoder is not None:
+        argv += ["--finetune", str(encoder)]
+    run_main(main_finetune.main, argv, machine)
     return {"top1": json.loads((folder / "results.json").read_text())["last"]["val_top1"]}
 
 
 def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
-    """Does the job and writes result.json; -> False, and no result, where a signal stopped it."""
+    """Do the job and write result.json. Returns False, and writes nothing, if a signal stops it."""
     result = dict.fromkeys(("top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"))
     result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__}
     try:
@@ -127,7 +128,7 @@ def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
     except Stopped:
         return False
     except SystemExit as stop:
-        if stop.code != 3:  # 3: the mains stop where numbers are no longer finite, and that is a result, too
+        if stop.code != 3:  # the mains end with 3 if the loss is no longer finite: a result of the study
             raise
         result["status"] = "diverged"
     write_json(folder / "result.json", result)
@@ -135,7 +136,7 @@ def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
 
 
 def read_json(text: str, what: str) -> dict[str, Any]:
-    """The JSON object in `text`; ValueError, in which `what` names it, for anything else."""
+    """Parse the JSON object in `text`. `what` names the text in the ValueError."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -146,9 +147,9 @@ def read_json(text: str, what: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
-    """The program; -> False where a signal stopped it. `argv` stands for the command line."""
-    parser = Parser("study_job.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the run; its job.json says what to do")
+    """Run the program; `argv` replaces the command line. Returns False if a signal stopped it."""
+    parser = Parser("study_job.py", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder of the run; its job.json describes the job")
     parser.add_argument("machine", help="JSON: data_path, labelled, device, num_workers")
     args = parser.parse_args(argv)
     with user_errors(parser):
@@ -157,10 +158,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
         lock = open(args.folder / "lock", "w")
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
         except BlockingIOError:
-            text = f"another process is at work in {args.folder}: a study on this folder runs already"
-            parser.exit(1, f"{parser.prog}: error: {text}\n")
+            parser.exit(1, f"{parser.prog}: error: a study on this folder runs already: {args.folder}\n")
         return work(job, machine, args.folder)
 
 

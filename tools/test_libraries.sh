@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests with the lowest or with the newest libraries that the requirement files allow, without ruff:
+# Runs the tests with the lowest or with the newest libraries that the requirement files allow:
 #
 #     bash tools/test_libraries.sh lowest [pytest arguments]
 #     bash tools/test_libraries.sh newest [pytest arguments]
 #
-# Each has a virtual environment of its own, .venv-lowest or .venv-newest (5 GB); PRMIM_VENV moves it elsewhere.
-# "lowest" turns each `>=X` into `==X`; it needs Python 3.10 to 3.12, for which those versions have wheels (PYTHON
-# names an interpreter). "newest" updates all libraries with every call.
+# Each has its own virtual environment (5 GB): .venv-lowest or .venv-newest, or the folder that PRMIM_VENV names.
+# "lowest" turns each `>=X` into `==X`. It needs Python 3.10 to 3.12, because those versions have no wheels for later
+# ones; PYTHON names the interpreter. "newest" updates all libraries with every call. ruff and mypy are left out.
 set -euo pipefail
 which=${1:-}
 if [ "$which" != lowest ] && [ "$which" != newest ]; then
@@ -17,11 +17,11 @@ shift
 here=$(cd "$(dirname "$0")" && pwd)
 PRMIM_VENV=${PRMIM_VENV:-$here/../.venv-$which}
 source "$here/../scripts/setup.sh"
-echo '*' >"$venv/.gitignore" # neither git nor ruff looks into it
+echo '*' >"$venv/.gitignore" # git and ruff ignore it
 
-# All requirements, one a line: no comments, no `-r` lines, no ruff.
+# All requirements, one per line: no comments, no `-r` lines, no linters.
 list=$venv/requirements.txt
-(cd "$root" && sed -E 's/[[:space:]]*#.*//; /^(-r|ruff|$)/d' requirements{,-quickstart,-dev}.txt) >"$list"
+(cd "$root" && sed -E 's/[[:space:]]*#.*//; /^(-r|ruff|mypy|$)/d' requirements{,-quickstart,-dev}.txt) >"$list"
 options=(--upgrade --upgrade-strategy eager)
 if [ "$which" = lowest ]; then
     if ! "$venv/bin/python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'; then

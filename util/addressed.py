@@ -1,52 +1,57 @@
-"""Random numbers that have an address instead of a history.
+"""Random numbers with an address instead of a history.
 
-Everything random about a training sample (its place in the epoch, its crop, its flip, the order of its tokens) is a
-function of `(seed, epoch, index)`. Nothing is streamed, so nothing has to be saved: any number of workers gives the
-same batches, and a run resumed in mid-epoch continues bit for bit.
+Everything that is random about a training sample (its place in the epoch, its crop, its flip, the order of its tokens)
+is a function of `(seed, epoch, index)`. There is no stream of numbers whose state would have to be saved. Batches are
+the same for any number of workers, and a run that is resumed in mid-epoch continues bit for bit.
 """
 
 import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-# One stream per purpose, so that the crop of a sample and its mask never share a number. Part of a run's identity.
+# One stream per purpose, so that the crop of a sample and its mask never share a number. Other values, other runs.
 SHUFFLE, AUGMENT, MASK, LIBRARY, STEP = 1, 2, 3, 4, 5
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's counter
 
 
-def addressed_uniform(stream, seed, epoch, indices, num):
-    """Uniform float64 numbers in [0, 1) of shape [B, num], a pure function of (stream, seed, epoch, index).
+def addressed_uniform(
+    stream: int, seed: int, epoch: int | np.ndarray, indices: int | Sequence[int] | np.ndarray, num: int
+) -> np.ndarray:
+    """Returns uniform float64 numbers in [0, 1) of shape [B, num], a pure function of (stream, seed, epoch, index).
 
-    `indices` is an integer array [B]; `epoch` an integer or an integer array [B]. The j-th number of a sample is the
-    j-th output of SplitMix64 (Steele et al., OOPSLA 2014) started at a hash of the address, so the whole batch is one
-    vectorised expression.
+    indices: integers [B]. epoch: an integer, or integers [B].
+
+    The j-th number of a sample is the j-th output of SplitMix64 (Steele et al., OOPSLA 2014), started at a hash of the
+    address. The whole batch is one vectorised expression.
     """
     indices = np.atleast_1d(np.asarray(indices))
     key = np.zeros(indices.shape, np.uint64)
     for part in (stream, seed, epoch, indices):
-        key = _mix((key ^ np.asarray(part).astype(np.uint64)) + _STEP)
-    counter = np.arange(1, num + 1, dtype=np.uint64) * _STEP
+        key = _mix((key ^ np.asarray(part).astype(np.uint64)) + _INCREMENT)
+    counter = np.arange(1, num + 1, dtype=np.uint64) * _INCREMENT
     return (_mix(key[:, None] + counter) >> np.uint64(11)) * 2.0**-53
 
 
-def addressed_seed(stream, seed, epoch, index):
-    """A seed of 32 bits for generators that cannot be addressed themselves."""
+def addressed_seed(stream: int, seed: int, epoch: int, index: int) -> int:
+    """Returns a 32-bit seed for a generator that cannot be addressed itself."""
     return int(addressed_uniform(stream, seed, epoch, [index], 1)[0, 0] * 2**32)
 
 
 @contextmanager
-def seeded_libraries(seed):
-    """Within it, what libraries draw from the global generators of Python, numpy and torch (CPU) follows from `seed`.
+def seeded_libraries(seed: int) -> Iterator[None]:
+    """Seeds the global generators of Python, numpy and torch (CPU), from which libraries draw, inside the block.
 
-    Afterwards the generators are as before: where the worker is the trainer's own process, nothing leaks into the step.
+    Their states are restored at the end: a worker may be the process of the trainer itself, whose draws must not
+    change.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach for CUDA, which a worker has none of
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed CUDA, which workers must not touch
     try:
         yield
     finally:
@@ -55,8 +60,8 @@ def seeded_libraries(seed):
         torch.set_rng_state(states[2])
 
 
-def _mix(z):
-    """SplitMix64's finaliser: every input bit reaches every output bit. Overflow wraps, as it should."""
+def _mix(z: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: every input bit affects every output bit. Products wrap at 64 bits, as intended."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

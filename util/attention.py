@@ -1,4 +1,4 @@
-"""Which of torch's fused attention kernels a process tries first."""
+"""The order in which a process tries torch's fused attention kernels."""
 
 from contextlib import ExitStack
 
@@ -12,19 +12,21 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_preferred = ExitStack()
+_active_order = ExitStack()  # holds torch's context manager, which stays entered between calls of `prefer`
 
 
-def prefer(name):
-    """From now on scaled_dot_product_attention tries the kernel `name` of KERNELS first; "auto" is torch's own order.
+def prefer(name: str) -> None:
+    """Makes scaled_dot_product_attention try the kernel `name` of KERNELS first; "auto" restores torch's own order.
 
-    Where it cannot serve a call (flash attention takes no bias, say), the others follow as they stand there; "math", three
-    operations that serve any call, is the last of them.
+    If that kernel cannot serve a call (flash attention takes no bias, for example), the others are tried in the order
+    of KERNELS. The last one is "math", three plain operations that can serve any call.
     """
-    _preferred.close()
-    if name != "auto":
-        if torch.cuda.is_available():  # the first call on some cards sets an order, over whatever was set before it
-            F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device="cuda", dtype=torch.float16))
-        others = [kernel for other, kernel in KERNELS.items() if other not in (name, "math")]
-        order = [KERNELS[name], *others, SDPBackend.MATH] if name != "math" else [SDPBackend.MATH]
-        _preferred.enter_context(sdpa_kernel(order, set_priority=True))
+    _active_order.close()
+    if name == "auto":
+        return
+    if torch.cuda.is_available():  # on some cards the first call sets an order, which would replace the one set here
+        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device="cuda", dtype=torch.float16))
+    order = [KERNELS[name]]
+    if name != "math":
+        order += [kernel for other, kernel in KERNELS.items() if other != name]
+    _active_order.enter_context(sdpa_kernel(order, set_priority=True))

@@ -1,8 +1,10 @@
-"""What a training step costs, counted; what a device can do at most, measured; and how times are taken in turn."""
+"""Cost of a training step: counted multiply-adds and memory, timed steps, and the peak rates of the device."""
 
 import math
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,42 +15,45 @@ from util.data.datasets import AddressedDataset
 from util.data.transforms import RandomResizedCropFlip
 
 
-def forward_gmac(settings, build_model):
-    """Multiply-adds, in 10^9, of one image's forward pass, counted on the meta device -> (what is trained, teacher).
+def forward_gmac(
+    settings: Mapping[str, Any], build_model: Callable[[dict[str, Any]], torch.nn.Module]
+) -> tuple[float, float]:
+    """Count the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher).
 
-    build_model: main_pretrain's.
+    The models are built on the meta device. `build_model` is main_pretrain's. Without a teacher the second is 0.
     """
-    with torch.device("meta"):  # where a teacher needs no weights
+    with torch.device("meta"):  # a teacher needs no weights here
         model = build_model({**settings, "teacher": None})
         imgs = torch.empty(1, 3, *model.img_size)
-    orders = [order.to("meta") for order in a_batch(model, settings, 1)[1]]
+    orders = [order.to("meta") for order in make_batch(model, settings, 1)[1]]
     teacher = getattr(model, "teacher", None)
     if teacher is None:
-        return counted(lambda: model(imgs, *orders)), 0.0
+        return count_gmac(lambda: model(imgs, *orders)), 0.0
     inputs = []
     handle = teacher.register_forward_hook(lambda _, args, kwargs, __: inputs.append((args, kwargs)), with_kwargs=True)
-    total = counted(lambda: model(imgs, *orders))
+    total = count_gmac(lambda: model(imgs, *orders))
     handle.remove()
     ((args, kwargs),) = inputs
-    alone = counted(lambda: teacher(*args, **kwargs))
-    return total - alone, alone
+    teacher_gmac = count_gmac(lambda: teacher(*args, **kwargs))
+    return total - teacher_gmac, teacher_gmac
 
 
-def counted(forward):
+def count_gmac(forward: Callable[[], object]) -> float:
+    """Multiply-adds of `forward()`, in 10^9."""
     with FlopCounterMode(display=False) as counter:
         forward()
     return counter.get_total_flops() / 2e9
 
 
-def saved_bytes(forward):
-    """Bytes of all storages that autograd keeps for the backward pass of `forward()`."""
+def saved_bytes(forward: Callable[[], object]) -> int:
+    """Bytes of all storages that autograd saves for the backward pass of `forward()`."""
     storages = {}
 
-    def keep(tensor):
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        # Alive until the graph goes, so no address is given out twice. Detached, or an operation that keeps its own
-        # output would be a cycle that nothing frees, and the peak memory measured next would be too large.
+        # The graph holds the storage, so no address is reused. The tensor is detached: an operation that saves its own
+        # output would otherwise form a reference cycle, which would count in the peak memory measured next.
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -58,45 +63,55 @@ def saved_bytes(forward):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts `operations`, and `moved`, the bytes of the tensors that they take and give; views are neither.
+    """Count operations and the bytes that they move.
 
-    Matrix products, attention and convolutions are left out of `moved`: arithmetic bounds them, and memory the others. What is
-    expanded counts as it lies in memory; a gather, as all that it may read.
+    `operations` counts all operations except views and allocations. `moved` is the size of their input and output
+    tensors in bytes, without matrix products, attention and convolutions: these are compute-bound, the others
+    memory-bound. An expanded tensor counts with its size in memory. A gather counts its whole input.
     """
 
     FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
     OVERWRITE = ("copy_", "fill_", "zero_", "ones_like", "zeros_like", "full_like", "new_zeros", "new_full", "new_ones")
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.operations = self.moved = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         packet, schema = func._overloadpacket, func._schema
-        given = tensors_in(out)
-        if schema.is_mutable and not given:  # fused and foreach operations give nothing back
-            given = tensors_in([a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write])
-        if given and not func.is_view and packet.__name__ not in self.FREE:
+        outputs = tensors_in(out)
+        if schema.is_mutable and not outputs:  # fused and foreach operations return nothing
+            arguments = zip(args, schema.arguments, strict=False)
+            outputs = tensors_in([arg for arg, spec in arguments if spec.alias_info and spec.alias_info.is_write])
+        if outputs and not func.is_view and packet.__name__ not in self.FREE:
             self.operations += 1
             if packet not in flop_registry and "attention" not in packet.__name__:
-                taken = tensors_in((args[packet.__name__ in self.OVERWRITE :], kwargs))
-                self.moved += sum(map(extent, taken)) + sum(map(extent, given))
+                inputs = args[1:] if packet.__name__ in self.OVERWRITE else args  # an overwritten tensor is not read
+                self.moved += sum(size_in_bytes(tensor) for tensor in tensors_in((inputs, kwargs)) + outputs)
         return out
 
 
-def tensors_in(tree):
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def extent(tensor):
-    """Bytes of a tensor's elements, the repeated ones once."""
+def size_in_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements. Expanded dimensions count once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()
 
 
-def a_batch(model, settings, batch_size, images=None):
-    """uint8 crops of `images`, or random bytes; and [their token orders, and what the model takes beside]."""
+def make_batch(
+    model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int, images: Any = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a uint8 batch [B, 3, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
+
+    The batch holds the first crops of `images`, an image source of util.data.images, or random bytes without it.
+    """
     collator = model.collator(settings["sampling"], seed=0)
     if images is None:
         generator = torch.Generator().manual_seed(0)
@@ -108,50 +123,58 @@ def a_batch(model, settings, batch_size, images=None):
     return imgs, orders
 
 
-def matmul_tflops(device, dtype, rounds=10):
-    """What the device does in a square matrix product, in 10^12 operations a second: the ceiling that MFU is relative to."""
+def matmul_tflops(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
+    """Measure the rate of a large square matrix product in 10^12 operations per second: the peak for MFU."""
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / median_seconds(lambda: a @ b, device, rounds) / 1e12
 
 
-def copied_gb_per_s(device, rounds=10):
-    """Bytes that the device reads and writes in a large copy, in 10^9 a second."""
+def copied_gb_per_s(device: torch.device, rounds: int = 10) -> float:
+    """Measure the rate of a large copy on the device: bytes read plus bytes written, in 10^9 per second."""
     a = torch.ones(2**30 if device.type == "cuda" else 2**28, device=device, dtype=torch.uint8)
     b = torch.empty_like(a)
     return 2 * len(a) / median_seconds(lambda: b.copy_(a), device, rounds) / 1e9
 
 
-def median_seconds(work, device, rounds):
-    """Of `rounds` calls after two to warm up."""
-    seconds = []
-    for _ in range(rounds + 2):
-        wait(device)
-        start = time.perf_counter()
-        work()
-        wait(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Time one call of `work`, with a host-device sync before and after it."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
-def wait(device):
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def time_in_turn(steps, rounds):
-    """Functions that return their seconds -> the median of each; another one is first in each round, since a step feels the
-    memory that its predecessor left."""
-    times = [[] for _ in steps]
+def median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the median time of `rounds` calls, after two warm-up calls."""
+    for _ in range(2):
+        work()
+    return statistics.median(seconds_of(work, device) for _ in range(rounds))
+
+
+def time_in_turn(steps: Sequence[Callable[[], object]], device: torch.device, rounds: int) -> list[float]:
+    """Time all `steps` once per round, and return the median seconds of each.
+
+    The first step of a round rotates, because the memory that one step leaves behind can slow down the next one.
+    """
+    times: list[list[float]] = [[] for _ in steps]
     for i in range(rounds):
         for j in range(len(steps)):
             k = (i + j) % len(steps)
-            times[k].append(steps[k]())
-    return [statistics.median(of_step) for of_step in times]
+            times[k].append(seconds_of(steps[k], device))
+    return [statistics.median(seconds) for seconds in times]
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+    return "cpu (1 thread)" if threads == 1 else f"cpu ({threads} threads)"

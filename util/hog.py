@@ -1,40 +1,52 @@
 """Histograms of oriented gradients, as LocalMIM (Wang et al., CVPR 2023) predicts them."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
 
 @torch.no_grad()
-def hog(imgs, cells, num_bins=9, bias=None):
-    """Images [B, C, H, W] -> one [B, C * num_bins, H / cell, W / cell] for each side in `cells`, float32 (or float64).
+def hog(
+    imgs: torch.Tensor, cells: Sequence[int], num_bins: int = 9, bias: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Returns histograms [B, C * num_bins, H / cell, W / cell] of images [B, C, H, W] for each side in `cells`.
 
-    Each colour channel has its own histogram, of unsigned orientations: the whole gradient of a pixel goes to one bin; the
-    mean over the cell is divided by its L2 norm. The angle is atan2(horizontal, vertical), so bin 0 is a gradient along y.
-    cells: pixels, increasing, each a multiple of the first. bias [len(cells), 2] is added to the two responses (the
-    release's gradient filters for ViT-L have one by accident).
+    Every colour channel has its own histogram of unsigned orientations. The whole gradient of a pixel goes to one bin.
+    The mean over the cell is divided by its L2 norm. The angle is atan2(horizontal, vertical), so bin 0 is a gradient
+    along y. Results are float32, or float64 for float64 images.
 
-    There is no matrix product here for autocast to halve. Orientations close to a multiple of pi fall into the first or
-    last bin by rounding: for images of 8 bits that is .4 to 3 % of the pixels, in any implementation.
+    cells: sides in pixels, increasing, each a multiple of the first. bias: [len(cells), 2], added to the two filter
+    responses; the release's filters for ViT-L have one by accident. Raises ValueError if the cells do not divide the
+    image.
+
+    No matrix product occurs here, so autocast does not reduce the precision. Orientations close to a multiple of pi
+    fall into the first or the last bin by rounding. For 8-bit images these are 0.4 to 3 % of the pixels, in any
+    implementation.
     """
     height, width = imgs.shape[-2:]
     if any(cell % cells[0] or height % cell or width % cell for cell in cells):
-        raise ValueError(f"cells must be multiples of the first and divide the image, {height} x {width} px; got {cells}")
-    horizontal, vertical = _responses(imgs.to(torch.promote_types(imgs.dtype, torch.float32)))
-    if bias is None:  # the histograms of larger cells are means of smaller ones'
+        raise ValueError(
+            f"cells must be multiples of the first and divide the image, {height} x {width} px; got {cells}"
+        )
+    horizontal, vertical = _sobel(imgs.to(torch.promote_types(imgs.dtype, torch.float32)))
+    if bias is None:  # the histograms of larger cells are means of those of the smallest
         finest = _histograms(horizontal, vertical, cells[0], num_bins)
         histograms = [finest, *(F.avg_pool2d(finest, cell // cells[0]) for cell in cells[1:])]
     else:
-        histograms = [_histograms(horizontal + b[0], vertical + b[1], c, num_bins) for c, b in zip(cells, bias, strict=True)]
-    # [B, C * bins, h, w] with the bins of a colour together: each colour is normalised by itself
+        histograms = [
+            _histograms(horizontal + shift[0], vertical + shift[1], cell, num_bins)
+            for cell, shift in zip(cells, bias, strict=True)
+        ]
+    # [B, C * bins, h, w], where the bins of a colour are neighbours: each colour is normalised by itself.
     return [F.normalize(h.unflatten(1, (-1, num_bins)), dim=2, eps=1e-12).flatten(1, 2) for h in histograms]
 
 
-def _responses(imgs):
-    """Sobel's filters, "left minus right" and "top minus bottom", mirrored at the border: two of [B, C, H, W].
+def _sobel(imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns Sobel's responses "left minus right" and "top minus bottom", mirrored at the border, [B, C, H, W] each.
 
-    Differences are taken before sums, so that at the border they are exactly zero.
+    Differences are taken before sums, so that they are exactly zero at the border.
     """
     padded = F.pad(imgs, (1, 1, 1, 1), mode="reflect")
     across = padded[..., :-2] - padded[..., 2:]
@@ -44,20 +56,23 @@ def _responses(imgs):
     return horizontal, vertical
 
 
-def _histograms(horizontal, vertical, cell, num_bins):
-    """[B, C, H, W] twice -> [B, C * num_bins, H / cell, W / cell], the mean magnitude of each bin."""
+def _histograms(horizontal: torch.Tensor, vertical: torch.Tensor, cell: int, num_bins: int) -> torch.Tensor:
+    """Returns the mean magnitude of responses [B, C, H, W] per bin and cell, [B, C * num_bins, H / cell, W / cell]."""
     magnitude = (horizontal.square() + vertical.square()).sqrt()
     bins = (torch.atan2(horizontal, vertical) / math.pi * num_bins).floor().remainder(num_bins)
-    # Bin by bin, which needs no room for a one-hot image and adds up in a fixed order, unlike a scatter on a GPU.
+    # One bin at a time: no memory for a one-hot image, and a fixed order of summation, unlike a scatter on a GPU.
     means = [F.avg_pool2d(torch.where(bins == k, magnitude, 0.0), cell) for k in range(num_bins)]
     return torch.stack(means, dim=2).flatten(1, 2)
 
 
-def orientation_colors(histograms, num_bins):
-    """Histograms [B, C * num_bins, h, w] -> images [B, 3, h, w] in [0, 1]: hue is the mean orientation, light its strength."""
-    weights = histograms.float().unflatten(1, (-1, num_bins)).mean(dim=1)  # [B, bins, h, w], of all colours
+def orientation_colors(histograms: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Turns histograms [B, C * num_bins, h, w] into images [B, 3, h, w] in [0, 1].
+
+    The hue is the mean orientation over all colours, the brightness is its strength.
+    """
+    weights = histograms.float().unflatten(1, (-1, num_bins)).mean(dim=1)  # [B, bins, h, w]
     angles = 2 * math.pi / num_bins * (torch.arange(num_bins, device=weights.device) + 0.5).view(-1, 1, 1)
     x, y = (weights * angles.cos()).sum(dim=1), (weights * angles.sin()).sum(dim=1)
-    hue, light = torch.atan2(y, x), (x.square() + y.square()).sqrt().clamp(max=1)
+    hue, brightness = torch.atan2(y, x), (x.square() + y.square()).sqrt().clamp(max=1)
     phases = hue.new_tensor([0.0, -2 * math.pi / 3, 2 * math.pi / 3]).view(3, 1, 1)
-    return light.unsqueeze(1) * (0.5 + 0.5 * (hue.unsqueeze(1) + phases).cos())
+    return brightness.unsqueeze(1) * (0.5 + 0.5 * (hue.unsqueeze(1) + phases).cos())

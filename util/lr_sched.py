@@ -1,7 +1,7 @@
-"""Learning-rate schedules as pure functions of the step: nothing to save, nothing to restore.
+"""Learning-rate schedules as pure functions of the step, without a state that would have to be saved.
 
-The frameworks' releases differ in where the cosine begins, in what their warm-up starts from, and in whether floor and
-start scale with the layer in fine-tuning; a reproduction needs each as it is.
+The releases of the frameworks differ in three points: where the cosine begins, from which rate the warm-up starts, and
+whether the floor and the start are scaled by layer in fine-tuning. Each is implemented as its release has it.
 """
 
 import math
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """`schedule(step, lr_scale)` -> learning rate of the optimizer step (0-based) for a group whose layer has that scale.
+    """`schedule(step, lr_scale)` returns the learning rate of an optimizer step, counted from 0.
 
-    name: one of SCHEDULES. min_lr: the cosine's floor; warmup_lr: the warm-up's start; lr_steps: epochs of the tenfold
-    drops of `simmim_steps`.
+    lr_scale: the factor of a parameter group under layer-wise learning-rate decay. name: one of SCHEDULES. lr: the
+    peak. min_lr: the floor of the cosine. warmup_lr: the start of the warm-up. lr_steps: for `simmim_steps`, the epochs
+    at which the rate falls tenfold.
     """
 
     name: str
@@ -23,37 +24,38 @@ class Schedule:
     lr: float
     min_lr: float = 0.0
     warmup_lr: float = 0.0
-    lr_steps: tuple = ()
+    lr_steps: tuple[float, ...] = ()
 
-    def __call__(self, step, lr_scale=1.0):
+    def __call__(self, step: int, lr_scale: float = 1.0) -> float:
         return SCHEDULES[self.name](self, step, lr_scale)
 
 
-def _half_cosine(progress, top, bottom):
+def _half_cosine(progress: float, top: float, bottom: float) -> float:
+    """Returns the value of a half cosine from `top`, at progress 0, to `bottom`, at progress 1."""
     return bottom + (top - bottom) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _mae(s, step, lr_scale):
-    """Linear over the warm-up, then a half cosine over the rest; everything scales with the layer."""
+def _mae(s: Schedule, step: int, lr_scale: float) -> float:
+    """A linear warm-up, then a half cosine over the remaining epochs. All rates are scaled by layer."""
     epoch = step / s.steps_per_epoch
     if epoch < s.warmup_epochs:
         return lr_scale * (s.warmup_lr + (s.lr - s.warmup_lr) * epoch / s.warmup_epochs)
     return lr_scale * _half_cosine((epoch - s.warmup_epochs) / (s.epochs - s.warmup_epochs), s.lr, s.min_lr)
 
 
-def _mff(s, step, lr_scale):
-    """As MAE's, but the last step of the warm-up has reached the peak already, and the floor is the same for all layers."""
+def _mff(s: Schedule, step: int, lr_scale: float) -> float:
+    """Like MAE's, but the last step of the warm-up has the peak rate, and the floor is the same for all layers."""
     warmup, total = round(s.warmup_epochs * s.steps_per_epoch), round(s.epochs * s.steps_per_epoch)
     if step < warmup:
         return lr_scale * (s.warmup_lr + (s.lr - s.warmup_lr) * step / max(1, warmup - 1))
     return _half_cosine((step - warmup) / (total - warmup), lr_scale * s.lr, s.min_lr)
 
 
-def _simmim(s, step, lr_scale):
-    """A cosine over the whole run, of which the warm-up hides the beginning: the rate drops where it ends.
+def _simmim(s: Schedule, step: int, lr_scale: float) -> float:
+    """A cosine over the whole run, of which the warm-up replaces the first part: the rate drops when the warm-up ends.
 
-    The release sets the rate after a step, by that step's number: the first two steps have the same. Start and floor are
-    the same for all layers.
+    The release sets the rate after each step, from that step's number. So the first two steps have the same rate. The
+    start and the floor are the same for all layers.
     """
     step = max(step - 1, 0)
     warmup = s.warmup_epochs * s.steps_per_epoch
@@ -62,11 +64,12 @@ def _simmim(s, step, lr_scale):
     return _half_cosine(step / (s.epochs * s.steps_per_epoch), lr_scale * s.lr, s.min_lr)
 
 
-def _simmim_steps(s, step, lr_scale):
+def _simmim_steps(s: Schedule, step: int, lr_scale: float) -> float:
     """The same warm-up, then a constant rate that falls tenfold at each of `lr_steps`."""
     if max(step - 1, 0) < s.warmup_epochs * s.steps_per_epoch:
         return _simmim(s, step, lr_scale)
-    return lr_scale * s.lr * 0.1 ** sum(epoch * s.steps_per_epoch <= max(step - 1, 0) for epoch in s.lr_steps)
+    num_falls = sum(epoch * s.steps_per_epoch <= max(step - 1, 0) for epoch in s.lr_steps)
+    return lr_scale * s.lr * 0.1**num_falls
 
 
 SCHEDULES = {"mae": _mae, "mff": _mff, "simmim": _simmim, "simmim_steps": _simmim_steps}

@@ -1,5 +1,6 @@
-"""Pictures for people: reconstructions and token patterns, drawn with Pillow."""
+"""Pictures of reconstructions and token patterns, drawn with Pillow."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from util.run.cli import replaced_file
+from util.atomic import replaced_file
 
-VISIBLE, RETAINED, THROWN = 0, 1, 2
-# Paul Tol's high-contrast blue and yellow: told apart by every reader, and in grey.
+VISIBLE, RETAINED, THROWN = 0, 1, 2  # states of a token
+# Paul Tol's high-contrast blue and yellow, which colour-blind readers and grey prints distinguish, too.
 COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
 LEGEND = {
     VISIBLE: "visible",
@@ -20,41 +21,47 @@ LEGEND = {
     THROWN: "masked, thrown: left out of the decoder's blocks",
 }
 _GAP, _INK, _PAPER, _LINE = 6, (40, 40, 40), (255, 255, 255), (200, 200, 200)
-_SWATCH = 12  # pixels a side of a token in a legend, as in a pattern
+_SWATCH = 12  # side of a token in a pattern and in the legend, in pixels
 
 
 def save(picture: np.ndarray, path: str | os.PathLike[str]) -> None:
-    """Writes uint8 [H, W, 3] in the format of the path's suffix; an older file is replaced in one step."""
+    """Writes uint8 [H, W, 3] in the format of the path's suffix. An older file is replaced in one step."""
     with replaced_file(path) as temporary:
         Image.fromarray(picture).save(temporary)
 
 
 def check_suffix(path: Path) -> None:
-    """ValueError where Pillow writes no pictures of this suffix."""
+    """Raises ValueError if Pillow cannot write a picture with this suffix."""
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise ValueError(f"no picture can be written to {str(path)!r}: the name must end in .png, .jpg or the like")
 
 
 def panel_grid(imgs: torch.Tensor, states: torch.Tensor, panels: dict[str, torch.Tensor]) -> np.ndarray:
-    """One row an image: image | its tokens | panels. Four or more images of one panel each stand in pairs.
+    """Draws one row per image: the image, its tokens, its panels. Returns uint8 [H', W', 3].
 
-    imgs: uint8 [B, 3, H, W]; states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN; panels: {title: float
-    [B, 3, H, W] in [0, 1]}. -> uint8 array [H', W', 3].
+    If there are four or more images with one panel each, a row holds two of them.
+
+    imgs: uint8 [B, 3, H, W]. states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN. panels: {title: float
+    [B, 3, H, W] in [0, 1]}.
     """
-    imgs, states = imgs.cpu().numpy().transpose(0, 2, 3, 1), np.asarray(states.cpu())
-    columns = [imgs, [paint_tokens(img, state) for img, state in zip(imgs, states, strict=True)]]
-    columns += [(p.float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8) for p in panels.values()]
-    scale = max(1, -(-112 // imgs.shape[1]))  # small images are enlarged, pixel by pixel
+    pixels, grids = imgs.cpu().numpy().transpose(0, 2, 3, 1), states.cpu().numpy()
+    columns = [list(pixels), [paint_tokens(img, grid) for img, grid in zip(pixels, grids, strict=True)]]
+    for panel in panels.values():
+        columns.append(list((panel.float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)))
+    scale = max(1, math.ceil(112 / pixels.shape[1]))  # small images are enlarged by whole pixels
     rows = [[panel.repeat(scale, 0).repeat(scale, 1) for panel in row] for row in zip(*columns, strict=True)]
-    abreast = 2 if len(rows) >= 4 and len(panels) == 1 else 1
-    titles = ["image", "visible, retained, thrown", *panels] * abreast
-    rows += [[np.full_like(panel, 255) for panel in rows[0]]] * (-len(rows) % abreast)
-    return table([sum(rows[i : i + abreast], []) for i in range(0, len(rows), abreast)], titles)
+    titles = ["image", "visible, retained, thrown", *panels]
+    if len(rows) >= 4 and len(panels) == 1:
+        if len(rows) % 2:
+            rows.append([np.full_like(panel, 255) for panel in rows[0]])
+        rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]
+        titles = titles * 2
+    return table(rows, titles)
 
 
 def paint_tokens(img: np.ndarray, state: np.ndarray) -> np.ndarray:
-    """The visible pixels of uint8 [H, W, 3], and flat colours where `state` [rows, columns] is retained or thrown."""
-    cells = np.asarray(state).repeat(img.shape[0] // state.shape[0], 0).repeat(img.shape[1] // state.shape[1], 1)
+    """Returns uint8 [H, W, 3] with flat colours where the tokens' `state` [rows, columns] is retained or thrown."""
+    cells = state.repeat(img.shape[0] // state.shape[0], 0).repeat(img.shape[1] // state.shape[1], 1)
     painted = img.copy()
     for value, color in COLORS.items():
         painted[cells == value] = color
@@ -62,9 +69,9 @@ def paint_tokens(img: np.ndarray, state: np.ndarray) -> np.ndarray:
 
 
 def pattern(state: np.ndarray, cell: int = _SWATCH) -> np.ndarray:
-    """A grid of tokens [rows, columns] as squares with lines between them: visible white, retained blue, thrown yellow.
+    """Draws a grid of tokens [rows, columns] as squares: visible white, retained blue, thrown yellow.
 
-    -> uint8 [rows * cell + 1, columns * cell + 1, 3].
+    Returns uint8 [rows * cell + 1, columns * cell + 1, 3], with lines between the squares.
     """
     rows, columns = np.array(state.shape) * cell
     picture = np.full((rows + 1, columns + 1, 3), _LINE, np.uint8)
@@ -74,9 +81,9 @@ def pattern(state: np.ndarray, cell: int = _SWATCH) -> np.ndarray:
 
 
 def pattern_table(groups: dict[str, list[list[np.ndarray]]], row_titles: Sequence[str]) -> np.ndarray:
-    """Groups of token patterns side by side, with a title over each group and before each row, and a legend below.
+    """Draws groups of token patterns side by side, with a title over each group and before each row, and a legend.
 
-    groups: {title: rows of equally large panels from `pattern`}. -> uint8 [H, W, 3].
+    groups: {title: rows of panels from `pattern`, all of one size}. Returns uint8 [H, W, 3].
     """
     tables = [_tile(rows) for rows in groups.values()]
     height, width, _ = tables[0].shape
@@ -97,7 +104,7 @@ def pattern_table(groups: dict[str, list[list[np.ndarray]]], row_titles: Sequenc
 
 
 def draw_legend(draw: ImageDraw.ImageDraw, x: float, y: float) -> None:
-    """What the colours of tokens mean, in one line from `x` on, centred at the height `y`."""
+    """Draws the meaning of the tokens' colours in one line that begins at `x` and is centred at the height `y`."""
     half = _SWATCH // 2
     for (state, text), place in zip(LEGEND.items(), _legend_places(), strict=False):
         box = (x + place, y - half, x + place + _SWATCH, y + half)
@@ -106,7 +113,7 @@ def draw_legend(draw: ImageDraw.ImageDraw, x: float, y: float) -> None:
 
 
 def _legend_places() -> list[float]:
-    """Where the entries of the legend begin, in pixels, and where the last one ends."""
+    """Returns where each entry of the legend begins and where the last one ends, in pixels."""
     places = [0.0]
     for text in LEGEND.values():
         places.append(places[-1] + _SWATCH + 7 + _font(13).getlength(text) + 32)
@@ -114,21 +121,20 @@ def _legend_places() -> list[float]:
 
 
 def _tile(rows: list[list[np.ndarray]]) -> np.ndarray:
-    """Equally large panels with a gap of 10 pixels between them."""
+    """Joins panels of one size with gaps of 10 pixels between them."""
     padded = [np.pad(np.stack(row), ((0, 0), (0, 10), (0, 10), (0, 0)), constant_values=255) for row in rows]
     return np.concatenate([np.concatenate(row, axis=1) for row in padded])[:-10, :-10]
 
 
 def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
-    """Lists of equally large uint8 panels [h, w, 3] with a title over each column -> uint8 [H, W, 3]."""
+    """Joins rows of uint8 panels [h, w, 3] of one size, with a title over each column. Returns uint8 [H, W, 3]."""
     height, width = rows[0][0].shape[:2]
-    font = _font(11)
     head = 20
     size = (len(rows[0]) * (width + _GAP) + _GAP, head + len(rows) * (height + _GAP))
     canvas = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(canvas)
     for j, title in enumerate(titles):
-        draw.text((_GAP + j * (width + _GAP), 4), title, fill=_INK, font=_fitting(title, width, font))
+        draw.text((_GAP + j * (width + _GAP), 4), title, fill=_INK, font=_font_that_fits(title, width))
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):
             canvas.paste(Image.fromarray(panel), (_GAP + j * (width + _GAP), head + i * (height + _GAP)))
@@ -139,19 +145,21 @@ def _font(size: float) -> Any:
     return ImageFont.load_default(size=size)
 
 
-def _fitting(text: str, width: int, font: Any) -> Any:
-    """The font, or a smaller one with which `text` is no wider than `width`."""
+def _font_that_fits(text: str, width: int) -> Any:
+    """Returns the font of size 11, or a smaller one with which `text` is no wider than `width` pixels."""
+    font = _font(11)
     length = font.getlength(text)
     return font if length <= width else _font(max(6, 11 * width / length))
 
 
 def principal_colors(reference: torch.Tensor, *features: torch.Tensor) -> list[torch.Tensor]:
-    """Features [B, N, C] -> [B, N, 3] in [0, 1] each: their components along the three main axes of `reference`.
+    """Turns each tensor of features [B, N, C] into colours [B, N, 3] in [0, 1].
 
-    They are stretched from its 1st to its 99th percentile.
+    The colours are the components along the three principal axes of `reference` [B, N, C]. Its 1st and 99th percentile
+    become 0 and 1.
     """
     flat = reference.flatten(0, 1).double()
     centred = flat - flat.mean(dim=0)
-    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -3:].flip(1)  # [C, 3], the main one first
+    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -3:].flip(1)  # [C, 3], the largest first
     low, high = torch.quantile(centred @ axes, flat.new_tensor([0.01, 0.99]), dim=0)
     return [(((x.double() - flat.mean(dim=0)) @ axes - low) / (high - low)).clamp(0, 1).float() for x in features]

@@ -1,10 +1,13 @@
-"""Matplotlib, which only the scripts that draw need."""
+"""Matplotlib, which only the scripts that draw plots need."""
+
+from types import ModuleType
 
 
-def pyplot(salt):
-    """matplotlib.pyplot, drawing without a screen; `salt` makes SVGs of the same numbers the same file.
+def pyplot(salt: str) -> ModuleType:
+    """Returns matplotlib.pyplot, set up to draw without a screen.
 
-    ValueError where it is not installed, so ask before long work.
+    salt: any text that belongs to the plot. It makes the ids inside an SVG reproducible, so that equal data give equal
+    files. Raises ValueError if matplotlib is not installed: call this before long work.
     """
     try:
         import matplotlib

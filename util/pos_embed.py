@@ -1,13 +1,36 @@
-"""Fixed sine-cosine position tables."""
+"""Position tables of ViTs, and the grids of tokens that they belong to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 
-def sincos_pos_embed(dim, grid_size, cls_token=False, device=None):
-    """MAE's 2-D table [rows * columns, dim] in raster order, float64; with `cls_token` a row of zeros comes first.
+def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns an image size as (height, width). One number, alone or in a sequence, stands for both sides."""
+    if isinstance(size, int):
+        return size, size
+    return size[0], size[-1]
 
-    A cell at (row r, column c) reads [sin(c w), cos(c w), sin(r w), cos(r w)] with w_k = 10000^(-k / (dim / 4)),
-    k = 0 .. dim/4 - 1: the column first.
+
+def grid_from_settings(settings: Mapping[str, Any], patch_size: int | None) -> tuple[int, int] | None:
+    """Returns the (rows, columns) of the tokens of a run, or None if its `settings` or the patch size are missing."""
+    size = settings.get("input_size")
+    if not size or not patch_size:
+        return None
+    height, width = height_and_width(size)
+    return height // patch_size, width // patch_size
+
+
+def sincos_pos_embed(
+    dim: int, grid_size: tuple[int, int], cls_token: bool = False, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Returns MAE's fixed 2-D sine-cosine table [rows * columns, dim] in raster order, float64.
+
+    The cell at (row r, column c) is [sin(c w), cos(c w), sin(r w), cos(r w)] with w_k = 10000^(-k / (dim / 4)) for
+    k = 0 .. dim/4 - 1. The column comes first, as in MAE's release. With `cls_token` the table begins with a row of
+    zeros. Raises ValueError if `dim` is not a multiple of 4.
     """
     if dim % 4:
         raise ValueError(f"a 2-D sine-cosine table needs a width that is a multiple of 4, got {dim}")
@@ -21,3 +44,13 @@ def sincos_pos_embed(dim, grid_size, cls_token=False, device=None):
     angles = [axis.reshape(-1, 1) * omega for axis in (column, row)]  # 2 x [N, dim/4]
     table = torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1)  # [N, dim]
     return torch.cat([table.new_zeros(1, dim), table]) if cls_token else table
+
+
+def resize_pos_embed(table: torch.Tensor, source: tuple[int, int], target: tuple[int, int]) -> torch.Tensor:
+    """Resizes a position table with a class row [1, 1 + n, D] from the grid `source` to the grid `target`.
+
+    The class row is kept. The grid is interpolated bicubically in float32. Returns [1, 1 + m, D].
+    """
+    grid = table[:, 1:].float().unflatten(1, source).permute(0, 3, 1, 2)  # [1, D, rows, columns]
+    grid = F.interpolate(grid, size=target, mode="bicubic", align_corners=False)
+    return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)

@@ -1,13 +1,14 @@
-"""Activations that are computed again in the backward pass instead of kept: less memory, about a third more time."""
+"""Activation checkpointing: less memory, since the backward pass recomputes activations; about a third more time."""
 
 from functools import partial
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from util.run.shard import blocks_of
 
 
-def recompute_blocks(model):
-    """Keeps of each transformer block its input alone. Values and draws (drop path) are the same, bit for bit."""
+def recompute_blocks(model: nn.Module) -> None:
+    """Makes each transformer block store only its input. Values and random draws (drop path) stay bit-equal."""
     for block in blocks_of(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

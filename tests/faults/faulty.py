@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from engine_pretrain import PretrainEngine
 from util.data.images import EncodedImages
 from util.run import checkpoint
 from util.run.cli import run_program
-from util.run.train_engine import TrainEngine
+from util.run.loop import TrainLoop
 
 
 def kill_a_worker():
@@ -64,23 +63,30 @@ class Fault:
         return False
 
     def install(self):
-        train_step, losses_of, fault = TrainEngine.train_step, PretrainEngine.losses_of, self
+        begin_step, seed_draws, scaled_loss, fault = (
+            TrainLoop.begin_step,
+            TrainLoop.seed_draws,
+            TrainLoop.scaled_loss,
+            self,
+        )
 
-        def faulty_step(engine, batches, step):
+        def faulty_step(loop, step):
             fault.now = step
             if fault.name in AT_STEP and fault.strikes(step):
                 AT_STEP[fault.name]()
-            return train_step(engine, batches, step)
+            return begin_step(loop, step)
 
-        def faulty_losses(engine, batch, step, micro):
-            losses = losses_of(engine, batch, step, micro)
-            if fault.name.startswith("nan") and fault.strikes(step):
-                losses = {name: loss * torch.nan for name, loss in losses.items()}
+        def faulty_seed(loop, step, micro):  # it comes first in a forward pass
             if fault.name == "hang" and fault.strikes(step):
                 time.sleep(10_000)
-            return losses
+            return seed_draws(loop, step, micro)
 
-        TrainEngine.train_step, PretrainEngine.losses_of = faulty_step, faulty_losses
+        def faulty_loss(loop, losses, micro):
+            if fault.name.startswith("nan") and fault.strikes(loop.step):
+                losses = {name: loss * torch.nan for name, loss in losses.items()}
+            return scaled_loss(loop, losses, micro)
+
+        TrainLoop.begin_step, TrainLoop.seed_draws, TrainLoop.scaled_loss = faulty_step, faulty_seed, faulty_loss
         if self.name in IN_SAVE:
             checkpoint.os = self.faulty_os(*IN_SAVE[self.name])
         if self.name == "hang-worker":
@@ -103,7 +109,9 @@ class Fault:
 
         def deadly(*args):
             fault.calls += 1
-            if fault.calls % (2 if name == "replace" else 4) == call % (2 if name == "replace" else 4) and fault.strikes(fault.now):
+            if fault.calls % (2 if name == "replace" else 4) == call % (
+                2 if name == "replace" else 4
+            ) and fault.strikes(fault.now):
                 os.kill(os.getpid(), signal.SIGKILL)
             return exact(*args)
 

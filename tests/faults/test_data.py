@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngImageFile
 from tests.test_main_pretrain import assert_same_state, fails, run
 from util.data import images
 from util.run.checkpoint import newest_checkpoint
-from util.run.train_engine import TrainEngine
+from util.run.loop import TrainLoop
 
 
 def damage(path):
@@ -38,7 +38,7 @@ def test_a_broken_image_is_replaced_by_the_next_and_two_of_24_are_too_many(photo
     capsys.readouterr()
     flags = (*flags, "--save_steps", 1)
     message = fails(capsys, tmp_path / "photos", tmp_path / "two", *flags)
-    assert "2 of the 24 images looked at" not in message
+    assert "2 of 24 checked images" not in message
     assert "2 of 24 images cannot be read, more than --max_bad" in message
     assert "5.jpg" in message and "7.jpg" in message
     assert run(tmp_path / "photos", tmp_path / "two", *flags, "--max_bad_fraction", 0.1)["meta"]["step"] == 6
@@ -115,15 +115,15 @@ def test_storage_that_fails(photos, tmp_path, monkeypatch, capsys, record_proper
 @pytest.mark.fault("F25", "files that vanish while the run reads them", "as for broken ones")
 def test_files_that_vanish(photos, tmp_path, monkeypatch, record_property):
     shutil.copytree(photos, tmp_path / "photos")
-    step, files = TrainEngine.train_step, [tmp_path / "photos" / "train" / name for name in ("cat/5.jpg", "dog/7.jpg")]
+    step, files = TrainLoop.begin_step, [tmp_path / "photos" / "train" / name for name in ("cat/5.jpg", "dog/7.jpg")]
 
-    def after_the_first(engine, batches, number):
+    def after_the_first(loop, number):
         if number == 1:
             for file in files:
                 file.unlink()
-        step(engine, batches, number)
+        step(loop, number)
 
-    monkeypatch.setattr(TrainEngine, "train_step", after_the_first)
+    monkeypatch.setattr(TrainLoop, "begin_step", after_the_first)
     run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1, "--epochs", 3)
     assert "2 of 24 images cannot be read" in (tmp_path / "out" / "log.txt").read_text()
     record_property("measured", "2 named, all steps run")

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_finetune
 from scripts import export
 from tests.test_main_pretrain import assert_same_state, fails, reports, run
-from util.run import train_run
+from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,9 @@ def test_changed_settings_are_refused_or_by_request_take_effect(photos, tmp_path
     run(photos, tmp_path / "out", "--max_steps", 2)
     message = fails(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
     assert "--throw_ratio was 0.5 and now is 0.25; --weight_decay was 0.05 and now is 0.1. Undo that" in message
-    assert "--batch_size" not in fails(capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2)
+    assert "--batch_size" not in fails(
+        capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2
+    )
     assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2]  # and nothing was touched
     content = run(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
     out = capsys.readouterr().out
@@ -73,27 +75,32 @@ def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, cap
 
 
 @pytest.mark.fault(
-    "F8", "files renamed, added or removed since the last start", "refused, with both fingerprints; --allow_changes goes on"
+    "F8",
+    "files renamed, added or removed since the last start",
+    "refused, with both fingerprints; --allow_changes goes on",
 )
 def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path / "photos")
     run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
     cats = tmp_path / "photos" / "train" / "cat"
     (cats / "0.jpg").rename(cats / "x.jpg")  # as many as before, in another order
-    assert re.search(r"the data had 24 images \(.*\) and now has 24", fails(capsys, tmp_path / "photos", tmp_path / "out"))
+    assert re.search(
+        r"the data had 24 images \(.*\) and now has 24", fails(capsys, tmp_path / "photos", tmp_path / "out")
+    )
     (cats / "x.jpg").unlink()
     assert "and now has 23 images" in fails(capsys, tmp_path / "photos", tmp_path / "out")
     run(tmp_path / "photos", tmp_path / "out", "--allow_changes")
     assert "warning: the data had 24 images" in capsys.readouterr().out
 
 
-@pytest.mark.fault("F42", "a second run in the same folder", "refused, with the process that holds it; a dead one holds nothing")
+@pytest.mark.fault(
+    "F42", "a second run in the same folder", "refused, with the process that holds it; a dead one holds nothing"
+)
 def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     output_dir = tmp_path / "out"
     output_dir.mkdir()
-    program = (
-        f"from util.run.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\nprint('held', flush=True)\ninput()"
-    )
+    program = f"from util.run.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\n"
+    program += "print('held', flush=True)\ninput()"
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
         assert other.stdout.readline() == "held\n"
@@ -103,16 +110,16 @@ def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
 
 
 def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
-    save = train_run.checkpoint.save_checkpoint
+    save = checkpoint.save_checkpoint
 
     def full(output_dir, step, *args):
         if step == 3:
             raise OSError(28, "No space left on device")
         return save(output_dir, step, *args)
 
-    monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", full)
     run(photos, tmp_path / "out")
-    assert "the checkpoint of step 3 could not be written" in capsys.readouterr().out
+    assert "checkpoint-3.pth could not be written" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -120,15 +127,20 @@ def small_disk(tmp_path):
     """A file system of 28 MB, where root may make one: room for three checkpoints of a micro model."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28m", "tmpfs", folder], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28m", "tmpfs", folder], capture_output=True).returncode
+    ):
         pytest.skip("no file system of one's own without root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.fault("F37", "a full disk", "a warning, and training goes on; no stump is left; the older checkpoint loads")
+@pytest.mark.fault(
+    "F37", "a full disk", "a warning, and training goes on; no stump is left; the older checkpoint loads"
+)
 def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
-    """Filled after the first epoch's checkpoint, but for the logs; without its last checkpoint a run has not ended well."""
+    """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
     output_dir, flags = small_disk / "out", ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
     expected = run(photos, tmp_path / "whole", *flags)
     run(photos, output_dir, *flags, "--max_steps", 3)
@@ -141,7 +153,7 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
     with pytest.raises(SystemExit) as stop:
         run(photos, output_dir, *flags)
     captured = capsys.readouterr()
-    assert "warning: the checkpoint of step 6 could not be written ([Errno 28]" in captured.out
+    assert "warning: checkpoint-6.pth could not be written ([Errno 28]" in captured.out
     assert stop.value.code == 75 and "goes on from the newest checkpoint" in captured.err
     assert sorted(p.name for p in output_dir.glob("*checkpoint*")) == ["checkpoint-3.json", "checkpoint-3.pth"]
     ballast.unlink()
@@ -158,7 +170,7 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
 
 @pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")
 def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, record_property):
-    save, failures = train_run.checkpoint.save_checkpoint, []
+    save, failures = checkpoint.save_checkpoint, []
 
     def full_once(output_dir, step, *args):
         if step == 3 and not failures:
@@ -167,8 +179,8 @@ def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, record_prop
             raise OSError(28, "No space left on device")
         return save(output_dir, step, *args)
 
-    monkeypatch.setattr(train_run.checkpoint, "save_checkpoint", full_once)
-    assert run(photos, tmp_path / "out")["meta"]["step"] == 3 and failures == [3]
+    monkeypatch.setattr(checkpoint, "save_checkpoint", full_once)
+    assert run(photos, tmp_path / "out")["meta"]["step"] == 4 and failures == [3]  # it stops after the next step
     record_property("measured", "0 steps lost")
 
 
@@ -185,7 +197,10 @@ def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch, record_prop
     for folder in ("train", "val"):
         shutil.copytree(photos / "train", tmp_path / "data" / folder)
     for main, flags in (
-        (main_finetune.main, ["--finetune", "evil.pth", "--data_path", "data", "--output_dir", "out2", "--device", "cpu"]),
+        (
+            main_finetune.main,
+            ["--finetune", "evil.pth", "--data_path", "data", "--output_dir", "out2", "--device", "cpu"],
+        ),
         (export.main, ["evil.pth", "--out", "out.safetensors"]),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -234,7 +249,9 @@ def test_kills_while_saving(tmp_path, repeats, record_property):
                 destroyed[name] += 1
             shutil.rmtree(folder)
     assert destroyed["ours"] == 0
-    record_property("measured", f"{kills} kills, 0 destroyed; by torch.save alone {destroyed['torch.save']} of {min(kills, 24)}")
+    record_property(
+        "measured", f"{kills} kills, 0 destroyed; by torch.save alone {destroyed['torch.save']} of {min(kills, 24)}"
+    )
 
 
 def wait_until(condition):

@@ -1,4 +1,4 @@
-"""Stops at awkward places: in an accumulation, with another number of processes, from a folder to what was packed from it."""
+"""Stops at awkward places: in an accumulation, with another world size, from a folder to tar shards of it."""
 
 import json
 import os
@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from engine_pretrain import PretrainEngine
 from scripts import pack_dataset
 from tests.faults.runs import finish, losses, state
 from tests.test_main_pretrain import assert_same_state, reports, run
+from util.run.loop import TrainLoop
 
 
 @pytest.mark.fault("F4", "two processes, then one, then two", "the same images in each step; said; losses within 1e-5")
@@ -31,15 +31,15 @@ def test_another_number_of_processes(photos, tmp_path, record_property):
 @pytest.mark.fault("F6", "a signal in the middle of an accumulation", "the step is finished, then saved; exact")
 def test_a_signal_in_an_accumulation(photos, tmp_path, monkeypatch, record_property):
     flags = ("--batch_size", 2, "--accum_iter", 4)
-    expected, losses_of, seen = run(photos, tmp_path / "whole", *flags), PretrainEngine.losses_of, []
+    expected, seed_draws, seen = run(photos, tmp_path / "whole", *flags), TrainLoop.seed_draws, []
 
-    def interrupted(engine, batch, step, micro):
+    def interrupted(loop, step, micro):
         if (step, micro) == (1, 1):
             os.kill(os.getpid(), signal.SIGTERM)
         seen.append((step, micro))
-        return losses_of(engine, batch, step, micro)
+        return seed_draws(loop, step, micro)
 
-    monkeypatch.setattr(PretrainEngine, "losses_of", interrupted)
+    monkeypatch.setattr(TrainLoop, "seed_draws", interrupted)
     assert run(photos, tmp_path / "parts", *flags)["meta"]["step"] == 2 and seen[-1] == (1, 3)
     monkeypatch.undo()
     assert_same_state(run(photos, tmp_path / "parts", *flags), expected)

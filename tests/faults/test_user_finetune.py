@@ -15,6 +15,7 @@ from tests.test_main_finetune import command as finetune_command
 from tests.test_main_finetune import run as finetune
 from tests.test_main_pretrain import run
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.encoder_origin import find_encoder
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +39,16 @@ def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch
     capsys.readouterr()
     finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")
     out = capsys.readouterr().out
-    assert "note: --compile was False and now is True: results agree to rounding, not to the last bit; compiled code" in out
+    assert (
+        "note: --compile was False and now is True: results agree to rounding, not to the last bit; compiled code"
+        in out
+    )
     assert "drop path differs" in out
 
 
-@pytest.mark.fault("U10", "the validation images change between two starts", "refused, with both counts; --allow_changes goes on")
+@pytest.mark.fault(
+    "U10", "the validation images change between two starts", "refused, with both counts; --allow_changes goes on"
+)
 def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
     shutil.copytree(labelled, tmp_path / "data")
     finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2, "--max_steps", 3)
@@ -67,11 +73,15 @@ def test_a_head_fits_by_the_names_of_its_classes(labelled, tmp_path, capsys, sam
         for split in ("train", "val"):
             (data / split / "cat").rename(data / split / "eel")  # as many, in another order
     capsys.readouterr()
-    argv = finetune_command(data, tmp_path / "second", "--aa", "none", "--finetune", tmp_path / "first", "--max_steps", 1)
+    argv = finetune_command(
+        data, tmp_path / "second", "--aa", "none", "--finetune", tmp_path / "first", "--max_steps", 1
+    )
     args = main_finetune.parse_args(argv)[1]
-    fresh = main_finetune.FinetuneRun(args)
+    fresh = main_finetune.build_model({**vars(args), "nb_classes": 2})
+    encoder = find_encoder(str(tmp_path / "first"), is_resumed=False)
+    print(*main_finetune.load_first_weights(fresh, encoder, args, sorted(p.name for p in (data / "train").iterdir())))
     loaded = read_checkpoint(newest_checkpoint(tmp_path / "first")[0])["model"]["head.weight"]
-    assert torch.equal(fresh.model.head.weight, loaded) == same
+    assert torch.equal(fresh.head.weight, loaded) == same
     assert ("missing (head.weight, head.bias)" in capsys.readouterr().out) == (not same)
 
 
@@ -138,16 +148,27 @@ def test_a_forgotten_model_is_named(photos, labelled, tmp_path, capsys):
             + ["--device", "cpu", "--batch_size", "8"]
         )
     message = capsys.readouterr().err
-    assert "(it was made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768" in message
+    assert (
+        "(it was made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768"
+        in message
+    )
 
 
-@pytest.mark.fault("U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason")
+@pytest.mark.fault(
+    "U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason"
+)
 def test_flags_that_do_not_fit_the_model(labelled, tmp_path, capsys):
     finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 1)
     capsys.readouterr()
     for flags, message in (
-        (("--model", "swin_micro_patch4_window4", "--trainable_blocks", 0), "--model swin_micro_patch4_window4 has no probe"),
-        (("--eval", "--resume", tmp_path / "out", "--model", "vit_micro_patch4"), "has vit_mini_patch4: leave the flag out"),
+        (
+            ("--model", "swin_micro_patch4_window4", "--trainable_blocks", 0),
+            "--model swin_micro_patch4_window4 has no probe",
+        ),
+        (
+            ("--eval", "--resume", tmp_path / "out", "--model", "vit_micro_patch4"),
+            "has vit_mini_patch4: leave the flag out",
+        ),
     ):
         with pytest.raises(SystemExit) as stop:
             main_finetune.main(
@@ -156,7 +177,9 @@ def test_flags_that_do_not_fit_the_model(labelled, tmp_path, capsys):
         assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.fault("U72", "a checkpoint of pre-training is given to main_finetune --resume", "refused; the hint is --finetune")
+@pytest.mark.fault(
+    "U72", "a checkpoint of pre-training is given to main_finetune --resume", "refused; the hint is --finetune"
+)
 def test_a_checkpoint_of_the_other_main(photos, labelled, tmp_path, capsys):
     run(photos, tmp_path / "base", *MICRO, "--max_steps", 1)
     with pytest.raises(SystemExit) as stop:

@@ -1,4 +1,4 @@
-"""What users do with the scripts: wrong files, unwritable places, missing packages, Ctrl-C, closed pipes."""
+"""User errors with the scripts: wrong files, unwritable places, missing packages, Ctrl-C, closed pipes."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from tests.conftest import write_photo
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
-# These need no arguments to begin their work.
+# These programs need no arguments.
 WORK_ALONE = ("benchmark_attention", "compare_window_attention", "fault_matrix", "run_recipes")
 COMMON = ["--batch_size", "8", "--epochs", "1", "--warmup_epochs", "0", "--num_workers", "0", "--device", "cpu"]
 TUNED = {"tuned": ("vit_micro_patch4", "prmim"), "swin": ("swin_micro_patch4_window4", "green")}  # (model, encoder)
 
 
 def refused(name, *arguments, cwd):
-    """The error of a script that must end with exit code 2 and one paragraph, its help named in a line of its own."""
+    """Run a script that must end with exit code 2, one paragraph and a line about --help. Returns the error."""
     done = run_file(name, *arguments, cwd=cwd)
     assert "Traceback" not in done.stderr and done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"{Path(name).name}: error: ") and len(done.stderr.splitlines()) <= 2
@@ -38,7 +38,7 @@ def refused(name, *arguments, cwd):
 
 @pytest.fixture(scope="module")
 def labelled(photos, tmp_path_factory):
-    """24 training images of two classes, and 2 + 2 to evaluate on."""
+    """24 training images and 4 validation images of two classes."""
     root = tmp_path_factory.mktemp("labelled")
     shutil.copytree(photos / "train", root / "train")
     for label, name in enumerate(("cat", "dog")):
@@ -50,7 +50,7 @@ def labelled(photos, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(labelled, tmp_path_factory):
-    """A folder with finished runs, of three steps each: pre-trained, and fine-tuned from them."""
+    """A folder with finished runs of three steps each: pre-trained ones, and two fine-tuned from them."""
     root = tmp_path_factory.mktemp("runs")
     for name, model, *flags in (
         ("prmim", "mae_vit_micro_patch4"),
@@ -98,8 +98,8 @@ def test_no_arguments(name, tmp_path):
     [
         ("nowhere/log.jsonl", "there is no 'nowhere/log.jsonl': give the folder of a run, or its log.jsonl"),
         ("MAE=nowhere", "there is no 'nowhere': give the folder of a run, or its log.jsonl"),
-        ("empty.jsonl", "'empty.jsonl' is empty: the run has reported nothing yet"),
-        ("text.txt", "'text.txt' is not the log of a run: none of its lines is a report of a loss"),
+        ("empty.jsonl", "'empty.jsonl' is empty: the run has logged nothing yet"),
+        ("text.txt", "'text.txt' is not the log of a run: no line of it reports a loss"),
         ("MAE=picture.png", "'picture.png' is not the log of a run"),
         ("numbers.json", "'numbers.json' is not the log of a run"),
         ("nan.jsonl", "none of the losses in 'nan.jsonl' is finite"),
@@ -134,10 +134,11 @@ def test_plot_losses_of_fine_tuning(runs, tmp_path):
 
 @pytest.mark.fault("U61", "scripts that plot, without matplotlib", "one line says how to install it, before any work")
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("scripts/plot_losses", ["nowhere"]), ("tools/study_report", ["nowhere.csv", "--report", "new/s.md"])]
+    ("script", "arguments"),
+    [("scripts/plot_losses", ["nowhere"]), ("tools/study_report", ["nowhere.csv", "--report", "new/s.md"])],
 )
 def test_matplotlib_is_missing(tmp_path, monkeypatch, script, arguments):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # which lets its import fail
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # makes the import fail
     message = refused(f"{script}.py", *arguments, cwd=tmp_path)
     assert "the plots need matplotlib: pip install -r requirements-dev.txt" in message
     assert not list(tmp_path.iterdir())
@@ -150,9 +151,9 @@ def test_matplotlib_is_missing(tmp_path, monkeypatch, script, arguments):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("/proc/x", "'/proc/x' cannot be made a folder (No such file or directory); choose another"),
-        ("file", "'file' cannot be made a folder (File exists); choose another"),
-        ("file/x", "'file/x' cannot be made a folder (Not a directory); choose another"),
+        ("/proc/x", "'/proc/x' cannot be a folder: No such file or directory"),
+        ("file", "'file' cannot be a folder: File exists"),
+        ("file/x", "'file/x' cannot be a folder: Not a directory"),
     ],
 )
 def test_sample_photos_to_an_unwritable_place(tmp_path, where, message):
@@ -163,10 +164,10 @@ def test_sample_photos_to_an_unwritable_place(tmp_path, where, message):
 
 @pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
 def test_sample_photos_without_scikit_image(tmp_path, monkeypatch):
-    for name in ("skimage", "skimage.data"):  # the latter may have been imported before
+    for name in ("skimage", "skimage.data"):  # skimage.data may have been imported before
         monkeypatch.setitem(sys.modules, name, None)
     message = refused("scripts/sample_photos.py", "photos", cwd=tmp_path)
-    assert "scikit-image, whose photographs these are, is not installed: pip install" in message
+    assert "the photographs are from scikit-image, which is not installed: pip install" in message
     assert not (tmp_path / "photos").exists()
 
 
@@ -179,8 +180,8 @@ def test_sample_photos_without_scikit_image(tmp_path, monkeypatch):
     [
         ("tuned", "is a fine-tuned classifier, which reconstructs no images: give its encoder, "),
         ("tuned/checkpoint-best.pth", "is a fine-tuned classifier, which reconstructs no images: give its encoder, "),
-        ("tuned/tensorboard", "holds no checkpoint: give the folder of a run, or a checkpoint"),
-        (".", "holds no checkpoint: its runs are {root}/green, {root}/mae, "),
+        ("tuned/tensorboard", "holds no intact checkpoint: give the folder of a run, or a checkpoint"),
+        (".", "holds no intact checkpoint: it holds the runs {root}/green, {root}/mae, "),
         ("prmim/checkpoint-3.json", "holds no weights: the checkpoint is '{root}/prmim/checkpoint-3.pth'"),
         ("prmim/log.jsonl", "holds no weights: give the folder '{root}/prmim'"),
         ("nowhere", "no checkpoint at '{root}/nowhere'"),
@@ -218,7 +219,7 @@ def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
         ("tuned/results.json", "holds no weights: give the folder '{root}/tuned'"),
         ("swin", "holds swin_micro_patch4_window4, a Swin Transformer: only plain ViTs can be exported"),
         ("green", "holds greenmim_swin_micro_patch4_window4, "),
-        (".", "holds no checkpoint: its runs are {root}/green, {root}/mae, "),
+        (".", "holds no intact checkpoint: it holds the runs {root}/green, {root}/mae, "),
     ],
 )
 def test_export_names_what_it_does_not_support(runs, tmp_path, run, message, layout):

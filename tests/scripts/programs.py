@@ -1,4 +1,4 @@
-"""Runs scripts and mains as `python FILE` does, without the seconds that a new process needs to import torch."""
+"""Run scripts and mains like `python FILE`, but in a fork, which has imported torch already."""
 
 import os
 import runpy
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import main_robustness  # noqa: F401  (it imports all libraries, so that a fork has them already)
+import main_robustness  # noqa: F401  (imports all libraries before the forks)
 import submitit_launch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,10 +27,10 @@ def run_file(
     interrupt_when: Callable[[], bool] | None = None,
     seconds: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """`python ROOT/name arguments` in a fork of this process, which imports the project's modules again.
+    """Run `python ROOT/name arguments` in a fork of this process, which imports the project's modules again.
 
-    returncode is negative where a signal ended it, as in `subprocess`. Once `interrupt_when()` is true it gets Ctrl-C's
-    signal; after so many seconds it is killed.
+    As in `subprocess`, returncode is negative if a signal ended the program. It gets SIGINT once `interrupt_when()` is
+    true, and SIGKILL after `seconds`.
     """
     command = [str(ROOT / name), *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -50,7 +50,7 @@ def run_file(
 
 
 def _become(command: list[str], cwd: Path, out: int, err: int) -> None:
-    """Makes this process a new interpreter that runs `command`, and ends it."""
+    """Run `command` in this process as a new interpreter would, then end the process."""
     code = 1
     try:
         os.chdir(cwd)

@@ -11,7 +11,8 @@ import main_pretrain
 import models_mae_pr
 from models_vit import VisionTransformer, vit_mini_patch4
 from scripts import export
-from util.run.checkpoint import load_encoder, save_checkpoint
+from util.encoder_weights import load_encoder
+from util.run.checkpoint import save_checkpoint
 
 SMALL_DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -19,7 +20,7 @@ MINI_IN_TIMM = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads
 
 
 def shake(model):
-    """Moves all biases, norms and tokens from their first values, so that none can be lost unnoticed."""
+    """Change all biases, norms and tokens, so that a lost one is noticed."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -29,7 +30,7 @@ def shake(model):
 
 
 def pretrained(folder, model="mae_vit_mini_patch4", **options):
-    """A checkpoint as main_pretrain.py writes them."""
+    """Write a checkpoint like those of main_pretrain.py."""
     torch.manual_seed(0)
     net = shake(getattr(models_mae_pr, model)(**SMALL_DECODER, **options))
     settings = {"model": model, "input_size": list(net.img_size), "patch_size": net.patch_size}
@@ -38,16 +39,22 @@ def pretrained(folder, model="mae_vit_mini_patch4", **options):
 
 
 def finetuned(folder, **options):
-    """-> (path, model) of a checkpoint as main_finetune.py writes them."""
+    """Write a checkpoint like those of main_finetune.py. Returns (path, model)."""
     torch.manual_seed(0)
     model = shake(vit_mini_patch4(num_classes=5, **options))
-    settings = {"model": "vit_mini_patch4", "input_size": 32, "patch_size": 4, "global_pool": model.global_pool, "nb_classes": 5}
+    settings = {
+        "model": "vit_mini_patch4",
+        "input_size": 32,
+        "patch_size": 4,
+        "global_pool": model.global_pool,
+        "nb_classes": 5,
+    }
     meta = {"settings": settings, "classes": list("abcde")}
     return save_checkpoint(folder, "best", {"model": model.state_dict()}, meta), model
 
 
 def pretrained_run(folder, *flags):
-    """-> (path, model) of a checkpoint as main_pretrain.py writes them, with all its settings."""
+    """Write a checkpoint like those of main_pretrain.py, with all settings. Returns (path, model)."""
     settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4", *flags]))
     torch.manual_seed(0)
     model = shake(main_pretrain.build_model(settings))
@@ -55,20 +62,20 @@ def pretrained_run(folder, *flags):
 
 
 def weights_in(path):
-    """The weights in a .pth, which lie under "model", where MAE's scripts look for them."""
+    """The weights in a .pth, under the key "model" that MAE's scripts read."""
     content = torch.load(path, weights_only=True)
     assert list(content) == ["model"]
     return content["model"]
 
 
 def run(capsys, source, out, *flags):
-    """-> what the script prints."""
+    """Run the script, and return the lines that it prints."""
     export.main([str(source), "--out", str(out), *flags])
     return capsys.readouterr().out.splitlines()
 
 
 def refused(capsys, *arguments):
-    """-> the error, of a call that must be refused."""
+    """Run the script, which must refuse the arguments. Returns the error."""
     with pytest.raises(SystemExit) as stop:
         export.main(list(map(str, arguments)))
     assert stop.value.code == 2
@@ -102,13 +109,16 @@ def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
     check_features(path, theirs, **MINI_IN_TIMM)
     weights = load_file(out) if suffix == ".safetensors" else weights_in(out)
     assert {k.split(".")[0] for k in weights} == {"cls_token", "pos_embed", "patch_embed", "blocks", "norm"}
-    assert set(os.listdir(tmp_path)) == {"checkpoint-3.pth", "checkpoint-3.json", out.name}  # nothing temporary is left
-    assert out.stat().st_mode == path.stat().st_mode  # others of the group may read it, where they may read the checkpoint
+    assert set(os.listdir(tmp_path)) == {"checkpoint-3.pth", "checkpoint-3.json", out.name}  # no temporary file is left
+    assert out.stat().st_mode == path.stat().st_mode  # the same permissions as the checkpoint
 
 
 def test_encoder_at_real_size(tmp_path, capsys):
     path, out = pretrained(tmp_path, "mae_vit_base_patch16"), tmp_path / "encoder.safetensors"
-    assert run(capsys, path, out)[-1] == f'timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path="{out}")'
+    assert (
+        run(capsys, path, out)[-1]
+        == f'timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path="{out}")'
+    )
     theirs = timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path=str(out))
     check_features(path, theirs, size=(224, 224))
 
@@ -129,7 +139,9 @@ def test_linear_probe_is_folded_into_one_layer(tmp_path, capsys):
     torch.manual_seed(2)
     ours.head[0].running_mean.normal_()
     ours.head[0].running_var.uniform_(0.01, 4)
-    save_checkpoint(tmp_path, "best", {"model": ours.state_dict()}, {"settings": {"model": "vit_mini_patch4", "input_size": 32}})
+    save_checkpoint(
+        tmp_path, "best", {"model": ours.state_dict()}, {"settings": {"model": "vit_mini_patch4", "input_size": 32}}
+    )
     out = tmp_path / "probe.pth"
     assert 'global_pool="token", num_classes=5' in run(capsys, path, out)[-1]
     weights = weights_in(out)
@@ -139,7 +151,7 @@ def test_linear_probe_is_folded_into_one_layer(tmp_path, capsys):
 
 
 def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
-    """Its head count follows from the published sizes; its decoder has MAE's key names."""
+    """The number of heads follows from the published sizes. The decoder has MAE's key names."""
     encoder = shake(models_mae_pr.mae_vit_tiny_patch16(img_size=64, **SMALL_DECODER)).state_dict()
     weights = {k: v for k, v in encoder.items() if not k.startswith("decoder.")}
     weights |= {"mask_token": torch.zeros(1, 1, 8), "decoder_blocks.0.norm1.weight": torch.zeros(8)}
@@ -152,8 +164,7 @@ def test_a_release_of_mae_with_a_pickled_namespace(tmp_path, capsys):
 
 
 def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
-    """Outputs that float32 rounds by more than the tolerance and float64 does not: here by rounding them on purpose, since
-    how much a network blows its rounding up depends on the machine's kernels."""
+    """If float32 rounds by more than the tolerance, float64 is compared. Here the outputs are rounded on purpose."""
     _, ours = finetuned(tmp_path, global_pool="token")
     torch.save({k: v for k, v in ours.state_dict().items() if not k.startswith("head.")}, tmp_path / "coarse.pth")
     exact = VisionTransformer.forward_features
@@ -171,11 +182,27 @@ def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "options", "arguments"),
     [
-        ("mae_vit_mini_patch4", {}, '"vit_base_patch16_224", img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3, '),
-        ("mae_vit_mini_patch4", {"img_size": (16, 64)}, '"vit_base_patch16_224", img_size=(16, 64), patch_size=4, embed_dim=192'),
+        (
+            "mae_vit_mini_patch4",
+            {},
+            '"vit_base_patch16_224", img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3, ',
+        ),
+        (
+            "mae_vit_mini_patch4",
+            {"img_size": (16, 64)},
+            '"vit_base_patch16_224", img_size=(16, 64), patch_size=4, embed_dim=192',
+        ),
         ("mae_vit_tiny_patch16", {"img_size": 64}, '"vit_tiny_patch16_224", img_size=64, num_classes=0, '),
-        ("mae_vit_tiny_patch16", {"img_size": 64, "patch_size": 8}, '"vit_tiny_patch16_224", img_size=64, patch_size=8, num_'),
-        ("mae_vit_small_patch16", {"img_size": 32, "patch_size": 8}, '"vit_small_patch8_224", img_size=32, num_classes=0, '),
+        (
+            "mae_vit_tiny_patch16",
+            {"img_size": 64, "patch_size": 8},
+            '"vit_tiny_patch16_224", img_size=64, patch_size=8, num_',
+        ),
+        (
+            "mae_vit_small_patch16",
+            {"img_size": 32, "patch_size": 8},
+            '"vit_small_patch8_224", img_size=32, num_classes=0, ',
+        ),
     ],
 )
 def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, options, arguments):
@@ -191,14 +218,14 @@ def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, o
     check_features(path, theirs, size=net.img_size, img_size=net.img_size, **sizes)
 
 
-@pytest.mark.parametrize("size", export.TIMM_SIZES)
-def test_timm_s_names_have_our_sizes(size):
-    ours = getattr(export.models_vit, f"vit_{size}_patch{export.TIMM_SIZES[size]['patch_size']}")
+@pytest.mark.parametrize("name", [*export.MAE_MODELS, "vit_tiny_patch16", "vit_small_patch16"])
+def test_timm_s_names_have_our_sizes(name):
+    ours = getattr(export.models_vit, name)
     with torch.device("meta"):
         model = ours(num_classes=7, global_pool="avg")
         name, options = export.timm_arguments(model, True)
         theirs = timm.create_model(name, **options)
-    assert options == {"global_pool": "avg", "num_classes": 7}
+    assert name == f"{ours.__name__}_224" and options == {"global_pool": "avg", "num_classes": 7}
     assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert theirs.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
     assert {m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
@@ -223,9 +250,13 @@ def test_overwrite(tmp_path, capsys):
         ("vit.pth", "encoder.bin", "must end in .safetensors or .pth"),
         ("vit.pth", "nowhere/encoder.pth", "there is no folder"),
         ("nowhere.pth", "encoder.pth", "no checkpoint at"),
-        (".", "encoder.pth", "holds no checkpoint: give the folder of a run, or a checkpoint"),
+        (".", "encoder.pth", "holds no intact checkpoint: give the folder of a run, or a checkpoint"),
         ("text.pth", "encoder.pth", "cannot be read as a checkpoint"),
-        ("other.pth", "encoder.pth", "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, "),
+        (
+            "other.pth",
+            "encoder.pth",
+            "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, ",
+        ),
         ("norms.pth", "encoder.pth", "missing: norm.weight, norm.bias"),
         ("scaled.pth", "encoder.pth", "this ViT has no blocks.0.ls1.gamma"),
         ("wide.pth", "encoder.pth", "none is known for width 48 and depth 2; known (width, depth): (96, 4), (192, 6)"),
@@ -247,7 +278,7 @@ def test_errors_name_what_is_wrong(tmp_path, capsys, source, out, message):
     (tmp_path / "text.pth").write_text("hello")
     before = sorted(os.listdir(tmp_path))
     error = refused(capsys, tmp_path / source, "--out", tmp_path / out)
-    assert message in error and len(error.splitlines()) == 2  # the message, and where help is
+    assert message in error and len(error.splitlines()) == 2  # the message, and the line about --help
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -256,10 +287,12 @@ def damage_values(model):
 
 
 def damage_keys(model):
-    raise RuntimeError("Missing key(s) in state_dict: cls_token")  # what a strict load raises
+    raise RuntimeError("Missing key(s) in state_dict: cls_token")  # as a strict load does
 
 
-@pytest.mark.parametrize(("damage", "message"), [(damage_values, "by up to 1.0e-03"), (damage_keys, "does not take the weights")])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(damage_values, "by up to 1.0e-03"), (damage_keys, "does not load the weights")]
+)
 @pytest.mark.parametrize("older", [False, True])
 def test_a_file_that_timm_reads_otherwise_is_removed(tmp_path, capsys, monkeypatch, damage, message, older):
     path, out, create_model = pretrained(tmp_path), tmp_path / "encoder.safetensors", timm.create_model
@@ -281,7 +314,7 @@ def test_a_file_that_timm_reads_otherwise_is_removed(tmp_path, capsys, monkeypat
 # ---------------------------------------------------------------------------------------------- MAE's own names
 
 PROBE = {"global_pool": "token", "probe": True}
-# What MAE's releases call the parameters of `mae_pretrain_vit_*_full`, beside those of the encoder.
+# Names of MAE's full releases that are not the encoder's.
 MAE_DECODER = {"mask_token", "decoder_pos_embed", "decoder_embed", "decoder_blocks", "decoder_norm", "decoder_pred"}
 
 
@@ -301,7 +334,7 @@ def test_pretrained_weights_under_mae_s_names(tmp_path, capsys, flags):
 
 
 def test_the_file_is_what_load_official_of_a_release_reads(tmp_path, capsys):
-    """From MAE's names into a model, and back: the same file."""
+    """A model that is loaded from the file exports the same file."""
     path, model = pretrained_run(tmp_path, "--throw_ratio", "0")
     run(capsys, path, tmp_path / "mae.pth", "--format", "mae")
     first = weights_in(tmp_path / "mae.pth")
@@ -332,7 +365,7 @@ def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options)
     path, model = finetuned(tmp_path, **options)
     lines = run(capsys, path, tmp_path / "classifier.pth", "--format", "mae")
     weights = weights_in(tmp_path / "classifier.pth")
-    assert list(weights) == list(model.state_dict())  # of a probe with its BatchNorm, as MAE's
+    assert list(weights) == list(model.state_dict())  # a probe keeps its BatchNorm, as in MAE
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert lines[0].startswith("classifier of ")
     assert lines[1] == "read back from the file: the same weights, bit for bit"
@@ -342,7 +375,7 @@ def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options)
     ("flags", "message"),
     [
         ((), "trained with --throw_ratio 0.5: its decoder reconstructs thrown tokens by an aggregation"),
-        (("--aggregation", "avgpool"), "by an aggregation, which MAE's decoder lacks"),  # which has no parameters
+        (("--aggregation", "avgpool"), "by an aggregation, which MAE's decoder lacks"),  # it has no parameters
         (("--throw_ratio", "0", "--input_size", "32", "64"), "is for images of (32, 64) pixels, and MAE's are square"),
         (("--throw_ratio", "0", "--model", "mff_vit_micro_patch4"), "holds mff_vit_micro_patch4, and --format mae"),
     ],
@@ -362,7 +395,7 @@ def test_other_files_are_refused_for_mae(tmp_path, capsys):
     again = ("--out", tmp_path / "again.pth", "--format", "mae")
     assert "has MAE's names already" in refused(capsys, tmp_path / "mae.pth", *again)
     run(capsys, path, tmp_path / "encoder.pth")
-    assert "does not say which model it holds" in refused(capsys, tmp_path / "encoder.pth", *again)
+    assert "does not hold the settings of its model" in refused(capsys, tmp_path / "encoder.pth", *again)
 
 
 def test_a_file_that_reads_back_otherwise_is_removed(tmp_path, capsys, monkeypatch):
@@ -375,12 +408,12 @@ def test_a_file_that_reads_back_otherwise_is_removed(tmp_path, capsys, monkeypat
     monkeypatch.setattr(export, "write_weights", damaged)
     (tmp_path / "mae.pth").write_text("older")
     error = refused(capsys, path, "--out", tmp_path / "mae.pth", "--format", "mae", "--overwrite")
-    assert "decoder.norm.bias read back from the file are not the model's" in error
+    assert "decoder.norm.bias read back from the file differ" in error
     assert (tmp_path / "mae.pth").read_text() == "older" and len(list(tmp_path.iterdir())) == 3
 
 
 def test_frameworks_without_a_plain_vit_are_named(tmp_path, capsys):
-    """Also where the file does not say its model: the tables of biases tell."""
+    """A file without settings is recognised by its bias tables."""
     weights = {"cls_token": torch.zeros(1), "blocks.0.attn.relative_position_bias_table": torch.zeros(2, 2)}
     save_checkpoint(tmp_path, 1, {"model": weights}, {"settings": {"model": "simmim_vit_base_patch16"}})
     error = refused(capsys, tmp_path, "--out", tmp_path / "e.pth")

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from models_reference_mae import ReferenceMAE
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
+from util import costs
 from util.costs import Traffic, forward_gmac, saved_bytes
 from util.plots import pyplot
 
@@ -34,7 +36,9 @@ def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_mb=None):
     )
     figures = profile_pretrain.PAPER.get((model, throw_ratio), (None, None, None))
     row |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), figures, strict=True))
-    row |= dict(images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2", compile=False)
+    row |= dict(
+        images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2", compile=False
+    )
     return row
 
 
@@ -44,15 +48,15 @@ def settings_of(*flags):
 
 def test_saved_bytes_of_a_known_module():
     linear, x = nn.Linear(3, 5), torch.randn(7, 3)
-    # linear keeps x and its weight, ReLU its output, and the square that same output
+    # linear saves x and its weight, ReLU its output, and square the same output
     forward = lambda: linear(x).relu().square()  # noqa: E731
-    assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5)  # x needs no gradient, so the weight is not kept
+    assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5)  # x needs no gradient, so the weight is not saved
     x.requires_grad_(True)
     assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5 + 5 * 3)
 
 
 def test_counting_saved_bytes_leaves_nothing_behind():
-    """What were left would be in the peak memory that is measured next."""
+    """Remaining tensors would count in the peak memory that is measured next."""
     linear, kept = nn.Linear(3, 5), []
 
     def forward():
@@ -65,7 +69,7 @@ def test_counting_saved_bytes_leaves_nothing_behind():
 
 
 def test_traffic_of_known_operations():
-    """Against a count by hand, in elements of four bytes."""
+    """Compare with a count by hand, in elements of four bytes."""
     x, bias, index = torch.randn(7, 3, requires_grad=True), torch.randn(1, 3), torch.zeros(7, 2, dtype=torch.int64)
 
     def moved(work):
@@ -74,18 +78,18 @@ def test_traffic_of_known_operations():
         return traffic.moved / 4, traffic.operations
 
     assert moved(lambda: x.detach().view(3, 7).t().unsqueeze(0)) == (0, 0)
-    assert moved(lambda: x + bias.expand(7, 3)) == (21 + 3 + 21, 1)  # what is expanded is read once
+    assert moved(lambda: x + bias.expand(7, 3)) == (21 + 3 + 21, 1)  # an expanded tensor is read once
     assert moved(lambda: x @ x.t()) == (0, 1)
     assert moved(lambda: x.gather(1, index)) == (21 + 2 * 14 + 14, 1)  # indices have eight bytes
     assert moved(lambda: torch.empty(9).copy_(torch.empty(9))) == (9 + 9, 1)
     assert moved(lambda: torch.empty(9).mul_(2)) == (9 + 9, 1)
-    # exp keeps its outcome and the sum's gradient is expanded; in turn: exp, sum, ones, product
+    # exp, sum, ones, product; the gradient of sum is expanded, and exp has saved its output
     assert moved(lambda: x.exp().sum().backward()) == ((21 + 21) + (21 + 1) + 1 + (21 + 1 + 21), 4)
     p = torch.nn.Parameter(torch.ones(9))
     p.grad, optimizer = torch.ones(9), torch.optim.AdamW([p], fused=True)
     optimizer.step()
     number, operations = moved(optimizer.step)
-    assert 7 * 9 <= number < 9 * 9 and operations == 2  # weight, two moments, gradient; and the number of steps
+    assert 7 * 9 <= number < 9 * 9 and operations == 2  # weight, two moments, gradient, step count
 
 
 def test_a_step_s_traffic_is_an_image_s_times_the_batch_and_the_weights(monkeypatch):
@@ -93,24 +97,26 @@ def test_a_step_s_traffic_is_an_image_s_times_the_batch_and_the_weights(monkeypa
     step = Step(settings_of("--model", "mae_vit_micro_patch4"), args, torch.device("cpu"), None)
     image, fixed, operations = step.traffic()
     with Traffic() as whole:
-        step.train(*step.images(7))
+        step.train(*step.repeated(7))
     assert whole.moved == pytest.approx(1e6 * (7 * image + fixed), rel=1e-6) and whole.operations == operations
     assert fixed > 28e-6 * sum(p.numel() for p in step.model.parameters() if p.requires_grad)  # AdamW alone
 
 
 def test_saved_memory_of_an_image_is_that_of_its_activations():
-    """Weights, which every batch keeps once, do not count."""
+    """Weights do not count, because they are saved once per batch."""
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
     settings = settings_of("--model", "mae_vit_micro_patch4")
     step = Step(settings, args, torch.device("cpu"), None)
-    count = lambda n: saved_bytes(lambda: step.forward(step.imgs[:1].repeat(n, 1, 1, 1), step.orders[0][:1].repeat(n, 1)))  # noqa: E731
+    count = lambda n: saved_bytes(lambda: step.forward(*step.repeated(n)))  # noqa: E731
     assert count(6) - count(3) == pytest.approx(3e6 * step.saved_mb())
     kept_by_weights = count(1) - 1e6 * step.saved_mb()
-    assert kept_by_weights > 0.8 * 4 * sum(p.numel() for p in step.model.parameters() if p.dim() > 1 and p.requires_grad)
+    assert kept_by_weights > 0.8 * 4 * sum(
+        p.numel() for p in step.model.parameters() if p.dim() > 1 and p.requires_grad
+    )
 
 
 def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
-    """The course of the measurement, with stand-ins for the calls of CUDA."""
+    """Check the order of the calls, with stand-ins for those of CUDA."""
     models, events = weakref.WeakSet(), []
     build, init, call = profile_pretrain.build_model, Step.__init__, Step.__call__
 
@@ -127,11 +133,13 @@ def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
     monkeypatch.setattr(Step, "__call__", lambda step: events.append("step") or call(step))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: events.append(f"read beside {len(models)} model") or 3e9)
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_allocated", lambda: events.append(f"read beside {len(models)} model") or 3e9
+    )
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2"])[1]
     for throw_ratio in ("0", "0.5"):
         settings = settings_of("--model", "mae_vit_micro_patch4", "--throw_ratio", throw_ratio)
-        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)[2] == 3000
+        assert profile_pretrain.measure_memory(settings, args, torch.device("cuda"), None)["peak_mb"] == 3000
     assert events == ["step", "step", "reset", "step", "read beside 1 model"] * 2 and not models
 
 
@@ -153,15 +161,19 @@ def test_ratios_are_to_the_same_model_without_throwing():
             row("c", "mae_vit_large_patch16", 0.5, 16.0, 60.0, 50.0),
         ]
     )
-    assert [r["gmac_ratio"] for r in rows] == [0.75, 1.0, 16 / 6]  # no ViT-L throws nothing: to the first
+    assert [r["gmac_ratio"] for r in rows] == [
+        0.75,
+        1.0,
+        16 / 6,
+    ]  # there is no ViT-L with ratio 0: relative to the first row
     assert [r["ms_ratio"] for r in rows] == [0.7, 1.0, 50 / 70]
     assert rows[0]["images_per_second_ratio"] == pytest.approx(1 / 0.7)
     assert [r["peak_mb_ratio"] for r in rows] == [0.8, 1.0, None]
     assert [r["paper_memory_ratio"] for r in rows] == [0.64, None, 0.82]
     text = markdown(rows)
     assert text.startswith("batch 8, cpu, fp32, 3 rounds, torch 2\n\n| recipe | ρ_d |")
-    ours = "6.000 | 0.750 / 0.72 | – | 30.0 | 0.750 / 0.64 | 12.0 | 0.750 | 8 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75 | 114.3 | 1.429"
-    assert f"| a | 0.5 | {ours} | – | – | – | – |\n" in text
+    ours = "6.000 | 0.750 / 0.72 | – | 30.0 | 0.750 / 0.64 | 12.0 | 0.750 | 8 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75"
+    assert f"| a | 0.5 | {ours} | 114.3 | 1.429 | – | – | – | – |\n" in text
     theirs = "16.000 | 2.667 / 0.87 | – | 60.0 | 2.000 / 0.82 | 32.0 | 2.667 | – | – | 50.0 | 0.714 | 160.0 | 1.400"
     assert f"| c | 0.5 | {theirs} | – | – | – | – |\n" in text
 
@@ -182,7 +194,9 @@ def test_the_plot_has_a_line_for_each_model_and_way(tmp_path, monkeypatch):
 
 
 def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
-    rows = add_ratios([row("a", "mae_vit_base_patch16", 0.0, 9.67512345, 40 / 3, 1e3 / 7), row("b", "x", 0.5, 7, 10, 3, 1 / 3)])
+    rows = add_ratios(
+        [row("a", "mae_vit_base_patch16", 0.0, 9.67512345, 40 / 3, 1e3 / 7), row("b", "x", 0.5, 7, 10, 3, 1 / 3)]
+    )
     profile_pretrain.write_csv(tmp_path / "cost.csv", profile_pretrain.COLUMNS, rows)
     with open(tmp_path / "cost.csv", newline="") as file:
         read = list(csv.DictReader(file))
@@ -196,7 +210,10 @@ def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
 
 
 def test_only_the_paper_s_own_design_has_its_figures():
-    figures = {name: profile_pretrain.paper_figures(settings_of("--recipe", name)) for name in profile_pretrain.TABLES["designs"]}
+    figures = {
+        name: profile_pretrain.paper_figures(settings_of("--recipe", name))
+        for name in profile_pretrain.TABLES["designs"]
+    }
     assert figures["prmim50_vit_base_100ep"] == (0.72, 0.64, 0.75)
     assert figures["transformer_vit_base_100ep"] == figures["mae_vit_base_100ep"] == (None, None, None)
     assert profile_pretrain.paper_figures(settings_of("--recipe", "kernel3_vit_base_100ep")) == (None, None, None)
@@ -210,7 +227,7 @@ def test_tables_are_recipes_that_the_paper_has_figures_for():
 
 
 def test_counted_costs_are_the_papers():
-    """Forward multiply-adds within .01 of the printed FLOPs of every row."""
+    """The ratios of multiply-adds are within .01 of the printed FLOPs."""
     for table in ("ablation", "large"):
         names = [name for name in profile_pretrain.TABLES[table] if "plain" not in name]
         settings = [settings_of("--recipe", name) for name in names]
@@ -220,7 +237,7 @@ def test_counted_costs_are_the_papers():
 
 
 def test_a_teacher_is_counted_apart(tmp_path, capsys):
-    """TEC: the student's share as published; with the teacher, which is the same in every row, less is saved."""
+    """The student's ratios are the published ones. With the teacher, whose cost is constant, the saving is smaller."""
     flags = ["--batch_size", "1", "--rounds", "1", "--device", "cpu", "--csv", str(tmp_path / "cost.csv")]
     profile_pretrain.main(["cifar10_tec", "cifar10_localmim", *flags])
     assert "with teacher | ratio" in capsys.readouterr().out
@@ -246,7 +263,7 @@ def test_a_row_a_recipe_on_the_console_and_in_files(photos, tmp_path, capsys):
     assert [r["recipe"] for r in rows] == ["cifar10_mae", "cifar10_plain50", "cifar10"]
     assert [float(r["gmac_ratio"]) for r in rows] == pytest.approx([1, 0.720, 0.726], abs=0.002)
     saved = [float(r["saved_mb_ratio"]) for r in rows]
-    assert saved[0] == 1 and saved[1] < saved[2] < 0.75  # the aggregation's grid is kept, too
+    assert saved[0] == 1 and saved[1] < saved[2] < 0.75  # the grid of the aggregation is saved, too
     assert all(float(r["ms"]) > 0 and r["peak_mb"] == "" for r in rows)
     assert out.count("| cifar10") == 3
 
@@ -270,7 +287,7 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
         ("cifar10 --batch_size 0", "must be at least 1, got 0 and 7"),
         ("cifar10 --csv .", "'.' cannot be written: it is a folder"),
         ("cifar10 --csv nowhere/cost.csv", "'nowhere/cost.csv' cannot be written: there is no folder"),
-        ("cifar10 --plot cost.xyz", "--plot makes .svg or .png, got 'cost.xyz'"),
+        ("cifar10 --plot cost.xyz", "--plot must end in .svg or .png, got 'cost.xyz'"),
         ("cifar10 --trace setup.cfg", "--trace 'setup.cfg' cannot be a folder: File exists"),
         ("cifar10 --data_path nowhere", "nowhere"),
     ],
@@ -292,20 +309,24 @@ def test_too_little_memory_says_what_to_do(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         profile_pretrain.main(["cifar10", "cifar10_mae", "--batch_size", "96"])
     error = capsys.readouterr().err
-    assert "2 recipes" in error and "batch of 96; give a smaller --batch_size, or fewer recipes" in error
+    assert "2 recipes" in error and "batch of 96" in error and "give a smaller --batch_size, or fewer recipes" in error
 
 
 def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
-    """Before any set-up: with an empty PATH but for the shell's own tools it must not get further."""
+    """It ends before the set-up, which needs more programs than this PATH has."""
     for tool in ("bash", "dirname"):
         (tmp_path / tool).symlink_to(f"/usr/bin/{tool}" if os.path.exists(f"/usr/bin/{tool}") else f"/bin/{tool}")
     script = ROOT / "scripts/benchmark_gpu.sh"
-    done = subprocess.run([tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr == "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)\n"
+    done = subprocess.run(
+        [tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        done.returncode == 1 and done.stderr == "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)\n"
+    )
 
 
 def run_benchmark(tmp_path, failing):
-    """With stand-ins for nvidia-smi and python; the latter prints its arguments, and fails if they contain `failing`."""
+    """Run it with stand-ins for nvidia-smi and python, which prints its arguments and fails if they hold `failing`."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: stand-in\n")
     (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *"{failing}"*) exit 2;; esac\n')
     for tool in ("nvidia-smi", "python"):
@@ -318,12 +339,19 @@ def run_benchmark(tmp_path, failing):
         "PRMIM_SETUP": "0",
         "IMAGES": "photos",
     }
-    return subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize(
     ("failing", "status", "message"),
-    [("nothing", 0, ""), ("-m gpu", 1, ""), ("--table ablation", 1, "cost_base failed"), ("--table large", 1, "cost_large failed")]
+    [
+        ("nothing", 0, ""),
+        ("-m gpu", 1, ""),
+        ("--table ablation", 1, "cost_base failed"),
+        ("--table large", 1, "cost_large failed"),
+    ]
     + [
         ("reference --compile", 1, "cost_compiled failed"),
         ("benchmark_attention.py", 1, "attention failed"),
@@ -333,12 +361,16 @@ def run_benchmark(tmp_path, failing):
 def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, status, message):
     done = run_benchmark(tmp_path, failing)
     assert done.returncode == status and message in done.stderr and bool(done.stderr) == bool(message)
-    for flags in ("--table ablation --against reference", "--table large --batch_size 256", "--against reference --compile"):
+    for flags in (
+        "--table ablation --against reference",
+        "--table large --batch_size 256",
+        "--against reference --compile",
+    ):
         assert flags in done.stdout
     assert "main_pretrain.py --recipe prmim50_vit_base_100ep --data_path photos" in done.stdout
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
-    assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in writes none
+    assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in does not write it
 
 
 def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_eight_minutes(tmp_path, monkeypatch):
@@ -357,14 +389,18 @@ def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_ei
     assert len(limits) == 5 and sum(limits) + 5 < 480
 
 
-def test_a_step_is_timed_from_wait_to_wait(monkeypatch):
-    args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
-    step, events = Step(settings_of("--model", "mae_vit_micro_patch4"), args, torch.device("cpu"), None), []
-    monkeypatch.setattr(profile_pretrain, "wait", lambda device: events.append("wait"))
-    monkeypatch.setattr(profile_pretrain.time, "perf_counter", lambda: events.append("clock") or len(events))
-    monkeypatch.setattr(step, "train", lambda *batch: events.append("train"))
-    step()
-    assert events == ["wait", "clock", "train", "wait", "clock"]
+def test_time_is_taken_from_sync_to_sync(monkeypatch):
+    events = []
+    monkeypatch.setattr(costs, "synchronize", lambda device: events.append("sync"))
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: events.append("clock") or len(events))
+    assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu")) == 3
+    assert events == ["sync", "clock", "work", "sync", "clock"]
+
+
+def test_each_round_times_every_step_and_another_one_first():
+    calls = []
+    costs.time_in_turn([partial(calls.append, name) for name in "abc"], torch.device("cpu"), rounds=2)
+    assert calls == ["a", "b", "c", "b", "c", "a"]
 
 
 def test_the_reference_is_compared_with_its_own_size():
@@ -380,7 +416,7 @@ def test_the_gpu_benchmark_refuses_a_torch_without_cuda(tmp_path):
 
 
 def test_the_reference_is_mae_with_nothing_thrown():
-    """Equal losses and gradients on equal weights, in float64: what is timed beside ours computes the same."""
+    """The reference and our model have the same loss and gradients with equal weights, in float64."""
     torch.manual_seed(0)
     sizes = dict(img_size=64, patch_size=16, embed_dim=96, depth=2, num_heads=3)
     reference = ReferenceMAE(**sizes).double()
@@ -393,12 +429,14 @@ def test_the_reference_is_mae_with_nothing_thrown():
     torch.testing.assert_close(*losses)
     for name in ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight", "cls_token"):
         torch.testing.assert_close(reference.get_parameter(name).grad, ours.get_parameter(name).grad)
-    assert torch.isfinite(reference(imgs))  # with a mask of its own
+    assert torch.isfinite(reference(imgs))  # without ids_shuffle
 
 
 def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
-    """A tiny ViT that goes by ViT-B's name, with all that can be written."""
-    monkeypatch.setitem(profile_pretrain.SIZES, "mae_vit_tiny_patch16", dict(patch_size=16, embed_dim=192, depth=12, num_heads=3))
+    """A tiny ViT, registered as a size of the reference, with all outputs of the script."""
+    monkeypatch.setitem(
+        profile_pretrain.SIZES, "mae_vit_tiny_patch16", dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+    )
     monkeypatch.setitem(profile_pretrain.RECIPES, "tiny", dict(model="mae_vit_tiny_patch16", throw_ratio=0.0))
     monkeypatch.setitem(profile_pretrain.RECIPES, "tiny50", dict(model="mae_vit_tiny_patch16", throw_ratio=0.5))
     flags = ["--against", "reference", "--batch_size", "2", "--rounds", "1", "--device", "cpu"]
@@ -409,13 +447,15 @@ def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
     for row in rows.values():
         row |= {name: float(row[name]) if row[name] else None for name in NUMBERS}
     assert list(rows) == ["reference", "tiny", "tiny50"] and rows["reference"]["times_reference"] == 1
-    # It embeds and predicts all tokens, and keeps the softmax's outcome.
+    # The reference embeds and predicts all tokens, and saves the output of softmax.
     assert 1 < rows["reference"]["gmac"] / rows["tiny"]["gmac"] < 1.05
     assert rows["tiny50"]["saved_of_reference"] < rows["tiny"]["saved_of_reference"] < 1
     ours, ceiling = rows["tiny"], rows["tiny"]["matmul_tflops"]
-    moved = 2 * ours["moved_mb"] + ours["moved_mb_fixed"]  # MB by GB/s are ms
+    moved = 2 * ours["moved_mb"] + ours["moved_mb_fixed"]  # MB / (GB/s) = ms
     assert ours["roofline_ms"] == pytest.approx(2 * 6 * ours["gmac"] / ceiling + moved / ours["copied_gb_per_s"])
-    assert rows["tiny"]["mfu"] == pytest.approx(6e-3 * rows["tiny"]["gmac"] * rows["tiny"]["images_per_second"] / ceiling)
+    assert rows["tiny"]["mfu"] == pytest.approx(
+        6e-3 * rows["tiny"]["gmac"] * rows["tiny"]["images_per_second"] / ceiling
+    )
     assert rows["tiny50"]["conv_ms"] > 0 and not rows["tiny"]["conv_ms"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir())[:2] == ["reference.json.gz", "reference.txt"]
     assert (tmp_path / "p.png").stat().st_size > 5000 and "× reference" in capsys.readouterr().out
@@ -428,4 +468,4 @@ NUMBERS += ("moved_mb", "moved_mb_fixed", "roofline_ms", "copied_gb_per_s")
 def test_the_reference_knows_mae_alone(capsys):
     with pytest.raises(SystemExit):
         profile_pretrain.main(["simmim_vit_base_100ep", "--against", "reference", "--device", "cpu"])
-    assert "--against reference knows mae_vit_base_patch16" in capsys.readouterr().err
+    assert "--against reference is for mae_vit_base_patch16" in capsys.readouterr().err

@@ -16,7 +16,9 @@ def test_a_table_of_what_this_device_can_do(small, precision, tmp_path, capsys):
     flags = ["--batch_size", "2", "--rounds", "1", "--device", "cpu", "--precision", precision, "--markdown", str(path)]
     benchmark_attention.main(flags)
     text = capsys.readouterr().out
-    assert path.read_text(encoding="utf-8") == text and text.startswith(f"batch 2, cpu (1 thread), {precision}, 1 rounds")
+    assert path.read_text(encoding="utf-8") == text and text.startswith(
+        f"batch 2, cpu (1 thread), {precision}, 1 rounds"
+    )
     plain, biased = (line.strip("| ").split(" | ") for line in text.splitlines()[4:])
     assert plain[:2] == ["plain", "5 × 2 × 8"] and biased[1] == "5 × 2 × 8, bias"
     times = dict(zip(WAYS, plain[2:-1], strict=True))
@@ -24,7 +26,9 @@ def test_a_table_of_what_this_device_can_do(small, precision, tmp_path, capsys):
     assert plain[-1] in times and float(times["flash"]) >= 0 and biased[2 + list(WAYS).index("flash")] == "–"
 
 
-@pytest.mark.parametrize("wrong", [lambda q, k, v, bias: v.clone(), lambda q, k, v, bias: WAYS["auto"](q, k.detach(), v, bias)])
+@pytest.mark.parametrize(
+    "wrong", [lambda q, k, v, bias: v.clone(), lambda q, k, v, bias: WAYS["auto"](q, k.detach(), v, bias)]
+)
 def test_a_wrong_kernel_is_found_by_its_output_or_its_gradients(small, wrong, monkeypatch, capsys):
     monkeypatch.setitem(WAYS, "math", wrong)
     benchmark_attention.main(["--batch_size", "2", "--rounds", "1", "--device", "cpu", "--precision", "fp32"])

@@ -10,7 +10,14 @@ def test_every_way_is_measured_on_the_same_images(photos, tmp_path, capsys):
     out = capsys.readouterr().out
     assert (tmp_path / "data.md").read_text() == out
     table = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:6]] for row in out.splitlines()[4:]}
-    names = ["reference", "loader reference", "pillow", *["simplejpeg"] * (decode.simplejpeg is not None), "packed", "packed q90"]
+    names = [
+        "reference",
+        "loader reference",
+        "pillow",
+        *["simplejpeg"] * (decode.simplejpeg is not None),
+        "packed",
+        "packed q90",
+    ]
     assert list(table) == names and table["reference"][1] == "1.00"
     errors = {name: float(row[3]) for name, row in table.items() if row[3] != "–"}
     assert errors["loader reference"] == 0 < errors["pillow"] == errors["packed"] < 0.5 < errors["packed q90"]

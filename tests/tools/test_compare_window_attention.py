@@ -9,13 +9,19 @@ SIZES = dict(img_size=64, embed_dim=16, depths=(2, 2, 2), num_heads=(2, 2, 4), w
 
 
 def test_the_ways_agree_and_are_measured(capsys, monkeypatch):
-    monkeypatch.setattr("models_greenmim_pr.greenmim_swin_base_patch4_window7", lambda: GreenMIMSwin(**SIZES, decoder_num_heads=2))
+    monkeypatch.setattr(
+        "models_greenmim_pr.greenmim_swin_base_patch4_window7", lambda: GreenMIMSwin(**SIZES, decoder_num_heads=2)
+    )
     compare_window_attention.main(["--batch_size", "2", "--rounds", "1", "--device", "cpu"])
     out = capsys.readouterr().out
-    assert [out.count(f"| {way} |") for way in ("grouped", "one group", "dense")] == [4, 4, 4]  # two stages, shifted or not
+    assert [out.count(f"| {way} |") for way in ("grouped", "one group", "dense")] == [
+        4,
+        4,
+        4,
+    ]  # two stages, shifted or not
     with pytest.raises(SystemExit):
         compare_window_attention.main(["--model", "greenmim_swin_micro_patch4_window4", "--device", "cpu"])
-    assert "so many visible tokens that windows are grouped" in capsys.readouterr().err
+    assert "has no stage with enough visible tokens for groups of windows" in capsys.readouterr().err
 
 
 def test_a_way_that_differs_is_named(monkeypatch):

@@ -5,16 +5,21 @@ import pytest
 import torch
 
 import main_pretrain
-from scripts import visualize
 from tools import gradient_gap
 
-FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
+FLAGS = (
+    "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
+)
 GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --device cpu"
 
 
 def pretrain(photos, output_dir, *flags):
     main_pretrain.main([*FLAGS.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *flags])
     return str(output_dir)
+
+
+def flags(*argv):
+    return gradient_gap.get_args_parser().parse_args([*argv, "--num_workers", "0"])
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,9 @@ def mae(photos, tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(mae, photos):
     out = photos.parent / "gap.svg"
-    gradient_gap.main([mae, "--images", str(photos), "--throw_ratios", "0", "0.25", "0.5", "0.7", *GAP.split(), "--out", str(out)])
+    gradient_gap.main(
+        [mae, "--images", str(photos), "--throw_ratios", "0", "0.25", "0.5", "0.7", *GAP.split(), "--out", str(out)]
+    )
     assert "<svg" in out.read_text()
     return gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
 
@@ -48,14 +55,18 @@ def test_the_plain_difference_grows_with_what_is_thrown(rows):
 
 
 def test_the_encoder_gradient_against_finite_differences(photos, mae):
-    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
-    model = gradient_gap.variant(settings, weights, 0.5, True, "cpu").double()
-    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, settings, 2, 0, "cpu")
+    settings, weights = gradient_gap.load(mae, flags())
+    model = gradient_gap.variant(settings, weights, 0.5, True).double()
+    batches = gradient_gap.Batches(
+        gradient_gap.open_images("folder", photos), model, settings, flags("--batch_size", "2"), "cpu"
+    )
     imgs, order = next(batches.load(0, 1))[1].double(), batches.token_order(0, model.counts, "furthest", 0)
     gradient = gradient_gap.encoder_gradient(model, imgs, order)
     parameters = [p for name, p in model.named_parameters() if not name.startswith("decoder.") and name != "pos_embed"]
     assert len(gradient) == sum(p.numel() for p in parameters)
-    direction = [torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for p in parameters]
+    direction = [
+        torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for p in parameters
+    ]
 
     def loss(step):
         with torch.no_grad():
@@ -97,9 +108,11 @@ def test_bias_and_spread_of_known_noise():
 
 
 def test_batches_are_the_same_for_every_method(photos, mae):
-    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
-    models = {r: gradient_gap.variant(settings, weights, r, True, "cpu") for r in (0.0, 0.25, 0.5)}
-    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), models[0.0], settings, 3, 0, "cpu")
+    settings, weights = gradient_gap.load(mae, flags())
+    models = {r: gradient_gap.variant(settings, weights, r, True) for r in (0.0, 0.25, 0.5)}
+    batches = gradient_gap.Batches(
+        gradient_gap.open_images("folder", photos), models[0.0], settings, flags("--batch_size", "3"), "cpu"
+    )
     visible = [
         batches.token_order(1, model.counts, sampling, draw)[:, : model.counts.num_visible]
         for model, sampling, draw in itertools.product(models.values(), ("random", "furthest"), (0, 1))
@@ -111,10 +124,10 @@ def test_batches_are_the_same_for_every_method(photos, mae):
 
 
 def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
-    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
-    model = gradient_gap.variant(settings, weights, 0.0, True, "cpu")
+    settings, weights = gradient_gap.load(mae, flags())
+    model = gradient_gap.variant(settings, weights, 0.0, True)
     images = gradient_gap.open_images("folder", photos)
-    batches = gradient_gap.Batches(images, model, settings, 8, 0, "cpu")
+    batches = gradient_gap.Batches(images, model, settings, flags("--batch_size", "8"), "cpu")
     addresses = [batches.address(b) for b in range(6)]
     for epoch, batch in ((0, addresses[:3]), (1, addresses[3:])):
         assert sorted(address for part in batch for address in part) == [(epoch, index) for index in range(24)]
@@ -123,19 +136,21 @@ def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
 
 
 def test_models_share_all_but_the_convolution(photos, mae):
-    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
-    first = gradient_gap.variant(settings, weights, 0.0, True, "cpu")
-    second = gradient_gap.variant(settings, weights, 0.5, True, "cpu", shared=first)
+    settings, weights = gradient_gap.load(mae, flags())
+    first = gradient_gap.variant(settings, weights, 0.0, True)
+    second = gradient_gap.variant(settings, weights, 0.5, True, shared=first)
     theirs = dict(first.named_parameters())
     own = [name for name, p in second.named_parameters() if p is not theirs.get(name)]
     assert own == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
 
 
 def test_only_the_convolution_is_trained(photos, mae):
-    settings, weights = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
-    model = gradient_gap.variant(settings, weights, 0.5, True, "cpu")
+    settings, weights = gradient_gap.load(mae, flags())
+    model = gradient_gap.variant(settings, weights, 0.5, True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    batches = gradient_gap.Batches(gradient_gap.open_images("folder", photos), model, settings, 4, 0, "cpu")
+    batches = gradient_gap.Batches(
+        gradient_gap.open_images("folder", photos), model, settings, flags("--batch_size", "4"), "cpu"
+    )
     gradient_gap.train_convolutions([(model, "furthest")], batches, 2, 0)
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
@@ -147,9 +162,9 @@ def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path
     out = tmp_path / "gap.png"
     gradient_gap.main([f"ours={run}", "--images", str(photos), *GAP.split(), "--out", str(out)])
     rows = gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
-    assert [(r["weights"], r["protocol"], r["method"], r["sampling"], r["throw_ratio"], r["conv_loss"]) for r in rows] == [
-        ("ours", "own", method, "random", 0.5, None) for method in ("plain", "prmim")
-    ]
+    assert [
+        (r["weights"], r["protocol"], r["method"], r["sampling"], r["throw_ratio"], r["conv_loss"]) for r in rows
+    ] == [("ours", "own", method, "random", 0.5, None) for method in ("plain", "prmim")]
     assert out.read_bytes().startswith(b"\x89PNG")
     before = out.with_suffix(".csv").read_text()
     gradient_gap.main(["--from_csv", str(out.with_suffix(".csv")), "--out", str(tmp_path / "again.svg")])
@@ -157,12 +172,14 @@ def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path
 
 
 def test_a_run_of_before_a_flag_existed(mae, monkeypatch):
+    load_run = gradient_gap.load_run
+
     def older(path):
-        model, settings = visualize.load_run(path)
+        model, settings = load_run(path)
         return model, {name: value for name, value in settings.items() if name not in ("crop", "interpolation")}
 
     monkeypatch.setattr(gradient_gap, "load_run", older)
-    settings, _ = gradient_gap.load(mae, gradient_gap.get_args_parser().parse_args([mae]))
+    settings, _ = gradient_gap.load(mae, flags())
     assert (settings["crop"], settings["interpolation"], settings["throw_ratio"]) == ("resized", "bicubic", 0)
 
 
@@ -171,27 +188,26 @@ def test_official_weights(photos, tmp_path, monkeypatch):
     back = {"decoder.mask_token": "mask_token", "decoder.pos_embed": "decoder_pos_embed"}
     names = {k: back.get(k, k.replace("decoder.", "decoder_", 1)) for k in model.state_dict()}
     torch.save({"model": {names[k]: v for k, v in model.state_dict().items()}}, tmp_path / "full.pth")
-    args = gradient_gap.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"])
-    settings, weights = gradient_gap.load(tmp_path / "full.pth", args)
+    settings, weights = gradient_gap.load(tmp_path / "full.pth", flags("--model", "mae_vit_micro_patch4"))
     assert settings["throw_ratio"] == 0
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("argv", "message"),
     [
         ("", "give one or more RUNs and --images"),
         ("{mae} --images {photos} --batches 0", "--batches must be at least 1, got 0"),
         ("{mae} --images {photos} --throw_ratios 0.8", "throw_ratio 0.8"),
         ("{mae} --images {photos}/nowhere", "nowhere"),
         ("{mae} --images {photos} --csv {photos}/nowhere/gap.csv", "cannot be written: there is no folder"),
-        ("{mae} --images {photos} --model simmim_vit_micro_patch4", "for MAE and MFF, not for simmim_vit_micro_patch4"),
+        ("{mae} --images {photos} --model simmim_vit_micro_patch4", "invalid choice: 'simmim_vit_micro_patch4'"),
         ("{mae} --images {photos} --out gap.pdf", "must end in .svg or .png, got 'gap.pdf'"),
         ("--from_csv {photos}/../table.csv", "is no CSV of this script"),
     ],
 )
-def test_errors(photos, mae, flags, message, capsys):
+def test_errors(photos, mae, argv, message, capsys):
     (photos.parent / "table.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit):
-        gradient_gap.main(flags.format(mae=mae, photos=photos).split())
+        gradient_gap.main(argv.format(mae=mae, photos=photos).split())
     assert message in capsys.readouterr().err

@@ -48,9 +48,11 @@ def run_study(images, tmp_path, monkeypatch):
 
 def test_arms_differ_in_the_method_alone():
     runs = study.plan(study.PRESETS["cpu"], study.ARMS, (0, 1), Path("x"), {})
-    assert [run.seed for run in runs] == [0] * len(study.ARMS) + [1] * len(study.ARMS)  # whole seeds first
+    assert [run.seed for run in runs] == [0] * len(study.ARMS) + [1] * len(study.ARMS)  # seed by seed
     parser = get_args_parser()
-    settings = {run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.job["pretrain"] and not run.seed}
+    settings = {
+        run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.job["pretrain"] and not run.seed
+    }
     mae = settings["mae"]
     for arm, ours in settings.items():
         changed = {name for name in ours if ours[name] != mae[name]}
@@ -99,9 +101,9 @@ def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     (runs / "mae-seed0/result.json").unlink()
     run_study(*arms, "--seeds", "0")
     assert "1 of 5 runs to do" in capsys.readouterr().out
-    assert stamps() == before  # its checkpoints were found: nothing was trained again
+    assert stamps() == before  # the checkpoints were found, so nothing was trained again
     assert study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT) == rows
-    run_study("--arms", "mae", "--seeds", "0")  # a part of the study does not take the rest out of the report
+    run_study("--arms", "mae", "--seeds", "0")  # the report still has the other runs
     assert study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT) == rows
 
 
@@ -113,9 +115,10 @@ def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
         run_study("--arms", "mae", "scratch", "--seeds", "0")
     assert stop.value.code == 1
     out, err = capsys.readouterr()
-    assert "mae seed 0 FAILED (exit code 2" in out and "1 runs failed: mae seed 0" in err
+    assert "mae seed 0 FAILED (exit code 2" in out and "1 run failed: mae seed 0" in err
     assert [
-        row["arm"] for row in study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
+        row["arm"]
+        for row in study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
     ] == ["scratch"]
 
 
@@ -134,9 +137,10 @@ def test_no_run_starts_after_the_time(run_study, capsys):
 
 
 def test_stopped_in_the_middle_it_stops_its_runs_and_goes_on(images, tmp_path):
-    script = f"import sys; from scripts import study; from tests.tools.test_study import TINY; study.PRESETS['cpu'] = TINY\n\
-study.main(['--data_path', {str(images)!r}, '--output_dir', {str(tmp_path)!r}, '--report', {str(tmp_path / 'study.md')!r}, \
-'--arms', 'mae', '--seeds', '0'])"
+    flags = ["--data_path", images, "--output_dir", tmp_path, "--report", tmp_path / "study.md"]
+    argv = [*map(str, flags), "--arms", "mae", "--seeds", "0"]
+    script = "from tools import study; from tests.tools.test_study import TINY; "
+    script += f"study.PRESETS['cpu'] = TINY; study.main({argv})"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert "1 of 1 runs to do" in process.stdout.readline()
     folder = tmp_path / "cpu/runs/mae-seed0"
@@ -145,7 +149,7 @@ study.main(['--data_path', {str(images)!r}, '--output_dir', {str(tmp_path)!r}, '
     process.terminate()
     assert process.wait(60) == 143
     with open(folder / "lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the run is still at work
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if the run still works
     assert not (folder / "result.json").exists()
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=200)
     assert json.loads((folder / "result.json").read_text())["status"] == "finished"
@@ -158,7 +162,7 @@ def test_two_processes_never_work_in_one_folder(tmp_path):
         done = subprocess.run(
             [sys.executable, ROOT / "tools/study_job.py", tmp_path, "{}"], capture_output=True, text=True, timeout=100
         )
-    assert done.returncode == 1 and "a study on this folder runs already" in done.stderr
+    assert done.returncode == 1 and "a study on this folder runs already: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -177,17 +181,19 @@ def test_errors_before_any_run(run_study, flags, message, capsys):
 
 def test_other_settings_need_another_folder(run_study, monkeypatch, capsys):
     run_study("--arms", "scratch", "--seeds", "0")
-    monkeypatch.setitem(study.PRESETS, "cpu", study.Preset(TINY.pretrain, TINY.finetune | dict(epochs=2), 8, measured_images=4))
+    monkeypatch.setitem(
+        study.PRESETS, "cpu", study.Preset(TINY.pretrain, TINY.finetune | dict(epochs=2), 8, measured_images=4)
+    )
     with pytest.raises(SystemExit):
         run_study("--arms", "scratch", "--seeds", "0")
-    assert "holds a run of other settings (finetune: " in capsys.readouterr().err
+    assert "holds a run with other settings (finetune: " in capsys.readouterr().err
 
 
 def test_too_few_labels(run_study, monkeypatch, capsys):
     monkeypatch.setitem(study.PRESETS, "cpu", study.Preset(TINY.pretrain, TINY.finetune, labels_per_class=13))
     with pytest.raises(SystemExit):
         run_study()
-    assert "class 'cat' has 12 images, and the preset fine-tunes on 13 of each class" in capsys.readouterr().err
+    assert "class 'cat' has 12 images, but the preset needs 13 per class" in capsys.readouterr().err
 
 
 def test_the_labelled_subset_is_the_first_of_each_class(images, tmp_path):
@@ -208,7 +214,7 @@ def test_other_images_need_another_folder(run_study, images, capsys):
     (images / "train/cat/11.jpg").unlink()
     with pytest.raises(SystemExit):
         run_study("--arms", "scratch", "--seeds", "0")
-    assert "holds a run of other settings (data: " in capsys.readouterr().err
+    assert "holds a run with other settings (data: " in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ readings not in the core

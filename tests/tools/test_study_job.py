@@ -1,4 +1,4 @@
-"""One run of the study: what its command line refuses, and what a signal leaves."""
+"""One run of the study: wrong command lines, and the effect of a signal."""
 
 import json
 
@@ -14,7 +14,7 @@ MACHINE = {"data_path": "data", "labelled": "data", "device": "cpu", "num_worker
 
 @pytest.mark.parametrize("stopped", ["pretrain", "finetune"])
 def test_a_run_that_a_signal_stops_has_no_result(tmp_path, monkeypatch, stopped):
-    """Neither is an unfinished encoder measured or fine-tuned, nor is an unfinished classifier a result."""
+    """An unfinished encoder is not measured or fine-tuned. An unfinished classifier is no result."""
     called = []
 
     def main(name, outcome):

@@ -8,18 +8,30 @@ from tools.study_report import Results, mean_se, replace_section
 
 def row(arm, seed, top1, mse=None, gmac=1.0, status="finished"):
     empty = dict.fromkeys(study_report.COLUMNS)
-    return empty | dict(arm=arm, seed=seed, status=status, top1=top1, mse_masked=mse, gmac=gmac, device="cpu", torch="2")
+    return empty | dict(
+        arm=arm, seed=seed, status=status, top1=top1, mse_masked=mse, gmac=gmac, device="cpu", torch="2"
+    )
 
 
 @pytest.fixture
 def synthetic():
-    """Every arm at three seeds: a large effect of the seed, small effects of the arm."""
+    """Every arm with three seeds. The seed has a large effect, the arm a small one."""
     rng = random.Random(0)
     rows = []
     for seed, level in enumerate((40.0, 45.0, 50.0)):
         for arm in study_report.PAPER:
-            gain = {"plain": -1.0, "progressive": -0.2, "furthest": -0.8, "prmim": -0.1}.get(arm.rstrip("0123456789"), 0.0)
-            rows.append(row(arm, seed, level + gain + rng.gauss(0, 1e-3), mse=0.01 * (1 - gain), gmac=1.0 if arm == "mae" else 0.7))
+            gain = {"plain": -1.0, "progressive": -0.2, "furthest": -0.8, "prmim": -0.1}.get(
+                arm.rstrip("0123456789"), 0.0
+            )
+            rows.append(
+                row(
+                    arm,
+                    seed,
+                    level + gain + rng.gauss(0, 1e-3),
+                    mse=0.01 * (1 - gain),
+                    gmac=1.0 if arm == "mae" else 0.7,
+                )
+            )
         rows.append(row("scratch", seed, level - 10, gmac=None))
     rows += [row("avgpool", 0, None, status="diverged"), row("avgpool", 1, 44.0, mse=0.02)]
     return rows
@@ -32,8 +44,15 @@ def test_mean_and_standard_error():
 
 
 def test_differences_are_paired_by_seed():
-    """The seeds differ by 10 points, the arms by 1: only seed by seed is the difference sharp."""
-    rows = [row("a", 0, 41.0), row("a", 1, 51.2), row("a", 3, 99.0), row("b", 1, 50.0), row("b", 0, 40.0), row("b", 2, 0.0)]
+    """The seeds differ by 10 points, the arms by 1, so only paired differences are precise."""
+    rows = [
+        row("a", 0, 41.0),
+        row("a", 1, 51.2),
+        row("a", 3, 99.0),
+        row("b", 1, 50.0),
+        row("b", 0, 40.0),
+        row("b", 2, 0.0),
+    ]
     differences = Results(rows).differences("a", "b", "top1")
     assert differences == pytest.approx([1.0, 1.2])  # seeds 2 and 3 have no partner
     assert mean_se(differences)[1] == pytest.approx(0.1)
@@ -43,7 +62,11 @@ def test_differences_are_paired_by_seed():
 def test_effects_average_over_ratios_before_seeds():
     rows = [row("x25", 0, 3.0), row("y25", 0, 1.0), row("x50", 0, 5.0), row("y50", 0, 4.0)]
     rows += [row("x25", 1, 2.0), row("y25", 1, 2.0), row("x50", 1, 1.0), row("y50", 1, 0.0)]
-    rows += [row("x25", 2, 9.0), row("y25", 2, 0.0), row("x50", 2, 9.0)]  # y50 has not finished: no part of the mean
+    rows += [
+        row("x25", 2, 9.0),
+        row("y25", 2, 0.0),
+        row("x50", 2, 9.0),
+    ]  # y50 has not finished, so seed 2 does not count
     assert Results(rows).effect([("x25", "y25"), ("x50", "y50")]) == pytest.approx([1.5, 0.5])
 
 
@@ -72,7 +95,7 @@ def test_csv_and_plots(synthetic, tmp_path):
     assert all("<svg" in text and len(text) > 10_000 for text in first)
     report.write_text(report.read_text().replace("# The study", "# The study\n\nProse that stays."))
     study_report.main([str(path), "--report", str(report)])
-    assert [f.read_text() for f in figures] == first  # the same numbers, the same files
+    assert [f.read_text() for f in figures] == first  # equal numbers give equal files
     assert "Prose that stays." in report.read_text() and tables in report.read_text()
     for figure in figures:
         assert f"figures/{figure.name}" in tables
@@ -87,7 +110,13 @@ def test_sections_are_replaced_one_by_one():
     text = replace_section(replace_section("# Title\n", "cpu", "one"), "gpu", "two")
     assert text.index("one") < text.index("two")
     text = replace_section(text + "\nAfter.\n", "cpu", "three")
-    assert "one" not in text and "three" in text and "two" in text and text.endswith("\nAfter.\n") and text.startswith("# Title")
+    assert (
+        "one" not in text
+        and "three" in text
+        and "two" in text
+        and text.endswith("\nAfter.\n")
+        and text.startswith("# Title")
+    )
     with pytest.raises(ValueError, match="only one of the markers"):
         replace_section(text.replace("<!-- end of study cpu -->", ""), "cpu", "four")
 

@@ -8,13 +8,13 @@ from util.costs import saved_bytes
 
 
 @pytest.fixture(autouse=True)
-def torch_s_own_afterwards():
+def restore_torchs_order():
     yield
     prefer("auto")
 
 
 def test_the_preferred_kernel_is_the_one_that_runs():
-    """The three operations keep their softmax [B, heads, T, T] for the backward pass, the fused ones a number for each query."""
+    """For the backward pass "math" saves a softmax [B, heads, T, T], fused kernels save one number per query."""
     block, x = Block(16, 2), torch.randn(2, 64, 16, requires_grad=True)
     saved, outputs = {}, {}
     for name in ("auto", "flash", "math", "auto"):
@@ -27,15 +27,15 @@ def test_the_preferred_kernel_is_the_one_that_runs():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KERNELS)
-def test_on_a_gpu_the_preferred_kernel_is_torch_s_choice(name):
+def test_on_a_gpu_torch_chooses_the_preferred_kernel(name):
     q = torch.randn(2, 2, 64, 32, device="cuda", dtype=torch.float16)
     prefer(name)
     assert torch._fused_sdp_choice(q, q, q) == KERNELS[name].value
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_a_kernel_cannot_do_another_does(name):
-    """A bias, which flash attention does not take, and a CPU, which has not all kernels."""
+def test_another_kernel_serves_the_calls_that_the_preferred_one_cannot(name):
+    """For example a bias, which flash attention does not take, and a CPU, which lacks some kernels."""
     q, bias = torch.randn(2, 2, 7, 8), torch.randn(1, 2, 7, 7)
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
     prefer(name)

@@ -8,7 +8,7 @@ from util.hog import hog, orientation_colors
 
 
 def slow_hog(img, cell, num_bins, bias=(0.0, 0.0)):
-    """[C, H, W] -> {(row, column): [C * num_bins]}, pixel by pixel with Python's floats."""
+    """Returns {(row, column): histogram [C * num_bins]} of [C, H, W], pixel by pixel with Python's floats."""
     C, H, W = img.shape
     values = img.tolist()
     at = lambda c, y, x: values[c][abs(y) if y < H else 2 * H - 2 - y][abs(x) if x < W else 2 * W - 2 - x]  # noqa: E731
@@ -29,7 +29,10 @@ def slow_hog(img, cell, num_bins, bias=(0.0, 0.0)):
 
 
 def tie_free(size, seed=0):
-    """Smooth float images [2, 3, *size] with flat 2-px strips at the sides, so that no orientation lies on a bin's edge."""
+    """Returns smooth float images [2, 3, *size] in which no orientation lies on the edge between two bins.
+
+    At the left and right border the columns are equal, two pixels wide.
+    """
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(2, 3, 7, 7, dtype=torch.float64, generator=generator)
     imgs = nn.functional.interpolate(coarse, size=size, mode="bicubic", align_corners=True)
@@ -46,7 +49,9 @@ def test_against_a_loop_over_pixels(num_bins, biased):
     for k, cell in enumerate((2, 4, 8)):
         assert ours[k].shape == (2, 3 * num_bins, 16 // cell, 24 // cell)
         for b in range(2):
-            for (row, column), histogram in slow_hog(imgs[b], cell, num_bins, bias[k].tolist() if biased else (0, 0)).items():
+            for (row, column), histogram in slow_hog(
+                imgs[b], cell, num_bins, bias[k].tolist() if biased else (0, 0)
+            ).items():
                 expected = torch.tensor(histogram, dtype=torch.float64)
                 torch.testing.assert_close(ours[k][b, :, row, column], expected, rtol=1e-9, atol=1e-9)
 
@@ -74,7 +79,7 @@ def test_colours_are_normalised_by_themselves_and_flat_ones_are_zero():
     assert not norms[:, 1].any()
 
 
-def test_float32_whatever_comes_in_and_no_gradient():
+def test_results_are_float32_or_wider_without_gradient():
     imgs = tie_free((16, 16)).requires_grad_()
     (exact,) = hog(imgs, (4,))
     assert exact.dtype == torch.float64 and not exact.requires_grad
@@ -85,14 +90,14 @@ def test_float32_whatever_comes_in_and_no_gradient():
     torch.testing.assert_close(single, exact.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_cells_that_do_not_fit():
+def test_cells_that_do_not_divide_the_image_are_refused():
     with pytest.raises(ValueError, match=r"divide the image, 16 x 16 px; got \(4, 6\)"):
         hog(torch.zeros(1, 3, 16, 16), (4, 6))
 
 
 def test_orientations_have_colours():
-    """One bin lights up in one hue; all bins alike stay dark."""
-    one = torch.eye(9).repeat(3, 1).view(1, 27, 1, 9) / 3 * 3  # nine cells, cell k all of bin k
+    """A single bin gives a bright colour of its own. Equal bins give black."""
+    one = torch.eye(9).repeat(3, 1).view(1, 27, 1, 9) / 3 * 3  # nine cells: in cell k only bin k is filled
     colors = orientation_colors(one, 9)[0, :, 0].T
     assert len({tuple(c.round(decimals=3).tolist()) for c in colors}) == 9 and colors.max() > 0.9
     assert orientation_colors(torch.ones(1, 27, 1, 1), 9).max() < 1e-5

@@ -7,7 +7,7 @@ from util.lars import LARS
 
 
 def closed_form(p, grads, lr, weight_decay=0.0, momentum=0.9, trust=0.001):
-    """The rule, written out step by step in plain Python on flat lists of float64."""
+    """Applies the rule of the docstring step by step, in plain Python on flat lists of float64."""
     norm = lambda v: sum(x * x for x in v) ** 0.5  # noqa: E731
     matrix, p = p.ndim > 1, p.double().flatten().tolist()
     mu = [0.0] * len(p)
@@ -37,7 +37,7 @@ def test_against_the_closed_form(shape, weight_decay):
 
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
-def test_a_zero_norm_means_a_plain_step(zero):
+def test_a_zero_norm_gives_a_plain_step(zero):
     p = torch.nn.Parameter(torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2))
     p.grad = torch.zeros(2, 2) if zero == "gradient" else torch.ones(2, 2)
     before = p.detach().clone()

@@ -8,13 +8,13 @@ from util.lr_sched import Schedule
 def test_mae_against_closed_forms():
     lr = Schedule("mae", steps_per_epoch=10, epochs=100, warmup_epochs=40, lr=2.0, min_lr=0.5)
     assert lr(0) == 0
-    assert lr(200) == pytest.approx(1.0)  # half the warm-up
-    assert lr(400) == pytest.approx(2.0)  # its end
-    assert lr(700) == pytest.approx(1.25)  # half the cosine
+    assert lr(200) == pytest.approx(1.0)  # the middle of the warm-up
+    assert lr(400) == pytest.approx(2.0)  # the end of the warm-up
+    assert lr(700) == pytest.approx(1.25)  # the middle of the cosine
     assert lr(999) == pytest.approx(0.5 + 1.5 * 0.5 * (1 + math.cos(math.pi * 59.9 / 60)))
     assert all(lr(i) < lr(i + 1) for i in range(400)) and all(lr(i) > lr(i + 1) for i in range(400, 999))
     assert Schedule("mae", 10, 5, 0, 1.0)(0) == 1.0  # no warm-up
-    assert all(lr(i, 0.3) == 0.3 * lr(i) for i in range(0, 1000, 37))  # the floor, too
+    assert all(lr(i, 0.3) == 0.3 * lr(i) for i in range(0, 1000, 37))  # including the floor
 
 
 def test_mff_reaches_its_peak_within_the_warmup_and_has_one_floor_for_all_layers():
@@ -28,19 +28,23 @@ def test_mff_reaches_its_peak_within_the_warmup_and_has_one_floor_for_all_layers
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(20, 0.9045), (10, 0.9755)])
-def test_simmims_cosine_does_not_leave_out_the_warmup(warmup, share):
-    """The shares of the peak right after warm-ups of 20 and 10 of 100 epochs were measured on the release."""
+def test_simmims_cosine_includes_the_warmup(warmup, share):
+    """The release's shares of the peak right after the warm-up were measured for 20 and for 10 of 100 epochs."""
     lr = Schedule("simmim", steps_per_epoch=1000, epochs=100, warmup_epochs=warmup, lr=1.0, min_lr=0.0, warmup_lr=1e-3)
-    assert lr(0) == lr(1) == 1e-3 < lr(2)  # set after the step, by its number
+    assert lr(0) == lr(1) == 1e-3 < lr(2)  # the release sets the rate after a step, from its number
     last = warmup * 1000
     assert lr(last) == pytest.approx(1.0, abs=1e-4) and lr(last + 1) == pytest.approx(share, abs=1e-4)
     floor = Schedule("simmim", 1000, 100, warmup, lr=1.0, min_lr=0.02, warmup_lr=1e-3)
-    assert floor(0, 0.5) == 1e-3 and floor(100_001, 0.5) == pytest.approx(0.02)  # start and floor know no layers
+    assert floor(0, 0.5) == 1e-3 and floor(100_001, 0.5) == pytest.approx(
+        0.02
+    )  # start and floor are the same for all layers
     assert floor(50_001, 0.5) == pytest.approx(0.02 + (0.5 - 0.02) / 2)
 
 
 def test_simmims_steps():
-    lr = Schedule("simmim_steps", steps_per_epoch=10, epochs=800, warmup_epochs=10, lr=4e-4, warmup_lr=2e-6, lr_steps=(700,))
+    lr = Schedule(
+        "simmim_steps", steps_per_epoch=10, epochs=800, warmup_epochs=10, lr=4e-4, warmup_lr=2e-6, lr_steps=(700,)
+    )
     assert lr(0) == lr(1) == 2e-6 and lr(51) == pytest.approx(2e-6 + (4e-4 - 2e-6) / 2)
     assert lr(101) == lr(7000) == pytest.approx(4e-4)
     assert lr(7001) == lr(7999) == pytest.approx(4e-5)

@@ -1,7 +1,8 @@
-"""The pictures of token patterns, pixel by pixel."""
+"""Pictures of token patterns and panels, pixel by pixel."""
 
 import numpy as np
 import pytest
+import torch
 
 from util import pictures
 
@@ -9,11 +10,11 @@ BLUE, YELLOW, WHITE = pictures.COLORS[pictures.RETAINED], pictures.COLORS[pictur
 
 
 def count(picture, color):
-    """Pixels of this colour."""
+    """Returns the number of pixels of this colour."""
     return (picture == color).all(axis=2).sum()
 
 
-def test_a_pattern_s_cells_have_their_colours():
+def test_the_cells_of_a_pattern_have_the_right_colours():
     state = np.array([[0, 1, 2], [2, 0, 1]])
     picture = pictures.pattern(state, cell=8)
     assert picture.shape == (17, 25, 3)
@@ -21,7 +22,7 @@ def test_a_pattern_s_cells_have_their_colours():
         inside = picture[8 * row + 1 : 8 * row + 8, 8 * column + 1 : 8 * column + 8]
         assert (inside == (WHITE, BLUE, YELLOW)[value]).all()
     lines = np.concatenate([picture[::8].reshape(-1, 3), picture[:, ::8].reshape(-1, 3)])
-    assert (lines == 200).all()  # around every cell, the last ones included
+    assert (lines == 200).all()  # around every cell, including the last ones
 
 
 def test_a_table_of_patterns_shows_all_of_them_and_a_legend():
@@ -34,13 +35,24 @@ def test_a_table_of_patterns_shows_all_of_them_and_a_legend():
     for color in (BLUE, YELLOW):
         assert count(picture[:-40], color) == sum(count(panel, color) for panel in panels)
     legend = picture[-40:]
-    assert count(legend, BLUE) == count(legend, YELLOW) == 13**2  # a cell with its outline
+    assert count(legend, BLUE) == count(legend, YELLOW) == 13**2  # one cell with its outline
     assert (legend < 100).all(axis=2).sum() > 100  # letters
-    assert (legend[:, -5:] == 255).all()  # none is cut off
+    assert (legend[:, -5:] == 255).all()  # the text is not cut off
+
+
+@pytest.mark.parametrize(("num_images", "num_panels", "rows", "columns"), [(3, 1, 3, 3), (5, 1, 3, 6), (4, 2, 4, 4)])
+def test_a_grid_of_panels_holds_two_images_a_row_if_there_are_four_with_one_panel(
+    num_images, num_panels, rows, columns
+):
+    imgs = torch.full((num_images, 3, 64, 64), 100, dtype=torch.uint8)
+    panels = {str(k): torch.full((num_images, 3, 64, 64), 100 / 255) for k in range(num_panels)}
+    picture = pictures.panel_grid(imgs, torch.zeros(num_images, 4, 4, dtype=torch.int64), panels)
+    assert picture.shape == (20 + rows * (128 + 6), columns * (128 + 6) + 6, 3)  # enlarged twice, with gaps and titles
+    assert count(picture[20:], 100) == num_images * (2 + num_panels) * 128**2
 
 
 @pytest.mark.parametrize("name", ["p", "p.txt", "p.psd"])
-def test_suffixes_that_pillow_does_not_write(tmp_path, name):
+def test_suffixes_that_pillow_cannot_write_are_refused(tmp_path, name):
     pictures.check_suffix(tmp_path / "p.png")
     pictures.check_suffix(tmp_path / "P.JPG")
     with pytest.raises(ValueError, match="the name must end in .png, .jpg or the like"):

@@ -7,13 +7,13 @@ from util.window_groups import group_windows, plan_groups
 
 
 def best_sum(counts, limit):
-    """By trying every subset."""
+    """Returns the largest sum of a subset that is at most `limit`, by trying every subset."""
     subsets = itertools.chain.from_iterable(itertools.combinations(counts, n) for n in range(len(counts) + 1))
     return max(total for total in map(sum, subsets) if total <= limit)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_group_is_the_fullest_that_what_remains_allows(seed):
+def test_each_group_is_the_fullest_of_the_remaining_windows(seed):
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 13, size=10).tolist()
     groups = group_windows(counts, 12)
@@ -31,14 +31,14 @@ def test_among_equal_sums_the_last_windows_are_left_out():
 
 
 @pytest.mark.parametrize("counts", [[5], [0, 2]])
-def test_windows_that_fit_no_group(counts):
+def test_windows_that_are_empty_or_too_large_are_refused(counts):
     with pytest.raises(ValueError, match="windows must hold from 1 to 4 tokens"):
         group_windows(counts, 4)
 
 
 def test_a_plan_is_a_partition_of_the_tokens_with_whole_windows():
     rng = np.random.default_rng(0)
-    windows = rng.integers(0, 9, size=40) * 7  # any numbers
+    windows = rng.integers(0, 9, size=40) * 7  # windows may have any numbers
     plan = plan_groups(windows, 12, capacity=9)
     assert plan.shape == (9, 12)
     tokens = plan[plan >= 0]

@@ -1,55 +1,50 @@
-"""Images that cannot be read: replaced, counted, named in the log; too many of them end the run."""
+"""Images that cannot be read: counted over all processes and named in the log. Too many of them end the run."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 
-from util.data.images import ImageError
+from util.data.images import ImageError, Images
 from util.run.distributed import gather_objects
+from util.text import count_of
 
-NAMED = 10  # so many with their names at a time
+MOST_NAMED = 10  # in one message
 
 
 class BadImages:
-    """What the loading processes of all trainers have marked in their `flags` (uint8 [n], in shared memory).
+    """Reports the images that the workers of all processes have marked as bad.
 
-    `report` is called by all processes alike; it tells of new ones through `say(sentence)`, and raises ImageError in every
-    process once more than `max_fraction` of all images is bad. A single one never is too many.
+    flags: `AddressedDataset.bad`, uint8 [n]. max_fraction: of all images; a single bad image is always accepted.
     """
 
-    def __init__(self, images, flags, max_fraction, say):
-        self.images, self.flags, self.say = images, flags, say
-        self.max_fraction, self.most = max_fraction, max(1, int(max_fraction * len(images)))
-        self.known = {}  # number -> why (None beyond the first), of all processes
+    def __init__(
+        self, images: Images, flags: torch.Tensor | None, max_fraction: float, log: Callable[[str], None]
+    ) -> None:
+        self.images, self.flags, self.max_fraction, self.log = images, flags, max_fraction, log
+        self.known: set[int] = set()
 
-    def report(self):
+    def report(self) -> None:
+        """Logs the images that are newly bad; ImageError in every process if there are too many. Collective."""
         if self.flags is None:
             return
-        found = [i for i in self.flags.nonzero().flatten().tolist() if i not in self.known]
-        new = {i: self._reason(i) for i in found[:NAMED]} | dict.fromkeys(found[NAMED:])
-        for others in gather_objects(new):
-            new |= others
-        if not new:
-            return
-        self.known |= new
-        what = f"{len(self.known)} of {len(self.images)} images cannot be read"
-        if len(self.known) > self.most:
-            raise ImageError(
-                f"{what}, more than --max_bad_fraction {self.max_fraction:g}: {_list(self.known)}. Mend the data, or raise the flag"
-            )
-        self.say(f"warning: {what}; the next ones take their places. New: {_list(new)}")
+        bad = set[int]().union(*gather_objects(self.flags.nonzero().flatten().tolist()))
+        new, self.known = sorted(bad - self.known), bad
+        message = f"{len(bad)} of {count_of(len(self.images), 'image')} cannot be read"
+        if new and len(bad) > max(1, int(self.max_fraction * len(self.images))):
+            limit = f"more than --max_bad_fraction {self.max_fraction:g}"
+            raise ImageError(f"{message}, {limit}: {self._reasons(sorted(bad))}. Repair the data, or raise the flag")
+        if new:
+            self.log(f"warning: {message} and are replaced by the next ones. New: {self._reasons(new)}")
 
-    def _reason(self, i):
-        try:
-            self.images.load(i)
-        except ImageError as error:
-            return str(error)
-        return f"{self.images.path(i)!r} could not be read, but now can"
-
-
-def _list(reasons):
-    named = [reasons[i] for i in sorted(reasons) if reasons[i]][:NAMED]
-    return "; ".join(named) + (f"; and {len(reasons) - len(named)} more" if len(reasons) > len(named) else "")
-
-
-def shared_flags(length):
-    """Zeros, uint8 [length], that workers write and their trainer reads."""
-    return torch.zeros(length, dtype=torch.uint8).share_memory_()
+    def _reasons(self, bad: Sequence[int]) -> str:
+        """Reads the first of these images again. Returns why they are bad."""
+        reasons = []
+        for i in bad[:MOST_NAMED]:
+            try:
+                self.images.load(i)
+                reasons.append(f"{self.images.path(i)!r} could not be read before, but can be read now")
+            except ImageError as error:
+                reasons.append(str(error))
+        if len(bad) > MOST_NAMED:
+            reasons.append(f"and {len(bad) - MOST_NAMED} more")
+        return "; ".join(reasons)

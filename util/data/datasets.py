@@ -1,130 +1,127 @@
-"""Images by address: `dataset[(epoch, index)]`, and the sampler that hands the addresses out."""
+"""The data set `dataset[(epoch, index)]`, the sampler of its addresses, and the loader of its batches."""
 
 import copy
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
-from util.data import packed
-from util.data.bad_images import shared_flags
-from util.data.folders import find_split, list_folder
-from util.data.images import CifarImages, EncodedImages, FolderImages, ImageError, INaturalistImages
+from util.data.images import CifarImages, FolderImages, ImageError, Images, INaturalistImages
 from util.data.tars import choose_tars, open_tars
-from util.run.signals import ignore_in_worker, let_children_die_quietly
+from util.run.signals import ignore_in_worker, take_over_workers
 
-DOWNLOADED = ("cifar10", "cifar100")  # by name, where they are not there yet
-MOST_SKIPPED = 100  # bad images in a row, after which there is something else wrong
-MOST_AHEAD = 2**30  # bytes of the batches that wait for one process
-MOST_DEATHS = 10  # of workers, from start to start
+DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST)
+MOST_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
+MOST_WORKERS_LOST = 10  # in one start of a run
+PREFETCHED_BYTES = 2**30  # in batches that wait for one process
+
+Address = tuple[int, int]  # (epoch, index of the image)
+Sample = tuple[torch.Tensor, int, Address]  # uint8 image [3, H, W], label, address
 
 
 def open_images(
     dataset: str, data_path: str | Path, split: str = "train", labelled: bool = False, max_bad_fraction: float = 0.0
-) -> EncodedImages | CifarImages:
-    """`dataset`: one of DATASETS; `labelled`: every image must have a class. -> images with `load(i)` and `classes`.
+) -> Images:
+    """Returns the images of a split.
 
-    A "folder" may also hold packed images or tars. ImageError if a sample of the headers has more bad ones than the
-    fraction.
+    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. ImageError if, of a
+    sample of the image headers, more than `max_bad_fraction` are bad. ValueError if the data is missing or ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
-    if dataset == "folder":
-        images = open_folder(data_path, split, labelled)
-    elif dataset in INATURALIST:
+    images: Images
+    if dataset in INATURALIST:
         images = INaturalistImages(data_path, split, INATURALIST[dataset])
-    else:
+    elif dataset in DOWNLOADED:
         images = CifarImages(dataset, data_path, split)
+    else:
+        choice = choose_tars(data_path, split, labelled)
+        images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)
     images.check(max_bad_fraction)
     return images
 
 
-def open_folder(data_path: str | Path, split: str, labelled: bool) -> EncodedImages:
-    """Images of ROOT's folder for the split, or of ROOT: packed, in tars, or files."""
-    root = Path(data_path)
-    folder, notes = find_split(list_folder(root), split, fall_back=not labelled) if root.is_dir() else (None, [])
-    places = [] if folder is None else [(root / folder, notes)]
-    if not labelled:
-        places.append((root, []))
-    for place, remarks in places:
-        if (place / packed.INDEX).is_file():
-            images = packed.PackedImages(place, labelled=labelled)
-            images.notes += remarks
-            return images
-        if (place / packed.SHARD.format(0)).is_file():
-            what = f"{str(place)!r} holds shards without {packed.INDEX}"
-            raise ValueError(f"{what}: pack_dataset.py has not finished; run it again")
-    choice = choose_tars(data_path, split, labelled)
-    if not choice.tars:
-        return FolderImages(data_path, split, labelled)
-    images = open_tars(choice.tars, split, labelled, choice.by_folders)
-    images.notes += choice.notes
-    return images
-
-
 class AddressedDataset(torch.utils.data.Dataset):
-    """`dataset[(epoch, index)] -> (img uint8 [3, H, W], label, (epoch, index))`.
+    """`dataset[(epoch, index)]` returns (img uint8 [3, H, W], label, (epoch, index)).
 
-    `transform(img uint8 [3, H, W], epoch, index) -> uint8 [3, h, w]` draws what it needs from the address. With
-    `replace` an image that cannot be read is marked in `bad`, and the next one that can be gives its pixels and label.
+    transform: `transform(img uint8 [3, H, W], epoch, index)` returns uint8 [3, h, w]. Its random numbers are functions
+    of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the workers), and
+    the next readable one takes its place, with its own label.
     """
 
-    def __init__(self, images, transform, replace=False):
+    def __init__(
+        self, images: Images, transform: Callable[[torch.Tensor, int, int], torch.Tensor], replace: bool = False
+    ) -> None:
         self.images, self.transform = images, transform
-        self.bad = shared_flags(len(images)) if replace else None
+        self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_() if replace else None
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, address):
+    def __getitem__(self, address: Address) -> Sample:
         epoch, index = address
-        img, label = self._load(index)
-        img = torch.from_numpy(img).permute(2, 0, 1)  # a view: the crop will copy, once
+        pixels, label = self._load(index)
+        img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
         return self.transform(img, epoch, index), label, (epoch, index)
 
-    def _load(self, index):
-        for skipped in range(MOST_SKIPPED if self.bad is not None else 0):
-            i = (index + skipped) % len(self)
+    def _load(self, index: int) -> tuple[np.ndarray, int]:
+        """Returns the image and label of `index`, or of the next readable image."""
+        if self.bad is None:
+            return self.images.load(index)
+        for candidate in range(index, index + MOST_SKIPPED):
+            i = candidate % len(self)
             try:
                 return self.images.load(i)
             except ImageError:
                 self.bad[i] = 1
-        return self.images.load(index)
+        return self.images.load(index)  # raises the ImageError of the first one
 
 
 class StepBatchSampler:
     """The addresses of this process's micro-batches, from one optimizer step to another, across epochs.
 
-    An epoch is the permutation of (seed, epoch), cut into `len(dataset) // total_batch` steps; the rest waits for
-    another epoch. Within a step, micro-batch a of process r takes the next `batch_size` samples: any split of the same
-    total over processes and accumulation sees the same samples in the same step. Starting at `start_step` is all that
-    resuming takes, and one iterator over the whole run keeps the workers busy across epochs.
+    The order of an epoch is a permutation that depends on (seed, epoch). It is cut into `num_samples // total_batch`
+    steps; the remaining images are left out of that epoch. Within a step, micro-batch a of process r takes the next
+    `batch_size` samples, so that any split of the same total over processes and accumulation sees the same samples in
+    the same step. To resume, start at `start_step`. One iterator covers the whole run: workers stay busy across epochs.
     """
 
-    def __init__(self, num_samples, batch_size, accum_iter, rank, world_size, seed, start_step, end_step):
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        accum_iter: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        start_step: int,
+        end_step: int,
+    ) -> None:
         self.total_batch = batch_size * accum_iter * world_size
         self.steps_per_epoch = steps_per_epoch(num_samples, self.total_batch)
         self.num_samples, self.batch_size, self.accum_iter = num_samples, batch_size, accum_iter
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.start_step, self.end_step, self.start_micro = start_step, end_step, 0
 
-    def __len__(self):
+    def __len__(self) -> int:
         return max(0, self.end_step - self.start_step) * self.accum_iter - self.start_micro
 
-    def __getitem__(self, part):
-        """`sampler[n:]`: without its first n batches, at no cost."""
+    def __getitem__(self, part: slice) -> "StepBatchSampler":
+        """Returns `sampler[n:]`: the sampler without its first n batches, in constant time."""
         rest = copy.copy(self)
         steps, rest.start_micro = divmod(self.start_micro + part.start, self.accum_iter)
         rest.start_step += steps
         return rest
 
-    def __iter__(self):
-        epoch_of_order = None
+    def __iter__(self) -> Iterator[list[Address]]:
+        epoch_of_order, order = -1, np.empty(0, np.int64)
         for step in range(self.start_step, self.end_step):
             epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if epoch != epoch_of_order:
@@ -134,12 +131,13 @@ class StepBatchSampler:
                 yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
 
 
-def permutation(seed, epoch, length):
-    """The order of an epoch's images, int64 [length]; a function of (seed, epoch)."""
+def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
+    """Returns the order of an epoch's images, int64 [length]: a function of (seed, epoch)."""
     return addressed_uniform(SHUFFLE, seed, epoch, [0], length)[0].argsort(kind="stable")
 
 
-def steps_per_epoch(num_samples, total_batch):
+def steps_per_epoch(num_samples: int, total_batch: int) -> int:
+    """Returns the number of whole batches in an epoch; ValueError if there is none."""
     if num_samples < total_batch:
         raise ValueError(
             f"the data set has {num_samples} images, fewer than one total batch of {total_batch}; "
@@ -148,46 +146,47 @@ def steps_per_epoch(num_samples, total_batch):
     return num_samples // total_batch
 
 
-def every_image_once(num_samples, batch_size, rank=0, world_size=1):
-    """This process's batches of addresses for an evaluation: together the processes see each image exactly once."""
+def every_image_once(num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[Address]]:
+    """Returns this process's batches for an evaluation. Together the processes see each image exactly once."""
     own = range(rank, num_samples, world_size)
     return [[(0, i) for i in own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
 
 
-def stack(samples):
-    """Collates `AddressedDataset`'s samples: -> (imgs uint8 [B, 3, H, W], labels int64 [B])."""
+def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collates samples without a mask. Returns (imgs uint8 [B, 3, H, W], labels int64 [B])."""
     imgs, labels, _ = zip(*samples, strict=True)
     return torch.stack(imgs), torch.tensor(labels)
 
 
 def prefetch_factor(batch_bytes: int, num_workers: int) -> int:
-    """Batches that each worker prepares ahead: together about `MOST_AHEAD` bytes at most, but from 1 to 4.
+    """Returns how many batches each worker prepares ahead: 1 to 4, together about PREFETCHED_BYTES at most.
 
-    Batches that wait lie in shared memory, once for each worker of each process. 0 bytes: unknown, so 4.
+    The batches of all workers of all processes wait in shared memory. batch_bytes: of one batch; 0 if unknown.
     """
     if not batch_bytes or not num_workers:
         return 4
-    return max(1, min(4, MOST_AHEAD // (batch_bytes * num_workers)))
+    return max(1, min(4, PREFETCHED_BYTES // (batch_bytes * num_workers)))
 
 
 def batches(
     dataset: AddressedDataset,
-    sampler: StepBatchSampler | list,
-    collator: Callable,
+    sampler: StepBatchSampler | list[list[Address]],
+    collator: Callable[[Sequence[Sample]], Any],
     num_workers: int,
     pin_memory: bool,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     *,
     batch_bytes: int = 0,
-) -> Iterator[tuple]:
-    """An iterator over the batches of all of `sampler`'s addresses.
+) -> Iterator[Any]:
+    """Yields the batches of all of `sampler`'s addresses.
 
-    If a worker dies (the kernel kills what takes too much memory), new ones go on with the same batch, and `say` tells.
-    RuntimeError if that does not help. Batches follow from their addresses, so they are the ones that would have come.
-    `batch_bytes`: of one batch, from which `prefetch_factor` follows.
+    If a worker dies (the kernel kills processes that use too much memory), new workers continue with the same batch and
+    `log` gets a warning. The batches are the same, because they depend on their addresses alone. After
+    MOST_WORKERS_LOST deaths the error is raised. batch_bytes: size of one batch, for `prefetch_factor`.
     """
-    taken = deaths = 0
+    taken = lost = 0
     while True:
+        others = set(multiprocessing.active_children())
         loader = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler[taken:],
@@ -198,28 +197,27 @@ def batches(
             worker_init_fn=ignore_in_worker,
         )
         try:
-            others = set(multiprocessing.active_children())
             stream = iter(loader)
-            let_children_die_quietly(set(multiprocessing.active_children()) - others)
+            take_over_workers(set(multiprocessing.active_children()) - others)
             for batch in stream:
                 taken += 1
                 yield batch
             return
-        except (RuntimeError, OSError) as error:
-            # What a worker raised has its traceback in the text and would be raised again. Only its death is retried.
-            if num_workers == 0 or "in DataLoader worker process" in str(error) or deaths == MOST_DEATHS:
+        except (RuntimeError, OSError, EOFError) as error:  # the type depends on torch's version
+            # An exception inside a worker has its traceback in the text. It would come again, so it is raised.
+            if num_workers == 0 or "in DataLoader worker process" in str(error) or lost == MOST_WORKERS_LOST:
                 raise
-            deaths += 1
-            lost = f"a worker was lost before batch {taken + 1} ({str(error).splitlines()[0]})"
-            say(f"warning: {lost}; new ones go on from there")
-            stream = loader = None  # the other workers go
+            lost += 1
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            log(f"warning: a worker was lost before batch {taken + 1} ({reason}); new ones continue from there")
+            stream = loader = None  # ends the remaining workers
 
 
-def available_cores():
-    """The cores this process may use, which on a cluster, and in a container, are fewer than the node has."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def available_cores() -> int:
+    """Returns how many cores this process may use: its CPU affinity and its cgroup may allow fewer than all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such limit, or "max"
+    except (OSError, ValueError):  # there is no limit: the file is missing, or the quota is "max"
         return cores

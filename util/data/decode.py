@@ -1,7 +1,7 @@
-"""From the bytes of an image file to pixels: simplejpeg for plain JPEGs where it is installed, Pillow for all others.
+"""Decodes image files: plain JPEGs by simplejpeg if it is installed, everything else by Pillow.
 
-Pixels are those of Pillow's `convert("RGB")`, bit for bit, except for grey images of 16 bits. Pillow clips these at
-255, so that most of them are white. Here they are scaled to 8 bits. EXIF is ignored, as torchvision's ImageFolder does.
+Pixels equal those of Pillow's `convert("RGB")` bit for bit, except for grey images of 16 bits. Pillow clips these at
+255, so that most pixels become white. Here they are scaled to 8 bits. EXIF is ignored, as in torchvision's ImageFolder.
 """
 
 import io
@@ -16,57 +16,58 @@ try:
 except ImportError:
     simplejpeg = None
 
-# The formats of ImageFolder's extensions. Others that Pillow knows start programs of their own.
+# The formats of ImageFolder's extensions. For some other formats Pillow starts external programs.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 
-# What Pillow raises for files that are broken, are no images, or would unfold to gigabytes (a warning under python -W error).
+# Errors of Pillow for files that are broken, are no images, or would need gigabytes once decoded. The warning is raised
+# under python -W error.
 PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
-_PLAIN = ("YCbCr", "Gray")  # others, CMYK say, have their own rules in Pillow
+PLAIN_COLORS = ("YCbCr", "Gray")  # Pillow converts others, such as CMYK, by rules of its own
 
 
 def decode(data: bytes, reference: bool = False) -> np.ndarray:
-    """Bytes of a file -> uint8 [H, W, 3]; one of `PILLOW_ERRORS` if that fails. `reference`: Pillow in any case."""
+    """Decodes a file to uint8 [H, W, 3]; one of `PILLOW_ERRORS` if that fails. reference: always use Pillow."""
     if simplejpeg is not None and not reference and data[:2] == b"\xff\xd8":
         try:
             height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-            if colorspace in _PLAIN and height * width <= max_pixels():
+            if colorspace in PLAIN_COLORS and height * width <= max_pixels():
                 return simplejpeg.decode_jpeg(data, "RGB")
-        except ValueError:  # a damaged file: Pillow says how, or reads it after all
+        except ValueError:  # a damaged file: Pillow may still read it, or has a better message
             pass
     with open_image(io.BytesIO(data)) as img:
         img.load()
         if has_16_bits(img):
             return np.repeat(to_8_bits(img)[:, :, None], 3, axis=2)
-        return np.array(img if img.mode == "RGB" else img.convert("RGB"))  # convert copies what it need not
+        return np.array(img if img.mode == "RGB" else img.convert("RGB"))  # `convert` always copies
 
 
 def has_16_bits(img: Image.Image) -> bool:
-    """Whether it is a grey image of 16 bits. Of PNG and PPM, Pillow's mode for integers never holds more."""
+    """Whether it is a grey image of 16 bits. For PNG and PPM, Pillow's mode "I" never holds more bits."""
     return img.mode.startswith("I;16") or (img.mode == "I" and img.format in ("PNG", "PPM"))
 
 
 def to_8_bits(img: Image.Image) -> np.ndarray:
-    """A grey image of 16 bits -> uint8 [H, W]: its range is scaled to 0 to 255 (divided by 257) and rounded."""
+    """Scales a grey image of 16 bits to 0 to 255 (divides by 257) and rounds. Returns uint8 [H, W]."""
     bits = 16
-    if isinstance(img, TiffImagePlugin.TiffImageFile):  # 12 bits have the same mode
+    if isinstance(img, TiffImagePlugin.TiffImageFile):  # images of 12 bits have the same mode
         bits = img.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (bits,))[0]
     most = 2**bits - 1
     return ((np.asarray(img).astype(np.uint32) * 255 + most // 2) // most).astype(np.uint8)
 
 
 def max_pixels() -> float:
-    """Pillow's limit, 89 million unless it is set: what a few kilobytes would unfold to is known from their header."""
+    """Returns Pillow's limit: 89 million pixels by default. It protects from small files of huge images."""
     return Image.MAX_IMAGE_PIXELS or np.inf
 
 
-def open_image(source: str | os.PathLike | BinaryIO) -> Image.Image:
-    """Pillow's image of a path or file, of which only the header has been read; one of `PILLOW_ERRORS`."""
+def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
+    """Opens an image and reads its header; one of `PILLOW_ERRORS` if that fails."""
     try:
         img = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError as error:
         raise UnidentifiedImageError(f"it does not begin as one of {', '.join(FORMATS)}") from error
-    problem = None
-    if img.width * img.height > max_pixels():  # Pillow's own error comes at twice as many
+    problem: Exception | None = None
+    if img.width * img.height > max_pixels():  # Pillow itself raises at twice the limit
         problem = Image.DecompressionBombError(f"{img.width} x {img.height} pixels are more than {max_pixels()}")
     elif img.mode == "F" or (img.mode == "I" and not has_16_bits(img)):
         kind = "floating-point numbers" if img.mode == "F" else "signed or 32-bit integers"
@@ -77,6 +78,6 @@ def open_image(source: str | os.PathLike | BinaryIO) -> Image.Image:
     return img
 
 
-def check_header(source: str | os.PathLike | BinaryIO) -> None:
-    """One of `PILLOW_ERRORS` if a path or file does not start as an image."""
+def check_header(source: str | os.PathLike[str] | BinaryIO) -> None:
+    """Reads an image's header; one of `PILLOW_ERRORS` if that fails."""
     open_image(source).close()

@@ -1,6 +1,6 @@
-"""Images by number: `load(i) -> (uint8 [H, W, 3], label)`, whatever they lie in. `util.data.datasets` gives them addresses.
+"""Sources of images: `images.load(i)` returns (uint8 [H, W, 3], label). `util.data.datasets` adds the epoch.
 
-Labels are optional here: a folder of images without classes pre-trains as well as ImageNet does.
+Classes are optional here, because pre-training needs none.
 """
 
 import errno
@@ -9,9 +9,10 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torchvision
@@ -19,36 +20,34 @@ import torchvision
 from util.data import folders
 from util.data.decode import PILLOW_ERRORS, check_header, decode
 
-Result = TypeVar("Result")
-Samples = Sequence[tuple[str, int]]  # (path, label)
+T = TypeVar("T")
 
 
 class ImageError(ValueError):
-    """A file that cannot be read as an image; the message is for the user."""
+    """A file cannot be read as an image. The message names the file, for the user."""
 
 
-# Of one file. Any other error is the storage's, which no other image can make up for.
-NO_FILE = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+# Errors of a single file. Any other OSError is a failure of the storage, where another image would not help.
+FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
-def patiently(read: Callable[[], Result]) -> Result:
-    """`read()`, tried again for a while where the storage fails."""
+def retry_io(read: Callable[[], T]) -> T:
+    """Returns `read()`. Tries four times within 11 seconds if the storage fails."""
     for seconds in (0.1, 1.0, 10.0):
         try:
             return read()
         except OSError as error:
-            if error.errno in NO_FILE:
+            if error.errno in FILE_ERRORS:
                 raise
             time.sleep(seconds)
     return read()
 
 
 class EncodedImages:
-    """Images that lie encoded somewhere. A subclass has `labels` [n], `names` [n] in bytes, `classes`, `root`, `notes`,
-    `path(i)` and `read(i) -> bytes`.
+    """Images that are stored encoded. Subclasses set the attributes below and define `path` and `read`.
 
-    reference: Pillow decodes them all, as torchvision's ImageFolder does.
-    notes: short sentences on what is ignored or stands in for something else.
+    labels: int64 [n]. names: bytes [n]. notes: sentences on what is ignored or replaced, for the log.
+    reference: decode everything by Pillow, as torchvision's ImageFolder does.
     """
 
     reference = False
@@ -63,43 +62,45 @@ class EncodedImages:
         return len(self.labels)
 
     def path(self, i: int) -> str:
-        """Where image i lies, for messages."""
+        """Returns where image i is stored, for messages."""
         raise NotImplementedError
 
     def read(self, i: int) -> bytes:
-        """The bytes of image i; ImageError if there is none."""
+        """Returns the encoded bytes of image i; ImageError if that file is missing or unreadable."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """SHA-256 of all names and labels, in order: the same for a folder and for what was packed from it."""
-        return hashlib.sha256(b"\0".join([*self.names.tolist(), self.labels.tobytes()])).hexdigest()
+        """Returns the SHA-256 of all names and labels in order: the same for a folder and the tars packed from it."""
+        digest = hashlib.sha256()
+        for first in range(0, len(self), 1 << 20):  # in parts: `tolist` makes an object of each name
+            digest.update(b"".join(name + b"\0" for name in self.names[first : first + (1 << 20)].tolist()))
+        digest.update(self.labels.tobytes())
+        return digest.hexdigest()
 
     def check(self, max_bad_fraction: float = 0.0) -> None:
         """Reads the headers of up to `num_checked` evenly spaced images; ImageError if too many are no images.
 
-        One is always let pass, unless the fraction is 0.
+        A single bad image is accepted, unless the fraction is 0.
         """
-        looked_at = np.unique(np.linspace(0, len(self) - 1, min(self.num_checked, len(self))).astype(int))
-        problems = [problem for i in looked_at if (problem := self._problem(i))]
-        if len(problems) > (max(1, max_bad_fraction * len(looked_at)) if max_bad_fraction else 0):
-            count = f"{len(problems)} of the {len(looked_at)} images looked at cannot be read: " if problems[1:] else ""
+        problems = []
+        checked = np.unique(np.linspace(0, len(self) - 1, min(self.num_checked, len(self))).astype(int)).tolist()
+        for i in checked:
+            try:
+                check_header(self.source(i))
+            except ImageError as error:
+                problems.append(str(error))
+            except PILLOW_ERRORS as error:
+                problems.append(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file")
+        if len(problems) > (max(1, max_bad_fraction * len(checked)) if max_bad_fraction else 0):
+            count = f"{len(problems)} of {len(checked)} checked images cannot be read: " if len(problems) > 1 else ""
             raise ImageError(count + "; ".join(problems[:10]))
 
-    def _problem(self, i: int) -> str | None:
-        try:
-            check_header(self.source(i))
-        except ImageError as error:
-            return str(error)
-        except PILLOW_ERRORS as error:
-            return f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file"
-        return None
-
     def source(self, i: int) -> str | io.BytesIO:
-        """What Pillow opens."""
+        """Returns image i in a form that Pillow opens."""
         return io.BytesIO(self.read(i))
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """-> (uint8 [H, W, 3], label); ImageError names the file."""
+        """Returns (uint8 [H, W, 3], label); ImageError names the file."""
         data = self.read(i)
         try:
             return decode(data, self.reference), int(self.labels[i])
@@ -108,52 +109,53 @@ class EncodedImages:
 
 
 class ImageFiles(EncodedImages):
-    """Images by path: `samples` are (path relative to `root`, label)."""
+    """Images in files of their own. samples: [(path relative to `root`, label)]."""
 
-    def __init__(self, root: str | Path, samples: Samples, classes: list[str], notes: Sequence[str] = ()):
+    def __init__(
+        self, root: str | Path, samples: Sequence[tuple[str, int]], classes: list[str], notes: Sequence[str] = ()
+    ) -> None:
         self.root, self.classes, self.notes = root, classes, [*notes]
-        # Arrays instead of a list of tuples: forked workers then share the memory of a million paths.
+        # Arrays, because forked workers share their memory. Reading a list would copy it into each worker.
         self.names = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = np.array([label for _, label in samples], np.int64)
 
     def read(self, i: int) -> bytes:
         try:
-            return patiently(Path(self.path(i)).read_bytes)
+            return retry_io(Path(self.path(i)).read_bytes)
         except OSError as error:
-            if error.errno not in NO_FILE:
+            if error.errno not in FILE_ERRORS:
                 raise
-            what = f"{self.path(i)!r} is not a readable image ({error})"
-            raise ImageError(f"{what}; replace or remove the file") from error
+            message = f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file"
+            raise ImageError(message) from error
 
     def path(self, i: int) -> str:
         return os.path.join(self.root, os.fsdecode(bytes(self.names[i])))
 
     def source(self, i: int) -> str:
-        return self.path(i)  # of which no more than the header is read
+        return self.path(i)  # Pillow then reads no more than the header
 
 
 class FolderImages(ImageFiles):
-    """Images of ROOT/train/ or ROOT/val/, by `split`, or of ROOT itself: class folders, or no classes at all.
+    """Images of ROOT/train/ or ROOT/val/, by `split`, or of ROOT itself: class folders, or images without classes.
 
-    Without classes every label is 0. With `labelled`, the split's folder with class folders must exist. `root` is the
-    folder that is read, `notes` says what was ignored. ValueError where the folder is missing, empty or ambiguous, or
-    holds a class without images.
+    Without classes every label is 0. With `labelled`, the split's folder must exist and hold class folders. `root` is
+    the folder that is read. ValueError if the folder is missing, empty or ambiguous, or if a class has no images.
     """
 
-    def __init__(self, data_path: str | Path, split: str = "train", labelled: bool = False):
+    def __init__(self, data_path: str | Path, split: str = "train", labelled: bool = False) -> None:
         root, notes = folders.find_root(data_path, split, labelled)
         classes, samples, ignored = folders.find_samples(root, labelled)
         super().__init__(root, samples, classes, notes + ignored)
 
 
 class INaturalistImages(ImageFiles):
-    """iNaturalist 2018 or 2019: ROOT/<split><year>.json in COCO's style beside the images that it names.
+    """iNaturalist 2018 or 2019: ROOT/<split><year>.json in COCO's format, and the images that it names.
 
-    The label is the rank of the category's id. ValueError where the file contradicts itself: an image without exactly
-    one label, a label without its image, an unknown category, a path that leaves ROOT.
+    A label is the rank of its category's id. ValueError if the file contradicts itself: an image with no label or two,
+    a label without an image, an unknown category, a path that leads out of ROOT.
     """
 
-    def __init__(self, data_path: str | Path, split: str, year: int):
+    def __init__(self, data_path: str | Path, split: str, year: int) -> None:
         path = Path(data_path) / f"{split}{year}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -161,57 +163,69 @@ class INaturalistImages(ImageFiles):
             names = {image["id"]: image["file_name"] for image in content["images"]}
             pairs = [(a["image_id"], a["category_id"]) for a in content["annotations"]]
         except FileNotFoundError as error:
-            what = f"{str(path)!r} does not exist"
-            raise ValueError(f"{what}; --data_path must hold iNaturalist's {path.name}") from error
+            message = f"{str(path)!r} does not exist; --data_path must hold iNaturalist's {path.name}"
+            raise ValueError(message) from error
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{str(path)!r} is not a label file of iNaturalist"
-            raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
+            message = f"{str(path)!r} is not a label file of iNaturalist ({type(error).__name__}: {error})"
+            raise ValueError(message) from error
         label_of = {category: label for label, category in enumerate(sorted(categories))}
         labels = dict(pairs)
         unlabelled, imageless = sorted(names.keys() - labels.keys()), sorted(labels.keys() - names.keys())
-        problems = {
+        problems: dict[str, list[Any]] = {
             "images without a label": [names[i] for i in unlabelled],
             "labels without an image": imageless,
-            "labels beyond one an image": [None] * (len(pairs) - len(labels)),
+            "images with several labels": _repeated(i for i, _ in pairs),
             "labels of unknown categories": sorted({c for c in labels.values() if c not in label_of}),
             "paths outside the folder": [n for n in names.values() if os.path.isabs(n) or ".." in Path(n).parts],
-            "images named twice": [None] * (len(content["images"]) - len(set(names.values()))),
+            "ids of several images": _repeated(image["id"] for image in content["images"]),
+            "images named twice": _repeated(image["file_name"] for image in content["images"]),
         }
         found = [f"{len(items)} {what} ({items[0]})" for what, items in problems.items() if items]
         if found or not names:
-            raise ValueError(f"{str(path)!r} disagrees with itself: {'; '.join(found) or 'it names no image'}")
+            raise ValueError(f"{str(path)!r} contradicts itself: {'; '.join(found) or 'it names no image'}")
         samples = [(name, label_of[labels[i]]) for i, name in sorted(names.items())]
         super().__init__(Path(data_path), samples, [categories[c] for c in sorted(categories)])
 
 
-class CifarImages:
-    """CIFAR-10 or -100 by name, from `data_path`; downloaded into it where it is absent. `load(i)` as above."""
+def _repeated(values: Iterable[T]) -> list[T]:
+    """Returns the values that occur more than once."""
+    return [value for value, number in Counter(values).items() if number > 1]
 
-    def __init__(self, name: str, data_path: str | Path, split: str = "train"):
+
+class CifarImages:
+    """torchvision's CIFAR-10 or CIFAR-100 in `data_path`. It is downloaded if it is not there."""
+
+    def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
         make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
         try:
-            self.images = make(data_path, train=split == "train", download=False)
-        except RuntimeError:
-            try:
-                self.images = make(data_path, train=split == "train", download=True)
-            except (OSError, RuntimeError) as error:
-                raise ValueError(
-                    f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error}); "
-                    f"put torchvision's {make.base_folder} there, or choose another --data_path"
-                ) from error
-        self.classes, self.root, self.notes = self.images.classes, f"{name}'s {split} split", []
+            self.images = make(data_path, train=split == "train", download=True)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error}); "
+                f"put torchvision's {make.base_folder} there, or choose another --data_path"
+            ) from error
+        self.classes: list[str] = self.images.classes
+        self.root = f"{name}'s {split} split"
+        self.notes: list[str] = []
 
     def __len__(self) -> int:
         return len(self.images)
 
     def fingerprint(self) -> str:
-        """The name: the data is the same for everyone."""
+        """Returns the data set's name: its content is fixed."""
         return self.root
 
     def check(self, max_bad_fraction: float = 0.0) -> None:
-        """Nothing to be done: torchvision has compared the hash."""
+        """Does nothing: torchvision has compared the files' hashes."""
+
+    def path(self, i: int) -> str:
+        """Returns the name of image i, for messages."""
+        return f"image {i} of {self.root}"
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """-> (uint8 [H, W, 3], label)."""
+        """Returns (uint8 [H, W, 3], label)."""
         img, label = self.images[i]
         return np.array(img), label
+
+
+Images = EncodedImages | CifarImages

@@ -1,9 +1,12 @@
-"""Checkpoints that survive: written atomically, verified by hash, read without executing anything.
+"""Checkpoint files: written atomically, verified by a hash, read without executing code.
 
-A run's folder holds pairs `checkpoint-<step>.pth` (tensors, plain Python numbers and one JSON string `meta`) and
-`checkpoint-<step>.json` (size and SHA-256 of the former, and the same meta). Each file is written under a temporary
-name, synced and renamed, the `.json` last: a pair either exists whole or does not count. Which one is the newest is
-computed from what is there, never stored in a link that could dangle.
+The output folder of a run holds pairs of files. `checkpoint-<step>.pth` holds tensors, plain Python values and the
+JSON string `meta`. `checkpoint-<step>.json`, its record, holds the size and the SHA-256 of the former and the same
+meta. Each file is written under a temporary name, synced and renamed. The record is written last, so a checkpoint
+without a record is incomplete and is not used. The newest checkpoint is computed from the files in the folder. No link
+points to it.
+
+Weights of other key names or sizes are fitted into an encoder by `util.encoder_weights`.
 """
 
 import argparse
@@ -12,36 +15,43 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from torch.nn import functional as F
 
-from util.key_names import encoder_names, swap_merging
-from util.rel_pos import resize_bias_table
+from util.text import shorten
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used for what it was given for; the message is for the user."""
+    """A checkpoint that cannot be used for its purpose. The message is meant for the user."""
 
 
-def save_checkpoint(output_dir: str | Path, step: int | str, state: dict, meta: dict, keep: bool = False) -> Path:
-    """Writes `state` (a dict of tensors and plain values) and `meta` (JSON-able) as the checkpoint of `step`; its path.
+# ------------------------------------------------------------------------------------------------------ write and prune
 
-    `keep` marks it in its record as one that is never pruned. `step` "best" is a name of its own, which never counts as
-    a step. OSError (disk full, say) names the file, leaves no partial file and harms no older checkpoint.
+
+def save_checkpoint(
+    output_dir: str | Path, step: int | str, state: Mapping[str, Any], meta: Mapping[str, Any], keep: bool = False
+) -> Path:
+    """Writes the checkpoint of `step` and its record, and returns the checkpoint's path.
+
+    state: tensors and plain values. meta: values that JSON can hold. keep: mark the checkpoint in its record, so that
+    it is never pruned. A `step` "best" is a name of its own, which is never counted as a step.
+
+    Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
+    older checkpoints are unchanged.
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
 
-    def write(file):
+    def write(file: BinaryIO) -> None:
         try:
             torch.save({**state, "meta": json.dumps(meta)}, file)
-        except RuntimeError as error:  # how torch's zip writer reports some failed writes
-            full = isinstance(error.__context__, OSError)  # what the writer met before it said that a position is off
-            raise error.__context__ if full else OSError(f"torch.save failed: {error}") from error
+        except RuntimeError as error:  # torch's zip writer reports some failed writes this way
+            if isinstance(error.__context__, OSError):  # the failed write, before the writer noticed a wrong position
+                raise error.__context__ from error
+            raise OSError(f"torch.save failed: {error}") from error
 
     _write_atomically(path, write)
     record = {"size": path.stat().st_size, "sha256": sha256(path), "keep": keep, "meta": meta}
@@ -53,8 +63,61 @@ def save_checkpoint(output_dir: str | Path, step: int | str, state: dict, meta: 
     return path
 
 
+def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None:
+    """Deletes older checkpoints that are no longer needed. To be called after a save.
+
+    good_steps: steps of the checkpoints that are known to be good and are kept; the last one was just saved. Also kept
+    are checkpoints that are marked as kept, that have an unreadable record, or that belong to a later step. Incomplete
+    files of killed processes are deleted if they belong to earlier steps.
+    """
+    present = [path for path in list_checkpoints(output_dir) if _step_of(path) <= good_steps[-1]]
+    complete = [path for path in present if path.with_suffix(".json").exists()]
+    for path in complete:
+        record = _read_whole_record(path)
+        if _step_of(path) not in good_steps and record is not None and not is_kept(record):
+            path.with_suffix(".json").unlink()
+            path.unlink()
+    incomplete = []
+    if complete:
+        incomplete = [path for path in present[: present.index(complete[-1])] if path not in complete]
+    for path in [*incomplete, *Path(output_dir).glob(".checkpoint-*.tmp-*")]:
+        path.unlink()
+
+
+def is_kept(record: Mapping[str, Any]) -> bool:
+    """Returns whether a record marks its checkpoint as kept. Without the mark, the run's --save_every decides."""
+    if "keep" in record:
+        return bool(record["keep"])
+    meta = record["meta"]
+    save_every = meta.get("settings", {}).get("save_every")
+    return save_every is None or meta.get("epoch", 0) % save_every == 0
+
+
+def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Lets `write` fill a temporary file, which then replaces `path` in one step. Both are synced to the disk."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:  # the error of a failed write does not name the file
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename is part of the folder and is synced with it
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+# ------------------------------------------------------------------------------------------------------ find and verify
+
+
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Paths of all `checkpoint-<step>.pth`, oldest first, intact or not; files of other names are not ours to touch."""
+    """Returns the paths of all `checkpoint-<step>.pth`, oldest step first, intact or not. Other names are ignored."""
     named = Path(output_dir).glob("checkpoint-*.pth")
     return sorted((path for path in named if re.fullmatch(r"checkpoint-\d+", path.stem)), key=_step_of)
 
@@ -63,25 +126,54 @@ def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("checkpoint-"))
 
 
-def newest_checkpoint(output_dir):
-    """-> (path of the newest intact checkpoint or None, [why each newer one was skipped])."""
-    skipped = []
+def newest_checkpoint(output_dir: str | Path) -> tuple[Path | None, list[str]]:
+    """Returns (path of the newest intact checkpoint or None, reasons why newer ones were skipped)."""
+    skipped: list[str] = []
     for path in reversed(list_checkpoints(output_dir)):
-        problem = _problem(path)
-        if problem is None:
+        damage = _find_damage(path)
+        if damage is None:
             return path, skipped
-        skipped.append(f"{path.name}: {problem}")
+        skipped.append(f"{path.name}: {damage}")
     return None, skipped
 
 
-def read_record(path: Path) -> dict | None:
-    """The meta in the record beside a checkpoint, or None where either is missing or damaged; the checkpoint is not read."""
+def find_checkpoint_file(path: str | Path) -> Path:
+    """Returns `path` itself, or the newest intact checkpoint if `path` is the folder of a run.
+
+    Raises CheckpointError for a folder without an intact checkpoint and for other files of a run, such as log.jsonl.
+    The message names the path that was probably meant.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix in (".json", ".jsonl", ".txt"):
+        beside = path.with_suffix(".pth")
+        advice = f"the checkpoint is {str(beside)!r}" if beside.is_file() else f"give the folder {str(path.parent)!r}"
+        raise CheckpointError(f"{str(path)!r} is a record of a run and holds no weights: {advice}")
+    if not path.is_dir():
+        return path
+    found, skipped = newest_checkpoint(path)
+    if found is not None:
+        return found
+    runs = sorted({str(checkpoint.parent) for checkpoint in path.glob("*/checkpoint-*.pth")})
+    if skipped:
+        reason = "; ".join(skipped)
+    elif runs:
+        reason = f"it holds the runs {shorten(runs)}"
+    else:
+        reason = "give the folder of a run, or a checkpoint"
+    raise CheckpointError(f"{str(path)!r} holds no intact checkpoint: {reason}")
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Returns the meta in the record of the checkpoint at `path`, without reading the checkpoint.
+
+    Returns None if the checkpoint or its record is missing, or if the record is damaged.
+    """
     record = _read_whole_record(path)
     return record["meta"] if record is not None and path.exists() else None
 
 
-def _read_whole_record(path: Path) -> dict | None:
-    """The record beside the checkpoint at `path`: size, sha256, keep, meta. None where it is missing or damaged."""
+def _read_whole_record(path: Path) -> dict[str, Any] | None:
+    """Returns the record of the checkpoint at `path` (size, sha256, keep, meta); None if it is missing or damaged."""
     try:
         record = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -89,63 +181,58 @@ def _read_whole_record(path: Path) -> dict | None:
     return record if isinstance(record, dict) and isinstance(record.get("meta"), dict) else None
 
 
-def is_kept(record: dict) -> bool:
-    """Whether a record marks its checkpoint as kept for good. Records without the mark follow their own --save_every."""
-    if "keep" in record:
-        return bool(record["keep"])
-    meta = record["meta"]
-    save_every = meta.get("settings", {}).get("save_every")
-    return save_every is None or meta.get("epoch", 0) % save_every == 0
+def _find_damage(path: Path) -> str | None:
+    """Returns why the checkpoint at `path` must not be used, or None if it is intact."""
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        return "its .json is missing, so it was never finished"
+    except ValueError:
+        return "its .json is not readable"
+    if not isinstance(record, dict) or not {"size", "sha256"} <= record.keys():
+        return "its .json is not the record of a checkpoint"
+    if path.stat().st_size != record["size"]:
+        return f"{path.stat().st_size} bytes instead of {record['size']}"
+    return None if sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
 
 
-def find_checkpoint_file(path):
-    """`path` itself, or the newest intact checkpoint where it is a run's folder."""
-    path = Path(path)
-    if not path.is_dir():
-        return path
-    found, skipped = newest_checkpoint(path)
-    if found is None:
-        raise CheckpointError(f"{str(path)!r} holds no intact checkpoint{': ' + '; '.join(skipped) if skipped else ''}")
-    return found
+def recorded_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a checkpoint from its record. Computes it if there is no record."""
+    record = _read_whole_record(path)
+    return record["sha256"] if record is not None and "sha256" in record else sha256(path)
 
 
-def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None:
-    """After a save: deletes the checkpoints before it that nothing needs any more.
-
-    good_steps: of the checkpoints that are known to be good and stay; the last one was just saved. Those stay, too, that
-    are marked to be kept, whose record cannot be read, or that are of a later step. Files that a killed process left
-    half-written before that step are deleted.
-    """
-    present = [path for path in list_checkpoints(output_dir) if _step_of(path) <= good_steps[-1]]
-    finished = [path for path in present if path.with_suffix(".json").exists()]
-    for path in finished:
-        record = _read_whole_record(path)
-        if _step_of(path) not in good_steps and record is not None and not is_kept(record):
-            path.with_suffix(".json").unlink()
-            path.unlink()
-    leftovers = [path for path in present[: present.index(finished[-1])] if path not in finished] if finished else []
-    for path in [*leftovers, *Path(output_dir).glob(".checkpoint-*.tmp-*")]:
-        path.unlink()
+def sha256(path: str | Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
-def read_checkpoint(path):
-    """The content of a `.pth` or `.safetensors` file, on the CPU, with `meta` decoded. Nothing in the file can run code.
+# ----------------------------------------------------------------------------------------------------------------- read
 
-    Besides tensors and plain values one class is let through: the `argparse.Namespace` inside MAE's releases.
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Returns the content of a `.pth` or `.safetensors` file on the CPU, with `meta` decoded.
+
+    No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
+    releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     record = path.with_suffix(".json")
-    if record.exists() and "sha256" in record.read_text() and (problem := _problem(path)):
-        raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {problem}")
+    if record.exists() and "sha256" in record.read_text() and (damage := _find_damage(path)):
+        raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
     try:
         if path.suffix == ".safetensors":
             return _read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen types for files that are not its own
-        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_reason(error)}") from error
+    except Exception as error:  # torch raises many types for files that it has not written
+        raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_describe(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     if isinstance(content.get("meta"), str):
@@ -153,8 +240,14 @@ def read_checkpoint(path):
     return content
 
 
-def _reason(error: Exception) -> str:
-    """What torch.load or safetensors says is wrong, without torch's advice to load files that may run code."""
+def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the meta in a checkpoint's content (settings, step, classes, ...), or {} for files of other projects."""
+    meta = content.get("meta")
+    return meta if isinstance(meta, dict) else {}
+
+
+def _describe(error: Exception) -> str:
+    """Returns the error of torch.load or safetensors in short, without the advice to load files that may run code."""
     if isinstance(error, pickle.UnpicklingError):
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it holds {found[1]}" if found else "it holds more than tensors, or is damaged"
@@ -164,8 +257,8 @@ def _reason(error: Exception) -> str:
     return str(error).strip().partition(". ")[0]
 
 
-def _read_safetensors(path):
-    """Weights and, where the file was written by scripts/export.py, what they were trained with."""
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    """Returns the weights, and the meta that scripts/export.py has stored in the file's metadata."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -173,228 +266,32 @@ def _read_safetensors(path):
     return {"model": weights, "meta": {"classes": facts.pop("classes", None), "settings": facts}}
 
 
-def weights_of(content):
-    """The state dict in a checkpoint's content: under `model` (ours, MAE's), `state_dict` (iBOT's), or the content itself
-    (timm's); of iBOT's and DINO's whole runs the student's backbone."""
-    weights = content.get("model", content.get("state_dict", content.get("student", content)))
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise CheckpointError("the file holds no weights by their names: they may lie under `model`, `state_dict` or `student`")
-    wrapped = "module.backbone."
-    backbone = {name.removeprefix(wrapped): value for name, value in weights.items() if name.startswith(wrapped)}
-    return backbone or weights
+# ----------------------------------------------------------------------------------------------------------------- load
 
 
-def load_strict(model, state_dict, what, optional=None):
-    """Loads `state_dict` into `model`; ValueError names every key that is missing, unexpected or of another shape.
+def load_strict(
+    model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor], what: str, optional: str | None = None
+) -> None:
+    """Loads `state_dict` into `model`. Raises CheckpointError if any key is missing, unexpected or of another shape.
 
-    Keys of the model that contain `optional` may be missing and then keep their values.
+    what: the weights' name in the error, in the plural. optional: keys of the model that contain this text may be
+    missing; they then keep their values.
     """
     own = model.state_dict()
-    missing = [k for k in own if k not in state_dict and not (optional and optional in k)]
-    unexpected = [k for k in state_dict if k not in own]
-    misshaped = [
-        f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}"
-        for k, v in state_dict.items()
-        if k in own and v.shape != own[k].shape
-    ]
-    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped)]
-    if any(keys for _, keys in problems):
-        text = "; ".join(f"{len(keys)} {kind}: {_shorten(keys)}" for kind, keys in problems if keys)
-        raise CheckpointError(f"{what} do not fit this {type(model).__name__}: {text}")
+    missing = [key for key in own if key not in state_dict and not (optional and optional in key)]
+    unexpected = [key for key in state_dict if key not in own]
+    misshaped = list_misshaped(state_dict, own)
+    problems = {"missing": missing, "unexpected": unexpected, "of another shape": misshaped}
+    texts = [f"{len(keys)} {kind}: {shorten(keys, most=6)}" for kind, keys in problems.items() if keys]
+    if texts:
+        raise CheckpointError(f"{what} do not fit this {type(model).__name__}: {'; '.join(texts)}")
     model.load_state_dict(state_dict, strict=False)
 
 
-def is_whole_run(content):
-    """Whether a checkpoint's content is that of a whole run of iBOT or DINO, where `weights_of` takes the student."""
-    return "student" in content and not {"model", "state_dict"} & content.keys()
-
-
-def encoder_weights_of(content):
-    """The state dict in a checkpoint's content, with the encoder under our names whatever release it is of."""
-    return encoder_names(weights_of(content))
-
-
-# What belongs to an encoder: a key of that kind which a ViT here lacks is another network.
-_ENCODER_KEYS = ("cls_token", "pos_embed", "patch_embed.", "blocks.", "norm.", "norm_pre.", "reg_token", "rel_pos_bias.")
-
-
-def refuse_foreign(model, weights, what):
-    """ValueError if the weights hold a part of an encoder that `model` has not: without it they compute something else."""
-    foreign = [k for k in weights if k.startswith(_ENCODER_KEYS) and k not in model.state_dict()]
-    if foreign:
-        raise CheckpointError(f"{what} holds another kind of encoder: this ViT has no {_shorten(foreign)}")
-
-
-class LoadReport(NamedTuple):
-    """What `load_encoder` did, as lists of keys."""
-
-    loaded: list[str]
-    resized: list[str]
-    missing: list[str]
-    unexpected: list[str]
-
-    def __str__(self) -> str:
-        """Of unexpected keys the modules that they belong to: the decoder of a pre-trained model is one of them."""
-        unused = list(dict.fromkeys(name.partition(".")[0] for name in self.unexpected))
-        parts = (("loaded", self.loaded, []), ("resized", self.resized, self.resized), ("missing", self.missing, self.missing))
-        counts = [*parts, ("not used", self.unexpected, unused)]
-        return "; ".join(f"{len(keys)} {what}" + (f" ({_shorten(names)})" if names else "") for what, keys, names in counts)
-
-
-def load_encoder(
-    model: torch.nn.Module, path: str | Path, first_release_merging: bool = False, classes: list[str] | None = None
-) -> LoadReport:
-    """Loads a pre-trained encoder into a fine-tune model; -> LoadReport.
-
-    Takes this project's checkpoints, timm's files, and the releases of MAE, MFF, SimMIM, LocalMIM, TEC and GreenMIM (the
-    weights may lie under `model` or `state_dict`). The MLP on TEC's class token is folded into the token;
-    first_release_merging re-indexes GreenMIM's public files. Position tables of another grid are resized (bicubic, class row
-    kept), and so are tables of relative-position biases; a table that all blocks shared is copied into each. A head is
-    loaded if it has the size of the model's and, where the file names its classes, if they are `classes`, the model's, in
-    that order. Only the head and the pooling norm may be missing; anything else missing or mis-shaped raises ValueError.
-    """
-    return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
-
-
-def fit_encoder(
-    model: torch.nn.Module,
-    content: dict,
-    what: str,
-    first_release_merging: bool = False,
-    classes: list[str] | None = None,
-) -> LoadReport:
-    """`load_encoder` for the content of a file that was read already, or for a state dict; `what` names it in errors."""
-    weights = encoder_weights_of(content)
-    weights = swap_merging(weights) if first_release_merging else weights
-    own = model.state_dict()
-    shared = weights.get("rel_pos_bias.relative_position_bias_table")
-    if shared is not None:
-        weights = {k: v for k, v in weights.items() if k != "rel_pos_bias.relative_position_bias_table"}
-        weights = weights | {k: shared for k in own if k.endswith("attn.relative_position_bias_table") and k not in weights}
-    found = {k: v for k, v in weights.items() if k in own and torch.is_tensor(v)}
-    meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
-    # A head made for other classes is left out, as MAE's fine-tuning does.
-    other_classes = classes is not None and meta.get("classes") not in (None, list(classes))
-    found = {k: v for k, v in found.items() if not (k.startswith("head.") and (other_classes or v.shape != own[k].shape))}
-    made = meta.get("settings", {}).get("model")
-    made = f" (it was made as {made})" if made else ""
-    kernel, own_kernel = (tensors.get("patch_embed.proj.weight") for tensors in (found, own))
-    if kernel is not None and own_kernel is not None and len(kernel) != len(own_kernel):
-        raise CheckpointError(
-            f"{what}{made} holds an encoder of width {len(kernel)}, this {type(model).__name__} has width "
-            f"{len(own_kernel)}: choose the --model of its size"
-        )
-    resized = []
-    if "pos_embed" in found and _grid_of(content, found["pos_embed"]) != tuple(model.grid_size):
-        grid = _grid_of(content, found["pos_embed"])
-        found["pos_embed"] = _resize_pos_embed(found["pos_embed"], grid, model.grid_size, own["pos_embed"].shape)
-        resized = ["pos_embed"]
-    for name, table in found.items():
-        if name.endswith("relative_position_bias_table"):
-            found[name] = _fit_bias_table(table, content, own[name], model)
-            resized += [name] if found[name] is not table else []
-    missing = [k for k in own if k not in found]
-    needed = [k for k in missing if not k.startswith(("head.", "fc_norm."))]
-    misshaped = [f"{k} is {list(v.shape)}, the model's {list(own[k].shape)}" for k, v in found.items() if v.shape != own[k].shape]
-    if needed or misshaped:
-        text = "; ".join([f"missing: {_shorten(needed)}"] * bool(needed) + [_shorten(misshaped)] * bool(misshaped))
-        raise CheckpointError(f"{what}{made} does not hold the encoder of this {type(model).__name__}: {text}")
-    model.load_state_dict(found, strict=False)
-    return LoadReport(list(found), resized, missing, [k for k in weights if k not in found])
-
-
-def _settings_grid(content):
-    """(rows, columns) of the tokens by the settings of our checkpoints; None without settings."""
-    settings = content["meta"].get("settings", {}) if isinstance(content.get("meta"), dict) else {}
-    size, patch_size = settings.get("input_size"), settings.get("patch_size")
-    if not (size and patch_size):
-        return None
-    rows, *columns = (side // patch_size for side in ([size] if isinstance(size, int) else size))
-    return rows, *(columns or [rows])
-
-
-def _grid_of(content, table):
-    """(rows, columns) of a position table: from the settings of our checkpoints, else square, else None."""
-    if grid := _settings_grid(content):
-        return grid
-    side = round((table.shape[1] - 1) ** 0.5)
-    return (side, side) if side * side == table.shape[1] - 1 else None
-
-
-def _resize_pos_embed(table, source, target, shape):
-    """[1, 1 + n, D] of the grid `source` -> [1, 1 + m, D] of `target`: the class row stays, the grid is interpolated."""
-    if source is None or table.shape[2] != shape[2]:
-        raise CheckpointError(
-            f"pos_embed {list(table.shape)} cannot be resized to {list(shape)}: a square grid plus a class row is needed"
-        )
-    grid = table[:, 1:].float().unflatten(1, source).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, size=tuple(target), mode="bicubic", align_corners=False)
-    return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
-
-
-def _fit_bias_table(table, content, own, model):
-    """A table of relative-position biases, resized where it is of another window (Swin) or grid than the model's `own`.
-
-    A grid's table has three rows more, the class token's.
-    """
-    if table.shape[1] != own.shape[1]:
-        raise CheckpointError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
-    if hasattr(model, "cls_token"):
-        square = round(((len(table) - 3) ** 0.5 + 1) / 2)
-        source, target, extra = _settings_grid(content) or (square, square), tuple(model.grid_size), 3
-    else:
-        sides = ((round(len(t) ** 0.5) + 1) // 2 for t in (table, own))
-        (source, target), extra = ((side, side) for side in sides), 0
-    return table if source == target else resize_bias_table(table, source, target, extra)
-
-
-def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:  # a failed write does not say which file it was
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk, too
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _problem(path):
-    """Why the checkpoint cannot be trusted, or None."""
-    try:
-        record = json.loads(path.with_suffix(".json").read_text())
-    except FileNotFoundError:
-        return "its .json is missing, so it was never finished"
-    except ValueError:
-        return "its .json is not readable"
-    if not isinstance(record, dict) or not {"size", "sha256"} <= record.keys():
-        return "its .json is not a checkpoint's record"
-    if path.stat().st_size != record["size"]:
-        return f"{path.stat().st_size} bytes instead of {record['size']}"
-    return None if sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
-
-
-def recorded_sha256(path: Path) -> str:
-    """The SHA-256 of a checkpoint: as its record says, else computed."""
-    record = _read_whole_record(path)
-    return record["sha256"] if record is not None and "sha256" in record else sha256(path)
-
-
-def sha256(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _shorten(keys, most=6):
-    return ", ".join(keys[:most]) + (f", ... ({len(keys) - most} more)" if len(keys) > most else "")
+def list_misshaped(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns a description of each key of `weights` whose tensor has another shape in the model's state dict `own`."""
+    return [
+        f"{key} is {list(value.shape)}, the model's {list(own[key].shape)}"
+        for key, value in weights.items()
+        if key in own and value.shape != own[key].shape
+    ]

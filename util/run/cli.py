@@ -1,4 +1,4 @@
-"""Command lines: short errors, recipes as named defaults, and programs that end as a shell expects."""
+"""Command lines: help with defaults, short errors, recipes as named defaults, and exit codes that a shell expects."""
 
 import argparse
 import copy
@@ -12,12 +12,61 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+LONG_CHOICES = 50  # characters
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every flag that has one. Long choices stand once, in the flag's help, or are only counted.
+
+    Any unknown name, such as "list", prints all choices.
+    """
+
+    def _format_action(self, action: argparse.Action) -> str:
+        notes = []
+        if _has_long_choices(action):
+            flag, choices = (action.option_strings or [action.dest])[0], list(action.choices or ())
+            notes.append(
+                f"one of {', '.join(map(str, choices))}"
+                if len(choices) <= 12
+                else f"`{flag} list` names all {len(choices)}"
+            )
+        default = action.default
+        is_set = default is not argparse.SUPPRESS and default is not None and default not in ((), [])
+        if is_set and "default" not in (action.help or ""):
+            shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+            notes.append(f"default: {shown}")
+        if notes:
+            note = "; ".join(notes).replace("%", "%%")
+            action = copy.copy(action)
+            action.help = f"{action.help} ({note})" if action.help else note
+        return super()._format_action(action)
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        if _has_long_choices(action):
+            action = copy.copy(action)
+            action.choices = None
+        return super()._metavar_formatter(action, default_metavar)
+
+
+def _has_long_choices(action: argparse.Action) -> bool:
+    return action.choices is not None and len(",".join(map(str, action.choices))) > LONG_CHOICES
+
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one paragraph, without forty lines of usage before it."""
+    """An ArgumentParser with `HelpFormatter` and with errors of one paragraph, without the usage before it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+
+    def format_help(self) -> str:
+        """Returns the help. If there are many flags, the usage names positional arguments only."""
+        if self.usage is None and len(self._actions) > 12:
+            names = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
+            self.usage = " ".join(["%(prog)s", "[flags]", *names])
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with exit code 2. A message of several lines becomes one."""
+        """Ends the program with exit code 2. Lines of the message are joined."""
         text = " ".join(line.strip() for line in message.splitlines() if line.strip())
         self.exit(2, f"{self.prog}: error: {text}\n(`{self.prog} --help` lists every flag)\n")
 
@@ -25,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 def parse_with_recipe(
     parser: argparse.ArgumentParser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parses `argv`; `--recipe NAME` sets defaults from `recipes[NAME]`, and flags given explicitly win."""
+    """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win."""
     name = parser.parse_known_args(argv)[0].recipe
     if name is not None:
         if name not in recipes:
@@ -40,43 +89,39 @@ def parse_with_recipe(
 
 
 def flags_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> set[str]:
-    """The `dest` of each flag that `argv` sets itself, in any spelling: `--lr 1`, `--lr=1`, or an abbreviation.
+    """Returns the `dest` of each flag that `argv` itself sets, in any spelling: `--lr 1`, `--lr=1` or an abbreviation.
 
-    Defaults do not count, those of a recipe neither, and positional arguments are not flags. `argv` must be valid.
+    Defaults and the values of a recipe do not count, and positional arguments are not flags. `argv` must be valid.
     """
     parser = copy.deepcopy(parser)
     parser._defaults.clear()
     flags = [action for action in parser._actions if action.option_strings]
     for action in flags:
-        action.default = argparse.SUPPRESS  # a flag that is not given leaves no attribute
+        action.default = argparse.SUPPRESS  # the namespace then lacks flags that are not given
     given = vars(parser.parse_known_args(argv)[0])
     return {action.dest for action in flags} & given.keys()
 
 
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turns a ValueError or OSError inside into the parser's one-paragraph error."""
+    """Turns a ValueError or OSError inside into the parser's error of one paragraph."""
     try:
         yield
-    except BrokenPipeError:  # `| head`, which is nobody's error: see `run_program`
+    except BrokenPipeError:  # see `run_program`
         raise
     except (ValueError, OSError) as error:
-        parser.error(_message(error))
-
-
-def _message(error: ValueError | OSError) -> str:
-    """The error as text: of the file system's, the path and the reason, without a number."""
-    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
-        return f"{str(error.filename)!r}: {error.strerror}"
-    return str(error)
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
+            message = f"{str(error.filename)!r}: {error.strerror}"  # without the number of the error
+        parser.error(message)
 
 
 def run_program(main: Callable[[], object], prog: str) -> None:
     """Calls `main` as the whole program `prog`, and ends the process as a shell expects.
 
-    Ctrl-C prints one line, then SIGINT ends the process, so that a loop or `a && b` of the shell stops, too. A reader
-    that closes its pipe (`| head`) ends the process by SIGPIPE, without a word. Where `main` returns False, a signal
-    has stopped the run before its end: exit code 75 (EX_TEMPFAIL).
+    Ctrl-C prints one line and ends the process by SIGINT, so that a loop or `a && b` of the shell stops, too. A closed
+    pipe (`| head`) ends it by SIGPIPE, silently. If `main` returns False, a signal stopped the run before its end: the
+    exit code is 75 (EX_TEMPFAIL).
     """
     try:
         try:
@@ -88,15 +133,15 @@ def run_program(main: Callable[[], object], prog: str) -> None:
             print(f"{prog}: interrupted", file=sys.stderr)
         _die_of(signal.SIGINT)
     except BrokenPipeError:
-        if not _reader_has_gone():
+        if not _is_output_closed():
             raise
         _die_of(signal.SIGPIPE)
     if finished is False:
         sys.exit(os.EX_TEMPFAIL)
 
 
-def _reader_has_gone() -> bool:
-    """Whether the reader of stdout or stderr has closed its end. Pipes to workers can break, too: those are errors."""
+def _is_output_closed() -> bool:
+    """Whether the reader of stdout or stderr has closed its end. A broken pipe to a worker is an error instead."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         poll.register(stream.fileno(), 0)
@@ -104,38 +149,20 @@ def _reader_has_gone() -> bool:
 
 
 def _die_of(number: signal.Signals) -> NoReturn:
-    """Ends the process by the default action of a signal, by which a shell knows why it ended."""
+    """Ends the process by the default action of a signal, which tells the shell why it ended."""
     signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
     os.kill(os.getpid(), number)
-    sys.exit(128 + number)  # where the signal is blocked
+    sys.exit(128 + number)  # if the signal is blocked
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why no file can be written at `path`, asked before minutes of measuring; None if it can."""
+    """Returns why no file can be written at `path`, or None. Programs ask before they compute for minutes."""
     folder = path.resolve().parent
     if not folder.is_dir():
         return f"there is no folder {str(folder)!r}"
     if path.is_dir():
         return "it is a folder"
     return None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied"
-
-
-@contextmanager
-def replaced_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path in the same folder, with the same suffix, which then replaces `path` in one step.
-
-    After an error `path` is as it was. What is no regular file, a device for instance, is written to directly.
-    """
-    target = Path(path).resolve()  # a link stays; what it points to is replaced
-    if target.exists() and not target.is_file():
-        yield target
-        return
-    temporary = target.with_name(f".{target.stem}.tmp-{os.getpid()}{target.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)

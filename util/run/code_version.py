@@ -1,4 +1,4 @@
-"""Which code a run is made with: the git commit, and a hash of the source files for code that is in no commit."""
+"""The version of the code that a run uses: the git commit, and a hash of the source files."""
 
 import functools
 import hashlib
@@ -7,16 +7,16 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = "code_version.json"  # inside a copy of the code, which has no git
+RECORD = "code_version.json"  # in copies of the code, which have no git repository
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
-    """The files that a training run is made of, sorted: the modules of the top level and everything in util/."""
+    """The source files of a training run, sorted: the modules of the top level and of util/."""
     return sorted([*root.glob("*.py"), *(root / "util").rglob("*.py")])
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """The first 12 digits of the SHA-256 over names and contents of `source_files`."""
+    """The first 12 digits of the SHA-256 of the names and contents of `source_files`."""
     digest = hashlib.sha256()
     for path in source_files(root):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -25,19 +25,19 @@ def source_hash(root: Path = ROOT) -> str:
 
 @functools.cache
 def code_version(root: Path = ROOT) -> str:
-    """For people and for comparison: "commit 0123456789ab, files 89abcdef0123", or without a commit where none is known."""
+    """Returns "commit 0123456789ab, files 89abcdef0123", or only "files ..." if the commit is unknown."""
     files = source_hash(root)
     commit = _commit(root)
     return f"commit {commit}, files {files}" if commit else f"files {files}"
 
 
 def write_version(copy: Path, root: Path = ROOT) -> None:
-    """Leaves the commit of `root` in a copy of its code."""
+    """Writes the commit of `root` into a copy of its code."""
     (copy / RECORD).write_text(json.dumps({"commit": _commit(root)}) + "\n")
 
 
 def _commit(root: Path) -> str | None:
-    """The commit that is checked out, with "+ changes" where files differ from it; None where it is not known."""
+    """The commit that is checked out, with "+ changes" if source files differ from it. None if unknown."""
     if (root / RECORD).exists():
         return json.loads((root / RECORD).read_text())["commit"]
     if not (root / ".git").exists():
@@ -46,7 +46,7 @@ def _commit(root: Path) -> str | None:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
         names = [str(path.relative_to(root)) for path in source_files(root)]
         return f"{head} + changes" if _git(root, "status", "--porcelain", "--", *names) else head
-    except (OSError, subprocess.SubprocessError):  # no git here, or a repository that it does not trust
+    except (OSError, subprocess.SubprocessError):  # git is not installed, or does not trust the repository
         return None
 
 

@@ -1,41 +1,44 @@
-"""One process or many: what the environment says, and the few collectives that training needs."""
+"""The process group of a run, and the few collectives that training needs."""
 
 import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from util.text import shorten
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process among all of the run's."""
+    """This process: its device, and its place among all processes of the run."""
 
     device: torch.device
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    store: dist.Store | None = None  # keys and values that all processes see
+    store: dist.Store | None = None  # key-value store that all processes share
 
     @property
-    def is_main(self):
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
-def init_process(device="auto", timeout_minutes=30):
-    """Joins the process group that torchrun's environment, or srun's, describes (nccl on GPUs, else gloo); -> Process.
+def init_process(device: str = "auto", timeout_minutes: float = 30) -> Process:
+    """Joins the process group that the environment of torchrun or srun describes (nccl on GPUs, else gloo).
 
-    Without such an environment the run is this one process. ValueError for half an environment or a device that is
-    not there.
+    Without such an environment the run is this one process. Raises ValueError if the environment is incomplete, or if
+    the device does not exist.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}, choose from auto, cpu, cuda")
@@ -50,74 +53,88 @@ def init_process(device="auto", timeout_minutes=30):
         return Process(torch.device("cuda", 0) if use_cuda else torch.device("cpu"))
     if len(found) < len(names):
         absent = ", ".join(name for name in names if name not in found)
-        raise ValueError(f"the environment sets {', '.join(found)} but not {absent}: start with torchrun, or unset them")
+        raise ValueError(
+            f"the environment sets {', '.join(found)} but not {absent}: start with torchrun, or unset them"
+        )
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if slurm and use_cuda and torch.cuda.device_count() == 1:  # srun may show each task its own GPU alone
+    if slurm and use_cuda and torch.cuda.device_count() == 1:  # srun can be set up to show each task only its own GPU
         local_rank = 0
     if use_cuda and local_rank >= torch.cuda.device_count():
-        raise ValueError(f"LOCAL_RANK {local_rank}, but this node has {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+        raise ValueError(
+            f"LOCAL_RANK is {local_rank}, but this node has {torch.cuda.device_count()} GPUs: lower --nproc_per_node"
+        )
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(place)
     timeout = timedelta(minutes=timeout_minutes)
     store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun keeps one store over its restarts, in which gloo would find the dead processes' addresses. On one node all
-    # know how often it was restarted; on several that differs, and the README's command gives each start a store of its own.
+    # torchrun keeps one store over its restarts, where gloo would find the addresses of dead processes. The restart
+    # count is the same for all processes on one node only; several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_world_size == world_size else "0"
     store = dist.PrefixStore(f"restart-{restarts}", store)
-    dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    own = store.clone() if hasattr(store, "clone") else store  # a connection of its own waits for no other's answer
+    backend = "nccl" if use_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # A separate connection, so that the watchdog never blocks behind another request.
+    own = store.clone() if hasattr(store, "clone") else store
     return Process(place, rank, local_rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
 
 
-def slurm_environment(environment):
-    """What torchrun would have set, for a task that srun has started among others; {} anywhere else.
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would set, for a task that srun started together with others; else {}.
 
-    A batch script, and what torchrun starts, are no such tasks. The port follows from the job's number.
+    A batch script is no such task, and neither is a process that torchrun started. The port follows from the job's
+    number. Raises ValueError if SLURM's variables do not say where the other tasks are.
     """
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or int(environment.get("SLURM_NTASKS", 1)) == 1:
         return {}
     try:
         nodes = environment.get("SLURM_STEP_NODELIST", environment["SLURM_JOB_NODELIST"])
-        hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout.split()
-        # "4(x2),1": four tasks on each of two nodes, one on the third
-        here = int(environment["SLURM_NODEID"])
-        groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(",")]
-        tasks = [int(group[1]) for group in groups for _ in range(int(group[2] or 1))][here]
-        own = {"RANK": environment["SLURM_PROCID"], "WORLD_SIZE": environment["SLURM_NTASKS"]}
-        own |= {"LOCAL_RANK": environment["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": str(tasks), "MASTER_ADDR": hosts[0]}
-        return own | {"MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000)}
-    except (KeyError, OSError, IndexError, TypeError, subprocess.CalledProcessError) as error:
+        query = ["scontrol", "show", "hostnames", nodes]
+        hosts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+        # "4(x2),1" means four tasks on each of two nodes and one task on the third.
+        counts = environment["SLURM_STEP_TASKS_PER_NODE"]
+        counts = re.sub(r"(\d+)\(x(\d+)\)", lambda group: ",".join([group[1]] * int(group[2])), counts)
+        here = int(counts.split(",")[int(environment["SLURM_NODEID"])])
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_NTASKS"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(here),
+            "MASTER_ADDR": hosts[0],
+            "MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000),
+        }
+    except (KeyError, OSError, IndexError, ValueError, subprocess.CalledProcessError) as error:
         raise ValueError(
-            f"this is one of {environment['SLURM_NTASKS']} tasks of srun, but where the others are is not clear "
-            f"({type(error).__name__}: {error}); start with submitit_launch.py or torchrun"
+            f"this is one of {environment['SLURM_NTASKS']} tasks of srun, but SLURM's variables do not say where the "
+            f"others are ({type(error).__name__}: {error}); start with submitit_launch.py or torchrun"
         ) from error
 
 
-def all_reduce_sum(tensor):
-    """The sum over all processes, in place."""
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums `tensor` over all processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
-def broadcast_buffers(model):
-    """The main process's buffers to all: running statistics differ from process to process while training."""
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Copies rank 0's buffers to all processes, whose running statistics differ during training."""
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
 
-def rank_and_world_size():
+def rank_and_world_size() -> tuple[int, int]:
+    """The rank of this process, and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def from_main(function):
-    """The main process's `function()`, on every process; so is the ValueError or OSError that it may raise."""
+def run_on_rank0(function: Callable[[], T]) -> T:
+    """Calls `function` on rank 0 and returns its result on every rank. All ranks raise its ValueError or OSError."""
     if not dist.is_initialized():
         return function()
-    outcome = [None, None]
+    outcome: list[Any] = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome[0] = function()
@@ -129,59 +146,57 @@ def from_main(function):
     return outcome[0]
 
 
-def gather_objects(value: object) -> list:
-    """Every process's `value`, by rank, on every process."""
-    if not dist.is_initialized():
-        return [value]
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 def run_everywhere(function: Callable[[], T]) -> T:
-    """`function()` of this process. Where it raises ValueError or OSError in one process, all raise, and none waits."""
-    result, own = None, None
+    """Calls `function` on every rank. If it raises ValueError or OSError on one rank, all ranks raise."""
+    own: Exception | None = None
     try:
         result = function()
     except (ValueError, OSError) as error:
         own = error
-    errors = gather_objects(None if own is None else str(own))
+    messages = gather_objects(None if own is None else str(own))
     if own is not None:
         raise own
-    failed = [rank for rank, error in enumerate(errors) if error is not None]
-    if failed:
-        raise ValueError(f"rank {failed[0]} failed: {errors[failed[0]]}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise ValueError(f"rank {rank} failed: {message}")
     return result
 
 
-def refuse_differences(values: dict[str, object], what: str) -> None:
-    """ValueError, in every process, where the processes' `values` differ; it names each difference with its ranks."""
+def gather_objects(value: T) -> list[T]:
+    """The `value` of each process, by rank, on every process."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def refuse_differences(values: Mapping[str, object], what: str) -> None:
+    """Raises ValueError on every rank if `values` differ between ranks. The message names each difference."""
     everyone = gather_objects(values)
     differing = []
     for name in dict.fromkeys(name for values in everyone for name in values):
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, list[str]] = {}
         for rank, values in enumerate(everyone):
-            ranks.setdefault(str(values.get(name, "absent")), []).append(rank)
+            ranks.setdefault(str(values.get(name, "absent")), []).append(str(rank))
         if len(ranks) > 1:
-            sides = (f"{value} on rank {_shorten_ranks(who)}" for value, who in ranks.items())
+            sides = [f"{value} on rank {shorten(who, 4)}" for value, who in ranks.items()]
             differing.append(f"{name} is {' and '.join(sides)}")
     if differing:
         raise ValueError(f"the processes of one run must have the same {what}, but {'; '.join(differing)}")
 
 
-def _shorten_ranks(ranks: list[int], most: int = 4) -> str:
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
-
-
-def shut_down():
+def shut_down() -> None:
     """Leaves the process group, if there is one."""
-    let_go()
+    drain_gloo_threads()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def let_go():
-    """Before this process ends. A gloo thread drops the tensors of the last collective under the GIL; if the interpreter is
-    ending by then, the process aborts (pytorch#179291). Sleeping hands the GIL over."""
+def drain_gloo_threads() -> None:
+    """Lets gloo's threads finish before the process ends; otherwise it may abort (pytorch#179291).
+
+    They need the GIL to drop the tensors of the last collective, and sleeping hands it over.
+    """
     if dist.is_initialized():
         time.sleep(0.2)

@@ -1,68 +1,162 @@
-"""The flags that the training mains share: their definitions, their checks, and what follows from them."""
+"""The flags that the training mains share: definitions, checks, and the values that follow from them."""
 
 import argparse
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from util.attention import KERNELS
 from util.data.datasets import DATASETS, available_cores
-from util.lr_sched import SCHEDULES
+from util.lr_sched import SCHEDULES, Schedule
 from util.run.distributed import Process
+from util.run.precision import PRECISIONS, precision
+from util.run.resume_rules import MACHINE_FLAGS
 from util.run.shard import check_group
-from util.run.train_engine import PRECISIONS
 
 
-def add_optimisation_flags(group):
+def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds batch split, epochs, learning rate and its schedule, weight decay, seed."""
     flag = group.add_argument
-    flag("--batch_size", type=int, help="per process and micro-batch (default: 64, or the most below that fits the total)")
-    flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what total_batch_size needs)")
-    flag("--total_batch_size", type=int, help="per step over all processes; accumulation is derived from it")
-    flag("--epochs", type=int, default=100)
-    flag("--warmup_epochs", type=float)
-    flag("--blr", type=float, help="base learning rate: lr = blr * total batch / 256")
+    flag(
+        "--batch_size",
+        type=int,
+        help="images per process and micro-batch (default: 64, or the largest that divides the total)",
+    )
+    flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what --total_batch_size needs)")
+    flag("--total_batch_size", type=int, help="images per step over all processes; --accum_iter follows from it")
+    flag("--epochs", type=int, default=100, help="length of the schedule")
+    flag("--warmup_epochs", type=float, help="epochs of linear warm-up")
+    flag("--blr", type=float, help="base learning rate: lr = blr * total batch size / 256")
     flag("--lr", type=float, help="absolute learning rate, instead of --blr")
-    flag("--min_lr", type=float)
-    flag("--warmup_lr", type=float, default=0.0, help="where the warm-up starts")
-    flag("--lr_schedule", default="mae", choices=SCHEDULES, help="the frameworks' releases differ: util/lr_sched.py")
-    flag("--lr_steps", type=float, nargs="*", default=(), help="epochs of tenfold drops, with simmim_steps")
-    flag("--clip_grad", type=float, help="bounds the norm of the gradient (default: no bound)")
-    flag("--weight_decay", type=float, default=0.05, help="not on biases and norms")
-    flag("--seed", type=int, default=0)
+    flag("--min_lr", type=float, help="learning rate at the end of the schedule")
+    flag("--warmup_lr", type=float, default=0.0, help="learning rate at the start of the warm-up")
+    flag(
+        "--lr_schedule",
+        default="mae",
+        choices=SCHEDULES,
+        help="schedule of the framework's release: see util/lr_sched.py",
+    )
+    flag(
+        "--lr_steps",
+        type=float,
+        nargs="*",
+        default=(),
+        help="for simmim_steps: epochs after which the rate falls tenfold",
+    )
+    flag("--clip_grad", type=float, help="bound on the norm of the gradient (default: no bound)")
+    flag("--weight_decay", type=float, default=0.05, help="weight decay of matrices; biases and norms have none")
+    flag("--seed", type=int, default=0, help="seed of initial weights, shuffling, augmentation and masks")
 
 
-def add_data_flags(group):
+def add_data_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds data source, decoding, random crop, workers."""
     flag = group.add_argument
-    flag("--dataset", default="folder", choices=DATASETS)
-    flag("--data_path", default="data", help="the images' folder; for CIFAR where it lies or goes, for iNaturalist with the .json")
-    flag("--loader", default="fast", choices=("fast", "reference"), help="reference: Pillow decodes and resizes, as torchvision's")
-    flag("--crop_scale", type=float, nargs=2, help="area of the random crop")
-    flag("--max_bad_fraction", type=float, default=0.01, help="unreadable training images are replaced up to this share; 0: none")
-    flag("--num_workers", type=int, help="per process (default: its share of the cores less one, 16 at most)")
+    flag("--dataset", default="folder", choices=DATASETS, help="kind of data; folder: image folders or tar shards")
+    flag("--data_path", default="data", help="root of the data; CIFAR is downloaded to it if it is not there")
+    flag(
+        "--loader",
+        default="fast",
+        choices=("fast", "reference"),
+        help="reference: decode and resize by Pillow, as torchvision",
+    )
+    flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
+    flag(
+        "--max_bad_fraction",
+        type=float,
+        default=0.01,
+        help="share of training images that may be unreadable; each is replaced by another image",
+    )
+    flag(
+        "--num_workers",
+        type=int,
+        help="loader processes per process (default: its share of the cores less one, at most 16)",
+    )
 
 
-def add_run_flags(group):
+def add_run_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds output folder, resuming, device, precision, memory, saving, reports."""
     flag, boolean = group.add_argument, argparse.BooleanOptionalAction
-    flag("--output_dir")
+    flag("--output_dir", help="folder of the run: checkpoints, logs, settings; the same command resumes the run in it")
     flag(
         "--resume",
         default="auto",
-        help="where a run begins whose output_dir is empty: a checkpoint, or a run's folder. Checkpoints in output_dir always win",
+        help="where a new run starts: a checkpoint or a run's folder; not used if --output_dir holds checkpoints",
     )
-    flag("--allow_changes", action=boolean, default=False, help="resume though settings or data have changed what comes out")
-    flag("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on the CPU")
-    flag("--attention", default="auto", choices=("auto", *KERNELS), help="kernel that is tried first: tools/benchmark_attention.py")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--dist_timeout", type=float, default=600, help="seconds without progress (a step, a save) that end a process")
-    flag("--recompute", action=boolean, default=False, help="compute blocks again in the backward pass: less memory, more time")
-    flag("--shard", action=boolean, default=False, help="split parameters, gradients and moments over the processes (FSDP2)")
-    flag("--max_steps", type=int, help="stop (and save) after this many steps of the run in all")
-    flag("--save_every", type=int, default=20, help="epochs whose checkpoints are kept for good; the last two are kept anyway")
-    flag("--save_steps", type=int, default=0, help="save every so many steps, too, not only after each epoch")
+    flag(
+        "--allow_changes",
+        action=boolean,
+        default=False,
+        help="resume although changed settings or data change the results",
+    )
+    flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    flag(
+        "--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU"
+    )
+    flag("--attention", default="auto", choices=("auto", *KERNELS), help="attention kernel that is tried first")
+    flag("--compile", action=boolean, default=False, help="compile the model by torch.compile")
+    flag("--dist_timeout", type=float, default=600, help="seconds without progress after which a process ends")
+    flag(
+        "--recompute",
+        action=boolean,
+        default=False,
+        help="recompute blocks in the backward pass: less memory, more time",
+    )
+    flag("--shard", action=boolean, default=False, help="shard parameters, gradients and optimizer state (FSDP2)")
+    flag("--max_steps", type=int, help="save and end after this step of the run (default: at the end of the schedule)")
+    flag(
+        "--save_every",
+        type=int,
+        default=20,
+        help="epochs between checkpoints that are kept for good; the last two always are",
+    )
+    flag("--save_steps", type=int, default=0, help="steps between checkpoints, beside those after each epoch; 0: none")
     flag("--print_freq", type=int, default=20, help="steps between reports")
 
 
-def resolve(args: argparse.Namespace, process: Process, default_batch_size: int = 64) -> None:
-    """Fills in what follows from other settings: batch split, learning rate, workers. ValueError if it cannot be."""
+@dataclass(frozen=True)
+class Plan:
+    """The values that follow from the flags, the world size and the machine."""
+
+    batch_size: int  # per process and micro-batch
+    accum_iter: int  # micro-batches per step
+    total_batch_size: int  # per step over all processes
+    lr: float  # peak learning rate
+    num_workers: int  # per process
+    device: str  # "cpu" or "cuda"
+    precision: str  # a key of PRECISIONS
+
+
+def make_plan(args: argparse.Namespace, process: Process, default_batch_size: int = 64) -> Plan:
+    """Checks the flags and computes what follows from them. ValueError if they cannot work together."""
+    check_flags(args)
+    if args.shard:
+        check_group()
+    batch_size, accum_iter, total = split_batch(
+        args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, default_batch_size
+    )
+    lr = args.blr * total / 256 if args.lr is None else args.lr
+    if args.min_lr > lr:
+        raise ValueError(f"--min_lr {args.min_lr:g} lies above the peak learning rate, {lr:g}: lower it")
+    workers = num_workers(args, process)
+    name = precision(args.precision, process.device).name
+    return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
+
+
+def make_schedule(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> Schedule:
+    """Returns the learning rate as a function of the step."""
+    rates = dict(lr=plan.lr, min_lr=args.min_lr, warmup_lr=args.warmup_lr, lr_steps=tuple(args.lr_steps))
+    return Schedule(args.lr_schedule, steps_per_epoch, args.epochs, args.warmup_epochs, **rates)
+
+
+def free_flags(plan: Plan, more: Iterable[str] = (), fixed: Iterable[str] = ()) -> frozenset[str]:
+    """Returns the flags that may differ between two starts of a run: MACHINE_FLAGS and `more`, without `fixed`."""
+    free = MACHINE_FLAGS.union(more).difference(fixed)
+    # On GPUs sharded blocks also round their norms to bfloat16.
+    return free - {"shard"} if plan.precision == "bf16" and plan.device == "cuda" else free
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError if a flag, or a pair of them, is out of range."""
     check_finite(args)
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
@@ -82,18 +176,13 @@ def resolve(args: argparse.Namespace, process: Process, default_batch_size: int 
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
     if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
-    if args.shard:
-        check_group()
-    split_batch(args, process.world_size, default_batch_size)
-    args.lr = args.blr * args.total_batch_size / 256 if args.lr is None else args.lr
-    if args.min_lr > args.lr:
-        raise ValueError(f"--min_lr {args.min_lr:g} lies above the peak learning rate, {args.lr:g}: lower it")
-    resolve_workers(args, process)
 
 
-def resolve_workers(args: argparse.Namespace, process: Process) -> None:
-    if args.num_workers is None:
-        args.num_workers = min(16, max(1, available_cores() // process.local_world_size - 1))  # one core is the trainer's
+def num_workers(args: argparse.Namespace, process: Process) -> int:
+    """Returns --num_workers, or this process's share of the cores less one, which is the trainer's; 16 at most."""
+    if args.num_workers is not None:
+        return args.num_workers
+    return min(16, max(1, available_cores() // process.local_world_size - 1))
 
 
 def check_finite(args: argparse.Namespace) -> None:
@@ -105,32 +194,32 @@ def check_finite(args: argparse.Namespace) -> None:
 
 
 def check_least(args: argparse.Namespace, least: float, names: str) -> None:
-    """ValueError if one of the flags `names` (where the program has it and it is set) is below `least`."""
+    """ValueError if one of the flags `names` is below `least`. Flags that are absent or not set are skipped."""
     for name in names.split():
         value = getattr(args, name, None)
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, got {value}")
 
 
-def split_batch(args: argparse.Namespace, world_size: int, default: int = 64) -> None:
-    """Sets batch_size, accum_iter and total_batch_size, so that total = batch_size * world_size * accum_iter, or ValueError.
+def split_batch(
+    batch_size: int | None, accum_iter: int | None, total: int | None, world_size: int, default: int = 64
+) -> tuple[int, int, int]:
+    """Returns (batch_size, accum_iter, total) with total = batch_size * world_size * accum_iter, or raises ValueError.
 
-    Without --batch_size a process takes the most that fits the total, up to `default` images.
+    Without `batch_size`, a process takes the largest micro-batch that divides its share of the total, up to `default`.
     """
-    total = args.total_batch_size
     if total is None:
-        args.batch_size, args.accum_iter = args.batch_size or 64, args.accum_iter or 1
-        args.total_batch_size = args.batch_size * args.accum_iter * world_size
-        return
+        batch_size, accum_iter = batch_size or 64, accum_iter or 1
+        return batch_size, accum_iter, batch_size * accum_iter * world_size
     per_process, rest = divmod(total, world_size)
     if rest:
         raise ValueError(f"a total batch of {total} cannot be split over {world_size} processes: change one of them")
-    most = args.batch_size or (per_process // args.accum_iter if args.accum_iter else default)
+    most = batch_size or (per_process // accum_iter if accum_iter else default)
     fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
-    if args.batch_size not in (None, fitting):
-        split = f"--batch_size {args.batch_size} on {world_size} processes"
+    if batch_size not in (None, fitting):
+        split = f"--batch_size {batch_size} on {world_size} processes"
         raise ValueError(f"a total batch of {total} cannot be split into {split}: try --batch_size {fitting}")
-    if args.accum_iter not in (None, per_process // fitting):
+    if accum_iter not in (None, per_process // fitting):
         split = f"--batch_size {fitting} on {world_size} processes takes {per_process // fitting}"
-        raise ValueError(f"--accum_iter {args.accum_iter}, but a total batch of {total} with {split}")
-    args.batch_size, args.accum_iter = fitting, per_process // fitting
+        raise ValueError(f"--accum_iter {accum_iter}, but a total batch of {total} with {split}")
+    return fitting, per_process // fitting, total

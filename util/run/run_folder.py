@@ -1,4 +1,4 @@
-"""The folder of a run: one process group writes into it at a time, and it says where the run goes on."""
+"""The output folder of a run: its lock, the checkpoint to resume from, and the files that other programs read."""
 
 import errno
 import fcntl
@@ -10,15 +10,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from util.atomic import replaced_file
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
 
 LOCK, PROGRESS = ".lock", ".progress"
-PATIENCE = 120  # seconds; NFS gives the locks of a lost client back after 90
+PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
 
 
-def writable_folder(path):
-    """Creates the folder; ValueError where it cannot be written to."""
+def writable_folder(path: str | Path) -> Path:
+    """Creates the folder. Raises ValueError if files cannot be written there."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -28,30 +29,32 @@ def writable_folder(path):
 
 
 class FolderLock:
-    """Keeps a second run out of the folder, from its construction until this process ends.
+    """Reserves the folder for this process until it ends, however it ends.
 
-    ValueError names the process that holds it. The lock is the kernel's: it goes with the process, however that ends, and
-    workers do not inherit it. A file server may keep that of a lost node for a while, so one of another host is waited for.
-    `remarks` says so where the file system has no locks.
+    Raises ValueError, with the process that holds the lock, if that process is on this host. A lock of another host is
+    waited for, since a file server may keep that of a lost node for a while. If the file system has no locks, `remarks`
+    says so.
     """
 
-    def __init__(self, folder):
-        self.remarks, self.file, here = [], open(Path(folder) / LOCK, "a+"), socket.gethostname()
-        end = time.monotonic() + PATIENCE
+    # Not `filelock`: its flock is inherited by DataLoader workers, and its files do not name the holder.
+    def __init__(self, folder: str | Path) -> None:
+        self.remarks: list[str] = []
+        self.file = open(Path(folder) / LOCK, "a+")
+        here, end = socket.gethostname(), time.monotonic() + PATIENCE
         while True:
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    self.remarks.append(f"note: no lock on the output folder ({error}); take care that one run alone writes there")
+                    self.remarks.append(f"note: the output folder has no lock ({error}); start only one run there")
                     return
                 self.file.seek(0)
                 holder = self.file.read().strip() or "another process"
                 if holder.endswith(f" on {here}") or time.monotonic() > end:
                     raise ValueError(
-                        f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another; "
-                        f"if it is gone, remove {LOCK} there"
+                        f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another "
+                        f"folder; if that process is gone, remove {LOCK} there"
                     ) from error
             time.sleep(2)
         self.file.truncate(0)
@@ -60,12 +63,12 @@ class FolderLock:
 
 
 def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:
-    """-> (the checkpoint that the run goes on from, or None for a new run; what to say about it).
+    """Returns the checkpoint to resume from, or None for a new run, and remarks for the log.
 
-    The one rule: a folder that holds checkpoints goes on from its newest good one, whatever `resume` says, so that the
-    same command can be started again at any time. `resume` names where a run begins whose folder is still empty: the
-    path of a checkpoint, a run's folder (its newest good checkpoint), or "auto" or "none" for a run from the start.
-    CheckpointError where the folder holds checkpoints, but no good one.
+    A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
+    started again at any time. `resume` says where a run starts whose folder is empty: the path of a checkpoint, the
+    folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
+    the folder holds checkpoints but no good one.
     """
     present = checkpoint.list_checkpoints(output_dir)
     path, skipped = checkpoint.newest_checkpoint(output_dir)
@@ -73,35 +76,36 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
         began_at = (checkpoint.read_record(path) or {}).get("started_from")
-        began_at = Path(began_at).resolve() if began_at else None
-        known = [path.resolve(), Path(output_dir).resolve(), *([began_at, began_at.parent] if began_at else [])]
+        known = [path.resolve(), Path(output_dir).resolve()]
+        if began_at:
+            known += [Path(began_at).resolve(), Path(began_at).resolve().parent]
         if resume != "auto" and named not in known:
             remarks.append(
-                f"warning: --resume {resume} is not used, since {str(output_dir)!r} already holds a run, which goes on; "
-                f"to begin anew or at another checkpoint, choose another --output_dir"
+                f"warning: --resume {resume} is not used, because {str(output_dir)!r} holds a run, which is resumed; "
+                f"to start anew or from another checkpoint, choose another --output_dir"
             )
         return path, remarks
-    first_save = len(present) == 1 and not present[0].with_suffix(".json").exists()  # a kill within it leaves this
+    # A kill during the first save leaves one checkpoint without a record.
+    first_save = len(present) == 1 and not present[0].with_suffix(".json").exists()
     if present and not first_save:
-        raise CheckpointError(f"no checkpoint in {output_dir!r} is intact ({'; '.join(skipped)}); remove them to start over")
+        raise CheckpointError(
+            f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
+        )
     if named in (None, Path(output_dir).resolve()):
         return None, remarks
     return checkpoint.find_checkpoint_file(resume), remarks
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes `content` in one rename, so that a reader never sees half of it."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    """Writes `content` as JSON and replaces the file in one step."""
+    with replaced_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def write_progress(output_dir: str | Path, progress: object) -> None:
-    """Notes how far the run is. The SLURM job's script requeues a failed job only if this note has changed since its start.
+    """Writes how far the run is. The SLURM job requeues a failed run only if this has changed since its start.
 
-    A note that cannot be written costs a requeue at most, so OSError is ignored.
+    OSError is ignored: without the file, one requeue is lost at most.
     """
-    with suppress(OSError):
-        temporary = Path(output_dir) / f"{PROGRESS}.tmp"
+    with suppress(OSError), replaced_file(Path(output_dir) / PROGRESS) as temporary:
         temporary.write_text(f"{progress}\n")
-        os.replace(temporary, Path(output_dir) / PROGRESS)

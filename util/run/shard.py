@@ -1,49 +1,60 @@
-"""Parameters, gradients and moments split over the processes, for models that outgrow a GPU (`--shard`).
+"""Shards the model and its optimizer state across ranks (FSDP2), for models that outgrow one GPU (`--shard`).
 
-This is torch's FSDP2. A process keeps its share of every parameter, and a transformer block's parameters are gathered for
-as long as something is computed with them. Runs begin and end whole: the model is built, and a checkpoint read, on the
-CPU before `shard` deals it out, and `gather` puts together what a checkpoint holds. So the file is DDP's own, and a run may go
-on with or without --shard, by any number of processes.
+Each rank keeps a shard of every parameter. The parameters of a transformer block are all-gathered only while the block
+computes. The model is built, and a checkpoint is loaded, on the CPU before `shard`. `gather` assembles whole tensors
+for saving. Checkpoints are therefore the same files as without sharding: a run may resume with or without `--shard`,
+and with another number of processes.
 """
 
 import re
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from util.run.distributed import all_reduce_sum
 
+Batch = TypeVar("Batch")
+Autocast = Callable[[], AbstractContextManager[Any]]
 
-def check_group():
-    """ValueError where there is nobody to share with."""
+
+def check_group() -> None:
+    """Raises ValueError if there is no process group to shard over."""
     if not dist.is_initialized():
         raise ValueError("--shard needs several processes: start with torchrun")
 
 
-def blocks_of(model):
-    """The transformer blocks of encoder and decoders; every model here has them in lists named `blocks`.
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of encoder and decoders. Every model keeps them in lists named `blocks`.
 
-    Other lists hold layers that are too small for a group of their own, or modules (LocalMIM's decoders, Swin's stages) that are
-    used through other methods than `forward`, which alone gathers parameters.
+    Layers in other lists are not sharded separately: they are small, or they are used through other methods than
+    `forward` (LocalMIM's decoders, Swin's stages), and only `forward` gathers parameters.
     """
     return [module for name, module in model.named_modules() if re.search(r"(^|\.)blocks\.\d+$", name)]
 
 
-def shard(model, optimizer, device, dtype=None, compiled=False):
-    """Deals the parameters of a whole `model`, and what `optimizer` holds of them, out to the processes, and onto `device`.
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    compiled: bool = False,
+) -> None:
+    """Shards a whole `model` and the state of its `optimizer` across all ranks, and moves the shards to `device`.
 
-    dtype: what autocast computes in, or None. On GPUs the blocks, nearly all of the parameters, are gathered in bfloat16, if it
-    is that, and their gradients reduced in float32. What is outside of blocks stays float32, as under autocast: positions and
-    tokens begin the residual stream, and heads compute in their own precision. With float16, whose range is too small for sums
-    such as the gradients of norms, autocast casts what it casts without sharding; and so does the CPU's, whose norms cannot
-    mix precisions. Each block moves to the device whole and leaves its share there, before the next one comes.
+    dtype: what autocast computes in, or None. With bfloat16 on GPUs, blocks are gathered in bfloat16 and their
+    gradients are reduced in float32. Everything outside of blocks stays float32, as under autocast. float16 is left to
+    autocast, because its range is too small for sums such as the gradients of norms. So is bfloat16 on the CPU, whose
+    norms cannot mix precisions. Blocks move to the device one at a time, so the whole model never lies there.
 
-    compiled: every block is a graph of its own, between the hooks that gather its parameters and free them.
+    compiled: compile each block as a separate graph, between the hooks that gather and free its parameters.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     outside = in_blocks = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -53,17 +64,17 @@ def shard(model, optimizer, device, dtype=None, compiled=False):
     for module in [*blocks, model]:
         before = list(module.parameters())
         fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
-        _replace(optimizer, before, module.parameters())
+        _replace_parameters(optimizer, before, module.parameters())
         del before  # the last reference to whole parameters
     if compiled:
         _compile(blocks)
-    model.to(device)  # a teacher is no submodule
-    model.no_sync = partial(_no_sync, model)  # as DDP's, so that the engine needs not know which of the two it has
+    model.to(device)  # fully_shard has not moved a teacher, which is no submodule
+    model.no_sync = partial(_no_sync, model)  # DDP's method, so that callers treat both alike
 
 
-def _compile(blocks):
+def _compile(blocks: Sequence[nn.Module]) -> None:
     config = torch._dynamo.config
-    # Blocks share their code, and each has its own rate of drop path and shape: dynamo counts their graphs together.
+    # Blocks share their code but differ in drop-path rate and shape. Dynamo counts their graphs together.
     config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * len(blocks))
     for block in blocks:
@@ -71,8 +82,8 @@ def _compile(blocks):
 
 
 @contextmanager
-def _no_sync(model):
-    """Gradients wait in the process; unlike the sum they become, they are whole: few large micro-batches need less memory."""
+def _no_sync(model: FSDPModule) -> Iterator[None]:
+    """Accumulates gradients without reducing them. They are unsharded, so few large micro-batches need less memory."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -80,63 +91,68 @@ def _no_sync(model):
         model.set_requires_gradient_sync(True)
 
 
-def _replace(optimizer, before, after):
-    """Lets the optimizer go on with the parameters `after` where it had `before`; its moments are split like them."""
+def _replace_parameters(
+    optimizer: torch.optim.Optimizer, before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]
+) -> None:
+    """Replaces the optimizer's parameters `before` by `after`, and shards their state alike."""
     new = {old: parameter for old, parameter in zip(before, after, strict=True) if old is not parameter}
     for group in optimizer.param_groups:
         group["params"] = [new.get(p, p) for p in group["params"]]
     for old, parameter in new.items():
         if old in optimizer.state:
-            optimizer.state[parameter] = {name: _split(value, parameter) for name, value in optimizer.state.pop(old).items()}
+            state = optimizer.state.pop(old)
+            optimizer.state[parameter] = {name: _shard_state(value, parameter) for name, value in state.items()}
 
 
-def _split(value, parameter):
-    """A moment, split like its parameter; anything else (AdamW's step count) is each process's own."""
-    if not torch.is_tensor(value) or value.shape != parameter.shape:
-        return value.to(parameter.device) if torch.is_tensor(value) else value
-    share = torch.zeros_like(parameter)  # made as the optimizer makes it: fused AdamW insists on one layout
-    # Every process has the whole already, so none need send it.
+def _shard_state(value: Any, parameter: DTensor) -> Any:
+    """Shards a moment like its parameter. Anything else, such as AdamW's step count, is replicated."""
+    if not torch.is_tensor(value):
+        return value
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    share = torch.zeros_like(parameter)  # as the optimizer allocates it: fused AdamW requires one layout
+    # Every rank already holds the whole tensor, so none is sent.
     whole = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     share.to_local().copy_(whole.to_local())
     return share
 
 
-def gather(content, keep):
-    """`content`, dicts and lists of anything, with sharded tensors whole and on the CPU where `keep`, else None.
+def gather(content: Any, keep: bool) -> Any:
+    """Returns `content`, nested dicts and lists, with sharded tensors whole and on the CPU, or None unless `keep`.
 
-    All processes must call it. One tensor at a time is whole on the device. torch.distributed.checkpoint would rename the
-    optimizer's states by parameter; these keep the numbers that `optimizer.state_dict()` gives them, sharded or not.
+    All ranks must call it. One tensor at a time is whole on the device. torch.distributed.checkpoint.state_dict is not
+    used: it keys optimizer states by name, not by number, and loses the memory format of channels-last kernels.
     """
     if isinstance(content, DTensor):
-        whole = content.full_tensor()
-        # full_tensor is contiguous; a channels-last kernel had its layout, which its moments must have when DDP goes on.
+        whole = content.full_tensor()  # contiguous; the memory format is restored, as DDP needs it in moments
         return torch.empty_strided(whole.shape, content.stride(), dtype=whole.dtype).copy_(whole) if keep else None
     if isinstance(content, dict):
         return {name: gather(value, keep) for name, value in content.items()}
     return [gather(value, keep) for value in content] if isinstance(content, list) else content
 
 
-def total_norm(grads):
-    """The norm of all gradients together, on every process, of which each may hold a share; one number is exchanged."""
-    norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients together, sharded or not, on every rank. One number is all-reduced."""
+    norm = nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
     if not any(isinstance(g, DTensor) for g in grads):
         return norm
     return all_reduce_sum(norm.square()).sqrt()
 
 
-def count_bad(parameters):
-    """How many parameters, or this process's shares of them, are not finite; on the device."""
+def count_bad(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The number of this rank's parameters, or shards of them, that hold a non-finite value; a scalar on the device."""
     own = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     return torch.stack([~p.detach().isfinite().all() for p in own]).float().sum()
 
 
-def is_sharded(model):
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` was applied to the model."""
     return isinstance(model, FSDPModule)
 
 
 @contextmanager
-def unsharded(model):
-    """For methods of the model other than `forward`: what is outside of the blocks is gathered, too. All processes must."""
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Gathers the parameters outside of blocks, for methods of the model other than `forward`. All ranks must enter."""
     if not is_sharded(model):
         yield
         return
@@ -147,10 +163,12 @@ def unsharded(model):
         model.reshard()
 
 
-def in_company(batches, num_passes, model, blank, autocast):
-    """`batches`, one forward pass each; then passes of `blank`, an image, until there were `num_passes`.
+def pad_forward_passes(
+    batches: Iterable[Batch], num_passes: int, model: nn.Module, blank: torch.Tensor, autocast: Autocast
+) -> Iterator[Batch]:
+    """Yields `batches`, of which the caller runs one forward pass each, then runs passes of `blank` up to `num_passes`.
 
-    A forward pass needs every process's shares, so all must make equally many, whatever images they have left.
+    A sharded forward pass needs all ranks, so every rank must run the same number, however few batches it has.
     """
     for batch in batches:
         yield batch

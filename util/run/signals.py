@@ -1,8 +1,8 @@
-"""Signals ask a run to stop: it finishes the step, saves, and ends; the same command goes on.
+"""Signals ask a run to stop: it finishes the step, saves a checkpoint, and ends. The same command resumes it.
 
-SLURM sends TERM before a job is cancelled or preempted, and whatever `--signal` says before its time is up; a terminal sends
-INT, and HUP when it is closed (not under nohup). A handler only sets a flag. All processes must stop after the same step, so
-they all-reduce the flag every step, beside the step's own work, and read the outcome a step later.
+SLURM sends TERM before it cancels or preempts a job, and the signal of `--signal` before the time limit. A terminal
+sends INT, and HUP when it is closed. The handlers only set a flag. All ranks must stop after the same step, so they
+all-reduce the flag every step, asynchronously, and read the result one step later.
 """
 
 import atexit
@@ -13,99 +13,109 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-PATIENCE = 5.0  # seconds; a later signal ends the process at once (SLURM sends TERM twice within .1 s)
+PATIENCE = 5.0  # seconds; a later second signal ends the process at once (SLURM sends TERM twice within 0.1 s)
 
 
 class StopSignal:
-    """Takes note of signals from its construction on; `agreed()` is called once a step by every process.
+    """Handles signals from its construction on. Every rank calls `agreed` once per step.
 
-    On a GPU the comparison has a stream of its own, and what is waited for is the step before the last one that was queued:
-    the device never runs out of work.
+    On a GPU the all-reduce has its own stream, and the host waits for the one of the previous step only, so the device
+    always has work queued.
     """
 
-    def __init__(self, device):
-        self.name, self.since, self.pending = None, None, None
+    def __init__(self, device: torch.device) -> None:
+        self.name: str | None = None  # of the signal that this process received
+        self.since = 0.0
+        self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and dist.is_initialized() else None
-        self.previous = {}
+        self.previous: dict[signal.Signals, Any] = {}  # handlers
         if threading.current_thread() is threading.main_thread():
-            # nohup starts programs with HUP ignored: it stays so.
-            heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-            self.previous = {number: signal.signal(number, self._take_note) for number in heard}
+            for number in SIGNALS:
+                # nohup starts programs with HUP ignored, which stays so.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self.previous[number] = signal.signal(number, self._handle)
 
-    def _take_note(self, number, frame):
+    def __enter__(self) -> "StopSignal":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """After an error, restores the previous handlers. Otherwise `close` or `finish` has done so."""
+        if kind is not None:
+            self.restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
             self.name, self.since = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self.since > PATIENCE:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agreed(self):
-        """Whether to stop after this step: the same answer in every process, one step after the first took note."""
+    def agreed(self) -> bool:
+        """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal."""
         if not dist.is_initialized():
             return self.name is not None
-        stop = self._outcome()
-        self.pending = self._compare(float(self.name is not None))
+        stop = self.settle()
+        self.pending = self._start_all_reduce(float(self.name is not None))
         return stop
 
-    def _compare(self, note):
-        """Starts an all-reduce; -> (function that waits for it, number of notes on the CPU)."""
+    def _start_all_reduce(self, flag: float) -> tuple[Callable[[], object], torch.Tensor]:
+        """Returns a function that waits for the all-reduce, and the CPU tensor that then holds the sum of all flags."""
         if self.stream is None:
-            notes = torch.full((1,), note)
-            return dist.all_reduce(notes, async_op=True).wait, notes
+            flags = torch.full((1,), flag)
+            return dist.all_reduce(flags, async_op=True).wait, flags
         with torch.cuda.stream(self.stream):
-            notes = torch.full((1,), note, device=self.stream.device)
-            dist.all_reduce(notes)
-            outcome = torch.empty(1, pin_memory=True).copy_(notes, non_blocking=True)
+            flags = torch.full((1,), flag, device=self.stream.device)
+            dist.all_reduce(flags)
+            result = torch.empty(1, pin_memory=True).copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        return event.synchronize, outcome
+        return event.synchronize, result
 
-    def _outcome(self):
+    def settle(self) -> bool:
+        """Waits for the last all-reduce and returns whether any rank received a signal. The handlers stay installed."""
         if self.pending is None:
             return False
-        wait, notes = self.pending
-        wait()
-        return bool(notes.item())
-
-    def settle(self) -> None:
-        """Waits for the last comparison, in which all took part. Signals are still only noted."""
-        self._outcome()
+        wait, flags = self.pending
         self.pending = None
+        wait()
+        return bool(flags.item())
 
     def close(self) -> None:
-        """Settles, and gives signals their former meaning."""
+        """Settles, and restores the previous handlers."""
         self.settle()
         self.restore()
 
     def finish(self) -> None:
-        """The run is over: USR1 and USR2 are ignored from now on, and the other signals have their former meaning.
+        """Restores the previous handlers after a finished run, but ignores USR1 and USR2 from now on.
 
-        A batch system's signal while the process ends would kill it, or make submitit requeue a finished job.
+        A batch system may send these while the process ends. They would kill it, or make submitit requeue the job.
         """
         for number in {signal.SIGUSR1, signal.SIGUSR2} & self.previous.keys():
             self.previous[number] = signal.SIG_IGN
         self.restore()
 
     def restore(self) -> None:
-        """The handlers alone, where something has gone wrong and nobody else takes part."""
+        """Restores the previous handlers without waiting for other ranks, as after an error."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self.previous = {}
 
 
-def ignore_in_worker(_):
-    """For DataLoader workers: signals to a whole job are the trainer's to answer, which still needs its batches.
+def ignore_in_worker(_: int | None) -> None:
+    """Makes a DataLoader worker ignore signals: the trainer handles them, and still needs its batches.
 
-    A worker that hangs would outlive its trainer, and hold its pipes and memory; so Linux kills it with the trainer.
+    On Linux the worker is killed if the trainer dies. If it hung, it would otherwise keep its pipes and memory.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -113,26 +123,27 @@ def ignore_in_worker(_):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def let_children_die_quietly(workers: Iterable[BaseProcess]) -> None:
-    """After a DataLoader has started `workers`. Its handler would raise in the middle of a step, or of a save, if one dies.
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
-    It finds out anyhow when it waits for that worker's next batch, within five seconds. When this process exits, the
-    workers are killed: they ignore TERM, with which multiprocessing would end them, and then wait without end.
+
+def take_over_workers(workers: Iterable[BaseProcess]) -> None:
+    """Removes the SIGCHLD handler of a DataLoader that has just started `workers`, and kills these at exit.
+
+    The handler would raise in the middle of a step or a save. The loader finds a dead worker without it, within five
+    seconds of waiting for its next batch. Workers are killed at exit because they ignore TERM, with which
+    multiprocessing would end them, and it then waits for them without end.
     """
-    atexit.unregister(kill_workers)  # each evaluation starts workers: once is enough
+    atexit.unregister(kill_workers)  # registered once, however many loaders there are
     atexit.register(kill_workers)
     _workers.update(workers)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-
-
 def kill_workers() -> None:
-    """Ends the DataLoader workers. At exit it runs before multiprocessing's own handler."""
+    """Kills the DataLoader workers. At exit it runs before multiprocessing's own handler."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for worker in list(_workers):
-        with suppress(ValueError):  # closed
+        with suppress(ValueError):  # the worker is closed already
             worker.kill()
             worker.join(5)

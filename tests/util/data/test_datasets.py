@@ -49,7 +49,7 @@ def test_images_say_what_they_ignore(photos, tmp_path):
     assert open_images("folder", tmp_path / "data").notes == ["ignored: 1 hidden path (cat/._0.jpg)"]
     images = open_images("folder", tmp_path / "data", "val")
     assert images.root == tmp_path / "data" / "train" and len(images) == 24
-    assert images.notes[0] == "train/ stands in for val, which is not there"
+    assert images.notes[0] == "train/ is read as val, because there is no val"
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
     open_images("folder", tmp_path, max_bad_fraction=0.01)  # one is let pass
     (tmp_path / "2.jpg").touch()
     (tmp_path / "3.png").symlink_to("nowhere")
-    with pytest.raises(ValueError, match=r"3 of the 4 images looked at cannot be read: .*1\.jpg.*2\.jpg.*3\.png"):
+    with pytest.raises(ValueError, match=r"3 of 4 checked images cannot be read: .*1\.jpg.*2\.jpg.*3\.png"):
         open_images("folder", tmp_path, max_bad_fraction=0.01)
     open_images("folder", tmp_path, max_bad_fraction=0.8)
 
@@ -251,7 +251,7 @@ NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
     [
         (dict(annotations=ANNOTATIONS[:2]), r"1 images without a label \(val2019/Aves/13.jpg\)"),
         (dict(annotations=[*ANNOTATIONS, {"image_id": 99, "category_id": 3}]), r"1 labels without an image \(99\)"),
-        (dict(annotations=[*ANNOTATIONS, {"image_id": 11, "category_id": 3}]), "1 labels beyond one an image"),
+        (dict(annotations=[*ANNOTATIONS, {"image_id": 11, "category_id": 3}]), r"1 images with several labels \(11\)"),
         (dict(categories=[{"id": 3}, {"id": 5}]), r"1 labels of unknown categories \(7\)"),
         (
             dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "../13.jpg"])]),
@@ -259,7 +259,7 @@ NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
         ),
         (
             dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], NAMES[0]])]),
-            "1 images named twice",
+            r"1 images named twice \(val2019/Aves/11.jpg\)",
         ),
         (
             dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "val2019/14.jpg"])]),

@@ -142,7 +142,10 @@ def test_pixels_without_a_range_are_refused_by_their_header(kind, message, tmp_p
 def test_pillow_s_warning_of_large_images_stays_on_for_others(photo, monkeypatch):
     data = FILES["PNG, whatever its name"](photo)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", photo.width * photo.height - 1)
-    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(Image.DecompressionBombError, match="61 x 47 pixels are"):
+    with (
+        pytest.warns(Image.DecompressionBombWarning),
+        pytest.raises(Image.DecompressionBombError, match="61 x 47 pixels are"),
+    ):
         decode(data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # python -W error

@@ -7,7 +7,15 @@ from torchvision.datasets.folder import find_classes, make_dataset
 
 from tests.conftest import write_photo
 from util.data import folders
-from util.data.folders import IMG_EXTENSIONS, find_root, find_samples, list_folder, readable_splits, split_of, split_of_tar
+from util.data.folders import (
+    IMG_EXTENSIONS,
+    find_root,
+    find_samples,
+    list_folder,
+    readable_splits,
+    split_of,
+    split_of_tar,
+)
 from util.data.images import FolderImages
 
 
@@ -120,7 +128,7 @@ def test_the_folder_of_a_split(tmp_path, present, split, labelled, read, notes):
         tree(tmp_path, f"{name}/a/1.jpg" if name != "notes" else "notes/1.txt")
     root, found = find_root(tmp_path, split, labelled)
     assert root == tmp_path / read and len(found) == notes
-    assert all("stands in for val" in note and read in note for note in found)
+    assert all("is read as val" in note and read in note for note in found)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +145,9 @@ def test_the_folder_of_a_split(tmp_path, present, split, labelled, read, notes):
             "bus train",
             "train",
             False,
-            r"train/ beside other folders with images \(bus/\): train/ may be .*'.*/train' itself",
+            r"train/ beside other folders with images \(bus/\): train/ may be .*give '.*/train'",
         ),
-        ("bus train", "val", False, r"train/ may be a split or a class\. .* below a folder train/"),
+        ("bus train", "val", False, r"train/ may be a split or a class\. .* into a folder train/"),
         ("bus val", "val", True, "val/ may be a split or a class"),
     ],
 )
@@ -200,7 +208,7 @@ def test_links_that_lead_back_are_not_followed(tmp_path):
     assert classes == ["cat", "dog"]
     assert samples == [("cat/other/3.jpg", 0), ("cat/x/1.jpg", 0), ("dog/2.jpg", 1)]
     (note,) = notes
-    assert note.startswith("not followed: 6 links back to a parent folder (")
+    assert note.startswith("ignored: 6 looping links (")
     assert folders.holds_images(tmp_path / "data", "cat") and not folders.holds_images(tmp_path / "data", "loop")
 
 
@@ -222,7 +230,7 @@ def test_flat_images(tmp_path):
     with pytest.raises(ValueError, match="holds no class folders, so there are no labels"):
         find_samples(tmp_path, labelled=True)
     tree(tmp_path, "papers/deep/figures/1.png")
-    message = r"holds 2 images directly \(A.PNG, b.jpg\) beside 1 image in folders \(papers\): move those elsewhere"
+    message = r"holds 2 images directly \(A.PNG, b.jpg\) beside 1 image in folders \(papers\): move one of the two"
     for labelled in (False, True):
         with pytest.raises(ValueError, match=message):
             find_samples(tmp_path, labelled)
@@ -252,10 +260,20 @@ def test_a_listing_knows_each_kind(tmp_path):
     links(tmp_path, c="a", d=Path("1.JPG"))
     found = list_folder(tmp_path)
     assert (found.folders, found.images, found.tars) == (["a", "b", "c"], ["1.JPG", "2.jpg"], ["x.tar"])
-    assert (found.archives, found.hidden, found.links) == (["y.tar.gz", "z.ZIP"], [".h", ".i.png"], frozenset({"c"}))
+    assert (found.archives, found.hidden) == (["y.tar.gz", "z.ZIP"], [".h", ".i.png"])
 
 
 def test_an_unpacked_folder_may_be_called_like_an_archive(tmp_path):
     (tmp_path / "photos.zip").mkdir()
     write_photo(tmp_path / "photos.zip" / "1.jpg")
     assert len(FolderImages(tmp_path / "photos.zip")) == 1
+
+
+def test_shards_of_an_earlier_version_are_refused_with_the_command_that_makes_new_ones(tmp_path):
+    tree(tmp_path, "train/prmim-index.json", "train/prmim-index.npy", "train/shard-00000.bin")
+    message = r"shards of an earlier version .* run: python scripts/pack_dataset\.py SOURCE DESTINATION"
+    for data_path in (tmp_path, tmp_path / "train"):
+        with pytest.raises(ValueError, match=message):
+            FolderImages(data_path)
+    with pytest.raises(ValueError, match=message):
+        FolderImages(tmp_path, labelled=True)

@@ -8,9 +8,14 @@ import pytest
 from PIL import Image
 
 from tests.conftest import write_photo
-from util.data import packed, tars
 from util.data.datasets import open_images
-from util.data.tars import find_tars, index_tars, open_tars
+from util.data.tar_scan import scan_tars
+from util.data.tars import Choice, TarImages, find_tars, write_index
+from util.data.tars import open_tars as open_choice
+
+
+def open_tars(paths, split="train"):
+    return open_choice(Choice(paths), split)
 
 
 def photo(seed):
@@ -134,23 +139,23 @@ def test_damage_is_named(tmp_path):
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
-            index_tars([path])
+            scan_tars([path])
     write(path, [("1.cls", b"cat"), ("1.jpg", photo(1))])
     with pytest.raises(ValueError, match="holds b'cat', which is not the number of a class"):
-        index_tars([path])
+        scan_tars([path])
     write(path, [("1.cls", b"3"), ("1.jpg", photo(1)), ("2.jpg", photo(2))])
     with pytest.raises(ValueError, match="not labelled alike"):
-        index_tars([path])
+        scan_tars([path])
     write(path, [("notes.txt", b"hello")])
     with pytest.raises(ValueError, match=r"no image is in '.*train\.tar'; extensions \.jpg"):
-        index_tars([path])
+        scan_tars([path])
 
 
 def test_a_tar_cut_short_after_it_was_indexed_is_named(tmp_path):
     path = webdataset(tmp_path / "train.tar", [0, 1])
     images = open_tars([path])
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ValueError, match="has become shorter: it ends before .*0001.jpg"):
+    with pytest.raises(ValueError, match="was cut short: it ends before .*0001.jpg"):
         images.load(1)
 
 
@@ -163,7 +168,6 @@ def test_splits_by_folder_and_by_name(tmp_path):
     assert find_tars(one.parent, "train") == find_tars(one.parent, "val") == [one] == find_tars(one, "train")
     with pytest.raises(ValueError, match="labelled images of val are needed"):  # not those that it was trained on
         open_images("folder", one.parent, "val", labelled=True)
-    assert tars._is_wordnet_id("n01440764") and not tars._is_wordnet_id("shard-0001")
 
 
 def test_a_number_wins_over_a_folder_and_masks_are_no_images(tmp_path):
@@ -172,7 +176,7 @@ def test_a_number_wins_over_a_folder_and_masks_are_no_images(tmp_path):
     assert images.labels.tolist() == [4] and len(images.classes) == 5
     write(tmp_path / "train.tar", [("1.jpg", photo(1)), ("1.cls", b"99999999")])
     with pytest.raises(ValueError, match="not the number of a class"):
-        index_tars([tmp_path / "train.tar"])
+        scan_tars([tmp_path / "train.tar"])
 
 
 def test_classes_are_the_folders_below_what_all_have_in_common(tmp_path):
@@ -267,9 +271,9 @@ def test_names_of_tars_say_the_split(tmp_path):
     assert [p.name for p in find_tars(tmp_path, "val")] == ["a-valid-0.tar"]
     (tmp_path / "a-valid-0.tar").unlink()
     images = open_images("folder", tmp_path, "val", labelled=True)
-    assert images.notes == ["b-test-0.tar stands in for val, which is not there"]
+    assert images.notes == ["b-test-0.tar is read as val, because there is no val"]
     (tmp_path / "a-Training-0.tar").unlink()
-    message = r"no tar whose name says train \(names that say test: b-test-0.tar; no split: train_val.tar\)"
+    message = r"no tar with train in its name \(names with test: b-test-0.tar; no split: train_val.tar\)"
     with pytest.raises(ValueError, match=message):
         open_images("folder", tmp_path, "train")
     assert len(open_images("folder", tmp_path / "b-test-0.tar", "train")) == 1  # itself
@@ -280,7 +284,7 @@ def test_names_of_folders_of_tars_say_the_split(tmp_path):
         webdataset(tmp_path / name / "0.tar", [0])
     assert find_tars(tmp_path, "train", labelled=True) == [tmp_path / "Train" / "0.tar"]
     images = open_images("folder", tmp_path, "val", labelled=True)
-    assert len(images) == 1 and images.notes == ["testing/ stands in for val, which is not there"]
+    assert len(images) == 1 and images.notes == ["testing/ is read as val, because there is no val"]
     webdataset(tmp_path / "validation" / "0.tar", [0])
     assert find_tars(tmp_path, "val") == [tmp_path / "validation" / "0.tar"]
 
@@ -299,16 +303,18 @@ def test_hidden_members_are_ignored(tmp_path):
         open_tars([path])
 
 
-def test_an_index_of_an_older_rule_is_made_again(tmp_path, capsys):
+def test_an_index_of_older_rules_is_made_again(tmp_path, capsys):
     path = named(tmp_path / "set.tar", "train/a/1.jpg", "validation/a/2.jpg")
-    stat = path.stat()
-    folder = tmp_path / ".prmim" / ("index-" + tars._digest(["train", "set.tar"]))
-    rows, classes, _ = index_tars([path])
-    stamp = [[path.name, stat.st_size, stat.st_mtime_ns]]  # as it was
-    shards = [{"name": path.name, "size": stat.st_size}]
-    packed.write_index(folder, packed.records(rows * 2), shards, classes, stamp=stamp)
-    assert len(packed.PackedImages(folder, tmp_path)) == 2 and len(open_tars([path])) == 1
-    assert "indexing 1 tar in" in capsys.readouterr().out
+    open_tars([path])
+    (index,) = (tmp_path / ".prmim").iterdir()
+    images = TarImages(index, tmp_path)
+    rows = {name: np.concatenate([values, values]) for name, values in images.rows.items() if name != "name"}
+    rows["name"] = np.concatenate([images.names, images.names])
+    stamp = images.content["stamp"] | {"rule": 0}
+    write_index(index, rows, images.content | {"stamp": stamp})
+    assert len(TarImages(index, tmp_path)) == 2
+    capsys.readouterr()
+    assert len(open_tars([path])) == 1 and "indexing 1 tar in" in capsys.readouterr().out
     open_tars([path])
     assert capsys.readouterr().out == "" and len([*(tmp_path / ".prmim").iterdir()]) == 1
 
@@ -347,9 +353,9 @@ def test_an_inner_tar_ends_where_it_ends(tmp_path):
     ):
         path = write(tmp_path / "train.tar", [("n00000001.tar", data), ("n00000002.tar", whole)])
         with pytest.raises(ValueError, match=message):
-            index_tars([path])
+            scan_tars([path])
     path = write(tmp_path / "train.tar", [("n00000001.tar", inner_tar([("deep.tar", whole), ("1.jpg", photo(1))]))])
-    assert len(index_tars([path])[0]) == 1  # one level, no more
+    assert len(scan_tars([path])[0]["name"]) == 1  # one level, no more
 
 
 def test_a_negative_size_ends(tmp_path):
@@ -360,13 +366,29 @@ def test_a_negative_size_ends(tmp_path):
     data[header + 148 : header + 156] = b"%06o\0 " % checksum
     path.write_bytes(data)
     with pytest.raises(ValueError, match="cannot be read as a tar"):
-        index_tars([path])
+        scan_tars([path])
 
 
-def test_a_broken_index_is_made_again(tmp_path):
+def test_a_broken_index_is_made_again(tmp_path, capsys):
     path = webdataset(tmp_path / "train.tar", [0, 1])
     open_tars([path])
-    for name in (packed.INDEX, packed.RECORDS):
-        (index,) = (tmp_path / ".prmim").rglob(name)
-        index.write_bytes(index.read_bytes()[:-3])
-        assert len(open_tars([path])) == 2
+    (index,) = (tmp_path / ".prmim").iterdir()
+    whole = index.read_bytes()
+    for damaged in (whole[:-3], whole[:5], b"", b"[]", whole[:-1] + b"?", whole.replace(b"0001.jpg", b"0009.jpg")):
+        index.write_bytes(damaged)
+        capsys.readouterr()
+        assert len(open_tars([path])) == 2 and "indexing" in capsys.readouterr().out
+        assert index.read_bytes() == whole
+
+
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
+    path = webdataset(tmp_path / "data" / "train.tar", [0, 1])
+    shutil.copy(path, tmp_path / "secret.tar")
+    open_tars([path])
+    (index,) = (tmp_path / "data" / ".prmim").iterdir()
+    images = TarImages(index, tmp_path / "data")
+    names = {"tars": [{**images.content["tars"][0], "name": "../secret.tar"}]}
+    write_index(index, images.rows | {"name": images.names}, images.content | names)
+    with pytest.raises(ValueError, match=r"data/secret\.tar' is missing"):
+        TarImages(index, tmp_path / "data")
+    assert len(open_tars([path])) == 2

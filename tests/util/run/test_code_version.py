@@ -22,7 +22,7 @@ def project(tmp_path):
 
 
 def version(root):
-    return code_version.__wrapped__(root)  # which is remembered for the life of a process
+    return code_version.__wrapped__(root)  # without its cache
 
 
 def test_the_commit_and_whether_files_differ_from_it(project):
@@ -32,10 +32,12 @@ def test_the_commit_and_whether_files_differ_from_it(project):
     assert "+ changes" not in version(project)
     before = source_hash(project)
     (project / "new.py").write_text("z = 1\n")
-    assert version(project) == f"commit {head} + changes, files {source_hash(project)}" and source_hash(project) != before
+    assert (
+        version(project) == f"commit {head} + changes, files {source_hash(project)}" and source_hash(project) != before
+    )
 
 
-def test_a_copy_knows_the_commit_that_it_was_made_of(project, tmp_path):
+def test_a_copy_reports_the_commit_that_it_was_made_from(project, tmp_path):
     copy = tmp_path / "copy"
     for path in source_files(project):
         (copy / path.relative_to(project)).parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def test_a_copy_knows_the_commit_that_it_was_made_of(project, tmp_path):
     assert version(copy) != version(project)
 
 
-def test_names_count(project):
+def test_a_renamed_file_changes_the_hash(project):
     before = source_hash(project)
     (project / "main.py").rename(project / "main2.py")
     assert source_hash(project) != before

@@ -9,9 +9,11 @@ JOB |= {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_ST
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """A make-believe one, first on PATH."""
+    """A fake `scontrol`, first on PATH."""
     script = tmp_path / "scontrol"
-    script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames gpu[07-09]" ] || exit 1\nprintf "gpu07\\ngpu08\\ngpu09\\n"\n')
+    script.write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames gpu[07-09]" ] || exit 1\nprintf "gpu07\\ngpu08\\ngpu09\\n"\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
@@ -28,25 +30,28 @@ def test_a_task_of_srun_finds_the_others(scontrol):
     assert slurm_environment(JOB | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"})["LOCAL_WORLD_SIZE"] == "1"
 
 
-def test_what_is_no_task_of_srun_among_others(scontrol):
+def test_processes_that_srun_did_not_start_together_have_no_slurm_environment(scontrol):
     batch_script = {name: value for name, value in JOB.items() if name != "SLURM_STEP_ID"}
     assert slurm_environment(batch_script) == {} == slurm_environment({})
-    assert slurm_environment(JOB | {"RANK": "0"}) == {}  # torchrun, one a node
+    assert slurm_environment(JOB | {"RANK": "0"}) == {}  # torchrun was started once per node
     assert slurm_environment(JOB | {"SLURM_NTASKS": "1"}) == {}  # an interactive shell
 
 
 @pytest.mark.parametrize(
-    "changes", [{"SLURM_JOB_NODELIST": "cpu[1-2]"}, {"SLURM_STEP_TASKS_PER_NODE": "4"}, {"SLURM_STEP_TASKS_PER_NODE": "?"}]
+    "changes",
+    [{"SLURM_JOB_NODELIST": "cpu[1-2]"}, {"SLURM_STEP_TASKS_PER_NODE": "4"}, {"SLURM_STEP_TASKS_PER_NODE": "?"}],
 )
-def test_half_an_environment_is_said(scontrol, changes):
-    with pytest.raises(ValueError, match="one of 9 tasks of srun, but where the others are is not clear"):
+def test_an_incomplete_environment_is_an_error(scontrol, changes):
+    with pytest.raises(
+        ValueError, match="one of 9 tasks of srun, but SLURM's variables do not say where the others are"
+    ):
         slurm_environment(JOB | changes)
     lacking = {name: value for name, value in JOB.items() if name not in ("SLURM_LOCALID", *changes)}
     with pytest.raises(ValueError, match="start with submitit_launch.py or torchrun"):
         slurm_environment(lacking | changes)
 
 
-def test_the_environment_is_asked_when_a_run_starts(scontrol, monkeypatch):
+def test_init_process_reads_the_environment_of_slurm(scontrol, monkeypatch):
     for name, value in (JOB | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "?"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="one of 2 tasks of srun"):

@@ -2,7 +2,15 @@ import pytest
 
 from util.run.resume_rules import MACHINE_FLAGS, PROCESS_FLAGS, SPLIT_FLAGS, find_changes, find_notes
 
-SETTINGS = {"lr": 1.0, "batch_size": 8, "accum_iter": 1, "compile": False, "device": "cpu", "data_path": "a", "num_workers": 2}
+SETTINGS = {
+    "lr": 1.0,
+    "batch_size": 8,
+    "accum_iter": 1,
+    "compile": False,
+    "device": "cpu",
+    "data_path": "a",
+    "num_workers": 2,
+}
 META = {"settings": SETTINGS, "num_images": 24, "data": "0123456789", "world_size": 1, "code": "files 1"}
 
 
@@ -16,11 +24,11 @@ def other(**changes):
     [
         ({}, []),
         ({"lr": 2.0}, ["--lr was 1.0 and now is 2.0"]),
-        ({"new_flag": 1}, []),  # the program did not have it yet
+        ({"new_flag": 1}, []),  # a flag that older versions do not have
         ({"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}, []),
         ({"data": "9876543210"}, ["the data had 24 images (names and labels 01234567) and now has 24 images"]),
         ({"num_images": 23}, ["the data had 24 images (names and labels 01234567) and now has 23 images"]),
-        ({"teacher": "other"}, ["the teacher's weights differ from those so far"]),
+        ({"teacher": "other"}, ["the teacher's weights have changed"]),
     ],
 )
 def test_changes_of_results_are_found(changes, said):
@@ -51,13 +59,13 @@ def test_validation_data_counts_where_both_have_it():
         ({"num_workers": 5}, True, None),
     ],
 )
-def test_what_may_change_is_told(changes, dropout, said):
+def test_allowed_differences_give_notes(changes, dropout, said):
     notes = find_notes(META, other(**changes), MACHINE_FLAGS, dropout)
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
 
 
 def test_every_named_flag_exists():
-    """A renamed flag must not silently fall out of the rules."""
+    """A renamed flag must be renamed in the rules, too."""
     import main_finetune
     import main_pretrain
 

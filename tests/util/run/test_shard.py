@@ -5,21 +5,19 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch.nn.parallel import DistributedDataParallel
 
-from engine_finetune import FinetuneEngine
-from engine_pretrain import PretrainEngine
+from engine_finetune import BatchAugmentation
 from models_relative_vit import RelativeBlock
 from models_swin import SwinBlock, swin_micro_patch4_window4
 from models_vit import Block, vit_micro_patch4
 from tests import test_main_finetune, test_main_pretrain
-from tests.test_engine_pretrain import SilentLog
+from tests.loops import a_driver
 from tests.test_framework_contract import CLASSES, build
 from tests.test_main_finetune import labelled, pretrained  # noqa: F401
 from tests.test_main_pretrain import assert_same_state, reports, run, torchrun
 from tests.two_processes import run_in_two_processes
-from util.data.transforms import Normalize
 from util.run import shard
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.train_engine import PRECISIONS, precision
+from util.run.precision import PRECISIONS
 
 CPU = torch.device("cpu")
 CLASSIFIERS = {"ViT": vit_micro_patch4, "Swin": swin_micro_patch4_window4}
@@ -33,36 +31,25 @@ def make(name):
 
 
 @pytest.mark.parametrize("name", [*CLASSES, *CLASSIFIERS])
-def test_every_block_of_encoder_and_decoders_is_a_group(name):
+def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     model = make(name)
-    assert set(shard.blocks_of(model)) == {m for m in model.modules() if isinstance(m, (Block, RelativeBlock, SwinBlock))}
+    assert set(shard.blocks_of(model)) == {
+        m for m in model.modules() if isinstance(m, (Block, RelativeBlock, SwinBlock))
+    }
 
 
-def an_engine(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False):
+def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False):
+    """Returns (driver, model, optimizer)."""
     model = make(name)
-    _, autocast, scaler = precision(precision_name, CPU)
-    # What is zero but for rounding, like the gradient of a key's bias, must not become a step: hence eps.
+    # A large eps: gradients that are zero up to rounding, such as of a key's bias, must not become a step.
     optimizer = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), lr=1e-3, eps=1e-3, fused=True)
     if sharded:
         shard.shard(model, optimizer, CPU, PRECISIONS[precision_name], compiled)
     wrapped = model if sharded else DistributedDataParallel(model, gradient_as_bucket_view=True)
-    engine_class = FinetuneEngine if name in CLASSIFIERS else PretrainEngine
-    engine = engine_class(
-        model=wrapped,
-        optimizer=optimizer,
-        scaler=scaler,
-        autocast=autocast,
-        normalize=Normalize(),
-        learning_rate=lambda step, lr_scale=1.0: 1e-3,
-        accum_iter=accum_iter,
-        images_per_step=8,
-        steps_per_epoch=10,
-        last_step=10,
-        log=SilentLog(),
-        print_freq=1,
-        clip_grad=clip_grad,
-    )
-    return engine, model, optimizer
+    augment = BatchAugmentation() if name in CLASSIFIERS else None
+    options = dict(accum_iter=accum_iter, clip_grad=clip_grad, print_freq=1, steps_per_epoch=10, last_step=10)
+    driver = a_driver(wrapped, optimizer, lambda step, lr_scale=1.0: 1e-3, precision_name, augment=augment, **options)
+    return driver, model, optimizer
 
 
 def batches_of(name, model, rank, num, size=2):
@@ -72,21 +59,25 @@ def batches_of(name, model, rank, num, size=2):
         if name in CLASSIFIERS:
             yield imgs, torch.randint(0, 5, (size,), generator=generator)
         else:
-            _, labels, *orders = model.collator("furthest", 0)([(torch.zeros(1), 0, (rank, size * i + j)) for j in range(size)])
+            _, labels, *orders = model.collator("furthest", 0)(
+                [(torch.zeros(1), 0, (rank, size * i + j)) for j in range(size)]
+            )
             yield imgs, labels, *orders
 
 
 def _trained(rank, name, sharded, steps=2, spoil=(), **options):
-    """-> (losses, gradient norms, whole weights, whole states of the optimizer, its own share of weights and of moments)."""
-    engine, model, optimizer = an_engine(name, sharded, **options)
-    count, exact = iter(range(100)), engine.losses_of
+    """Returns ([(loss, norm)], whole weights, whole optimizer state, numbers of this rank's weights and moments)."""
+    driver, model, optimizer = a_loop(name, sharded, **options)
+    count, exact = iter(range(100)), driver.loop.scaled_loss
 
-    def spoiled(*args):
-        return {k: v * float("nan") if next(count) in spoil and rank == 1 else v for k, v in exact(*args).items()}
+    def spoiled(losses, micro):
+        return exact(
+            {k: v * float("nan") if next(count) in spoil and rank == 1 else v for k, v in losses.items()}, micro
+        )
 
-    engine.losses_of = spoiled if spoil else exact
-    engine.train_one_epoch(0, range(steps), batches_of(name, model, rank, 2 * steps), lambda step: None)
-    logged = [(r["loss"], r["grad_norm"]) for r in engine.log.reports]
+    driver.loop.scaled_loss = spoiled if spoil else exact
+    driver.steps(range(steps), batches_of(name, model, rank, 2 * steps))
+    logged = [(r["loss"], r["grad_norm"]) for r in driver.loop.log.reports]
     weights, states = (shard.gather(part.state_dict(), keep=True) for part in (model, optimizer))
     parameters = sum(p.to_local().numel() if sharded else p.numel() for p in model.parameters())
     moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
@@ -94,7 +85,7 @@ def _trained(rank, name, sharded, steps=2, spoil=(), **options):
 
 
 def _difference(rank, name, **options):
-    """DDP's run less the sharded one: {what: largest difference}, relative but for the weights, which move by about 1e-3."""
+    """Compares the sharded run with DDP's: {what: largest difference}, absolute for weights, else relative."""
     ddp, ours = (_trained(rank, name, sharded, **options) for sharded in (False, True))
     pairs = list(zip(ours[0], ddp[0], strict=True))
     assert ours[1].keys() == ddp[1].keys() and ours[2]["param_groups"] == ddp[2]["param_groups"]
@@ -118,7 +109,7 @@ def _frameworks(rank):
 
 
 def _cases(rank):
-    torch.compile = partial(torch.compile, backend="aot_eager")  # the kernels of the default backend need a compiler
+    torch.compile = partial(torch.compile, backend="aot_eager")  # the default backend needs a C++ compiler
     mae = "MaskedAutoencoderViT"
     return {
         "ViT": _difference(rank, "ViT", clip_grad=0.1, accum_iter=1),
@@ -130,40 +121,43 @@ def _cases(rank):
 
 
 @pytest.mark.parametrize("cases", [_frameworks, _cases])
-def test_a_sharded_step_is_ddp_s(cases):
-    """With accumulation, clipping, drop path; compiled by blocks; what one process finds to be NaN is skipped by both."""
+def test_a_sharded_step_equals_ddp_s(cases):
+    """With accumulation, clipping, drop path, compiled blocks, and a step that is NaN on one rank."""
     for found in run_in_two_processes(cases):
         for name, difference in found.items():
             assert difference["skipped"], name
-            # A block's hooks change the order in which gradients of what many modules read are summed.
-            assert difference["logged"] < 1e-4 and difference["weights"] < 1e-6 and difference["moments"] < 1e-4, (name, difference)
-            # One row cannot be split: class and mask token, and a position table, are the first process's.
+            # Hooks of blocks change the order in which gradients of shared tensors are summed.
+            assert difference["logged"] < 1e-4 and difference["weights"] < 1e-6 and difference["moments"] < 1e-4, (
+                name,
+                difference,
+            )
+            # One row cannot be sharded: rank 0 holds class token, mask token and position table.
             assert difference["parameters"] < 0.55 and difference["states"] < 0.51, (name, difference)
 
 
 def _overflows(rank):
-    """Infinite in the share of one process alone."""
-    engine, _, _ = an_engine("MaskedAutoencoderViT", True)
-    before = [p.to_local().clone() for p in engine.parameters]
-    for p in engine.parameters:
+    """One rank's shard of the gradient is infinite."""
+    loop = a_loop("MaskedAutoencoderViT", True)[0].loop
+    before = [p.to_local().clone() for p in loop.parameters]
+    for p in loop.parameters:
         p.grad = torch.zeros_like(p)
     if rank == 1:
-        engine.parameters[-1].grad.to_local().view(-1)[0] = float("inf")
-    norm = engine.update_weights()
-    same = all(torch.equal(p.to_local(), b) for p, b in zip(engine.parameters, before, strict=True))
-    for p in engine.parameters:
+        loop.parameters[-1].grad.to_local().view(-1)[0] = float("inf")
+    norm = loop.update_weights()
+    same = all(torch.equal(p.to_local(), b) for p, b in zip(loop.parameters, before, strict=True))
+    for p in loop.parameters:
         p.grad = torch.ones_like(p)
-    ones = shard.total_norm([p.grad for p in engine.parameters]) ** 2
-    return {"norm": float(norm), "same": same, "ones": float(ones) / sum(p.numel() for p in engine.parameters)}
+    ones = shard.total_norm([p.grad for p in loop.parameters]) ** 2
+    return {"norm": float(norm), "same": same, "ones": float(ones) / sum(p.numel() for p in loop.parameters)}
 
 
-def test_what_one_process_finds_infinite_all_skip():
+def test_all_ranks_skip_a_step_that_overflows_on_one():
     for found in run_in_two_processes(_overflows):
         assert found["norm"] == float("inf") and found["same"] and found["ones"] == pytest.approx(1)
 
 
 def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(photos, tmp_path, capsys):
-    """Two sharded, then one alone, then two sharded again; and pictures, which need both."""
+    """Two sharded processes, then one, then two again. They also draw pictures, which needs all ranks."""
     whole = run(photos, tmp_path / "whole", "--clip_grad", 1)
     flags = ["--clip_grad", 1, "--batch_size", 2, "--accum_iter", 2, "--shard"]
     first = torchrun(photos, tmp_path / "parts", *flags, "--max_steps", 2)
@@ -180,7 +174,7 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
 
 
 def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, tmp_path):  # noqa: F811
-    """Seven images in batches of three: one process evaluates two batches, the other one."""
+    """Seven images in batches of three: one rank evaluates two batches, the other rank one."""
     flags = [*test_main_finetune.PLAIN, "--finetune", pretrained, "--epochs", 1]
     command = test_main_finetune.command(labelled, tmp_path / "two", *flags, "--batch_size", 3, "--shard")
     done = test_main_finetune.torchrun(*command)
@@ -192,20 +186,22 @@ def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, 
     assert last["loss"] == pytest.approx(ours[-1], rel=1e-5)
 
 
-def test_one_process_without_torchrun_is_told_so(photos, tmp_path, capsys):
+def test_shard_without_a_process_group_is_an_error(photos, tmp_path, capsys):
     message = test_main_pretrain.fails(capsys, photos, tmp_path / "out", "--shard")
     assert "--shard needs several processes: start with torchrun" in message
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The environment of torchrun's only process."""
-    environment = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=test_main_pretrain.free_port())
+    """The environment of torchrun with one process."""
+    environment = dict(
+        RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=test_main_pretrain.free_port()
+    )
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
 
 
-def test_a_group_of_one_is_the_plain_run(photos, tmp_path, alone):
+def test_a_sharded_run_of_one_process_equals_the_plain_run(photos, tmp_path, alone):
     plain, sharded = (run(photos, tmp_path / flag, "--max_steps", 3, flag) for flag in ("--no-shard", "--shard"))
     assert_same_state(sharded, plain)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def terminal():
-    """HUP as in a terminal, also where the tests themselves run under nohup. Programs inherit it."""
+    """Gives HUP its default action, also if the tests run under nohup. Child processes inherit it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -26,7 +26,7 @@ def terminal():
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.usefixtures("terminal")
-def test_a_signal_is_noted_and_the_old_handlers_come_back(number):
+def test_a_signal_sets_the_flag_and_close_restores_the_handlers(number):
     before = {n: signal.getsignal(n) for n in SIGNALS}
     stop = StopSignal(torch.device("cpu"))
     assert not stop.agreed()
@@ -55,17 +55,17 @@ def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system(monkeyp
             signal.signal(number, handler)
 
 
-def test_a_late_second_signal_means_what_it_meant(monkeypatch):
-    """Here an exception, which stands for the default action."""
+def test_a_late_second_signal_has_its_default_action(monkeypatch):
+    """`os.kill` is replaced, because the default action would end the tests."""
     taken = []
     monkeypatch.setattr(signals.os, "kill", lambda pid, number: taken.append((pid, number)))
     stop = StopSignal(torch.device("cpu"))
     try:
-        stop._take_note(signal.SIGTERM, None)
-        stop._take_note(signal.SIGTERM, None)
+        stop._handle(signal.SIGTERM, None)
+        stop._handle(signal.SIGTERM, None)
         assert not taken
         stop.since -= 2 * signals.PATIENCE
-        stop._take_note(signal.SIGTERM, None)
+        stop._handle(signal.SIGTERM, None)
         assert taken == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         stop.close()
@@ -89,11 +89,11 @@ if __name__ == "__main__":
 
 
 def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_path):
-    """An iterator that is still referred to at the end leaves its workers to multiprocessing, whose TERM they ignore."""
+    """The iterator still exists at exit, so its workers are left to multiprocessing, whose TERM they ignore."""
     program = PROGRAM.format(file=str(tmp_path / "lived"), daemon=False)
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "[0]\n", "")
-    assert (tmp_path / "lived").exists()  # a child of the user's own is waited for
+    assert (tmp_path / "lived").exists()  # the user's own child process was not killed
 
 
 HUP = """
@@ -112,7 +112,12 @@ print(stop.agreed(), stop.name)
 @pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
     ended = subprocess.run(
-        [*prefix, sys.executable, "-c", HUP], cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        [*prefix, sys.executable, "-c", HUP],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
     )
     assert ended.stdout == said, ended.stderr
 
@@ -120,7 +125,7 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said)
 def _stops(rank):
     stop, steps = StopSignal(torch.device("cpu")), 0
     for step in range(50):
-        time.sleep(0.01 * rank)  # out of step
+        time.sleep(0.01 * rank)  # so that the ranks are at different steps
         if rank == 1 and step == 7:
             os.kill(os.getpid(), signal.SIGUSR2)
         steps += 1
@@ -133,12 +138,12 @@ def _stops(rank):
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step():
     first, second = run_in_two_processes(_stops)
-    assert first["steps"] == second["steps"] == 9  # noted in the eighth, known to all one step later
+    assert first["steps"] == second["steps"] == 9  # received in the eighth step, known to all ranks one step later
     assert (first["name"], second["name"]) == (None, "SIGUSR2")
 
 
 @pytest.mark.gpu
-def test_processes_on_gpus_compare_notes_on_a_stream_of_their_own(tmp_path):
+def test_on_a_gpu_the_flags_are_reduced_on_a_separate_stream(tmp_path):
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     stop = StopSignal(torch.device("cuda", 0))
     try:

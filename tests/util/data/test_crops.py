@@ -1,4 +1,4 @@
-"""Position tables, schedules and random boxes against closed forms."""
+"""Random crops and evaluation views against torchvision, PIL and timm."""
 
 import math
 import random
@@ -12,7 +12,6 @@ from timm.data import create_transform
 from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
-from util.addressed import addressed_seed
 from util.data.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -24,25 +23,6 @@ from util.data.transforms import (
     reflected,
     resize,
 )
-from util.pos_embed import sincos_pos_embed
-
-
-@pytest.mark.parametrize("grid", [(3, 5), (4, 4)])
-def test_position_table_cell_by_cell(grid):
-    dim = 16
-    table = sincos_pos_embed(dim, grid, cls_token=True)
-    assert table.shape == (1 + grid[0] * grid[1], dim) and table.dtype == torch.float64
-    assert not table[0].any()
-    for r in range(grid[0]):
-        for c in range(grid[1]):
-            omegas = [10000 ** (-k / (dim / 4)) for k in range(dim // 4)]
-            expected = [f(p * w) for p in (c, r) for f in (math.sin, math.cos) for w in omegas]
-            assert table[1 + r * grid[1] + c].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_position_table_needs_a_multiple_of_four():
-    with pytest.raises(ValueError, match="multiple of 4, got 30"):
-        sincos_pos_embed(30, (2, 2))
 
 
 def boxes(height, width, count=4000):
@@ -52,17 +32,22 @@ def boxes(height, width, count=4000):
 
 
 @pytest.mark.parametrize("size", [(60, 80), (500, 333)])
-def test_boxes_are_distributed_as_torchvision_s(size):
+def test_boxes_are_distributed_as_in_torchvision(size):
     height, width = size
     torch.manual_seed(0)
     image = torch.empty(3, height, width)
     theirs = np.array([RandomResizedCrop.get_params(image, (0.2, 1.0), (3 / 4, 4 / 3)) for _ in range(4000)])
     ours = boxes(height, width)
-    for of in (lambda b: b[:, 2] * b[:, 3] / (height * width), lambda b: b[:, 3] / b[:, 2], lambda b: b[:, 0], lambda b: b[:, 1]):
+    for of in (
+        lambda b: b[:, 2] * b[:, 3] / (height * width),
+        lambda b: b[:, 3] / b[:, 2],
+        lambda b: b[:, 0],
+        lambda b: b[:, 1],
+    ):
         a, b = np.sort(of(ours)), np.sort(of(theirs))
         grid = np.concatenate([a, b])
         gap = np.abs(np.searchsorted(a, grid, "right") - np.searchsorted(b, grid, "right")).max() / 4000
-        assert gap < 0.044  # two-sample Kolmogorov-Smirnov, P(>) about 1e-3
+        assert gap < 0.044  # two-sample Kolmogorov-Smirnov test at a level of about 1e-3
     assert (ours[:, 0] + ours[:, 2] <= height).all() and (ours[:, 1] + ours[:, 3] <= width).all() and (ours >= 0).all()
 
 
@@ -72,8 +57,8 @@ def test_extreme_shapes_fall_back_to_a_central_crop():
     assert (boxes(1, 1, 5) == [0, 0, 1, 1]).all()
 
 
-def test_crops_are_pil_s_to_a_twentieth_of_a_level():
-    """Bicubic with antialias: the reference is PIL, which torchvision's RandomResizedCrop uses on JPEGs."""
+def test_crops_equal_those_of_pil_within_a_twentieth_of_a_level():
+    """Antialiased bicubic. The reference is PIL, which torchvision's RandomResizedCrop uses for JPEGs."""
     rng, errors = np.random.default_rng(0), []
     augment = RandomResizedCropFlip(64, seed=0)
     for _ in range(30):
@@ -120,8 +105,8 @@ def test_normalize_and_back():
     torch.testing.assert_close(normalize.undo(normalize(imgs)), imgs / 255, rtol=1e-5, atol=1e-6)
 
 
-def test_the_clipped_crop_is_one_try():
-    """MAE's linear probing: area and log-ratio are drawn once, and sides clipped to the image."""
+def test_the_clipped_crop_takes_one_try():
+    """MAE's linear probing draws area and log-ratio once and clips the sides to the image."""
     augment = RandomResizedCropFlip(32, seed=0, scale=(0.08, 1.0), clip=True)
     for draws in np.random.default_rng(0).random((500, 23)):
         top, left, h, w = augment.box(50, 80, draws)
@@ -133,8 +118,8 @@ def test_the_clipped_crop_is_one_try():
 
 @pytest.mark.parametrize("size", [(60, 81), (333, 500), (224, 224), (75, 48), (31, 400)])
 @pytest.mark.parametrize(("target", "crop_pct"), [(224, None), (32, None), (48, 1.0), (384, None)])
-def test_evaluation_view_is_torchvision_s(size, target, crop_pct):
-    """The same pixels: size after the resize, offsets of the crop, and PIL's bicubic to a twentieth of a level on average."""
+def test_evaluation_view_equals_that_of_torchvision(size, target, crop_pct):
+    """The same size after the resize, the same offset of the crop, and pixels within 0.05 levels of PIL on average."""
     rng = np.random.default_rng(0)
     coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8))
     img = coarse.resize((size[1], size[0]), Image.BICUBIC)
@@ -155,8 +140,8 @@ def test_crop_pct_1_leaves_an_image_of_the_right_size_alone():
         ResizeCenterCrop(32, 1.2)
 
 
-def test_finetune_augmentation_is_timm_s_policy_addressed():
-    """The same sample at the same address, whatever was drawn before; nothing leaks into the global generators."""
+def test_finetune_augmentation_is_timms_policy_with_addressed_draws():
+    """A sample depends only on its address, not on earlier draws. The global generators are not changed."""
     augment = FinetuneAugment(32, seed=3, auto_augment="rand-m9-mstd0.5-inc1")
     reference = create_transform(
         32, is_training=True, color_jitter=None, auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic"
@@ -178,13 +163,8 @@ def test_finetune_augmentation_is_timm_s_policy_addressed():
         FinetuneAugment(32, seed=0, auto_augment="rnd")
 
 
-def test_addressed_seeds_differ():
-    seeds = {addressed_seed(stream, 0, epoch, i) for stream in (4, 5) for epoch in range(5) for i in range(100)}
-    assert len(seeds) == 1000 and all(0 <= s < 2**32 for s in seeds)
-
-
 def padded_window(img, size, top, left):
-    """The window of torchvision's reflection-padded image, the slow way."""
+    """Returns a window of the image that is padded by reflection."""
     padded = F.pad(img.float().unsqueeze(0), (4, 4, 4, 4), mode="reflect").squeeze(0).to(img.dtype)
     return padded[:, top : top + size, left : left + size]
 
@@ -199,11 +179,13 @@ def test_padded_crop_is_a_window_of_the_resized_and_reflected_image():
             windows[window.numpy().tobytes()] = windows[window.flip(-1).numpy().tobytes()] = (top, left)
     augment = PaddedCropFlip(20, seed=3)
     crops = [augment(img, 0, index) for index in range(1000)]
-    drawn = np.array([windows[crop.numpy().tobytes()] for crop in crops])  # a KeyError: no such window
+    drawn = np.array([windows[crop.numpy().tobytes()] for crop in crops])  # KeyError if no window has these pixels
     assert all(crop.shape == (3, 20, 20) and crop.is_contiguous() for crop in crops)
     assert {*drawn[:, 0]} == {*range(9)} and {*drawn[:, 1]} == {*range(19)}
     assert drawn.mean(axis=0) == pytest.approx([4, 9], abs=0.6)
-    assert torch.equal(augment(img, 5, 7), augment(img, 5, 7)) and not torch.equal(augment(img, 5, 7), augment(img, 6, 7))
+    assert torch.equal(augment(img, 5, 7), augment(img, 5, 7)) and not torch.equal(
+        augment(img, 5, 7), augment(img, 6, 7)
+    )
 
 
 def test_reflection_against_numpy():

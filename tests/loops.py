@@ -1,0 +1,83 @@
+"""A model with its training loop, driven step by step."""
+
+import torch
+
+import engine_finetune
+import engine_pretrain
+from util.data.transforms import Normalize
+from util.run.loop import TrainLoop
+from util.run.precision import precision
+
+
+class SilentLog:
+    def __init__(self):
+        self.reports, self.lines = [], []
+
+    def advance(self):
+        pass
+
+    def info(self, line):
+        self.lines.append(line)
+
+    def report(self, step, scalars, line, postfix, interim=False):
+        self.reports.append({"step": step, **scalars})
+
+
+class Found(Exception):
+    """Carries the losses of a micro-batch out of the loop."""
+
+
+class Driver:
+    """Runs an engine's `train_one_epoch` on `model`. `more` are its last arguments."""
+
+    def __init__(self, train, model, loop, *more):
+        self.train, self.model, self.loop, self.more = train, model, loop, more
+
+    def step(self, batches, step):
+        """Makes the optimizer step number `step`."""
+        self.loop.step = step
+        self.train(self.model, batches, range(step, step + 1), self.loop, *self.more)
+
+    def steps(self, steps, batches, after_step=lambda step: None):
+        """Makes steps and calls `after_step` with the number of steps done after each."""
+        for step in steps:
+            self.step(batches, step)
+            after_step(step + 1)
+
+    def losses_of(self, batch, step, micro=0):
+        """Returns the losses of a micro-batch, {name: scalar}, and changes no weights."""
+        exact, accum_iter = self.loop.scaled_loss, self.loop.accum_iter
+
+        def scaled_loss(losses, number):
+            if number == micro:
+                raise Found(losses)
+            return exact(losses, number)
+
+        self.loop.scaled_loss, self.loop.accum_iter = scaled_loss, micro + 1
+        try:
+            self.step(iter([batch] * (micro + 1)), step)
+        except Found as found:
+            return found.args[0]
+        finally:
+            self.loop.scaled_loss, self.loop.accum_iter = exact, accum_iter
+            self.loop.optimizer.zero_grad()
+        raise AssertionError("the loop computed no losses")
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu", augment=None, **options):
+    """A Driver of the pre-training loop, or of fine-tuning with `augment`. `options` are fields of TrainLoop."""
+    settings = dict(log=SilentLog(), images_per_step=8, steps_per_epoch=25, last_step=100, print_freq=2)
+    loop = TrainLoop(
+        parameters=[p for p in model.parameters() if p.requires_grad],
+        optimizer=optimizer,
+        precision=precision(precision_name, torch.device(device)),
+        normalize=Normalize().to(device),
+        learning_rate=learning_rate,
+        **settings | options,
+    )
+    if augment is None:
+        return Driver(engine_pretrain.train_one_epoch, model, loop)
+    return Driver(engine_finetune.train_one_epoch, model, loop, augment)

@@ -1,0 +1,56 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes import RECIPES
+from scripts import sample_photos
+
+SCRIPT = Path(sample_photos.__file__).with_name("quickstart.sh")
+
+
+def call(*arguments):
+    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=30)
+
+
+def test_few_labelled_crops_are_a_subset_of_the_unlabelled_ones(tmp_path, monkeypatch):
+    pytest.importorskip("skimage")
+    monkeypatch.setattr(sample_photos, "PHOTOS", ("coffee.png", "rocket.jpg"))
+    for folder, flags in (("unlabelled", ["--num_train", "4"]), ("labelled", ["--num_train", "2", "--num_val", "5"])):
+        sample_photos.main([str(tmp_path / folder), "--crop_sides", "0.25", "0.5", *flags])
+    labelled = sorted(path.relative_to(tmp_path / "labelled") for path in tmp_path.glob("labelled/train/*/*.jpg"))
+    assert [str(path) for path in labelled] == [f"train/{c}/00{i}.jpg" for c in ("coffee", "rocket") for i in range(2)]
+    for path in labelled:
+        assert (tmp_path / "labelled" / path).read_bytes() == (tmp_path / "unlabelled" / path).read_bytes()
+    assert len(list(tmp_path.glob("labelled/val/*/*.jpg"))) == 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_val", "0"], "--num_train and --num_val must be at least 1, got 100 and 0"),
+        (["--crop_sides", "0.5", "0.25"], "--crop_sides must be two shares 0 < low <= high <= 1, got 0.5 and 0.25"),
+    ],
+)
+def test_sample_photos_names_wrong_flags(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit, match="2"):
+        sample_photos.main([str(tmp_path / "photos"), *flags])
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_one_epoch_of_the_quickstart_can_be_asked_for():
+    """`quickstart.sh --epochs 1` passes its flag to a recipe whose warm-up must fit into one epoch."""
+    assert RECIPES["quickstart"]["warmup_epochs"] <= 1
+
+
+@pytest.mark.parametrize("flag", ["--data_path", "--output_dir=x", "--recipe"])
+def test_quickstart_refuses_flags_that_it_sets_itself(flag):
+    done = call(flag, "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"quickstart.sh: error: the script sets {flag.split('=')[0]} itself")
+
+
+def test_quickstart_explains_itself():
+    done = call("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bash scripts/quickstart.sh" in done.stdout and "set -" not in done.stdout

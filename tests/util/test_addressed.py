@@ -1,0 +1,59 @@
+"""Random numbers that are addressed by (stream, seed, epoch, index)."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from util.addressed import AUGMENT, MASK, addressed_seed, addressed_uniform, seeded_libraries
+
+
+def test_addressed_seeds_differ():
+    seeds = {addressed_seed(stream, 0, epoch, i) for stream in (4, 5) for epoch in range(5) for i in range(100)}
+    assert len(seeds) == 1000 and all(0 <= s < 2**32 for s in seeds)
+
+
+def splitmix64(state, count):
+    """The published generator in plain Python integers, as uniform numbers of 53 bits."""
+    numbers = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        numbers.append((finalise(state) >> 11) / 2**53)
+    return numbers
+
+
+def finalise(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("address", [(MASK, 0, 0, 0), (AUGMENT, 7, 3, 123_456_789)])
+def test_numbers_are_those_of_splitmix64_started_at_a_hash_of_the_address(address):
+    key = 0
+    for part in address:
+        key = finalise(((key ^ part) + 0x9E3779B97F4A7C15) % 2**64)
+    stream, seed, epoch, index = address
+    assert addressed_uniform(stream, seed, epoch, [index], 5)[0].tolist() == splitmix64(key, 5)
+
+
+def test_a_sample_has_the_same_numbers_in_any_batch():
+    batch = addressed_uniform(MASK, 1, np.array([0, 5, 5]), np.array([3, 3, 4]), 7)
+    assert np.array_equal(batch[1], addressed_uniform(MASK, 1, 5, 3, 7)[0])
+    assert len({tuple(row) for row in batch.tolist()}) == 3
+
+
+def draws():
+    return random.random(), np.random.random(), torch.rand(1).item()
+
+
+def test_library_draws_follow_from_the_seed_and_change_no_other_draws():
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with seeded_libraries(3):
+        first = draws()
+    with pytest.raises(ZeroDivisionError), seeded_libraries(3):
+        assert draws() == first
+        raise ZeroDivisionError
+    assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])

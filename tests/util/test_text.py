@@ -1,0 +1,29 @@
+import pytest
+
+from util.text import count_of, duration, shorten
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "expected"),
+    [
+        (1, "image", "1 image"),
+        (2, "image", "2 images"),
+        (0, "step", "0 steps"),
+        (1, "process", "1 process"),
+        (8, "process", "8 processes"),
+        (2, "class", "2 classes"),
+        (2, "epoch", "2 epochs"),
+        (3, "batch", "3 batches"),
+    ],
+)
+def test_counts(number, noun, expected):
+    assert count_of(number, noun) == expected
+
+
+def test_short_lists():
+    assert shorten(["a", "b"]) == "a, b" and shorten([]) == ""
+    assert shorten(["a", "b", "c"], 3) == "a, b, c" and shorten(["a", "b", "c"], 2) == "a, b, ..."
+
+
+def test_durations():
+    assert (duration(3723.4), duration(59.6)) == ("1:02:03", "0:01:00")

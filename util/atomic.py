@@ -1,0 +1,44 @@
+"""Files that are replaced in one step: a reader, or a crash, never meets half of one."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replaced_file(path: str | os.PathLike[str], durable: bool = False) -> Iterator[Path]:
+    """Yields a temporary path for the new content. It replaces `path` when the block ends without an error.
+
+    The temporary file lies in the same folder and has the same suffix. If the block raises, `path` stays as it was. A
+    link is followed. A path that is no regular file, such as a device, is written to directly.
+
+    durable: wait until the content and the rename are on the disk. OSError of a failed write names `path`.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    temporary = target.with_name(f".{target.stem}.tmp-{os.getpid()}{target.suffix}")
+    try:
+        yield temporary
+        if durable:
+            _sync(temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.filename not in (None, temporary, str(temporary)):  # an error of another file
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        _sync(target.parent)  # the rename is written with the folder
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

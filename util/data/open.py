@@ -1,0 +1,87 @@
+"""Opens the images of a run on all ranks, and the stream of batches that its training loop reads."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from util.data import decode
+from util.data.bad_images import BadImages
+from util.data.datasets import DOWNLOADED, AddressedDataset, StepBatchSampler, available_cores, batches, open_images
+from util.data.images import EncodedImages
+from util.data.tars import find_tars
+from util.run import distributed
+from util.run.flags import Plan
+from util.run.logging import RunLog, print_line
+
+
+def open_everywhere(args: argparse.Namespace, split: str, labelled: bool = False, max_bad_fraction: float = 0.0) -> Any:
+    """Calls `open_images` with the flags on every rank. Rank 0 downloads or indexes first.
+
+    ValueError on all ranks if one of them fails, or if they see different data.
+    """
+    in_tars = args.dataset == "folder" and distributed.run_everywhere(
+        lambda: bool(find_tars(args.data_path, split, labelled))
+    )
+    distributed.refuse_differences({"--data_path": "tars" if in_tars else "no tars"}, "kind of data")
+
+    def open_split() -> Any:
+        return open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction)
+
+    if args.dataset in DOWNLOADED or in_tars:
+        distributed.run_on_rank0(lambda: bool(open_split()))
+    images = distributed.run_everywhere(open_split)
+    found = {"number of images": len(images), "names and labels": images.fingerprint()}
+    distributed.refuse_differences(found, f"{split} data")
+    images.reference = args.loader == "reference"
+    return images
+
+
+def training_batches(
+    args: argparse.Namespace,
+    plan: Plan,
+    process: distributed.Process,
+    images: Any,
+    transform: Callable,
+    collator: Callable,
+    steps: range,
+    log: RunLog,
+    img_size: tuple[int, int],
+) -> tuple[Iterator[Any], Callable[[], None]]:
+    """Returns (iterator over this rank's batches of the steps `steps`, function that reports unreadable images)."""
+
+    def log_from_any_rank(message: str) -> None:
+        if process.is_main:
+            log.info(message)
+        else:
+            print_line(f"rank {process.rank}: {message}", sys.stderr)
+
+    split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
+    addresses = StepBatchSampler(len(images), *split, args.seed, steps.start, steps.stop)
+    dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
+    stream = batches(
+        dataset,
+        addresses,
+        collator,
+        plan.num_workers,
+        plan.device == "cuda",
+        log_from_any_rank,
+        batch_bytes=3 * img_size[0] * img_size[1] * plan.batch_size,
+    )
+    return stream, BadImages(images, dataset.bad, args.max_bad_fraction, log.info).report
+
+
+def data_hint(plan: Plan, process: distributed.Process, images: Any) -> str:
+    """Returns what would most likely help a run that waits for these images, or "" on a CPU that loads its own data."""
+    cores = max(1, available_cores() // process.local_world_size)
+    if plan.num_workers == 0:
+        return "" if process.device.type == "cpu" else "no worker loads ahead; set --num_workers"
+    hints = []
+    if plan.num_workers < cores - 1:
+        hints.append(f"raise --num_workers, {plan.num_workers} now, to this process's {cores} cores")
+    if isinstance(images, EncodedImages):
+        if decode.simplejpeg is None and not images.reference:
+            hints.append("pip install simplejpeg, which decodes JPEGs faster")
+        if images.reference:
+            hints.append("--loader reference is half as fast as the default")
+    return "; ".join(hints) or "more cores per GPU; a faster disk, or fewer and larger files by scripts/pack_dataset.py"

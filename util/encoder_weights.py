@@ -1,0 +1,321 @@
+"""Fits weights of other key names and sizes into an encoder: `load_encoder(model, path)`.
+
+It accepts checkpoints of this project, timm's files, and the releases of MAE, MFF (mmpretrain), SimMIM, LocalMIM, TEC,
+GreenMIM, iBOT and DINO. Keys are renamed to those of the encoders here, which are timm's and MAE's. Position tables and
+tables of relative-position biases are resized to the model's grid.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from util.pos_embed import grid_from_settings, resize_pos_embed
+from util.rel_pos import resize_bias_table
+from util.run.checkpoint import CheckpointError, find_checkpoint_file, list_misshaped, meta_of, read_checkpoint
+from util.text import shorten
+
+Weights = dict[str, torch.Tensor]
+
+# Keys that belong to an encoder. If a ViT here lacks one of them, the weights are those of another network.
+_ENCODER_KEYS = (
+    "cls_token",
+    "pos_embed",
+    "patch_embed.",
+    "blocks.",
+    "norm.",
+    "norm_pre.",
+    "reg_token",
+    "rel_pos_bias.",
+)
+_BIAS_TABLE = "relative_position_bias_table"
+
+
+class LoadReport(NamedTuple):
+    """What `load_encoder` did with the keys of the file and of the model."""
+
+    loaded: list[str]
+    resized: list[str]
+    missing: list[str]
+    unexpected: list[str]
+
+    def __str__(self) -> str:
+        """Returns one line of counts and names. Unexpected keys are named by their modules, such as `decoder`."""
+        unused = list(dict.fromkeys(key.partition(".")[0] for key in self.unexpected))
+        parts = [f"{len(self.loaded)} loaded"]
+        for keys, what, names in (
+            (self.resized, "resized", self.resized),
+            (self.missing, "missing", self.missing),
+            (self.unexpected, "not used", unused),
+        ):
+            parts.append(f"{len(keys)} {what} ({shorten(names, most=6)})" if names else f"{len(keys)} {what}")
+        return "; ".join(parts)
+
+
+def load_encoder(
+    model: torch.nn.Module, path: str | Path, first_release_merging: bool = False, classes: list[str] | None = None
+) -> LoadReport:
+    """Loads a pre-trained encoder into a fine-tune model, and reports what was loaded, resized, missing and unexpected.
+
+    Position tables of another grid are resized bicubically, with the class row kept. Tables of relative-position biases
+    are resized by a spline. A bias table that all blocks shared is copied into each block. The MLP on TEC's class token
+    is folded into the token.
+
+    path: a file, or the folder of a run, whose newest checkpoint is used.
+    first_release_merging: re-index the patch merging of GreenMIM's public files. classes: names of the model's classes,
+    in order. A head is loaded if its shape fits and the file names no other classes.
+
+    Only the head and the pooling norm `fc_norm` may be missing. Raises CheckpointError, a ValueError, if any other key
+    of the model is missing or of another shape.
+    """
+    path = find_checkpoint_file(path)
+    return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
+
+
+def fit_encoder(
+    model: torch.nn.Module,
+    content: Mapping[str, Any],
+    what: str,
+    first_release_merging: bool = False,
+    classes: list[str] | None = None,
+) -> LoadReport:
+    """Does what `load_encoder` does for content that was read already, or a state dict. `what` names it in errors."""
+    weights, own, meta = encoder_weights_of(content), model.state_dict(), meta_of(content)
+    settings = meta.get("settings", {})
+    if settings.get("model"):
+        what = f"{what} (it was made as {settings['model']})"
+    if first_release_merging:
+        weights = swap_merging(weights)
+    weights = _copy_shared_bias_table(weights, own)
+    found = {key: value for key, value in weights.items() if key in own and torch.is_tensor(value)}
+    found = _drop_unfit_head(found, own, meta.get("classes"), classes)
+    _check_width(found, own, what, type(model).__name__)
+    resized = []
+    for key, value in found.items():
+        if key == "pos_embed":
+            found[key] = _fit_pos_embed(value, settings, own[key], tuple(model.grid_size))
+        elif key.endswith(_BIAS_TABLE):
+            found[key] = _fit_bias_table(value, settings, own[key], model)
+        if found[key] is not value:
+            resized.append(key)
+    missing = [key for key in own if key not in found]
+    needed = [key for key in missing if not key.startswith(("head.", "fc_norm."))]
+    misshaped = list_misshaped(found, own)
+    problems = []
+    if needed:
+        problems.append(f"missing: {shorten(needed, most=6)}")
+    if misshaped:
+        problems.append(shorten(misshaped, most=6))
+    if problems:
+        raise CheckpointError(f"{what} does not hold the encoder of this {type(model).__name__}: {'; '.join(problems)}")
+    model.load_state_dict(found, strict=False)
+    return LoadReport(list(found), resized, missing, [key for key in weights if key not in found])
+
+
+def refuse_foreign(model: torch.nn.Module, weights: Mapping[str, Any], what: str) -> None:
+    """Raises CheckpointError if `weights` hold parts of an encoder that `model` lacks: its features would differ."""
+    own = model.state_dict()
+    foreign = [key for key in weights if key.startswith(_ENCODER_KEYS) and key not in own]
+    if foreign:
+        raise CheckpointError(f"{what} holds another kind of encoder: this ViT has no {shorten(foreign, most=6)}")
+
+
+# ------------------------------------------------------------------------------------------------ weights inside a file
+
+
+def encoder_weights_of(content: Mapping[str, Any]) -> Weights:
+    """Returns the state dict in a checkpoint's content, with the encoder's keys renamed to ours."""
+    return encoder_names(weights_of(content))
+
+
+def weights_of(content: Mapping[str, Any]) -> Weights:
+    """Returns the state dict in a checkpoint's content.
+
+    It is the value of `model` (this project, MAE), `state_dict` (iBOT's backbones, mmpretrain) or `student` (training
+    checkpoints of iBOT and DINO, of which the student's backbone is returned), else the content itself (timm). Raises
+    CheckpointError if that is no dict of named values.
+    """
+    weights = content.get("model", content.get("state_dict", content.get("student", content)))
+    if not isinstance(weights, dict) or not all(isinstance(key, str) for key in weights):
+        raise CheckpointError(
+            "the file holds no weights by their names: they may lie under `model`, `state_dict` or `student`"
+        )
+    wrapped = "module.backbone."
+    backbone = {key.removeprefix(wrapped): value for key, value in weights.items() if key.startswith(wrapped)}
+    return backbone or weights
+
+
+def holds_student(content: Mapping[str, Any]) -> bool:
+    """Returns whether a content is a training checkpoint of iBOT or DINO, of which `weights_of` returns the student."""
+    return "student" in content and not {"model", "state_dict"} & content.keys()
+
+
+def _copy_shared_bias_table(weights: Weights, own: Mapping[str, torch.Tensor]) -> Weights:
+    """Copies the bias table that SimMIM's blocks share in pre-training into each block of the model."""
+    shared = weights.get(f"rel_pos_bias.{_BIAS_TABLE}")
+    if shared is None:
+        return weights
+    weights = {key: value for key, value in weights.items() if key != f"rel_pos_bias.{_BIAS_TABLE}"}
+    copies = {key: shared for key in own if key.endswith(f"attn.{_BIAS_TABLE}") and key not in weights}
+    return weights | copies
+
+
+def _drop_unfit_head(
+    found: Weights, own: Mapping[str, torch.Tensor], head_classes: list[str] | None, classes: list[str] | None
+) -> Weights:
+    """Leaves out the head of other classes, as MAE's fine-tuning does: of another shape, or of other class names."""
+    has_other_names = classes is not None and head_classes is not None and head_classes != list(classes)
+    kept = {}
+    for key, value in found.items():
+        if key.startswith("head.") and (has_other_names or value.shape != own[key].shape):
+            continue
+        kept[key] = value
+    return kept
+
+
+def _check_width(
+    found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], what: str, model_name: str
+) -> None:
+    """Raises CheckpointError if the encoder's width is not the model's, before less helpful errors about every key."""
+    kernel, own_kernel = found.get("patch_embed.proj.weight"), own.get("patch_embed.proj.weight")
+    if kernel is not None and own_kernel is not None and len(kernel) != len(own_kernel):
+        raise CheckpointError(
+            f"{what} holds an encoder of width {len(kernel)}, this {model_name} has width {len(own_kernel)}: "
+            "choose the --model of its size"
+        )
+
+
+# ----------------------------------------------------------------------------------------------- tables of another size
+
+
+def _fit_pos_embed(
+    table: torch.Tensor, settings: Mapping[str, Any], own: torch.Tensor, grid_size: tuple[int, int]
+) -> torch.Tensor:
+    """Returns a position table [1, 1 + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
+
+    The grid of the table follows from the settings of our checkpoints. It is assumed to be square if they are missing.
+    """
+    num_tokens = table.shape[1] - 1
+    side = math.isqrt(num_tokens)
+    square = (side, side) if side * side == num_tokens else None
+    source = grid_from_settings(settings, settings.get("patch_size")) or square
+    if source == grid_size:
+        return table
+    if source is None or table.shape[2] != own.shape[2]:
+        raise CheckpointError(
+            f"pos_embed {list(table.shape)} cannot be resized to {list(own.shape)}: "
+            "a square grid plus a class row is needed"
+        )
+    return resize_pos_embed(table, source, grid_size)
+
+
+def _fit_bias_table(
+    table: torch.Tensor, settings: Mapping[str, Any], own: torch.Tensor, model: torch.nn.Module
+) -> torch.Tensor:
+    """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
+
+    The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already.
+    """
+    if table.shape[1] != own.shape[1]:
+        raise CheckpointError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
+    if hasattr(model, "cls_token"):
+        square = round(((len(table) - 3) ** 0.5 + 1) / 2)
+        source = grid_from_settings(settings, settings.get("patch_size")) or (square, square)
+        target, num_extra = tuple(model.grid_size), 3
+    else:
+        window, own_window = ((round(len(rows) ** 0.5) + 1) // 2 for rows in (table, own))
+        source, target, num_extra = (window, window), (own_window, own_window), 0
+    return table if source == target else resize_bias_table(table, source, target, num_extra)
+
+
+# ------------------------------------------------------------------------------------------ key names of other releases
+
+# mmpretrain (MFF). Its layers count their norms from 1, and so does its backbone: ln1 is the encoder's final norm.
+_MMPRETRAIN = [
+    (r"\.(?:ln|norm)([12])\.", r".norm\1."),
+    (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
+    (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
+    (r"^backbone\.norm1\.", "norm."),
+    (r"^backbone\.norm2\.", "fc_norm."),
+    (r"^backbone\.patch_embed\.projection\.", "patch_embed.proj."),
+    (r"^backbone\.layers\.", "blocks."),
+    (r"^backbone\.", ""),
+    (r"^neck\.norm1\.", "decoder.norm."),
+    (r"^neck\.(?:decoder_)?", "decoder."),
+    (r"^head\.fc\.", "head."),
+]
+
+
+def encoder_names(weights: Weights) -> Weights:
+    """Renames the encoder's keys to ours. The release is recognised by its keys."""
+    if "cls_token_mlp.fc1.weight" in weights:
+        return from_tec(weights)
+    if "norm.0.weight" in weights:
+        return from_localmim(weights)
+    if any(name.startswith("backbone.") for name in weights):
+        return from_mmpretrain(weights)
+    if any(name.startswith("encoder.") for name in weights):
+        return from_simmim(weights)
+    return weights
+
+
+def from_mmpretrain(weights: Mapping[str, torch.Tensor]) -> Weights:
+    """Returns the backbone, neck and head of an mmpretrain state dict under our names. Other keys are left out."""
+    renamed = {}
+    for name, value in weights.items():
+        if name.startswith(("backbone.", "neck.", "head.fc.")):
+            for pattern, replacement in _MMPRETRAIN:
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = value
+    return renamed
+
+
+def from_simmim(weights: Mapping[str, torch.Tensor]) -> Weights:
+    """Returns the encoder of a SimMIM state dict under our names, without buffers that the model computes itself."""
+    computed = ("relative_position_index", "attn_mask")
+    return {
+        name.removeprefix("encoder."): value
+        for name, value in weights.items()
+        if name.startswith("encoder.") and not name.endswith(computed)
+    }
+
+
+def swap_merging(weights: Weights) -> Weights:
+    """Re-indexes Swin weights whose patch merging takes neighbours in the order of GreenMIM's first release.
+
+    That order of (row, column) is 00, 01, 10, 11. Swin's is 00, 10, 01, 11. The second and the third quarter of the
+    4 C inputs of norm and matrix change places, which is exact. Raises ValueError for weights without patch merging.
+    """
+    merging = [name for name in weights if ".downsample." in name]
+    if not merging:
+        raise ValueError("these weights merge no patches: only Swin's have an order of merging")
+    swapped = {}
+    for name in merging:
+        first, second, third, fourth = weights[name].chunk(4, dim=-1)
+        swapped[name] = torch.cat([first, third, second, fourth], dim=-1)
+    return weights | swapped
+
+
+def from_localmim(weights: Mapping[str, torch.Tensor]) -> Weights:
+    """Returns a LocalMIM state dict without its norms of inner levels: the last one is the encoder's final norm."""
+    last = max(int(name.split(".")[1]) for name in weights if re.match(r"norm\.\d+\.", name))
+    renamed = {}
+    for name, value in weights.items():
+        if name.startswith(f"norm.{last}."):
+            name = name.replace(f"norm.{last}.", "norm.")
+        if not re.match(r"norm\.\d+\.", name):
+            renamed[name] = value
+    return renamed
+
+
+def from_tec(weights: Mapping[str, torch.Tensor]) -> Weights:
+    """Returns a TEC state dict without the MLP on the class token, which is folded into the token in float64."""
+    mlp = {name: value.double() for name, value in weights.items() if name.startswith("cls_token_mlp.")}
+    hidden = F.linear(weights["cls_token"].double(), mlp["cls_token_mlp.fc1.weight"], mlp["cls_token_mlp.fc1.bias"])
+    folded = F.linear(F.gelu(hidden), mlp["cls_token_mlp.fc2.weight"], mlp["cls_token_mlp.fc2.bias"])
+    others = {name: value for name, value in weights.items() if not name.startswith("cls_token_mlp.")}
+    return others | {"cls_token": folded.to(weights["cls_token"].dtype)}

@@ -1,0 +1,73 @@
+"""Which pre-trained encoder a fine-tuning run began with, and whether a resumed run still means the same one."""
+
+from pathlib import Path
+from typing import Any
+
+from util.run import checkpoint
+
+
+def find_encoder(finetune: str | None, is_resumed: bool) -> dict[str, Any] | None:
+    """Returns path, SHA-256 and progress of the checkpoint that --finetune means, or None.
+
+    A resumed run no longer needs the file: the result is None if it is gone. ValueError if a new run does not find it.
+    """
+    if finetune is None or (is_resumed and not Path(finetune).exists()):
+        return None
+    try:
+        path = checkpoint.find_checkpoint_file(finetune)
+    except checkpoint.CheckpointError:  # an empty folder
+        if is_resumed:
+            return None
+        raise
+    if not path.is_file():
+        raise ValueError(f"--finetune {finetune!r} does not exist: give a checkpoint, or the folder of a run")
+    meta = checkpoint.read_record(path) or checkpoint.meta_of(checkpoint.read_checkpoint(path))
+    encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
+    if meta.get("settings", {}).get("epochs"):
+        encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}
+    return encoder
+
+
+def warn_if_unfinished(encoder: dict[str, Any]) -> list[str]:
+    """Returns a warning if the pre-training of the encoder has not reached its end."""
+    if encoder.get("epochs") is None or encoder["epoch"] >= encoder["epochs"]:
+        return []
+    return [
+        f"warning: the training of {encoder['path']} is not finished: it is at step {encoder['step']}, "
+        f"epoch {encoder['epoch']:.4g} of {encoder['epochs']}"
+    ]
+
+
+def resume_encoder(
+    meta: dict[str, Any], now: dict[str, Any] | None, output_dir: str
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Returns (the encoder that a resumed run began with, remarks).
+
+    meta: of the run's checkpoint. now: what --finetune means now. ValueError if that is another encoder. A pre-training
+    run that has gone on since is still the same one while this run trains. It is another one once this run has ended:
+    otherwise its results would pass for those of the newer checkpoint.
+    """
+    before = meta.get("encoder") or {"path": meta["settings"]["finetune"]}
+    is_over = meta["epoch"] >= meta["settings"]["epochs"]
+    remarks = _compare(before, now, is_over, output_dir)
+    return (before if before["path"] else None), remarks
+
+
+def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, output_dir: str) -> list[str]:
+    if now is None or now["sha256"] == before.get("sha256"):
+        return []
+    was = Path(before["path"]).resolve() if before["path"] else None
+    new = Path(now["path"]).resolve()
+    if "sha256" not in before and was in (new, new.parent):
+        return []  # records of older versions hold only a path, of a file or a folder
+    then, later = before.get("step"), now.get("step")
+    has_grown = then is not None and later is not None and then < later
+    same_run = was is not None and was.parent == new.parent and has_grown
+    if same_run and not is_over:
+        return [f"warning: this run continues from {was}; {new}, which is newer, is ignored"]
+    what = "the results" if is_over else "a run"
+    if was == new:
+        changed = f"{str(new)!r}, which has changed since"
+        raise ValueError(f"{output_dir!r} holds {what} of an earlier {changed}; choose another --output_dir")
+    origin = "training from scratch" if was is None else repr(str(was))
+    raise ValueError(f"{output_dir!r} holds {what} of {origin}, not of {str(new)!r}; choose another --output_dir")

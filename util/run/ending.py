@@ -1,0 +1,51 @@
+"""The end of a run: at its last step, or after a signal."""
+
+import signal
+from pathlib import Path
+
+from util.run import checkpoint, distributed
+from util.run.loop import TrainLoop
+from util.run.signals import StopSignal, kill_workers
+from util.text import count_of
+
+
+def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
+    """Prints the summary of a finished run and leaves the process group."""
+    stop.settle()
+    if loop.on_report is not None:
+        loop.on_report()
+    loop.log.info(summary)
+    loop.log.close()
+    distributed.shut_down()
+    stop.finish()
+
+
+def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
+    """Ends a run that a signal has stopped, after its checkpoint is saved.
+
+    Our signal handlers stay installed until then: the previous ones might requeue the job or kill the process. After
+    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
+    """
+    name = stop.name or "a signal to another process"
+    loop.log.info(f"stopped by {name} after step {loop.step} of {loop.last_step}; the same command goes on from there")
+    loop.log.close()
+    stop.close()
+    distributed.shut_down()
+    if stop.name == signal.SIGINT.name:
+        kill_workers()  # a program that dies of SIGINT runs no exit handlers
+        raise KeyboardInterrupt
+
+
+def describe_progress(loop: TrainLoop, num_images: int, epochs: int) -> str:
+    """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
+    done, images = count_of(loop.last_step, "step"), count_of(num_images, "image")
+    total = epochs * loop.steps_per_epoch
+    if loop.last_step == total:
+        return f"for {done} on {images}"
+    return f"for {done} of {total} on {images}; the same command without --max_steps goes on"
+
+
+def closing_lines(output_dir: Path, is_main: bool) -> list[str]:
+    """Returns where the newest checkpoint and TensorBoard's files are."""
+    newest, _ = checkpoint.newest_checkpoint(output_dir) if is_main else (None, None)
+    return [f"  checkpoint   {newest}", f"  TensorBoard  tensorboard --logdir {output_dir / 'tensorboard'}"]

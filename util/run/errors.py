@@ -1,0 +1,50 @@
+"""How errors end a program: one paragraph on stderr and an exit code that says whether to start again."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from util.data.images import ImageError
+from util.run import distributed
+from util.run.checkpoint import CheckpointError
+from util.run.watchdog import TEMPORARY
+
+
+def exit_code(error: Exception) -> int:
+    """Returns 3: values not finite; 4: unusable checkpoint; 75: I/O error, start again; 2: any other user error."""
+    if isinstance(error, FloatingPointError):
+        return 3
+    if isinstance(error, CheckpointError):
+        return 4
+    return TEMPORARY if isinstance(error, OSError) else 2
+
+
+def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "start the same command again") -> NoReturn:
+    """Ends the program with one paragraph and the error's `exit_code`. advice: what to do after an I/O error."""
+    message = str(error).strip()
+    if "Traceback" in message:  # an error of a DataLoader worker
+        message = message.splitlines()[-1].partition("Error: ")[2]
+    if isinstance(error, OSError):
+        message += f"; {advice}"
+    distributed.drain_gloo_threads()
+    parser.exit(exit_code(error), f"{parser.prog}: error: {message}\n")
+
+
+@contextmanager
+def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Before training, a ValueError is the user's error. The process leaves the process group and exits."""
+    try:
+        yield
+    except (ValueError, FloatingPointError, OSError) as error:
+        distributed.shut_down()
+        refuse(parser, error)
+
+
+@contextmanager
+def exit_on_training_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """While training, unreadable data, values that are not finite and I/O errors end the run. Other errors are bugs."""
+    try:
+        yield
+    except (ImageError, FloatingPointError, OSError) as error:
+        refuse(parser, error, "the same command goes on from the newest checkpoint")

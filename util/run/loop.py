@@ -1,0 +1,288 @@
+"""What both training loops share: micro-batches, learning rates, the optimizer step, reports. It knows no model.
+
+There is no host-device sync except at reports: losses and gradient norms add up on the device, and the device decides
+whether a step is finite. If the norm of a gradient is not finite, the weights stay as they were. Fused AdamW skips the
+step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: DDP has averaged the gradients
+before, and the norm of sharded gradients is all-reduced.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from util.addressed import STEP, addressed_seed
+from util.data.transforms import Normalize
+from util.run.distributed import all_reduce_sum, rank_and_world_size
+from util.run.logging import RunLog
+from util.run.precision import Precision
+from util.run.shard import total_norm
+from util.run.signals import StopSignal
+from util.run.watchdog import BACKWARD, BETWEEN, DATA, FORWARD, PHASES, Watchdog
+from util.text import duration
+
+SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
+MAX_BAD_STEPS = 20  # so many steps in a row that are not finite, as seen at a report, end the run
+
+
+class Meter:
+    """Running sums on the device: losses and gradient norms of the finite steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.names: list[str] = []
+        self.bad_streak = torch.zeros((), device=device)  # non-finite steps in a row
+
+    def add(self, losses: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> None:
+        """Adds the scalar losses and the gradient norm of one step."""
+        if not self.names:
+            self._start([*losses, "grad_norm"])
+        finite = torch.isfinite(grad_norm)
+        values = torch.stack([*losses.values(), grad_norm, torch.ones_like(grad_norm)])
+        self.sums[:, :-1] += torch.where(finite, values, 0.0)  # into both rows
+        self.sums[:, -1] += 1
+        self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
+
+    def read(self, whole_epoch: bool = False, reset: bool = True) -> tuple[dict[str, float | None], int]:
+        """Returns (means over ranks and finite steps, number of skipped steps) since the last reset.
+
+        It waits for the device. The means are None if no step was finite.
+        """
+        row = int(whole_epoch)
+        *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / rank_and_world_size()[1]).tolist()
+        if reset:
+            self.sums[row] = 0
+        means = {name: total / finite if finite else None for name, total in zip(self.names, sums, strict=True)}
+        return means, round(steps - finite)
+
+    def _start(self, names: list[str]) -> None:
+        self.names = names
+        # Rows: since the last report, since the epoch began. Columns: the names, finite steps, all steps.
+        self.sums = torch.zeros(2, len(names) + 2, device=self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ranks must call it, because each has its own sums."""
+        rank, world_size = rank_and_world_size()
+        sums = self.sums.new_zeros(world_size, *self.sums.shape)
+        sums[rank] = self.sums
+        return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the sums; if the world size has changed, each rank gets the mean."""
+        rank, world_size = rank_and_world_size()
+        self._start(state["names"])
+        sums = state["sums"]
+        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(dim=0))
+        self.bad_streak.copy_(state["bad_streak"])
+
+
+class Clock:
+    """Measures wall time since the last lap, and how much of it was spent waiting for data."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.start, self.waited, self.num_steps = time.perf_counter(), 0.0, 0
+
+    def next(self, batches: Iterator[Any]) -> Any:
+        """Returns `next(batches)` and adds the time it took to the waiting time."""
+        before = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - before
+        return batch
+
+    def lap(self, images_per_step: int) -> dict[str, float]:
+        """Returns the rates since the last lap and starts a new one."""
+        seconds = time.perf_counter() - self.start
+        rates = {
+            "seconds_per_step": seconds / self.num_steps,
+            "images_per_s": self.num_steps * images_per_step / seconds,
+            "data_share": self.waited / seconds,
+        }
+        self.restart()
+        return rates
+
+
+@dataclass
+class TrainLoop:
+    """The state of a training loop, apart from model and data.
+
+    parameters: the trained parameters, in the model's order.
+    learning_rate: function (step, lr_scale) that returns the rate of a parameter group with that `lr_scale`.
+    normalize: turns uint8 images into normalised float images on the device.
+    images_per_step: images of one optimizer step over all ranks.
+    last_step: the step after which the run ends.
+    clip_grad: bound on the norm of the whole gradient, or None.
+    data_hint: what to do if loading data is too slow, or "".
+    on_report: called by all ranks at each report.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    normalize: Normalize
+    learning_rate: Callable[..., float]
+    log: RunLog
+    images_per_step: int
+    steps_per_epoch: int
+    last_step: int
+    accum_iter: int = 1
+    clip_grad: float | None = None
+    seed: int = 0
+    print_freq: int = 20
+    data_hint: str = ""
+    on_report: Callable[[], None] | None = None
+    watchdog: Watchdog | None = None
+    stop: StopSignal | None = None
+    step: int = 0  # number of optimizer steps done, over all starts of the run
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
+
+    def __post_init__(self) -> None:
+        self.device = self.normalize.mean.device
+        self.meter, self.clock, self.num_reports = Meter(self.device), Clock(), 0
+        self.has_begun = False
+
+    @property
+    def autocast(self) -> Callable[[], AbstractContextManager]:
+        """Context manager for the forward pass."""
+        return self.precision.autocast
+
+    def load_state(self, content: dict[str, Any] | None, step: int) -> None:
+        """Continues at `step` with the sums and the loss scale of a checkpoint's content; None for a new run."""
+        self.step = step
+        if content is not None:
+            self.meter.load_state_dict(content["meter"])
+            if content["meta"]["settings"]["precision"] == self.precision.name:
+                self.precision.scaler.load_state_dict(content["scaler"])
+
+    def begin_step(self, step: int) -> None:
+        """Sets the learning rates of optimizer step number `step`, counted from 0 over the whole run."""
+        self.losses = {}
+        if not self.has_begun or step % self.steps_per_epoch == 0:
+            self.clock.restart()  # set-up and evaluation do not count
+        self.has_begun = True
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step, group.get("lr_scale", 1.0))
+
+    def next_batch(self, batches: Iterator[Any], micro: int) -> list[torch.Tensor]:
+        """Returns the next micro-batch on the device and seeds the random draws that are made with it."""
+        self._reached(DATA, micro)
+        batch = self.clock.next(batches)
+        self._reached(FORWARD, micro)
+        self.seed_draws(self.step, micro)
+        return [tensor.to(self.device, non_blocking=True) for tensor in batch]
+
+    def seed_draws(self, step: int, micro: int) -> None:
+        """Seeds the global generators by (seed, step, micro-batch, rank): a resumed run repeats drop path and mixup."""
+        rank, world_size = rank_and_world_size()
+        seed = addressed_seed(STEP, self.seed, step, micro * world_size + rank)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def no_sync_before_last(self, model: torch.nn.Module, micro: int) -> AbstractContextManager:
+        """Context of a micro-batch: only the backward pass of a step's last micro-batch all-reduces the gradients."""
+        is_last = micro == self.accum_iter - 1
+        return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
+
+    def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
+        """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`."""
+        self._reached(BACKWARD, micro)
+        for name, loss in losses.items():
+            self.losses[name] = self.losses.get(name, 0) + loss.detach() / self.accum_iter
+        return self.precision.scaler.scale(sum(losses.values()) / self.accum_iter)
+
+    def update_weights(self) -> torch.Tensor:
+        """Steps the optimizer and clears the gradients. Returns the norm of the gradient before clipping."""
+        scaler = self.precision.scaler
+        scaler.unscale_(self.optimizer)
+        grad_norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
+        if scaler.is_enabled():  # it has checked every gradient
+            scaler.step(self.optimizer)
+            scaler.update()
+        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused AdamW and LARS skip by themselves
+            self.optimizer.found_inf = (~grad_norm.isfinite()).float()
+            self.optimizer.step()
+        elif grad_norm.isfinite():  # any other optimizer: a host-device sync in each step
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def end_step(self, grad_norm: torch.Tensor) -> None:
+        """Counts the step and reports if it is time."""
+        self.meter.add(self.losses, grad_norm)
+        self.clock.num_steps += 1
+        self._reached(BETWEEN, self.accum_iter - 1)
+        self.step += 1
+        self.log.advance()
+        epoch_ends = self.step % self.steps_per_epoch == 0
+        is_due = self.step % self.print_freq == 0 or epoch_ends
+        if is_due or self.step == self.last_step:
+            self.report(epoch_ends, interim=not is_due)
+
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop after this step because of a signal."""
+        return self.stop is not None and self.stop.agreed()
+
+    def report(self, epoch_ends: bool, interim: bool = False) -> None:
+        """Logs the means since the last report, which waits for the device. FloatingPointError if no step was finite.
+
+        An interim report is made if a run ends between two regular ones. It leaves the meter as it is, so that the
+        regular reports of a resumed run equal those of an undisturbed run.
+        """
+        step, epoch = self.step, (self.step - 1) // self.steps_per_epoch
+        means, skipped = self.meter.read(reset=not interim)
+        bad_streak = int(self.meter.bad_streak)
+        if bad_streak >= MAX_BAD_STEPS:
+            raise FloatingPointError(
+                f"the gradient's norm was not finite in each of the last {bad_streak} steps before step {step}; their "
+                f"updates were skipped, so weights and checkpoints are good. Lower --blr, or try --precision bf16 or "
+                f"fp32"
+            )
+        grad_norm = means.pop("grad_norm")
+        scalars: dict[str, Any] = {"epoch": epoch, "loss": _total(means)}
+        if len(means) > 1:
+            scalars |= {f"loss_{name}": value for name, value in means.items()}
+        scalars |= {"grad_norm": grad_norm, "lr": self.learning_rate(step - 1), "skipped_steps": skipped}
+        scalars |= self.clock.lap(self.images_per_step)
+        if epoch_ends:
+            means, _ = self.meter.read(whole_epoch=True)
+            del means["grad_norm"]
+            scalars["epoch_loss"] = _total(means)
+        self.log.report(step, scalars, *self._describe(scalars), interim)
+        if self.on_report is not None:
+            self.on_report()
+        self.num_reports += 1
+        # The first report includes the start of the workers; one warning is enough.
+        if self.num_reports > 1 and self.data_hint and scalars["data_share"] > SLOW_DATA:
+            self.log.info(
+                f"warning: {scalars['data_share']:.0%} of the time is spent waiting for data: {self.data_hint}"
+            )
+            self.data_hint = ""
+
+    def _describe(self, scalars: dict[str, Any]) -> tuple[str, str]:
+        """Returns a report as (line of the log, text beside the progress bar)."""
+        eta = duration((self.last_step - self.step) * scalars["seconds_per_step"])
+        loss = "not finite" if scalars["loss"] is None else f"{scalars['loss']:.4f}"
+        values = f"loss {loss}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
+        if scalars["skipped_steps"]:
+            values += f", {scalars['skipped_steps']} steps skipped"
+        where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
+        return f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}", values
+
+    def _reached(self, phase: int, micro: int) -> None:
+        if self.watchdog is not None:
+            self.watchdog.reached(self.step, len(PHASES) * micro + phase)
+
+
+def _total(means: dict[str, float | None]) -> float | None:
+    values = [value for value in means.values() if value is not None]
+    return sum(values) if len(values) == len(means) else None

@@ -1,0 +1,92 @@
+"""When a run saves, what it keeps, and how it survives a full disk."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from util.run import checkpoint, shard
+from util.run.distributed import all_reduce_sum
+from util.run.loop import TrainLoop
+from util.run.resume import RunRecord
+from util.run.run_folder import write_progress
+
+
+def step_ranges(start: int, last: int, steps_per_epoch: int, save_steps: int) -> Iterator[range]:
+    """Yields ranges of optimizer steps from `start` to `last`. Each ends where a checkpoint is due or an epoch ends."""
+    while start < last:
+        ends = [last, (start // steps_per_epoch + 1) * steps_per_epoch]
+        if save_steps:
+            ends.append((start // save_steps + 1) * save_steps)
+        yield range(start, min(ends))
+        start = min(ends)
+
+
+@dataclass
+class CheckpointSaver:
+    """Writes the checkpoints of a run and prunes those that are not needed any more.
+
+    save_every: epochs between checkpoints that are kept for good. first_step: where this start resumed, or 0.
+    """
+
+    output_dir: Path
+    record: RunRecord
+    model: torch.nn.Module
+    loop: TrainLoop
+    is_sharded: bool
+    save_every: int
+    epochs: int
+    first_step: int
+    good_steps: list[int] = field(init=False)  # checkpoints known to be good: resumed from, or saved since
+
+    def __post_init__(self) -> None:
+        self.good_steps = [self.first_step]
+
+    def save(self, required: bool) -> None:
+        """Writes the checkpoint of the current step. All ranks must call it.
+
+        If it is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
+        """
+        loop, step = self.loop, self.loop.step
+        if all_reduce_sum(shard.count_bad(self.model.parameters())) > 0:
+            raise FloatingPointError(
+                f"the weights are not finite after step {step}: not saved; the last checkpoint is good"
+            )
+        meter = loop.meter.state_dict()
+        weights, moments = self.gather(self.model), self.gather(loop.optimizer)
+        if not self.record.process.is_main:
+            return
+        state = {"model": weights, "optimizer": moments, "scaler": loop.precision.scaler.state_dict(), "meter": meter}
+        if self.write(step, state, self.record.meta(step), required, keep=self.is_kept(step)):
+            write_progress(self.output_dir, step)
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is kept: every `save_every` epochs and at the end of the schedule."""
+        epoch, rest = divmod(step, self.record.steps_per_epoch)
+        return rest == 0 and (epoch % self.save_every == 0 or epoch == self.epochs)
+
+    def gather(self, part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns the whole state dict of the model or the optimizer on rank 0. All ranks must call it."""
+        state = part.state_dict()
+        return shard.gather(state, keep=self.record.process.is_main) if self.is_sharded else state
+
+    def write(
+        self, name: int | str, state: dict[str, Any], meta: dict[str, Any], required: bool, keep: bool = False
+    ) -> bool:
+        """Writes a checkpoint and prunes older ones. Returns whether that worked. OSError only if it is `required`."""
+        try:
+            checkpoint.save_checkpoint(self.output_dir, name, state, meta, keep)
+        except OSError as error:
+            if required:
+                raise
+            self.loop.log.info(f"warning: checkpoint-{name}.pth could not be written ({error}); training goes on")
+            return False
+        try:
+            if isinstance(name, int):
+                self.good_steps = [*self.good_steps, name][-2:]
+                checkpoint.prune_checkpoints(self.output_dir, self.good_steps)
+        except OSError as error:
+            self.loop.log.info(f"warning: older checkpoints could not be removed ({error})")
+        return True

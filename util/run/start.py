@@ -1,0 +1,102 @@
+"""The start of a run: it joins the processes, checks that they agree, and takes the output folder."""
+
+import argparse
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from util.data.folders import list_folder, split_folders, split_of_tar
+from util.run import distributed
+from util.run.code_version import code_version, source_hash
+from util.run.resume_rules import PROCESS_FLAGS
+from util.run.run_folder import FolderLock, find_checkpoint, writable_folder
+
+# Files that a killed process was about to rename.
+LEFTOVERS = (".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*")
+
+
+@dataclass
+class Start:
+    """One start of a run, in one process."""
+
+    program: str  # the main, for example "main_pretrain.py"
+    process: distributed.Process
+    output_dir: Path
+    resume_path: Path | None  # the checkpoint that the run continues from
+    origin: dict[str, Any]  # code version, command line and hosts, for the checkpoints
+    lock: FolderLock | None  # rank 0 holds the folder until its process ends
+    remarks: list[str] = field(default_factory=list)  # what the log should say at the start
+
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether the run starts at a checkpoint of another folder than its own."""
+        return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
+
+
+def join_processes(args: argparse.Namespace) -> distributed.Process:
+    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
+    process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5))
+    refuse_different_starts(args)
+    return process
+
+
+def enter_folder(
+    program: str, args: argparse.Namespace, argv: Sequence[str] | None, process: distributed.Process
+) -> Start:
+    """Locks the output folder and finds the checkpoint to resume from.
+
+    argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable or
+    is in use by another run.
+    """
+
+    def check_folder() -> Path:
+        refuse_output_inside_data(args)
+        return writable_folder(args.output_dir)
+
+    output_dir = distributed.run_everywhere(check_folder)
+    command = [program, *(sys.argv[1:] if argv is None else argv)]
+    hosts = sorted(set(distributed.gather_objects(socket.gethostname())))
+    origin = {"code": code_version(), "command": shlex.join(command), "hosts": hosts}
+    lock: FolderLock | None = None
+
+    def lock_and_look() -> tuple[Path | None, list[str]]:
+        nonlocal lock
+        lock = FolderLock(output_dir)
+        for pattern in LEFTOVERS:
+            for leftover in output_dir.glob(pattern):
+                leftover.unlink()
+        path, remarks = find_checkpoint(output_dir, args.resume)
+        return path, lock.remarks + remarks
+
+    # Rank 0 chooses, so that all ranks resume from the same file.
+    resume_path, remarks = distributed.run_on_rank0(lock_and_look)
+    return Start(program, process, output_dir, resume_path, origin, lock, remarks)
+
+
+def refuse_different_starts(args: argparse.Namespace) -> None:
+    """ValueError on all ranks if ranks were started with other flags, another code or another torch."""
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in PROCESS_FLAGS}
+    distributed.refuse_differences(flags | {"code": source_hash(), "torch": torch.__version__}, "flags and code")
+
+
+def refuse_output_inside_data(args: argparse.Namespace) -> None:
+    """ValueError if the run would write between its own images: the next start would read other data."""
+    root, output_dir = Path(args.data_path).resolve(), Path(args.output_dir).resolve()
+    if args.dataset != "folder" or not output_dir.is_relative_to(root) or not root.is_dir():
+        return
+    listing = list_folder(root)
+    if any(split_of_tar(name) for name in listing.tars):
+        return  # only tars whose names say a split are read
+    folders = [(root / name).resolve() for names in split_folders(listing).values() for name in names] or [root]
+    inside = [folder for folder in folders if output_dir.is_relative_to(folder)]
+    if inside:
+        raise ValueError(
+            f"--output_dir {args.output_dir!r} lies inside the image folder {str(inside[0])!r}, where it would become "
+            f"data; choose a folder outside of it"
+        )
