@@ -1,4 +1,5 @@
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import torch
 from PIL import Image
 
 torch.set_num_threads(1)  # the models are tiny; threads that wait for each other would cost more than they give
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also if nohup or a CI has started the tests
 
 
 def pytest_addoption(parser):

@@ -1,4 +1,8 @@
-"""Runs a function in two gloo processes on this machine."""
+"""Runs a function in two gloo processes on this machine.
+
+They are forks of a server process that has imported the libraries and the project once, so they start at once. A fork
+of the test process itself would not do: it has threads, and autograd refuses to run in such a fork.
+"""
 
 import os
 import queue
@@ -17,9 +21,11 @@ def run_in_two_processes(function, *args, timeout_s=120):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["main_robustness"])  # it imports the other mains, too
     queues = [context.Queue(), context.Queue()]
-    processes = [context.Process(target=_child, args=(rank, port, queues[rank], function, args)) for rank in range(2)]
+    shared = function, args, dict(os.environ)
+    processes = [context.Process(target=_child, args=(rank, port, queues[rank], *shared)) for rank in range(2)]
     for process in processes:
         process.start()
     try:
@@ -46,7 +52,9 @@ def _wait(results, process, timeout_s):
     raise TimeoutError(f"{process.name} gave no result in {timeout_s} s")
 
 
-def _child(rank, port, results, function, args):
+def _child(rank, port, results, function, args, environment):
+    os.environ.clear()  # it is the server's
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)

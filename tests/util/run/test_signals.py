@@ -16,16 +16,7 @@ from util.run.signals import SIGNALS, StopSignal
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def terminal():
-    """Gives HUP its default action, also if the tests run under nohup. Child processes inherit it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.usefixtures("terminal")
 def test_a_signal_sets_the_flag_and_close_restores_the_handlers(number):
     before = {n: signal.getsignal(n) for n in SIGNALS}
     stop = StopSignal(torch.device("cpu"))
@@ -109,7 +100,6 @@ print(stop.agreed(), stop.name)
 
 
 @pytest.mark.parametrize(("prefix", "said"), [([], "True SIGHUP\n"), (["nohup"], "False None\n")])
-@pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said):
     ended = subprocess.run(
         [*prefix, sys.executable, "-c", HUP],
