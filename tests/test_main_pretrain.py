@@ -5,9 +5,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import main_pretrain
 import models_greenmim_pr
 from models_swin import GroupPlanner
 from scripts import pack_dataset
+from tests.warm import Python, run_by_torchrun, torchrun
 from util.data import open as open_data
 from util.data.images import FolderImages
 from util.run import setup
@@ -28,7 +29,7 @@ from util.run.flags import Plan, make_plan
 from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 "
+SMALL = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 "
 SMALL += "--device cpu"
 
 
@@ -151,7 +152,7 @@ def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(
     )
     message = fails(capsys, photos, out, *tec, "--teacher", teacher, "--patch_size", 8)
     assert "cuts patches of 4 px, the student of 8: tokens must be the same" in message
-    assert "--teacher belongs to tec models, but --model is mae_vit_mini_patch4" in fails(
+    assert "--teacher belongs to tec models, but --model is mae_vit_micro_patch4" in fails(
         capsys, photos, out, "--teacher", teacher
     )
     assert "att_topk must be from 1 to 64" in fails(capsys, photos, out, *tec, "--teacher", teacher, "--att_topk", 65)
@@ -264,19 +265,15 @@ def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypat
 @pytest.mark.fault("F12", "a signal to one process of two", "both stop after the same step; 0 lost")
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other, and the run ends as the undisturbed one."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     flags = command(photos, tmp_path / "run", "--batch_size", "4", "--epochs", "40")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*launch, "main_pretrain.py", *flags], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    for line in process.stdout:
-        if "step 3/" in line:
-            os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
-            break
-    rest = process.stdout.read()
-    assert process.wait(timeout=60) != 0 and "the same command goes on from there" in rest  # it has not finished
-    stopped = int(re.search(r"after step (\d+) of 120", rest)[1])
+    process = Python(*torchrun(ROOT / "main_pretrain.py", *flags), env={"OMP_NUM_THREADS": "1"})
+    while "step 3/" not in process.text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "the same command goes on from there" in out  # it has not finished
+    stopped = int(re.search(r"after step (\d+) of 120", out)[1])
     assert 3 <= stopped < 120 and newest_checkpoint(tmp_path / "run")[0].name == f"checkpoint-{stopped}.pth"
     assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, stopped + 1))
 
@@ -286,12 +283,6 @@ def children_of(pid):
     stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if os.access(path, os.R_OK)]
     fields = [(int(text.split()[0]), int(text.rpartition(")")[2].split()[1])) for text in stats]
     return sorted(child for child, parent in fields if parent == pid)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
@@ -339,25 +330,6 @@ def test_a_total_that_the_processes_cannot_share_is_refused():
         make_plan(args, Process(torch.device("cpu"), world_size=3))
 
 
-def torchrun(photos, output_dir, *flags):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        ROOT / "main_pretrain.py",
-    ]
-    return subprocess.run(
-        [*map(str, launch), *command(photos, output_dir, *flags)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
 def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_path, monkeypatch):
     """GreenMIM's planned shapes depend on the mask; and what came before leaves no trace."""
     graphs, counts, shapes = [], [], set()
@@ -398,12 +370,16 @@ def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, c
 
 def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     """The same global batches, the same losses, one writer; resumed at the exact step."""
-    first = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--max_steps", 4, "--print_freq", 5)
-    assert first.returncode == 0, first.stderr[-3000:]
-    second = torchrun(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
-    assert second.returncode == 0, second.stderr[-3000:]
+    flags = command(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
+    code, out = run_by_torchrun("main_pretrain.py", *flags, "--max_steps", 4)
+    assert code == 0, out[-3000:]
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_pretrain.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = dict(capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*program, *flags], cwd=ROOT, env=environment, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
     for said in ("2 processes on cpu in fp32", "8 = 4 x 2 processes x 1 accumulated", "at step 4"):
-        assert said in second.stdout
+        assert said in done.stdout
     run(photos, tmp_path / "one", "--print_freq", 5)
     ours, theirs = reports(tmp_path / "two"), reports(tmp_path / "one")
     assert [r["step"] for r in ours] == [3, 5, 6]  # the report of step 5 spans the stop after step 4
@@ -475,7 +451,7 @@ def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, c
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 1)
     message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8, code=4)
-    assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [192, 3, 4, 4]" in message
+    assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [96, 3, 4, 4]" in message
     torch.save({"model": read_checkpoint(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
     assert "holds weights but no run to resume" in fails(
         capsys, photos, tmp_path / "b", "--resume", tmp_path / "weights.pth", code=4

@@ -1,16 +1,12 @@
-"""Runs a function in two gloo processes on this machine.
-
-They are forks of a server process that has imported the libraries and the project once, so they start at once. A fork
-of the test process itself would not do: it has threads, and autograd refuses to run in such a fork.
-"""
+"""Runs a function in two gloo processes on this machine."""
 
 import os
 import queue
-import socket
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.warm import free_port, server
 
 
 def run_in_two_processes(function, *args, timeout_s=120):
@@ -18,11 +14,7 @@ def run_in_two_processes(function, *args, timeout_s=120):
 
     If a result is a dict, its tensors come back as arrays. An exception in a process is raised again here.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["main_robustness"])  # it imports the other mains, too
+    context, port = server(), free_port()
     queues = [context.Queue(), context.Queue()]
     shared = function, args, dict(os.environ)
     processes = [context.Process(target=_child, args=(rank, port, queues[rank], *shared)) for rank in range(2)]

@@ -2,46 +2,33 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.test_main_pretrain import SMALL, free_port, reports
+from tests.test_main_pretrain import SMALL, reports
+from tests.warm import Python, torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # Three epochs of 8 images a step, whatever the number of processes.
-TINY = [*SMALL.replace("mini", "micro").replace("--batch_size 8 --epochs 2", "--total_batch_size 8 --epochs 3").split()]
+TINY = [*SMALL.replace("--batch_size 8 --epochs 2", "--total_batch_size 8 --epochs 3").split()]
 TINY += ["--save_every", "1000", "--picture_every", "0"]
 
 
 def command(data, output_dir, *flags, fault=None, processes=2, restarts=0):
-    """The command line of a run. fault: (name, step, rank, marker) of tests/faults/faulty.py."""
+    """The arguments of `python` for a run. fault: (name, step, rank, marker) of tests/faults/faulty.py."""
     program = [ROOT / "main_pretrain.py"]
     if fault:
         program = [ROOT / "tests" / "faults" / "faulty.py", *fault, "main_pretrain"]
-    launch = [sys.executable]
+    program += [*TINY, "--data_path", data, "--output_dir", output_dir, *flags]
     if processes > 1 or restarts:
-        launch += [
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            processes,
-            "--max_restarts",
-            restarts,
-            "--monitor_interval",
-            0.1,
-        ]
-        launch += ["--master_port", free_port()]
-    return list(map(str, [*launch, *program, *TINY, "--data_path", data, "--output_dir", output_dir, *flags]))
+        return torchrun(*program, processes=processes, restarts=restarts)
+    return program
 
 
 def start(*args, **options):
-    """The run as a process group of its own, its output in a pipe."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen(command(*args, **options), cwd=ROOT, env=environment, start_new_session=True, **pipes)
+    """Starts the run in a session of its own."""
+    return Python(*command(*args, **options), env={"OMP_NUM_THREADS": "1"})
 
 
 def finish(*args, code=0, **options):

@@ -69,11 +69,11 @@ def test_both_processes_exit(photos, tmp_path, undisturbed, repeats, record_prop
 def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
     options = dict(fault=("hang", 25, 1, tmp_path / "mark"), restarts=3)
-    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
+    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 4, **options)
     assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 26; exit code 75", out), out
     assert re.search(r'File ".*faulty.py", line \d+ in faulty_seed', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
-    record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 10 s")
+    record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 4 s")
 
 
 @pytest.mark.long
@@ -81,7 +81,7 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
     options = dict(fault=("stop", 25, 1, tmp_path / "mark"), restarts=3)
-    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
+    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 4, **options)
     assert re.search(r"there is no heartbeat from process 1 on \S+; exit code 75", out), out
     assert_as(undisturbed, tmp_path / "out")
     record_property(

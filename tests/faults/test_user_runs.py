@@ -19,6 +19,7 @@ from tests.conftest import write_photo
 from tests.faults.runs import finish, state
 from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
+from tests.warm import Python
 from util.run import distributed, errors
 from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_record
 
@@ -321,11 +322,12 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 log.report(200, {"loss": 1.0}, "step 200", "")
 log.close()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"warning: {tmp_path / 'log.jsonl'} cannot be written ([Errno 27] File too large)" in done.stdout
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    process = Python(script, tmp_path)
+    out, _ = process.communicate(120)
+    assert process.returncode == 0, out
+    assert f"warning: {tmp_path / 'log.jsonl'} cannot be written ([Errno 27] File too large)" in out
     assert [r["step"] for r in reports(tmp_path)] == list(range(1, 201))
 
 
@@ -359,7 +361,7 @@ def test_a_record_says_where_it_comes_from(photos, tmp_path):
     run(photos, tmp_path / "out", *MICRO, "--save_every", 1)
     record = json.loads((tmp_path / "out" / "checkpoint-6.json").read_text())
     assert record["keep"] is True and record["meta"]["hosts"] == [os.uname().nodename]
-    assert record["meta"]["command"].startswith("main_pretrain.py --model mae_vit_mini_patch4 --batch_size 8 ")
+    assert record["meta"]["command"].startswith("main_pretrain.py --model mae_vit_micro_patch4 --batch_size 8 ")
     assert re.fullmatch(r"(commit [0-9a-f]{12}( \+ changes)?, )?files [0-9a-f]{12}", record["meta"]["code"])
 
 

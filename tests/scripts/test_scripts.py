@@ -10,7 +10,7 @@ import main_pretrain
 from scripts import export, plot_losses, sample_photos, visualize
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "--model mae_vit_mini_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
+FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
 
 
 def pretrain(photos, output_dir, *flags):

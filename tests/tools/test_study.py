@@ -1,7 +1,5 @@
 import fcntl
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from main_finetune import parse_args as parse_finetune_args
 from main_pretrain import MODELS, get_args_parser
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
+from tests.warm import Python
 from tools import study, study_job, study_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +36,9 @@ def images(tmp_path):
 @pytest.fixture
 def run_study(images, tmp_path, monkeypatch):
     monkeypatch.setitem(study.PRESETS, "cpu", TINY)
+    monkeypatch.setattr(
+        study.subprocess, "Popen", lambda command, stdout, **_: Python(*command[1:], output=stdout.name)
+    )
 
     def run(*flags):
         places = ["--output_dir", str(tmp_path / "output"), "--report", str(tmp_path / "docs/study.md")]
@@ -139,19 +141,24 @@ def test_no_run_starts_after_the_time(run_study, capsys):
 def test_stopped_in_the_middle_it_stops_its_runs_and_goes_on(images, tmp_path):
     flags = ["--data_path", images, "--output_dir", tmp_path, "--report", tmp_path / "study.md"]
     argv = [*map(str, flags), "--arms", "mae", "--seeds", "0"]
-    script = "from tools import study; from tests.tools.test_study import TINY; "
-    script += f"study.PRESETS['cpu'] = TINY; study.main({argv})"
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert "1 of 1 runs to do" in process.stdout.readline()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tools import study\nfrom tests.tools.test_study import TINY\n\n"
+        f"study.PRESETS['cpu'] = TINY\nstudy.main({argv})\n"
+    )
+    process = Python(script)
     folder = tmp_path / "cpu/runs/mae-seed0"
     while not (folder / "lock").exists():
         assert process.poll() is None
     process.terminate()
-    assert process.wait(60) == 143
+    out, _ = process.communicate(60)
+    assert process.returncode == 143 and "1 of 1 runs to do" in out
     with open(folder / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if the run still works
     assert not (folder / "result.json").exists()
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=200)
+    process = Python(script)
+    process.communicate(200)
+    assert process.returncode == 0
     assert json.loads((folder / "result.json").read_text())["status"] == "finished"
 
 
@@ -159,10 +166,9 @@ def test_two_processes_never_work_in_one_folder(tmp_path):
     (tmp_path / "job.json").write_text("{}")
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(
-            [sys.executable, ROOT / "tools/study_job.py", tmp_path, "{}"], capture_output=True, text=True, timeout=100
-        )
-    assert done.returncode == 1 and "a study on this folder runs already: " in done.stderr
+        process = Python(ROOT / "tools/study_job.py", tmp_path, "{}")
+        out, _ = process.communicate(100)
+    assert process.returncode == 1 and "a study on this folder runs already: " in out
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from tests import test_main_finetune, test_main_pretrain
 from tests.loops import a_driver
 from tests.test_framework_contract import CLASSES, build
 from tests.test_main_finetune import labelled, pretrained  # noqa: F401
-from tests.test_main_pretrain import assert_same_state, reports, run, torchrun
+from tests.test_main_pretrain import assert_same_state, reports, run
 from tests.two_processes import run_in_two_processes
+from tests.warm import free_port, run_by_torchrun
 from util.run import shard
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.precision import PRECISIONS
@@ -160,12 +161,13 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
     """Two sharded processes, then one, then two again. They also draw pictures, which needs all ranks."""
     whole = run(photos, tmp_path / "whole", "--clip_grad", 1)
     flags = ["--clip_grad", 1, "--batch_size", 2, "--accum_iter", 2, "--shard"]
-    first = torchrun(photos, tmp_path / "parts", *flags, "--max_steps", 2)
-    assert first.returncode == 0, first.stderr[-3000:]
+    flags = test_main_pretrain.command(photos, tmp_path / "parts", *flags)
+    code, out = run_by_torchrun("main_pretrain.py", *flags, "--max_steps", 2)
+    assert code == 0, out[-3000:]
     run(photos, tmp_path / "parts", "--clip_grad", 1, "--max_steps", 4)
     assert "warning" not in capsys.readouterr().out
-    last = torchrun(photos, tmp_path / "parts", *flags)
-    assert last.returncode == 0 and "at step 4" in last.stdout and "warning" not in last.stdout, last.stderr[-3000:]
+    code, out = run_by_torchrun("main_pretrain.py", *flags)
+    assert code == 0 and "at step 4" in out and "warning" not in out, out[-3000:]
     parts = read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])
     torch.testing.assert_close(parts["model"], dict(whole["model"]), rtol=1e-3, atol=1e-5)
     assert parts["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
@@ -177,8 +179,8 @@ def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, 
     """Seven images in batches of three: one rank evaluates two batches, the other rank one."""
     flags = [*test_main_finetune.PLAIN, "--finetune", pretrained, "--epochs", 1]
     command = test_main_finetune.command(labelled, tmp_path / "two", *flags, "--batch_size", 3, "--shard")
-    done = test_main_finetune.torchrun(*command)
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, out = run_by_torchrun("main_finetune.py", *command)
+    assert code == 0, out[-3000:]
     test_main_finetune.run(labelled, tmp_path / "one", *flags, "--batch_size", 6)
     ours, theirs = ([r.get("val_loss", r.get("loss")) for r in reports(tmp_path / name)] for name in ("two", "one"))
     assert ours == pytest.approx(theirs, rel=1e-3)
@@ -194,9 +196,7 @@ def test_shard_without_a_process_group_is_an_error(photos, tmp_path, capsys):
 @pytest.fixture
 def alone(monkeypatch):
     """The environment of torchrun with one process."""
-    environment = dict(
-        RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=test_main_pretrain.free_port()
-    )
+    environment = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
 
