@@ -130,6 +130,7 @@ def get_args_parser() -> Parser:
     flag("--account", help="account to charge (default: the user's)")
     flag("--qos", help="quality of service (default: the account's)")
     flag("--constraint", help="required features of the nodes")
+    flag("--dependency", help="condition under which the job starts, such as afterok:ID; cancelled if it cannot be met")
     return parser
 
 
@@ -143,6 +144,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
     args.tasks_per_node = args.tasks_per_node or max(1, args.gpus_per_node)
     if args.cluster != "slurm" and args.nodes > 1:
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
+    if args.cluster != "slurm" and args.dependency:
+        parser.error(f"--dependency {args.dependency} needs --cluster slurm, got {args.cluster}")
     if args.cluster == "slurm" and 60 * args.timeout_min <= 2 * args.signal_delay_s:
         limits = f"--timeout_min {args.timeout_min} is too short for --signal_delay_s {args.signal_delay_s}"
         parser.error(f"{limits}: the limit must be more than twice the delay")
@@ -166,10 +169,13 @@ def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for name in ("partition", "account", "qos", "constraint", "comment"):
         if getattr(args, name):
             parameters[f"slurm_{name}"] = getattr(args, name)
+    more: dict[str, Any] = {"requeue": True}
+    if args.dependency:
+        more |= {"dependency": args.dependency, "kill_on_invalid_dep": "yes"}
     return parameters | {
         "slurm_signal_delay_s": args.signal_delay_s,
         "slurm_srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
-        "slurm_additional_parameters": {"requeue": True},
+        "slurm_additional_parameters": more,
         "slurm_teardown": guard(folder),
     }
 

@@ -32,7 +32,13 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
         "mem_gb: 400.0",
     ):
         assert f"  {line}\n" in out
-    assert "slurm_signal_delay_s: 300" in out and "--kill-on-bad-exit=1" in out and "'requeue': True" in out
+    assert "slurm_signal_delay_s: 300" in out and "--kill-on-bad-exit=1" in out and "{'requeue': True}" in out
+
+
+def test_a_job_may_wait_for_another_one(tmp_path, capsys):
+    flags = ["--dry_run", "--dependency", "afterok:77", "main_pretrain", "--output_dir", str(tmp_path / "run")]
+    submitit_launch.main(flags)
+    assert "{'requeue': True, 'dependency': 'afterok:77', 'kill_on_invalid_dep': 'yes'}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,7 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
         ("main_train", "invalid choice: 'main_train'"),
         ("--nodes 0 main_pretrain", "must be at least 1"),
         ("--cluster local --nodes 2 main_pretrain", "--cluster local is one node, got --nodes 2"),
+        ("--cluster local --dependency afterok:1 main_pretrain", "afterok:1 needs --cluster slurm, got local"),
         ("--timeout_min 10 main_pretrain", "--timeout_min 10 is too short for --signal_delay_s 300"),
         ("--signal_delay_s 0 main_pretrain", "must be at least 1"),
         ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
