@@ -233,6 +233,24 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
     record_property("measured", "; ".join(run.told))
 
 
+def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tmp_path):
+    """A requeue of the first job is not its end. If the first job is cancelled, so is the second."""
+    first, second = Run(photos, tmp_path / "first", epochs=3), Run(photos, tmp_path / "second", epochs=1)
+    first.submit()
+    second.submit("--dependency", f"afterok:{first.job}")
+    first.disturb("USR2", "scancel", "--signal=USR2", first.job)
+    assert second.state() == "PENDING" and not second.text()
+    first.wait_for_the_end()
+    second.wait_for_the_end()
+    third, fourth = Run(photos, tmp_path / "third"), Run(photos, tmp_path / "fourth")
+    third.submit()
+    fourth.submit("--dependency", f"afterok:{third.job}")
+    third.wait_until_under_way()
+    subprocess.run(["scancel", third.job], check=True)
+    wait_for(lambda: fourth.state() == "CANCELLED", fourth.why)
+    assert not fourth.text()
+
+
 @pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 1)])
 def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, code, restarts):
     """srun kills the other processes. After exit code 3 there is no restart; after 75 one, which makes no progress."""
