@@ -15,6 +15,7 @@ ENCODERS = {"models_vit", "models_relative_vit", "models_swin"}
 ALLOWED = {
     "recipes": set(),
     "paper_tables": set(),
+    "table_runs": {"paper_tables"},
     "models_vit": set(),
     "models_relative_vit": {"models_vit"},
     "models_swin": {"models_vit", "models_relative_vit"},  # patches and their embedding; the bias

@@ -1,0 +1,465 @@
+"""Runs every row of a table of the paper, and writes the table with measured beside published numbers.
+
+    python scripts/reproduce_table.py --list
+    python scripts/reproduce_table.py kernels --data_path IMAGENET --dry_run
+    python scripts/reproduce_table.py kernels --data_path IMAGENET --nproc_per_node 8
+    python scripts/reproduce_table.py schedules --rows "*_large_*" --data_path IMAGENET --launcher slurm -- --nodes 4
+    python scripts/reproduce_table.py all --collect --costs cost.csv
+
+A row is a pre-training run, its fine-tuning runs and, for the table of robustness, their evaluation. Their folders are
+ROOT/<recipe>, ROOT/<recipe>/<fine-tuning recipe> and robustness/ below the latter. A run that several tables share is
+one run. A finished run is not started again. Start the same command again to resume everything else.
+
+--launcher torchrun runs one program after the other. With --launcher slurm, submitit_launch.py submits every run at
+once, and a run starts when the run that it needs has finished. A run that is already in the queue is not submitted
+again. Flags after `--` are those of torchrun or of submitit_launch.py.
+
+--collect launches nothing. It writes ROOT/<table>.md and ROOT/<table>.csv from the runs that are there. Accuracies are
+those of the last epoch of finished runs. FLOPs are counted. Memory and time are taken from --costs.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import main_pretrain
+import submitit_launch
+from main_robustness import BENCHMARKS
+from paper_tables import TABLES, Row, Table
+from prmim import SpatialAggregation
+from recipes import FINETUNE_RECIPES, RECIPES
+from table_runs import Run, describe_state, is_finished, is_test_set, pending, progress_of, read_json, runs_of
+from util import costs
+from util.run.cli import Parser, run_program, user_errors
+from util.run.encoder_origin import warn_if_unfinished
+from util.tables import markdown_table, read_csv, write_csv
+
+ROOT = Path(__file__).resolve().parents[1]
+SETS = list(TABLES["robustness"].columns.values())
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Settings that do not change the cost of a step.
+SCHEDULE = {"epochs", "warmup_epochs", "blr", "min_lr", "warmup_lr", "lr_schedule", "lr_steps", "sampling"}
+FORMATS = {"module_gflops": ".2g", "flops": ".3f", "memory": ".2f", "time": ".2f"}  # others: ".1f"
+COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrain.py
+TITLES = ["row", "recipe", "epochs", "throw_ratio"]
+COST_TEXT = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
+
+CostFiles = list[list[dict[str, Any]]]  # the rows of each CSV
+
+
+class StoppedError(Exception):
+    """A signal has stopped the program that is running."""
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+
+
+def takes_teacher(recipe: str) -> bool:
+    """Whether the framework of a pre-training recipe has the flag --teacher."""
+    return main_pretrain.own_flags().get("teacher") is main_pretrain.FRAMEWORK_OF[str(RECIPES[recipe]["model"])]
+
+
+def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
+    """Returns the flags of the run's main. ValueError if a flag of this script is missing."""
+    if run.main == "main_robustness":
+        if not run.sets:
+            raise ValueError(f"the table of robustness needs at least one of {', '.join(f'--{name}' for name in SETS)}")
+        flags = ["--resume", str(run.folder.parent)]
+        for name in run.sets:
+            flags += [f"--{name}", getattr(args, name)]
+        return [*flags, "--output_dir", str(run.folder), *args.robustness_flags]
+    recipe = (RECIPES if run.needs is None else FINETUNE_RECIPES)[run.recipe]
+    source = "inat_path" if str(recipe.get("dataset", "")).startswith("inat") else "data_path"
+    if getattr(args, source) is None:
+        raise ValueError(f"{run.name} needs --{source}: the folder of its images")
+    flags = ["--recipe", run.recipe, "--data_path", getattr(args, source), "--output_dir", str(run.folder)]
+    if run.needs is not None:
+        return [*flags, "--finetune", str(run.needs.folder), *args.finetune_flags]
+    if takes_teacher(run.recipe):
+        if args.teacher is None:
+            raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
+        flags += ["--teacher", args.teacher]
+    return [*flags, *args.pretrain_flags]
+
+
+def submission_of(run: Run, args: argparse.Namespace, job_id: str | None) -> list[str]:
+    """Returns the arguments of submitit_launch.py. job_id: of the job that the run waits for."""
+    dependency = [] if job_id is None else ["--dependency", f"afterok:{job_id}"]
+    name = ["--name", run.name.replace("/", "-")]
+    return [*name, *dependency, *args.launcher_flags, run.main, *flags_of(run, args)]
+
+
+def torchrun_of(run: Run, args: argparse.Namespace) -> list[str]:
+    """Returns the arguments of torchrun."""
+    program = os.path.relpath(ROOT / f"{run.main}.py")
+    return ["--nproc_per_node", str(args.nproc_per_node), *args.launcher_flags, program, *flags_of(run, args)]
+
+
+def check(run: Run, args: argparse.Namespace) -> None:
+    """Parses a run's flags as its main will, and those of the launcher. ValueError or a parser's error if one fails."""
+    if args.launcher == "slurm":
+        launch = submitit_launch.parse_args(submission_of(run, args, "1"))[0]
+        if launch.dry_run:
+            raise ValueError("--dry_run belongs before `--`")
+    else:
+        torchrun_parser().parse_args(torchrun_of(run, args))
+    _, settings = importlib.import_module(run.main).parse_args(flags_of(run, args))
+    if run.main == "main_pretrain":
+        framework = main_pretrain.FRAMEWORK_OF[settings.model]
+        if hasattr(framework, "check_flags"):
+            framework.check_flags(vars(settings))
+
+
+def print_commands(runs: Sequence[Run], args: argparse.Namespace) -> None:
+    """Prints one command per line. ID_OF_... stands for the number of a SLURM job that is not submitted yet."""
+    for run in runs:
+        if args.launcher == "slurm":
+            needed = run.needs if run.needs in runs else None
+            job_id = None if needed is None else f"ID_OF_{needed.name.replace('/', '-')}"
+            command = ["python", os.path.relpath(submitit_launch.__file__), *submission_of(run, args, job_id)]
+        else:
+            command = ["torchrun", *torchrun_of(run, args)]
+        print(shlex.join(command))
+
+
+# ------------------------------------------------------------------------------------------------------ launching
+
+
+def call(command: Sequence[str]) -> int:
+    """Runs a command and returns its exit code. A signal ends it by SIGTERM, so that a main saves first.
+
+    Then StoppedError is raised, or KeyboardInterrupt after Ctrl-C.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        if len(received) == 1:
+            process.terminate()
+
+    # In a session of its own: the terminal's Ctrl-C would reach torchrun and its processes a second time.
+    with subprocess.Popen(command, start_new_session=True) as process:
+        previous = {number: signal.signal(number, stop) for number in SIGNALS}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
+    if received:
+        raise StoppedError(signal.Signals(received[0]).name)
+    return code
+
+
+def run_in_turn(runs: Sequence[Run], args: argparse.Namespace) -> list[str]:
+    """Runs the runs one after the other by torchrun. Returns what has gone wrong."""
+    problems: list[str] = []
+    for i, run in enumerate(runs):
+        if problems and args.fail_fast:
+            break
+        if run.needs is not None and not is_finished(run.needs):
+            problems.append(f"{run.name} was not started: {run.needs.name} is not finished")
+            continue
+        print(f"[{i + 1} of {len(runs)}] {run.name}", flush=True)
+        code = call([sys.executable, "-m", "torch.distributed.run", *torchrun_of(run, args)])
+        if code or not is_finished(run):
+            problems.append(f"{run.name} ended with exit code {code}; {progress_of(run) or 'nothing was saved'}")
+    return problems
+
+
+def queued_job(run: Run) -> str | None:
+    """Returns the number of the run's SLURM job that is waiting or running, or None."""
+    for path in sorted((run.folder / "jobs").glob("*_submission.sh")):
+        job_id = path.name.partition("_")[0]
+        if job_id.isdigit() and submitit_launch.slurm_state(job_id) != "":
+            return job_id
+    return None
+
+
+def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
+    """Submits the runs to SLURM. Each waits for the run that it needs."""
+    jobs: dict[Run, str] = {}
+    for run in runs:
+        queued = queued_job(run)
+        if queued is not None:
+            print(f"{run.name} is already in the queue: job {queued}")
+        needed = jobs.get(run.needs) if run.needs is not None else None
+        jobs[run] = queued or submitit_launch.main(submission_of(run, args, needed)).job_id
+
+
+# ------------------------------------------------------------------------------------------------------ collecting
+
+
+def settings_of(recipe: str) -> dict[str, Any]:
+    """Returns all settings of a pre-training recipe."""
+    return vars(main_pretrain.parse_args(["--recipe", recipe])[1])
+
+
+@functools.cache
+def forward_gmac(recipe: str) -> float:
+    """Returns the forward multiply-adds of one image, in 10^9, without a frozen teacher."""
+    return costs.forward_gmac(settings_of(recipe), main_pretrain.build_model)[0]
+
+
+def aggregation_gmac(recipe: str) -> float:
+    """Returns the forward multiply-adds of the spatial aggregation for one image, in 10^9."""
+    settings, calls = settings_of(recipe), []
+    with torch.device("meta"):
+        model = main_pretrain.build_model(settings)
+        imgs = torch.empty(1, 3, *model.img_size)
+    for module in model.modules():
+        if isinstance(module, SpatialAggregation):
+            module.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs)))
+    model(imgs, *[order.to("meta") for order in costs.make_batch(model, settings, 1)[1]])
+    return sum(costs.count_gmac(functools.partial(module.forward, *inputs)) for module, inputs in calls)
+
+
+def find_baseline(table: Table, row: Row) -> str | None:
+    """Returns the recipe of the same model that throws nothing, from the same table."""
+    model = RECIPES[row.pretrain]["model"] if row.pretrain else None
+    recipes = [other.pretrain for other in table.rows if other.pretrain and other.throw_ratio == 0]
+    return next((recipe for recipe in recipes if RECIPES[recipe]["model"] == model), None)
+
+
+def same_cost(name: str, other: str) -> bool:
+    """Whether a step of two recipes costs the same: they differ at most in their schedule."""
+    parts = [{k: v for k, v in RECIPES.get(recipe, {}).items() if k not in SCHEDULE} for recipe in (name, other)]
+    return bool(parts[0]) and parts[0] == parts[1]
+
+
+def read_costs(paths: Sequence[str]) -> CostFiles:
+    """Returns the rows of each CSV of scripts/profile_pretrain.py."""
+    return [read_csv(path, ("recipe", *COST_COLUMNS.values()), COST_TEXT) for path in paths]
+
+
+def cost_ratio(files: CostFiles, recipe: str, baseline: str, column: str) -> float | None:
+    """Returns the cost of `recipe` relative to `baseline`, from the first file with both."""
+    names = (recipe, baseline)
+    for rows in files:
+        found = {
+            name: [row[column] for row in rows if row[column] and same_cost(row["recipe"], name)] for name in names
+        }
+        if all(found.values()):
+            return found[recipe][0] / found[baseline][0]
+    return None
+
+
+def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFiles) -> float | None:
+    """Returns the measured number of a column, or None. files: of `read_costs`."""
+    measure, baseline = table.columns[column], find_baseline(table, row)
+    if row.pretrain is None:
+        return None
+    if run is not None and measure == "top1":
+        return read_json(run.folder / "results.json")["last"]["val_top1"] if is_finished(run) else None
+    if run is not None:
+        result = read_json(run.folder / "robustness.json").get("summary", {}).get(measure, {})
+        return result.get("mce", result.get("top1"))
+    if measure == "module_gflops":
+        return aggregation_gmac(row.pretrain)
+    if baseline is None:
+        return None
+    if measure == "flops":
+        return forward_gmac(row.pretrain) / forward_gmac(baseline)
+    return cost_ratio(files, row.pretrain, baseline, COST_COLUMNS[measure])
+
+
+def find_deviations(run: Run) -> list[str]:
+    """Returns what makes a run's numbers others than those of its recipe."""
+    if run.main == "main_robustness":
+        summary = read_json(run.folder / "robustness.json").get("summary", {})
+        return [f"{run.name}: {result['title']} is incomplete" for result in summary.values() if result["incomplete"]]
+    settings = read_json(run.folder / "settings.json")
+    recipe = json.loads(json.dumps((RECIPES if run.needs is None else FINETUNE_RECIPES)[run.recipe]))
+    changed = [name for name in recipe if settings.get(name, recipe[name]) != recipe[name]]
+    found = [f"{run.name}: {name} {settings[name]} instead of {recipe[name]}" for name in changed]
+    encoder = read_json(run.folder / "results.json").get("encoder")
+    return found + [f"{run.name}: {warning}" for warning in (warn_if_unfinished(encoder) if encoder else [])]
+
+
+def collect(name: str, rows: Sequence[Row], root: Path, files: CostFiles) -> str:
+    """Writes ROOT/<table>.csv and ROOT/<table>.md, and returns the latter's text."""
+    table = TABLES[name]
+    sets = [measure for measure in table.columns.values() if is_test_set(measure)]
+    columns = [title for column in table.columns for title in (column, f"{column} measured")]
+    lines, records, notes = [], [], [table.note] if table.note else []
+    for row in rows:
+        runs = runs_of(table, row, root, sets)
+        first = [row.label, row.pretrain or "", row.epochs, row.throw_ratio]
+        state = describe_state(list(runs.values())) if runs else row.reason
+        numbers: list[Any] = []
+        cells: list[str] = []
+        for (column, measure), printed in zip(table.columns.items(), row.published, strict=True):
+            value, published = measured(table, row, column, runs.get(column), files), printed.removeprefix("-")
+            numbers += [published, value]
+            cells += [published, "" if value is None else format(value, FORMATS.get(measure, ".1f"))]
+        records.append(
+            dict(zip(TITLES, first, strict=True)) | dict(zip(columns, numbers, strict=True)) | {"state": state}
+        )
+        lines.append([*first, *cells, state])
+        notes += [note for run in runs.values() for link in run.chain for note in find_deviations(link)]
+    root.mkdir(parents=True, exist_ok=True)
+    write_csv(root / f"{name}.csv", [*TITLES, *columns, "state"], records)
+    text = f"## {table.title}\n\n{markdown_table([*TITLES, *columns, 'state'], lines, left=2)}\n"
+    if notes:
+        text += "\n" + "".join(f"- {note}\n" for note in dict.fromkeys(notes))
+    (root / f"{name}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------- flags
+
+
+class TableParser(Parser):
+    """A parser that stores the arguments after `--` as `launcher_flags`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        namespace, rest = super().parse_known_args(words[:end], namespace)
+        namespace.launcher_flags = words[end + 1 :]
+        return namespace, rest
+
+
+def get_args_parser() -> Parser:
+    """The flags of this script."""
+    parser = TableParser("reproduce_table.py", description=__doc__)
+    group = parser.add_argument_group("what is run").add_argument
+    group("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}, or all")
+    group("--rows", metavar="GLOB", help="only rows whose pre-training recipe matches, such as 'prmim*'")
+    group("--list", action="store_true", help="print the tables and their rows")
+    group("--dry_run", action="store_true", help="print the commands, one per line, and run nothing")
+    group("--collect", action="store_true", help="run nothing, and write the tables")
+    group = parser.add_argument_group("data and output").add_argument
+    group("--output_dir", type=Path, default="output/tables", metavar="ROOT", help="folder of all runs")
+    group("--data_path", help="ImageNet, as for main_pretrain.py")
+    group("--inat_path", help="iNaturalist 2018 and 2019, as for main_finetune.py")
+    for name in SETS:
+        group(f"--{name}", metavar="DIR", help=f"{BENCHMARKS[name].title}, as for main_robustness.py")
+    group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
+    group("--costs", nargs="+", default=[], metavar="CSV", help="with --collect: files of scripts/profile_pretrain.py")
+    group = parser.add_argument_group("how").add_argument
+    group("--launcher", default="torchrun", choices=("torchrun", "slurm"), help="flags after -- are the launcher's")
+    group("--nproc_per_node", type=int, default=max(1, torch.cuda.device_count()), help="processes, for torchrun")
+    for name in ("pretrain", "finetune", "robustness"):
+        text = f'flags of main_{name}.py, as in --{name}_flags "--batch_size 64" or --{name}_flags=--device=cpu'
+        group(f"--{name}_flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
+    group("--fail_fast", action="store_true", help="start nothing more after a run has failed")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Parses and checks the flags."""
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.tables if name not in (*TABLES, "all")]
+    if unknown:
+        parser.error(f"unknown table {unknown[0]!r}: give {', '.join(TABLES)}, or all")
+    if not args.tables and not args.list:
+        parser.error(f"give a table ({', '.join(TABLES)}, or all), or --list")
+    if "all" in args.tables or args.list:
+        args.tables = list(TABLES)
+    if args.nproc_per_node < 1:
+        parser.error(f"--nproc_per_node must be at least 1, got {args.nproc_per_node}")
+    if args.costs and not args.collect:
+        parser.error("--costs goes with --collect")
+    return parser, args
+
+
+def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
+    """Returns {table: its rows that --rows asks for}. ValueError if there are none."""
+    chosen = {name: list(TABLES[name].rows) for name in dict.fromkeys(args.tables)}
+    if args.rows is None:
+        return chosen
+    known = [row.pretrain for rows in chosen.values() for row in rows if row.pretrain]
+    for name, rows in chosen.items():
+        chosen[name] = [row for row in rows if row.pretrain and fnmatchcase(row.pretrain, args.rows)]
+    if not any(chosen.values()):
+        raise ValueError(f"--rows {args.rows!r} matches none of {', '.join(dict.fromkeys(known)) or 'no recipes'}")
+    return {name: rows for name, rows in chosen.items() if rows}
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """ValueError if a folder of images does not exist. Runs that need it may start days later."""
+    for name in ("data_path", "inat_path", *SETS):
+        path = getattr(args, name)
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"--{name} {path!r} does not exist")
+
+
+def find_pending(chosen: Mapping[str, Sequence[Row]], args: argparse.Namespace) -> list[Run]:
+    """Returns the runs that are not finished, in order and each once."""
+    sets = [name for name in SETS if getattr(args, name) is not None]
+    found: dict[Run, None] = {}
+    for name, rows in chosen.items():
+        for row in rows:
+            if row.pretrain is None:
+                print(f"{name}, {row.label}: {row.reason}", file=sys.stderr)
+            for run in runs_of(TABLES[name], row, args.output_dir, sets).values():
+                found |= dict.fromkeys(pending(run))
+    return list(found)
+
+
+def print_list(chosen: Mapping[str, Sequence[Row]]) -> None:
+    """Prints all tables with their rows."""
+    for name, rows in chosen.items():
+        print(f"{name}: {TABLES[name].title}")
+        for row in rows:
+            numbers = ", ".join(n for n in row.published if n != "-")
+            recipes = ", ".join(dict.fromkeys(row.finetune.values()))
+            print(f"  {row.label:24} {row.throw_ratio:2} %  {row.pretrain or row.reason}: {recipes or '-'}: {numbers}")
+
+
+def main(argv: Sequence[str] | None = None) -> bool:
+    """Run the program; `argv` replaces the command line. Returns False if a signal stopped it."""
+    parser, args = parse_args(argv)
+    with user_errors(parser):
+        chosen = select_rows(args)
+        if args.list:
+            print_list(chosen)
+            return True
+        if args.collect:
+            files = read_costs(args.costs)
+            print("\n".join(collect(name, rows, args.output_dir, files) for name, rows in chosen.items()), end="")
+            return True
+        runs = find_pending(chosen, args)
+        for run in runs:
+            check(run, args)
+        if not runs:
+            print("nothing is left to run", file=sys.stderr)
+            return True
+        if args.dry_run:
+            print_commands(runs, args)
+            return True
+        if args.launcher == "slurm":
+            submit(runs, args)
+            return True
+        check_paths(args)
+    try:
+        problems = run_in_turn(runs, args)
+    except StoppedError as stopped:
+        print(f"stopped by {stopped}; the same command goes on", file=sys.stderr)
+        return False
+    if problems:
+        parser.exit(1, "\n".join([*problems, "start the same command again to go on"]) + "\n")
+    print(f"all runs are finished: {args.output_dir}; --collect writes the tables")
+    return True
+
+
+if __name__ == "__main__":
+    run_program(main, "reproduce_table.py")
