@@ -11,6 +11,7 @@ import torch
 from framework import PixelFramework
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from util.encoder_weights import rename_prefixes
 from util.run.checkpoint import load_strict
 
 __all__ = [
@@ -108,10 +109,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         All keys must match, except that MAE has no aggregation. Raises ValueError, which names missing, unexpected and
         mis-shaped keys, for example for the encoder-only files, which lack the decoder.
         """
-        renamed = {}
-        for name, value in state_dict.get("model", state_dict).items():
-            prefix = next((old for old in OFFICIAL_NAMES if name.startswith(old)), "")
-            renamed[OFFICIAL_NAMES.get(prefix, "") + name[len(prefix) :]] = value
+        renamed = rename_prefixes(state_dict.get("model", state_dict), OFFICIAL_NAMES)
         load_strict(self, renamed, "MAE weights", optional="aggregation.")
 
 

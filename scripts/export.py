@@ -37,7 +37,7 @@ import models_vit
 from main_pretrain import load_run
 from util.atomic import replaced_file
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.encoder_weights import encoder_weights_of, load_encoder, refuse_foreign
+from util.encoder_weights import encoder_weights_of, load_encoder, refuse_foreign, rename_prefixes
 from util.run import checkpoint
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
 
@@ -165,11 +165,7 @@ def largest_difference(
 def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Weights:
     """The model's state dict under the names of MAE's full releases: the inverse of `load_official`."""
     official = {ours: theirs for theirs, ours in models_mae_pr.OFFICIAL_NAMES.items()}
-    renamed = {}
-    for name, value in model.state_dict().items():
-        prefix = next((ours for ours in official if name.startswith(ours)), "")
-        renamed[official.get(prefix, "") + name[len(prefix) :]] = value
-    return renamed
+    return rename_prefixes(model.state_dict(), official)
 
 
 def refuse_other_frameworks(weights: Weights, settings: Mapping[str, Any], what: str) -> None:

@@ -263,6 +263,15 @@ def encoder_names(weights: Weights) -> Weights:
     return weights
 
 
+def rename_prefixes(weights: Mapping[str, Any], prefixes: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a state dict whose keys begin with the values of `prefixes` where they began with its keys."""
+    renamed = {}
+    for name, value in weights.items():
+        prefix = next((old for old in prefixes if name.startswith(old)), "")
+        renamed[prefixes.get(prefix, "") + name[len(prefix) :]] = value
+    return renamed
+
+
 def from_mmpretrain(weights: Mapping[str, torch.Tensor]) -> Weights:
     """Returns the backbone, neck and head of an mmpretrain state dict under our names. Other keys are left out."""
     renamed = {}
