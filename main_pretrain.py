@@ -19,6 +19,7 @@ from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
+import models_crossmae_pr
 import models_greenmim_pr
 import models_localmim_pr
 import models_mae_pr
@@ -48,7 +49,15 @@ from util.run.signals import StopSignal
 from util.run.start import enter_folder, join_processes
 from util.text import count_of
 
-FRAMEWORKS = (models_mae_pr, models_mff_pr, models_simmim_pr, models_localmim_pr, models_tec_pr, models_greenmim_pr)
+FRAMEWORKS = (
+    models_mae_pr,
+    models_mff_pr,
+    models_simmim_pr,
+    models_localmim_pr,
+    models_tec_pr,
+    models_greenmim_pr,
+    models_crossmae_pr,
+)
 FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
 PROGRAM = "main_pretrain.py"

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import main_pretrain
 from framework import PixelFramework
 from models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from models_swin import SwinEncoder, SwinTransformer
-from models_vit import Block, VisionTransformer, ViTEncoder
+from models_vit import VisionTransformer, ViTEncoder
 from prmim import TokenOrder
 from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
@@ -114,12 +115,14 @@ def test_masked_pixels_never_change_a_prediction(name, arm):
 @arms
 def test_decoder_blocks_see_exactly_the_class_token_and_the_kept_tokens(name, arm):
     model = build(name, **arm)
-    in_decoders = [m for name, m in model.named_modules() if isinstance(m, Block) and "decoder" in name]
+    in_decoders = [m for name, m in model.named_modules() if re.search(r"decoder.*\bblocks\.\d+$", name)]
     if not in_decoders and not hasattr(model, "blocks"):
         pytest.skip("windows see whole grids")
-    lengths = []
+    lengths = []  # of all inputs [B, T, C] of a block together: cross-attention has queries and a context
     for module in in_decoders or model.blocks:
-        module.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+        module.register_forward_hook(
+            lambda _, args, __: lengths.append(sum(tokens.shape[1] for tokens in args if tokens.ndim == 3))
+        )
     model(*a_batch(model))
     prefix = int(hasattr(model, "cls_token"))
     assert set(lengths) == {prefix + model.counts.num_kept}

@@ -145,6 +145,20 @@ def arm_of(recipe, throw_ratio):
     return (throw_ratio if arm else 0.0, not plain, "random" if plain else "furthest")
 
 
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("crossmae_")])
+def test_crossmae_trains_as_its_release(recipe):
+    """lr 2.4e-3 at batch 4096, times the predicted share of the masked tokens; PR-MIM supervises all of them."""
+    s = settings_of(recipe)
+    share = 1.0 if s["progressive"] else (s["mask_ratio"] - s["throw_ratio"]) / s["mask_ratio"]
+    assert (s["blr"] * s["total_batch_size"] / 256, s["total_batch_size"]) == (pytest.approx(2.4e-3 * share), 4096)
+    assert (s["epochs"], s["warmup_epochs"]) == {400: (400, 20), 800: (800, 40)}[s["epochs"]]
+    assert f"_{s['epochs']}ep" in recipe and s["model"].split("_")[2] in recipe
+    assert (s["min_lr"], s["weight_decay"], tuple(s["betas"]), s["clip_grad"]) == (0, 0.05, (0.9, 0.95), None)
+    assert (s["norm_pix_loss"], s["mask_ratio"], s["lr_schedule"], s["visible_source"]) == (True, 0.75, "mae", None)
+    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
+    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.65 if "65" in recipe else 0.5)
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("localmim_")])
 def test_localmim_trains_as_its_release(recipe):
     """lr 1.6e-3 at batch 2048, for ViT-L 2.4e-3 at 4096; floor 1e-6; 10 warm-up epochs of 100, 40 of longer runs."""
@@ -274,7 +288,7 @@ def test_explicit_flags_win_and_unknown_recipes_are_named(capsys):
 FLAGS = """
     recipe
     model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
-    norm_pix_loss decoder_order teacher att_topk att_tau
+    norm_pix_loss decoder_order teacher att_topk att_tau visible_source
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas
     dataset data_path loader crop_scale crop interpolation num_workers max_bad_fraction

@@ -1,8 +1,8 @@
 """Fits weights of other key names and sizes into an encoder: `load_encoder(model, path)`.
 
 It accepts checkpoints of this project, timm's files, and the releases of MAE, MFF (mmpretrain), SimMIM, LocalMIM, TEC,
-GreenMIM, iBOT and DINO. Keys are renamed to those of the encoders here, which are timm's and MAE's. Position tables and
-tables of relative-position biases are resized to the model's grid.
+GreenMIM, CrossMAE, iBOT and DINO. Keys are renamed to those of the encoders here, which are timm's and MAE's. Position
+tables and tables of relative-position biases are resized to the model's grid.
 """
 
 import math
@@ -33,6 +33,8 @@ _ENCODER_KEYS = (
     "rel_pos_bias.",
 )
 _BIAS_TABLE = "relative_position_bias_table"
+# Keys of CrossMAE's pre-training, in its release and here. Its encoder has no final norm.
+_CROSSMAE_KEYS = ("wfm.linear.weight", "decoder.level_weights")
 
 
 class LoadReport(NamedTuple):
@@ -53,6 +55,8 @@ class LoadReport(NamedTuple):
             (self.unexpected, "not used", unused),
         ):
             parts.append(f"{len(keys)} {what} ({shorten(names, most=6)})" if names else f"{len(keys)} {what}")
+        if "norm.weight" in self.missing:
+            parts.append("this encoder was pre-trained without a final norm, so norm starts with weight 1 and bias 0")
         return "; ".join(parts)
 
 
@@ -69,8 +73,9 @@ def load_encoder(
     first_release_merging: re-index the patch merging of GreenMIM's public files. classes: names of the model's classes,
     in order. A head is loaded if its shape fits and the file names no other classes.
 
-    Only the head and the pooling norm `fc_norm` may be missing. Raises CheckpointError, a ValueError, if any other key
-    of the model is missing or of another shape.
+    Only the head and the pooling norm `fc_norm` may be missing, and CrossMAE's encoder has no final norm: the model's
+    `norm` then gets weight 1 and bias 0. Raises CheckpointError, a ValueError, if any other key of the model is missing
+    or of another shape.
     """
     path = find_checkpoint_file(path)
     return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
@@ -103,7 +108,9 @@ def fit_encoder(
         if found[key] is not value:
             resized.append(key)
     missing = [key for key in own if key not in found]
-    needed = [key for key in missing if not key.startswith(("head.", "fc_norm."))]
+    lacks_norm = "norm.weight" in missing and any(key in weights for key in _CROSSMAE_KEYS)
+    optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
+    needed = [key for key in missing if not key.startswith(optional)]
     misshaped = list_misshaped(found, own)
     problems = []
     if needed:
@@ -113,6 +120,8 @@ def fit_encoder(
     if problems:
         raise CheckpointError(f"{what} does not hold the encoder of this {type(model).__name__}: {'; '.join(problems)}")
     model.load_state_dict(found, strict=False)
+    if lacks_norm:
+        model.norm.reset_parameters()
     return LoadReport(list(found), resized, missing, [key for key in weights if key not in found])
 
 

@@ -6,6 +6,7 @@ from timm.optim import param_groups_weight_decay
 from torch.nn.parallel import DistributedDataParallel
 
 from engine_finetune import BatchAugmentation
+from models_crossmae_pr import CrossBlock
 from models_relative_vit import RelativeBlock
 from models_swin import SwinBlock, swin_micro_patch4_window4
 from models_vit import Block, vit_micro_patch4
@@ -35,7 +36,7 @@ def make(name):
 def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     model = make(name)
     assert set(shard.blocks_of(model)) == {
-        m for m in model.modules() if isinstance(m, (Block, RelativeBlock, SwinBlock))
+        m for m in model.modules() if isinstance(m, (Block, CrossBlock, RelativeBlock, SwinBlock))
     }
 
 
