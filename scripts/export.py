@@ -79,8 +79,8 @@ def refuse_other_networks(weights: Weights, settings: Mapping[str, Any], what: s
     name = f"{settings['model']}, {kind}" if settings.get("model") else kind
     flag = "--eval --resume" if "nb_classes" in settings else "--finetune"
     raise ValueError(
-        f"{what} holds {name}: only plain ViTs can be exported, which are those of MAE, MFF, LocalMIM and TEC; "
-        f"main_finetune.py {flag} takes it as it is"
+        f"{what} holds {name}: only plain ViTs can be exported, which are those of MAE, MFF, LocalMIM, TEC and "
+        f"CrossMAE; main_finetune.py {flag} takes it as it is"
     )
 
 
