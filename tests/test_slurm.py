@@ -233,6 +233,7 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
     record_property("measured", "; ".join(run.told))
 
 
+@pytest.mark.long
 def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tmp_path):
     """A requeue of the first job is not its end. If the first job is cancelled, so is the second."""
     first, second = Run(photos, tmp_path / "first", epochs=3), Run(photos, tmp_path / "second", epochs=1)

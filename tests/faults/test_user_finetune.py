@@ -166,8 +166,8 @@ def test_flags_that_do_not_fit_the_model(labelled, tmp_path, capsys):
             "--model swin_micro_patch4_window4 has no probe",
         ),
         (
-            ("--eval", "--resume", tmp_path / "out", "--model", "vit_micro_patch4"),
-            "has vit_mini_patch4: leave the flag out",
+            ("--eval", "--resume", tmp_path / "out", "--model", "vit_mini_patch4"),
+            "has vit_micro_patch4: leave the flag out",
         ),
     ):
         with pytest.raises(SystemExit) as stop:

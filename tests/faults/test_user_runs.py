@@ -406,7 +406,9 @@ def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
     "the console is gone: a full disk behind stdout, Ctrl-C to `| tee log`, a closed terminal",
     "the run goes on, or saves",
 )
-@pytest.mark.parametrize("stdout", ["/dev/full", "a dead pipe", "a closed terminal"])
+@pytest.mark.parametrize(
+    "stdout", ["/dev/full", "a dead pipe", pytest.param("a closed terminal", marks=pytest.mark.long)]
+)
 def test_a_console_that_is_gone_costs_nothing(photos, tmp_path, stdout):
     program = tmp_path / "program.py"
     argv = command(photos, tmp_path / "out", *MICRO)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import main_pretrain
 from models_mae_pr import MaskedAutoencoderViT
 from models_reference_mae import ReferenceMAE
 from scripts import profile_pretrain
@@ -433,10 +434,10 @@ def test_the_reference_is_mae_with_nothing_thrown():
 
 
 def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
-    """A tiny ViT, registered as a size of the reference, with all outputs of the script."""
-    monkeypatch.setitem(
-        profile_pretrain.SIZES, "mae_vit_tiny_patch16", dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
-    )
+    """A ViT of two blocks, registered as a size of the reference, with all outputs of the script."""
+    sizes = dict(patch_size=32, embed_dim=192, depth=2, num_heads=3)
+    monkeypatch.setitem(profile_pretrain.SIZES, "mae_vit_tiny_patch16", sizes)
+    monkeypatch.setitem(main_pretrain.MODELS, "mae_vit_tiny_patch16", partial(MaskedAutoencoderViT, **sizes))
     monkeypatch.setitem(profile_pretrain.RECIPES, "tiny", dict(model="mae_vit_tiny_patch16", throw_ratio=0.0))
     monkeypatch.setitem(profile_pretrain.RECIPES, "tiny50", dict(model="mae_vit_tiny_patch16", throw_ratio=0.5))
     flags = ["--against", "reference", "--batch_size", "2", "--rounds", "1", "--device", "cpu"]
