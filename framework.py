@@ -1,5 +1,6 @@
 """The contract of a pre-training framework, and what the frameworks that predict pixels share."""
 
+import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -34,8 +35,9 @@ class Framework(nn.Module):
     The file may also define two functions at module level:
 
         add_flags(group: argparse._ArgumentGroup) -> None
-            Adds the flags that belong to this framework alone, with the default None. A flag that is given becomes an
-            argument of the constructor.
+            Adds the flags that belong to this framework, with the default None. A flag that is given becomes an
+            argument of the constructor. Frameworks that share a flag declare it by the same function, such as
+            `add_decoder_flags`.
         check_flags(settings: Mapping[str, Any]) -> None
             Raises ValueError for settings that cannot work.
     """
@@ -91,6 +93,51 @@ class Framework(nn.Module):
         The errors are meaningful at masked tokens only. undo: turns normalised images into images in [0, 1].
         """
         raise NotImplementedError
+
+
+def add_decoder_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of frameworks with MAE's decoder. They are None unless given: the model then uses its defaults."""
+    group.add_argument("--decoder_depth", type=int, help="blocks of the decoder (default: the model's)")
+    group.add_argument("--decoder_embed_dim", type=int, help="width of the decoder (default: the model's)")
+    group.add_argument("--decoder_num_heads", type=int, help="heads of a decoder block (default: one per 32 channels)")
+    group.add_argument("--mask_unit", type=int, help="side, in tokens, of the squares that are masked (default: 1)")
+
+
+def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
+    """Returns the heads of MAE's decoder: `num_heads`, or one per 32 channels if it is None.
+
+    Raises ValueError if a decoder of these sizes cannot be built.
+    """
+    if min(embed_dim, depth, 1 if num_heads is None else num_heads) < 1:
+        raise ValueError(
+            f"decoder_embed_dim, decoder_depth and decoder_num_heads must be at least 1, got {embed_dim}, {depth} and "
+            f"{num_heads}"
+        )
+    if num_heads is None and embed_dim % 32:
+        raise ValueError(
+            f"decoder_embed_dim must be a multiple of 32, which is the width of a head, got {embed_dim}; "
+            "for heads of another width set decoder_num_heads"
+        )
+    return embed_dim // 32 if num_heads is None else num_heads
+
+
+def token_counts(grid_size: tuple[int, int], mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
+    """Returns the counts of a (rows, columns) grid whose squares of `mask_unit` x `mask_unit` tokens are masked whole.
+
+    The number of visible squares is rounded down, as MAE rounds visible tokens. Tokens are thrown one by one, so
+    `throw_ratio` is a share of all tokens, as `mask_ratio` is. Raises ValueError for impossible ratios, or if
+    `mask_unit` does not divide the grid.
+    """
+    rows, columns = grid_size
+    if mask_unit < 1 or rows % mask_unit or columns % mask_unit:
+        possible = [unit for unit in range(1, min(grid_size) + 1) if rows % unit == columns % unit == 0]
+        raise ValueError(
+            f"mask_unit must divide the grid of {rows} x {columns} tokens, got {mask_unit}; "
+            f"possible here: {', '.join(map(str, possible))}"
+        )
+    counts = TokenCounts.from_ratios(rows * columns, mask_ratio, throw_ratio)
+    num_visible = mask_unit**2 * int(rows * columns // mask_unit**2 * (1 - mask_ratio))
+    return TokenCounts(num_visible, rows * columns - num_visible - counts.num_thrown, counts.num_thrown)
 
 
 class PixelFramework(Framework):

@@ -63,20 +63,21 @@ MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
 PROGRAM = "main_pretrain.py"
 
 
-def own_flags() -> dict[str, ModuleType]:
-    """Returns {flag: the framework file that declares it} for the flags that belong to one framework only."""
-    found: dict[str, ModuleType] = {}
+def own_flags() -> dict[str, tuple[argparse.Action, list[ModuleType]]]:
+    """Returns {flag: (its definition, the framework files that declare it)} for the flags of some frameworks only."""
+    found: dict[str, tuple[argparse.Action, list[ModuleType]]] = {}
     for module in FRAMEWORKS:
         if hasattr(module, "add_flags"):
             group = argparse.ArgumentParser().add_argument_group()
             module.add_flags(group)
-            found |= {action.dest: module for action in group._group_actions}
+            for action in group._group_actions:
+                found.setdefault(action.dest, (action, []))[1].append(module)
     return found
 
 
-def family_of(module: ModuleType) -> str:
-    """Returns the first word of the names of a framework's models, for example "tec"."""
-    return module.__name__.removeprefix("models_").removesuffix("_pr")
+def families_of(modules: Sequence[ModuleType]) -> str:
+    """Returns the first words of the names of the frameworks' models, for example "mae and mff"."""
+    return " and ".join(module.__name__.removeprefix("models_").removesuffix("_pr") for module in modules)
 
 
 def get_args_parser() -> Parser:
@@ -108,9 +109,12 @@ def get_args_parser() -> Parser:
         "--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="tokens the aggregation replaces"
     )
     method("--norm_pix_loss", action=boolean, default=True, help="normalise the target pixels of each patch")
-    for module in FRAMEWORKS:
-        if hasattr(module, "add_flags"):
-            module.add_flags(parser.add_argument_group(f"only for {family_of(module)} models"))
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for action, modules in own_flags().values():
+        title = f"only for {families_of(modules)} models"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title]._add_action(action)
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
@@ -140,10 +144,11 @@ def build_model(settings: Mapping[str, Any]) -> Framework:
     name = settings["model"]
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
     options = {option: settings[option] for option in names}
-    for flag, module in own_flags().items():
+    for flag, (_, modules) in own_flags().items():
         if settings.get(flag) is not None:
-            if FRAMEWORK_OF[name] is not module:
-                raise ValueError(f"--{flag} belongs to {family_of(module)} models, but --model is {name}: leave it out")
+            if FRAMEWORK_OF[name] not in modules:
+                owners = families_of(modules)
+                raise ValueError(f"--{flag} belongs to {owners} models, but --model is {name}: leave it out")
             options[flag] = settings[flag]
     if settings["patch_size"] is not None:
         options["patch_size"] = settings["patch_size"]
@@ -158,6 +163,14 @@ def build_model(settings: Mapping[str, Any]) -> Framework:
             f"--mask_ratio {settings['mask_ratio']} leaves none of {model.counts.num_tokens} tokens visible; lower it"
         )
     return model
+
+
+def add_newer_settings(settings: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Adds to the settings of an older run the flags `own` of its framework that did not exist yet: their defaults."""
+    if own.keys() - settings.keys():
+        with torch.device("meta"):
+            defaults = build_model({**settings, "teacher": None}).own_settings()
+        settings |= {flag: value for flag, value in defaults.items() if flag not in settings}
 
 
 def load_run(path: str | Path, teacher: str | None = None) -> tuple[Framework, dict[str, Any]]:
@@ -299,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         start.remarks += model.notes() + images.notes
         content = read_run(start, plan.total_batch_size)
         if content is not None:
+            if content["meta"]["settings"]["model"] == args.model:
+                add_newer_settings(content["meta"]["settings"], model.own_settings())
             restore(content, start, record, model, optimizer, flags_free_to_change(model, plan), args.allow_changes)
         run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, collator)
         announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from framework import PixelFramework
+from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
-from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from prmim import ProgressiveDecoder, TokenOrder
 from util.encoder_weights import rename_prefixes
 from util.run.checkpoint import load_strict
 
@@ -24,6 +24,8 @@ __all__ = [
     "mae_vit_large_patch16",
     "mae_vit_huge_patch14",
 ]
+
+add_flags = add_decoder_flags
 
 # Prefixes of parameter names in MAE's releases, and the ones here.
 OFFICIAL_NAMES = {
@@ -40,10 +42,12 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     """A ViT encoder that owns a progressive decoder. The arguments are MAE's, followed by PR-MIM's.
 
     img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
-    decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks. `mlp_ratio` is the same as the encoder's.
+    decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
+        `mlp_ratio` is the same as the encoder's.
     norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
     progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         num_heads: int = 16,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
-        decoder_num_heads: int = 16,
+        decoder_num_heads: int | None = None,
         mlp_ratio: float = 4.0,
         norm_pix_loss: bool = False,
         mask_ratio: float = 0.75,
@@ -65,10 +69,11 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         kernel_size: int = 7,
         aggregation: str = "dwconv",
         applies_to: str = "thrown",
+        mask_unit: int = 1,
     ) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
-        self.norm_pix_loss = norm_pix_loss
-        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
+        self.norm_pix_loss, self.mask_unit = norm_pix_loss, mask_unit
+        self.counts = token_counts(self.grid_size, mask_ratio, throw_ratio, mask_unit)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.counts,
@@ -76,13 +81,22 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
             head=patch_size**2 * in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
-            decoder_num_heads=decoder_num_heads,
+            decoder_num_heads=decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads),
             mlp_ratio=mlp_ratio,
             progressive=progressive,
             kernel_size=kernel_size,
             aggregation=aggregation,
             applies_to=applies_to,
         )
+
+    def own_settings(self) -> dict[str, Any]:
+        """Returns the sizes of the decoder and of the masked squares, resolved, by the names of their flags."""
+        return {
+            "decoder_depth": len(self.decoder.blocks),
+            "decoder_embed_dim": self.decoder.embed.out_features,
+            "decoder_num_heads": self.decoder.blocks[0].attn.num_heads,
+            "mask_unit": self.mask_unit,
+        }
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
@@ -114,12 +128,12 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
 
 def mae_vit_micro_patch4(**kwargs: Any) -> MaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
     return MaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
 
 
 def mae_vit_mini_patch4(**kwargs: Any) -> MaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
     return MaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
 
 

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from framework import add_decoder_flags
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 from util.encoder_weights import from_mmpretrain
 from util.run.checkpoint import load_strict
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
+
+add_flags = add_decoder_flags
 
 
 class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
@@ -81,12 +84,12 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
 
 def mff_vit_micro_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
     return MFFMaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
 
 
 def mff_vit_mini_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
     return MFFMaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
 
 

@@ -32,7 +32,7 @@ ALLOWED = {
     "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
-ALLOWED["models_mff_pr"] = {"prmim", "models_vit", "models_mae_pr"}
+ALLOWED["models_mff_pr"] = {"prmim", "framework", "models_vit", "models_mae_pr"}
 
 
 def imports(path):

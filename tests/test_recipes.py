@@ -288,7 +288,8 @@ def test_explicit_flags_win_and_unknown_recipes_are_named(capsys):
 FLAGS = """
     recipe
     model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
-    norm_pix_loss decoder_order teacher att_topk att_tau visible_source
+    norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit decoder_order teacher att_topk att_tau
+    visible_source
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas
     dataset data_path loader crop_scale crop interpolation num_workers max_bad_fraction

@@ -1,0 +1,188 @@
+"""Decoders of other sizes, and masks in squares: the flags of frameworks with MAE's decoder."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import main_pretrain
+from framework import token_counts
+from models_mae_pr import MaskedAutoencoderViT
+from models_mff_pr import MFFMaskedAutoencoderViT
+from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
+from tests.slow_mae import slow_loss
+from tests.test_main_pretrain import assert_same_state, fails, run
+from tests.test_models_mae_pr import official_state_dict, perturbed, segments
+from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+
+FAMILIES = ("mae", "mff")
+MICRO = ("--model", "mae_vit_micro_patch4")
+
+
+def build(*flags):
+    """Builds the model of a command line on the meta device."""
+    args = main_pretrain.parse_args([str(flag) for flag in flags])[1]
+    with torch.device("meta"):
+        return main_pretrain.build_model(vars(args))
+
+
+# ------------------------------------------------------------------------------------------------------ decoder's sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_flags_give_the_decoder_its_sizes(family):
+    model = build("--model", f"{family}_vit_base_patch16", "--decoder_depth", 3, "--decoder_embed_dim", 384)
+    assert len(model.decoder.blocks) == 3 and model.decoder.blocks[0].mlp.fc1.weight.shape == (4 * 384, 384)
+    assert {block.attn.num_heads for block in model.decoder.blocks} == {12}
+    assert model.decoder.aggregation.operator.weight.shape == (384, 1, 7, 7)
+    model = build("--model", f"{family}_vit_base_patch16", "--decoder_embed_dim", 100, "--decoder_num_heads", 4)
+    assert model.own_settings() == dict(decoder_depth=8, decoder_embed_dim=100, decoder_num_heads=4, mask_unit=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "depth", "heads"), [("micro_patch4", 64, 4, 2), ("base_patch16", 512, 8, 16)]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_flags_the_decoder_is_as_before(family, size, width, depth, heads):
+    settings = build("--model", f"{family}_vit_{size}").own_settings()
+    assert settings == dict(decoder_depth=depth, decoder_embed_dim=width, decoder_num_heads=heads, mask_unit=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--decoder_embed_dim", 100], "decoder_embed_dim must be a multiple of 32.*got 100.*set decoder_num_heads"),
+        (["--decoder_embed_dim", 96, "--decoder_num_heads", 5], "width 96 does not divide into 5 heads"),
+        (["--decoder_depth", 0], "must be at least 1, got 512, 0 and None"),
+        (["--decoder_embed_dim", 0], "must be at least 1, got 0, 8 and None"),
+        (["--decoder_num_heads", -1], "must be at least 1, got 512, 8 and -1"),
+        (["--mask_unit", 4], "mask_unit must divide the grid of 14 x 14 tokens, got 4; possible here: 1, 2, 7, 14"),
+        (["--mask_unit", 0], "mask_unit must divide the grid of 14 x 14 tokens, got 0"),
+        (["--mask_unit", 14], "--mask_ratio 0.75 leaves none of 196 tokens visible"),
+        (["--mask_unit", 2, "--throw_ratio", 0.8], "throw_ratio 0.8 and mask_ratio 0.75"),
+    ],
+)
+def test_sizes_that_cannot_be(flags, message):
+    with pytest.raises(ValueError, match=message):
+        build("--model", "mae_vit_base_patch16", *flags)
+
+
+@pytest.mark.parametrize("flag", ["decoder_depth", "decoder_embed_dim", "decoder_num_heads", "mask_unit"])
+@pytest.mark.parametrize(
+    "model", ["simmim_vit_micro_patch4", "localmim_vit_micro_patch4", "greenmim_swin_micro_patch4_window4"]
+)
+def test_frameworks_without_these_flags_refuse_them(model, flag):
+    with pytest.raises(ValueError, match=f"--{flag} belongs to mae and mff.* models, but --model is {model}"):
+        build("--model", model, f"--{flag}", 2)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_of_other_depths_train_and_resume(family, depth, photos, tmp_path, capsys):
+    flags = ["--model", f"{family}_vit_micro_patch4", "--decoder_depth", depth, "--mask_unit", 2, "--epochs", 1]
+    expected = run(photos, tmp_path / "whole", *flags)
+    run(photos, tmp_path / "parts", *flags, "--max_steps", 1)
+    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    settings = json.loads((tmp_path / "parts" / "settings.json").read_text())
+    assert (settings["decoder_depth"], settings["decoder_num_heads"], settings["mask_unit"]) == (depth, 2, 2)
+    model, _ = main_pretrain.load_run(tmp_path / "parts")
+    assert len(model.decoder.blocks) == depth and model.collator("furthest", 0).sampler.mask_unit == 2
+    for flag in ("decoder_num_heads", "mask_unit"):
+        changed = [*flags, f"--{flag}", 4]
+        assert f"--{flag} was 2 and now is 4" in fails(capsys, photos, tmp_path / "parts", *changed)
+    message = fails(capsys, photos, tmp_path / "parts", *flags, "--decoder_depth", 4, code=4)
+    assert "do not fit this" in message and f"missing: decoder.blocks.{depth}." in message
+
+
+def test_runs_from_before_these_flags_resume(photos, tmp_path, capsys):
+    """Their settings lack the flags: the defaults are meant, and another value is a change."""
+    flags = [*MICRO, "--epochs", 1]
+    expected = run(photos, tmp_path / "whole", *flags)
+    run(photos, tmp_path / "old", *flags, "--max_steps", 1)
+    content = read_checkpoint(newest_checkpoint(tmp_path / "old")[0])
+    meta = content.pop("meta")
+    for flag in main_pretrain.build_model(meta["settings"]).own_settings():
+        del meta["settings"][flag]
+    save_checkpoint(tmp_path / "old", 1, content, meta)
+    for flag, was, now in (("mask_unit", 1, 2), ("decoder_num_heads", 2, 4)):
+        message = fails(capsys, photos, tmp_path / "old", *flags, f"--{flag}", now)
+        assert f"--{flag} was {was} and now is {now}" in message
+    assert_same_state(run(photos, tmp_path / "old", *flags), expected)
+
+
+# ----------------------------------------------------------------------------------------------------- masks in squares
+
+
+@pytest.mark.parametrize("grid_size", [(16, 16), (14, 14), (8, 12)])
+@pytest.mark.parametrize(("mask_ratio", "throw_ratio"), [(0.75, 0.5), (0.6, 0.25), (0.9, 0.0)])
+def test_squares_of_one_token_are_mae_s_masks(grid_size, mask_ratio, throw_ratio):
+    expected = TokenCounts.from_ratios(grid_size[0] * grid_size[1], mask_ratio, throw_ratio)
+    assert token_counts(grid_size, mask_ratio, throw_ratio, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("grid_size", "mask_ratio", "mask_unit", "counts"),
+    [
+        ((16, 16), 0.75, 4, TokenCounts(64, 64, 128)),  # 4 of 16 squares
+        ((14, 14), 0.75, 2, TokenCounts(48, 50, 98)),  # 12 of 49 squares, .25 x 49 = 12.25
+        ((14, 14), 0.6, 7, TokenCounts(49, 49, 98)),  # 1 of 4 squares, .4 x 4 = 1.6
+        ((8, 12), 0.75, 4, TokenCounts(16, 32, 48)),  # 1 of 6 squares
+    ],
+)
+def test_visible_squares_are_rounded_down(grid_size, mask_ratio, mask_unit, counts):
+    assert token_counts(grid_size, mask_ratio, 0.5, mask_unit) == counts
+
+
+@pytest.mark.parametrize("model", [MaskedAutoencoderViT, MFFMaskedAutoencoderViT])
+def test_visible_squares_are_whole_and_tokens_are_thrown_one_by_one(model):
+    sizes = dict(embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=32, decoder_depth=1)
+    model = model(img_size=64, patch_size=4, mask_unit=4, throw_ratio=0.5, **sizes)
+    imgs = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    _, _, ids = model.collator("furthest", seed=0)([(imgs, 0, (0, i)) for i in range(200)])
+    order = TokenOrder(ids, model.counts)
+    squares = (~order.mask).view(200, 4, 4, 4, 4).sum(dim=(2, 4))  # visible tokens of each square
+    assert sorted(squares.unique().tolist()) == [0, 16] and squares.eq(16).sum(dim=(1, 2)).eq(4).all()
+    assert ids[:, : model.counts.num_visible].shape[1] == 64
+    thrown = order.thrown.view(200, 4, 4, 4, 4).sum(dim=(2, 4))
+    assert thrown.sum(dim=(1, 2)).eq(128).all() and thrown[squares == 0].unique().numel() > 4
+
+
+@pytest.mark.parametrize("progressive", [True, False])
+def test_deep_decoder_and_squares_against_the_slow_derivation(progressive):
+    torch.manual_seed(0)
+    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=64, decoder_depth=3)
+    options = dict(mask_unit=2, throw_ratio=0.5, kernel_size=3, progressive=progressive, norm_pix_loss=True)
+    model = perturbed(MaskedAutoencoderViT(**sizes, **options))
+    blank = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    ids = model.collator("furthest", seed=0)([(blank, 0, (0, i)) for i in range(2)])[2]
+    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    kernel = dict(model.decoder.aggregation.operator.named_parameters()) if progressive else None
+    losses = []
+    for b in range(2):
+        args = (official_state_dict(model), imgs[b], *segments(ids[b], model.counts), 8, 3, 2, True)
+        losses.append(slow_loss(*args, aggregation=kernel)[0])
+    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+
+
+def fewest_kept_neighbours(sampling):
+    """Returns, for 200 images of 16 x 16 tokens, the kept tokens in the 7 x 7 window of the poorest thrown token.
+
+    The masks are squares of 4 x 4 tokens, 75 % masked and 50 % thrown. The windows are counted cell by cell.
+    """
+    counts = token_counts((16, 16), 0.75, 0.5, mask_unit=4)
+    sampler = TokenOrderSampler(16, counts, sampling, mask_unit=4)
+    ids = torch.from_numpy(sampler(addressed_noise(0, 0, np.arange(200), 256)))
+    fewest = []
+    for thrown in TokenOrder(ids, counts).thrown.view(200, 16, 16).numpy():
+        cells = np.argwhere(thrown)
+        windows = [thrown[max(0, r - 3) : r + 4, max(0, c - 3) : c + 4] for r, c in cells]
+        fewest.append(min((~window).sum() for window in windows))
+    return np.array(fewest)
+
+
+def test_furthest_sampling_leaves_every_thrown_token_neighbours_in_large_squares():
+    """Random sampling leaves some thrown tokens without any: the convolution would read zeros alone."""
+    furthest, random = fewest_kept_neighbours("furthest"), fewest_kept_neighbours("random")
+    assert furthest.min() >= 1 and random.min() == 0
+    assert furthest.mean() == pytest.approx(5.7, abs=0.3) and random.mean() == pytest.approx(3.8, abs=0.3)
