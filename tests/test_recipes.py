@@ -57,7 +57,8 @@ def test_recipe_trains_by_the_supplementary(recipe):
     assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"]) == (4096, 40, 0.05)
     assert (s["mask_ratio"], s["norm_pix_loss"], s["min_lr"], s["crop_scale"]) == (0.75, True, 0, (0.2, 1.0))
     assert s["epochs"] == int(re.search(r"_(\d+)ep$", recipe)[1])
-    kind, percent = re.match(r"([a-z]+)(\d*)", recipe).groups()
+    deep, kind, percent = re.match(r"(?:deep(\d+)_)?([a-z]+)(\d*)", recipe).groups()
+    assert s["decoder_depth"] == (int(deep) if deep else None)
     expected = {
         "mae": (0.0, True, "furthest"),
         "plain": (None, False, "random"),

@@ -1,0 +1,64 @@
+"""The cost of deep decoders: what torch counts, against a count by hand and figures that were worked out before."""
+
+import pytest
+
+from tests.scripts.programs import ROOT
+from tools import decoder_costs
+from tools.decoder_costs import count_gmac
+
+# {model: (tokens, width, depth, pixel values of a patch)}
+ENCODERS = {
+    "mae_vit_base_patch16": (196, 768, 12, 768),
+    "mae_vit_large_patch16": (196, 1024, 24, 768),
+    "mae_vit_huge_patch14": (256, 1280, 32, 588),
+}
+# {(model, decoder blocks): GMAC at rho_d 0, at .5, and the ratios at .25, .5, .65}
+FIGURES = {
+    ("mae_vit_base_patch16", 8): (9.67, 6.98, 0.859, 0.721, 0.641),
+    ("mae_vit_base_patch16", 16): (14.95, 9.55, 0.817, 0.639, 0.536),
+    ("mae_vit_base_patch16", 32): (25.50, 14.69, 0.785, 0.576, 0.455),
+    ("mae_vit_large_patch16", 8): (20.62, 17.92, 0.934, 0.869, 0.832),
+    ("mae_vit_large_patch16", 16): (25.90, 20.49, 0.894, 0.791, 0.732),
+    ("mae_vit_large_patch16", 32): (36.45, 25.64, 0.850, 0.703, 0.619),
+    ("mae_vit_huge_patch14", 8): (48.40, 44.78, 0.962, 0.925, 0.904),
+    ("mae_vit_huge_patch14", 16): (55.41, 48.16, 0.933, 0.869, 0.832),
+    ("mae_vit_huge_patch14", 32): (69.42, 54.93, 0.894, 0.791, 0.732),
+}
+
+
+def by_hand(model, decoder_depth, throw_ratio):
+    """Adds up the matrix products of the blocks, embeddings, convolution and head, in 10^9."""
+    tokens, width, depth, pixels = ENCODERS[model]
+    visible, thrown = tokens // 4, int(tokens * throw_ratio)
+    seen, decoded = 1 + visible, 1 + tokens - thrown  # with the class token
+    encoder = visible * pixels * width + depth * (12 * seen * width**2 + 2 * seen**2 * width)
+    decoder = seen * width * 512 + decoder_depth * (12 * decoded * 512**2 + 2 * decoded**2 * 512)
+    convolution = 49 * 512 * tokens if thrown else 0
+    return (encoder + decoder + convolution + (tokens - visible) * 512 * pixels) / 1e9
+
+
+@pytest.mark.parametrize(("model", "depth"), FIGURES)
+def test_costs_of_deep_decoders(model, depth):
+    full, half, *ratios = FIGURES[model, depth]
+    assert count_gmac(model, depth, 0.0) == pytest.approx(by_hand(model, depth, 0.0), rel=1e-9)
+    assert count_gmac(model, depth, 0.5) == pytest.approx(by_hand(model, depth, 0.5), rel=1e-9)
+    assert [by_hand(model, depth, ratio) for ratio in (0.0, 0.5)] == pytest.approx([full, half], abs=0.005)
+    found = [by_hand(model, depth, ratio) / by_hand(model, depth, 0.0) for ratio in (0.25, 0.5, 0.65)]
+    assert found == pytest.approx(ratios, abs=6e-4)
+
+
+def test_a_decoder_twice_as_deep_costs_what_mae_s_does():
+    ratios = [by_hand(model, 16, 0.5) / by_hand(model, 8, 0.0) for model in ENCODERS]
+    assert ratios == pytest.approx([0.987, 0.994, 0.995], abs=5e-4)
+
+
+def test_the_documented_table_is_the_tool_s(capsys):
+    decoder_costs.main(["--models", "mae_vit_base_patch16"])
+    printed = capsys.readouterr().out.splitlines()
+    assert set(printed) <= set((ROOT / "docs" / "benchmarks.md").read_text().splitlines()) and len(printed) == 5
+
+
+def test_a_model_without_mae_s_decoder_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        decoder_costs.main(["--models", "simmim_vit_micro_patch4"])
+    assert "--decoder_depth belongs to mae and mff" in capsys.readouterr().err
