@@ -64,6 +64,8 @@ from util.text import count_of
 PROGRAM = "main_finetune.py"
 ENCODERS = (models_vit, models_relative_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
+# Flags of plain ViTs alone, with the defaults that also hold for checkpoints from before these flags.
+VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False}
 # Classes and validation images of the published data sets.
 IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
@@ -87,6 +89,10 @@ def get_args_parser() -> Parser:
         help="train the head and this many last blocks; 0: linear probing (default: all)",
     )
     model("--global_pool", choices=("avg", "token"), help="input of the head (default: avg; token for linear probing)")
+    help_text = "train the position table; off (TEC): keep it as it was pre-trained"
+    model("--train_pos_embed", action=boolean, default=True, help=help_text)
+    help_text = "train the MLP on TEC's class token; off: fold it into the token"
+    model("--cls_token_mlp", action=boolean, default=False, help=help_text)
     model("--drop_path", type=float, help="drop path rate of the last block; it grows linearly from 0")
     model("--nb_classes", type=int, help="number of classes (default: inferred from the data; error on mismatch)")
 
@@ -98,22 +104,7 @@ def get_args_parser() -> Parser:
     tuning("--cls_token_layer_decay", action=boolean, default=True, help=help_text)
 
     add_data_flags(parser.add_argument_group("data"))
-    augmentation = parser.add_argument_group("augmentation").add_argument
-    augmentation("--aa", help="timm's RandAugment policy, or none")
-    augmentation("--color_jitter", type=float, help="strength of colour jitter; not with --aa")
-    augmentation("--smoothing", type=float, help="label smoothing")
-    augmentation("--reprob", type=float, help="probability of random erasing")
-    augmentation("--remode", default="pixel", choices=("pixel", "rand", "const"), help="content of the erased box")
-    augmentation("--recount", type=int, default=1, help="erased boxes per image")
-    augmentation("--mixup", type=float, help="alpha of mixup; 0: off")
-    augmentation("--cutmix", type=float, help="alpha of cutmix; 0: off")
-    augmentation("--mixup_prob", type=float, default=1.0, help="probability that a batch is mixed")
-    augmentation("--mixup_switch_prob", type=float, default=0.5, help="probability of cutmix if both are on")
-    augmentation(
-        "--mixup_mode", default="batch", choices=("batch", "pair", "elem"), help="what shares one mixing ratio"
-    )
-    help_text = "one try per crop, clipped to the image: MAE's linear probing; not with --aa"
-    augmentation("--clip_crop", action=boolean, help=help_text)
+    add_augmentation_flags(parser.add_argument_group("augmentation"))
 
     evaluation = parser.add_argument_group("evaluation").add_argument
     evaluation(
@@ -128,6 +119,24 @@ def get_args_parser() -> Parser:
     add_run_flags(parser.add_argument_group("run"))
     parser.set_defaults(output_dir="output/finetune", **FINETUNE_DEFAULTS)
     return parser
+
+
+def add_augmentation_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds RandAugment, random erasing, mixup and cutmix, label smoothing."""
+    flag = group.add_argument
+    flag("--aa", help="timm's RandAugment policy, or none")
+    flag("--color_jitter", type=float, help="strength of colour jitter; not with --aa")
+    flag("--smoothing", type=float, help="label smoothing")
+    flag("--reprob", type=float, help="probability of random erasing")
+    flag("--remode", default="pixel", choices=("pixel", "rand", "const"), help="content of the erased box")
+    flag("--recount", type=int, default=1, help="erased boxes per image")
+    flag("--mixup", type=float, help="alpha of mixup; 0: off")
+    flag("--cutmix", type=float, help="alpha of cutmix; 0: off")
+    flag("--mixup_prob", type=float, default=1.0, help="probability that a batch is mixed")
+    flag("--mixup_switch_prob", type=float, default=0.5, help="probability of cutmix if both are on")
+    flag("--mixup_mode", default="batch", choices=("batch", "pair", "elem"), help="what shares one mixing ratio")
+    help_text = "one try per crop, clipped to the image: MAE's linear probing; not with --aa"
+    flag("--clip_crop", action=argparse.BooleanOptionalAction, help=help_text)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
@@ -184,6 +193,12 @@ def build_model(settings: Mapping[str, Any]) -> nn.Module:
     """Builds the classifier that `settings` (vars(args), or a checkpoint's) describe. Untrained blocks are frozen."""
     names = {"input_size": "img_size", "patch_size": "patch_size", "drop_path": "drop_path_rate"}
     options = {option: settings[name] for name, option in names.items() if settings.get(name) is not None}
+    for flag, default in VIT_FLAGS.items():
+        if settings.get(flag, default) != default:
+            if settings["model"] not in models_vit.__all__:
+                given = f"--{flag}" if settings[flag] else f"--no-{flag}"
+                raise ValueError(f"{given} is for plain ViTs, but --model is {settings['model']}: leave it out")
+            options[flag] = settings[flag]
     blocks = settings["trainable_blocks"]
     model = MODELS[settings["model"]](
         num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=blocks == 0, **options
@@ -208,7 +223,7 @@ def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Modu
             f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune"
         )
     meta = checkpoint.meta_of(content)
-    settings = dict(meta.get("settings", {}))
+    settings = {**meta.get("settings", {}), "cls_token_mlp": False}  # which is folded into the class token
     if "model" not in settings:
         sizes = models_vit.read_sizes(weights, settings, repr(str(path)))
         settings |= dict(
@@ -389,6 +404,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         if content is not None:
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches, so their size is fixed.
             free = free_flags(plan, {"finetune", "eval", "eval_every"}, SPLIT_FLAGS)
+            content["meta"]["settings"] = VIT_FLAGS | content["meta"]["settings"]
             restore(content, start, record, model, optimizer, free, args.allow_changes)
         run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, stack)
         announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images, val_images))

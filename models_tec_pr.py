@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from framework import Framework
 from models_teacher import Teacher, attention_logits, open_teacher
-from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights, layer_norm
+from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
 from util.pictures import principal_colors
 from util.run.checkpoint import load_strict
@@ -176,11 +176,6 @@ class TECViT(Framework, ViTEncoder):
         levels[-1] = self.norm(x)
         return self.encoder_adaptor(levels)
 
-    def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Prepends the class token, sent through TEC's input adapter (an MLP): [B, n, D] to [B, 1 + n, D]."""
-        cls_token = self.cls_token_mlp(self.cls_token) + self.pos_embed[:, :1]
-        return torch.cat([cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
-
     def forward_decoders(self, latent: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
         """Returns the features of both decoders before their norms, two tensors [B, 1 + n, C].
 
@@ -317,10 +312,10 @@ class EncoderAdaptor(nn.Module):
         super().__init__()
         if depth % num_adap:
             raise ValueError(f"{depth} blocks do not divide into num_adap {num_adap} groups")
-        self.adap_before = layer_norm(depth * dim)
+        self.adap_before = nn.LayerNorm(depth * dim)  # with torch's epsilon, 1e-5, as in the release
         self.fuse_fcs = nn.ModuleList(nn.Linear(depth // num_adap * dim, dim) for _ in range(num_adap))
         self.adap_mlps = nn.ModuleList(Mlp(dim, hidden_dim) for _ in range(num_adap))
-        self.adap_after = layer_norm(dim)
+        self.adap_after = nn.LayerNorm(dim)
 
     def forward(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fuses the outputs of the blocks, [B, n, D] each, to [B, n, D]."""

@@ -230,6 +230,7 @@ class ViTEncoder(PatchEncoder):
         rates = drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
         self.norm = layer_norm(embed_dim)
+        self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
 
@@ -245,8 +246,8 @@ class ViTEncoder(PatchEncoder):
 
     def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
         """Puts the class token, with its position, before the tokens [B, n, D]. Returns [B, 1 + n, D]."""
-        cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(len(tokens), -1, -1)
-        return torch.cat([cls_token, tokens], dim=1)
+        cls_token = self.cls_token_mlp(self.cls_token) + self.pos_embed[:, :1]
+        return torch.cat([cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm."""
@@ -290,7 +291,7 @@ class Classifier(nn.Module):
         if trainable_blocks == 0:
             self.frozen.append(self.norm)
         for name, parameter in self.named_parameters():
-            if name in ("cls_token", "pos_embed"):
+            if name.startswith(("cls_token", "pos_embed")):
                 parameter.requires_grad_(False)
         for module in self.frozen:
             module.requires_grad_(False)
@@ -309,21 +310,34 @@ class Classifier(nn.Module):
 
 
 class VisionTransformer(Classifier, ViTEncoder):
-    """The encoder with a classification head, as MAE fine-tunes it. The position table is trained.
+    """The encoder with a classification head, as MAE fine-tunes it.
 
     num_classes: width of the head.
     global_pool: `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the encoder's `norm`.
         `token` takes the class token after the encoder's norm.
     probe: use the head of linear probing, which has a BatchNorm without parameters before the linear layer.
+    train_pos_embed: train the position table, as in MAE, or keep it as it is, as in TEC.
+    cls_token_mlp: send the class token through an MLP, as TEC does.
     kwargs: arguments of `ViTEncoder`.
     """
 
-    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        probe: bool = False,
+        train_pos_embed: bool = True,
+        cls_token_mlp: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         if global_pool not in ("avg", "token"):
             raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
         self.global_pool = global_pool
-        self.pos_embed.requires_grad_(True)
+        self.pos_embed.requires_grad_(train_pos_embed)
+        if cls_token_mlp:
+            self.cls_token_mlp = Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
+            init_weights(self.cls_token_mlp)
         if global_pool == "avg":
             self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
         else:

@@ -102,7 +102,7 @@ def linear(x, w, name):
     return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
 
 
-def norm(x, w, name):
+def norm(x, w, name, eps=1e-6):
     mean = x.sum() / len(x)
     variance = ((x - mean) ** 2).sum() / len(x)
-    return (x - mean) / (variance + 1e-6) ** 0.5 * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return (x - mean) / (variance + eps) ** 0.5 * w[f"{name}.weight"] + w[f"{name}.bias"]

@@ -82,12 +82,12 @@ def slow_latent(w, img, visible):
             levels[t].append(slow_mae.norm(x, w, "norm") if layer == 3 else x)
     latent = {}
     for t, outputs in levels.items():
-        z = slow_mae.norm(torch.cat(outputs), w, "encoder_adaptor.adap_before")
+        z = slow_mae.norm(torch.cat(outputs), w, "encoder_adaptor.adap_before", eps=1e-5)
         total = 0
         for i in range(2):  # blocks 0 and 1, blocks 2 and 3
             y = slow_mae.linear(z[48 * i : 48 * i + 48], w, f"encoder_adaptor.fuse_fcs.{i}")
             total = total + y + slow_mlp(y, w, f"encoder_adaptor.adap_mlps.{i}")
-        latent[t] = slow_mae.norm(total, w, "encoder_adaptor.adap_after")
+        latent[t] = slow_mae.norm(total, w, "encoder_adaptor.adap_after", eps=1e-5)
     return latent
 
 

@@ -67,7 +67,7 @@ def load_encoder(
 
     Position tables of another grid are resized bicubically, with the class row kept. Tables of relative-position biases
     are resized by a spline. A bias table that all blocks shared is copied into each block. The MLP on TEC's class token
-    is folded into the token.
+    is folded into the token, unless the model has such an MLP.
 
     path: a file, or the folder of a run, whose newest checkpoint is used.
     first_release_merging: re-index the patch merging of GreenMIM's public files. classes: names of the model's classes,
@@ -89,7 +89,8 @@ def fit_encoder(
     classes: list[str] | None = None,
 ) -> LoadReport:
     """Does what `load_encoder` does for content that was read already, or a state dict. `what` names it in errors."""
-    weights, own, meta = encoder_weights_of(content), model.state_dict(), meta_of(content)
+    own, meta = model.state_dict(), meta_of(content)
+    weights = encoder_weights_of(content, fold_cls_token="cls_token_mlp.fc1.weight" not in own)
     settings = meta.get("settings", {})
     if settings.get("model"):
         what = f"{what} (it was made as {settings['model']})"
@@ -136,9 +137,12 @@ def refuse_foreign(model: torch.nn.Module, weights: Mapping[str, Any], what: str
 # ------------------------------------------------------------------------------------------------ weights inside a file
 
 
-def encoder_weights_of(content: Mapping[str, Any]) -> Weights:
-    """Returns the state dict in a checkpoint's content, with the encoder's keys renamed to ours."""
-    return encoder_names(weights_of(content))
+def encoder_weights_of(content: Mapping[str, Any], fold_cls_token: bool = True) -> Weights:
+    """Returns the state dict in a checkpoint's content, with the encoder's keys renamed to ours.
+
+    fold_cls_token: fold the MLP on TEC's class token into the token, or keep both as they are.
+    """
+    return encoder_names(weights_of(content), fold_cls_token)
 
 
 def weights_of(content: Mapping[str, Any]) -> Weights:
@@ -259,10 +263,10 @@ _MMPRETRAIN = [
 ]
 
 
-def encoder_names(weights: Weights) -> Weights:
+def encoder_names(weights: Weights, fold_cls_token: bool = True) -> Weights:
     """Renames the encoder's keys to ours. The release is recognised by its keys."""
     if "cls_token_mlp.fc1.weight" in weights:
-        return from_tec(weights)
+        return from_tec(weights) if fold_cls_token else weights
     if "norm.0.weight" in weights:
         return from_localmim(weights)
     if any(name.startswith("backbone.") for name in weights):
