@@ -233,6 +233,17 @@ def flags_free_to_change(model: Framework, plan: Plan) -> frozenset[str]:
     return free_flags(plan, {"picture_every", "teacher"}, SPLIT_FLAGS if split_counts else ())
 
 
+def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
+    """Returns a note if the micro-batch is not that of the recipe, for recipes whose results depend on it."""
+    size = RECIPES[args.recipe].get("batch_size", plan.batch_size) if args.recipe else plan.batch_size
+    if size == plan.batch_size:
+        return []
+    return [
+        f"note: --batch_size is {plan.batch_size}, in recipe {args.recipe} it is {size}: the images of a micro-batch "
+        "share their visible tokens, so masks are more or less varied than in the recipe"
+    ]
+
+
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     counts, size = model.counts, sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
@@ -309,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         distributed.refuse_differences(extra, "model")
         epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
-        start.remarks += model.notes() + images.notes
+        start.remarks += model.notes() + note_on_micro_batch(args, plan) + images.notes
         content = read_run(start, plan.total_batch_size)
         if content is not None:
             if content["meta"]["settings"]["model"] == args.model:

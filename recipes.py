@@ -2,16 +2,17 @@
 `main_finetune.py`.
 
 The comment after a recipe is the published number: ImageNet-1K top-1 after full fine-tuning, as printed in "Delving
-Deeper into Partial Reconstruction in Masked Image Modeling". This project has not re-run these recipes. A recipe holds
-the settings that change results. Workers, devices and `--batch_size` per process are machine flags. Gradient
-accumulation follows from the recipe's total batch size.
+Deeper into Partial Reconstruction in Masked Image Modeling". This project has not re-run these recipes. The comment on
+a group says where its settings come from: the paper, a release (the code or README of the framework's authors), or a
+judgement of this project. A recipe holds the settings that change results. Workers, devices and `--batch_size` per
+process are machine flags, except for GreenMIM. Gradient accumulation follows from the recipe's total batch size.
 
     torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_100ep --data_path IMAGENET --batch_size 256
 """
 
 Recipe = dict[str, object]  # {name of a flag: its default}
 
-# Supplementary, table "Pre-training details": the same for every row.
+# The paper: supplementary, table "Pre-training details", the same for every row. `crop_scale` is that of MAE's release.
 _MAE: Recipe = dict(
     mask_ratio=0.75,
     norm_pix_loss=True,
@@ -76,8 +77,13 @@ RECIPES: dict[str, Recipe] = {
     "kernel5_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=5),  # 81.7
     "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),  # 81.7
     "kernel11_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=11),  # 81.6
-    # Table of designs of the aggregation (dwconv is prmim50_vit_base_100ep).
-    "avgpool_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="avgpool"),  # fails to converge
+    # Table of designs of the aggregation (dwconv is prmim50_vit_base_100ep). The paper does not say which cells take
+    # the output. Average pooling can fail only if all cells do, so that its row has `applies_to="all"` is a judgement.
+    # The row in which only thrown cells do is one of this project.
+    "avgpool_vit_base_100ep": _BASE
+    | _progressive(100, 0.5)
+    | dict(aggregation="avgpool", applies_to="all"),  # fails to converge
+    "avgpool_thrown_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="avgpool"),
     "transformer_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="transformer"),  # 81.8
     "convnext_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="convnext"),  # 81.7
 }
@@ -90,7 +96,8 @@ RECIPES |= {
     for name in (f"{arm}_vit_{size}_100ep" for size in ("base", "large") for arm in ("mae", "plain50", "prmim50"))
 }
 
-# Table "Compatibility with different methods": MFF as its release trains it, 800 epochs. It uses MAE's optimizer.
+# Table "Compatibility with different methods": MFF with the settings of its release for 800 and for 300 epochs. It uses
+# MAE's optimizer.
 _MFF = {key: value for key, value in _MAE.items() if key != "crop_scale"}
 _MFF |= dict(
     model="mff_vit_base_patch16", crop="padded", interpolation="bilinear", lr_schedule="mff", warmup_lr=2.4e-12
@@ -102,9 +109,9 @@ RECIPES |= {
     "mff_vit_base_300ep": _MFF | _full(300) | dict(warmup_lr=2.4e-7),  # the release: 83.0
 }
 
-# The same table, and "Comparison with existing partial reconstruction methods": SimMIM as its release trains it. The
-# release has no ViT-B for 100 epochs, so these recipes take its settings for Swin-B and 100 epochs. `warmup_lr` and
-# `min_lr` are absolute rates for the total batch size given here.
+# The same table, and "Comparison with existing partial reconstruction methods": SimMIM with the settings of its
+# release. The release has no ViT-B for 100 epochs. That these recipes take its schedule for Swin-B and 100 epochs is a
+# judgement. `warmup_lr` and `min_lr` are absolute rates for the total batch size given here.
 _SIMMIM: Recipe = dict(
     model="simmim_vit_base_patch16",
     mask_ratio=0.6,
@@ -134,7 +141,7 @@ RECIPES |= {
     "simmim_prmim50_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.5),
 }
 
-# LocalMIM as its release trains it. The paper's rows are those with 100 epochs.
+# The same table: LocalMIM with the settings of its release, also for 100 epochs, which are the paper's rows.
 _LOCALMIM = _MAE | dict(
     model="localmim_vit_base_patch16", norm_pix_loss=False, total_batch_size=2048, blr=2e-4, min_lr=1e-6
 )
@@ -149,9 +156,11 @@ RECIPES |= {
     | dict(model="localmim_vit_large_patch16", total_batch_size=4096, blr=1.5e-4),  # the release: 85.8
 }
 
-# TEC as its release trains it. The teacher is given by --teacher: iBOT's ViT-B/16 for the paper's rows (300 epochs).
+# The same table: TEC with the settings of its release. The teacher is given by --teacher: iBOT's ViT-B/16 for the
+# paper's rows, which have 300 epochs.
 _TEC = _MAE | dict(model="tec_vit_base_patch16", norm_pix_loss=False, att_topk=9, att_tau=1.0)
 _TEC_MAE = _TEC | dict(att_topk=15, att_tau=1.8)  # for MAE's encoder as the teacher
+_TEC_MAE_LARGE = _TEC_MAE | dict(model="tec_vit_large_patch16", att_tau=1.4)
 RECIPES |= {
     "tec_vit_base_300ep": _TEC | _full(300),  # 84.8
     "tec_plain50_vit_base_300ep": _TEC | _plain(300, 0.5),  # 84.5
@@ -159,22 +168,26 @@ RECIPES |= {
     "tec_vit_base_800ep": _TEC | _full(800),  # the release: 85.1
     "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # the release, with MAE's 1600 epochs as the teacher: 84.7
     "tec_mae_vit_base_800ep": _TEC_MAE | _full(800),
-    # The number of epochs is that of ViT-B.
-    "tec_mae_vit_large_300ep": _TEC_MAE | _full(300) | dict(model="tec_vit_large_patch16", att_tau=1.4),
+    "tec_mae_vit_large_100ep": _TEC_MAE_LARGE | _full(100),  # the release, with MAE's 300 epochs as the teacher: 83.9
+    "tec_mae_vit_large_300ep": _TEC_MAE_LARGE | _full(300),
 }
 
-# Table "Compatibility with Swin transformer": GreenMIM at 224 px. The release has no run of 100 epochs. These recipes
-# take its settings, with a total batch of 2048. The published numbers of its 800 epochs come from its first code, which
-# has other coordinates and another order of patch merging. So the last two recipes need not reach them.
-_GREENMIM = _MAE | dict(model="greenmim_swin_base_patch4_window7", total_batch_size=2048)
+# Table "Compatibility with Swin transformer": GreenMIM at 224 px. Swin-L, 100 epochs: the script of the first release,
+# by default with 8 processes of 512 images. Swin-B, 100 epochs: the release has none; its base rate of 200 epochs at
+# the total batch of its other runs is a judgement. 800 epochs: the release. The published numbers of 800 epochs come
+# from its first code, which has other coordinates and another order of patch merging, so these recipes need not reach
+# them. All images of a micro-batch share one visible set. So `batch_size`, images per process, is part of these
+# recipes, with the release's values. Another --batch_size still wins: it trains on more or fewer visible sets per step.
+_GREENMIM = _MAE | dict(model="greenmim_swin_base_patch4_window7", total_batch_size=2048, batch_size=256)
 _GREENMIM_LARGE = _GREENMIM | dict(model="greenmim_swin_large_patch4_window14", blr=1e-4)
+_GREENMIM_LARGE_100 = _GREENMIM_LARGE | dict(total_batch_size=4096, batch_size=512)
 RECIPES |= {
     "greenmim_swin_base_100ep": _GREENMIM | _full(100),  # 83.2
     "greenmim_plain50_swin_base_100ep": _GREENMIM | _plain(100, 0.5),  # 82.9
     "greenmim_prmim50_swin_base_100ep": _GREENMIM | _progressive(100, 0.5),  # 83.3
-    "greenmim_swin_large_100ep": _GREENMIM_LARGE | _full(100),  # 83.8
-    "greenmim_plain50_swin_large_100ep": _GREENMIM_LARGE | _plain(100, 0.5),  # 83.1
-    "greenmim_prmim50_swin_large_100ep": _GREENMIM_LARGE | _progressive(100, 0.5),  # 83.9
+    "greenmim_swin_large_100ep": _GREENMIM_LARGE_100 | _full(100),  # 83.8
+    "greenmim_plain50_swin_large_100ep": _GREENMIM_LARGE_100 | _plain(100, 0.5),  # 83.1
+    "greenmim_prmim50_swin_large_100ep": _GREENMIM_LARGE_100 | _progressive(100, 0.5),  # 83.9
     "greenmim_swin_base_800ep": _GREENMIM | _full(800) | dict(blr=1e-4, decoder_order="reference"),  # published: 83.8
     "greenmim_swin_large_800ep": _GREENMIM_LARGE | _full(800) | dict(decoder_order="reference"),  # published: 85.1
 }
@@ -232,7 +245,8 @@ RECIPES |= {
     | dict(input_size=[64], patch_size=8, total_batch_size=32, warmup_epochs=1, blr=1.2e-2),
 }
 
-# Supplementary, table "Fine-tuning details", for ViT-B. MAE's release has the same values, and min_lr 1e-6.
+# The paper: supplementary, table "Fine-tuning details", for ViT-B. `min_lr` and the augmentation's other values are
+# those of MAE's release, which agrees with the table.
 FINETUNE_DEFAULTS: Recipe = dict(
     epochs=100,
     warmup_epochs=5,
@@ -249,7 +263,7 @@ FINETUNE_DEFAULTS: Recipe = dict(
     cutmix=1.0,
     clip_crop=False,
 )
-# MAE's linear probing: LARS, no regularisation, only crops and flips.
+# Linear probing of MAE's release: LARS, no regularisation, only crops and flips.
 LINPROBE_DEFAULTS: Recipe = dict(
     epochs=90,
     warmup_epochs=10,
@@ -272,22 +286,28 @@ _FINETUNE_BASE = _FINETUNE | dict(model="vit_base_patch16")
 _MFF_FINETUNE = _FINETUNE_BASE | dict(lr_schedule="mff", warmup_lr=2e-7)
 _SIMMIM_FINETUNE = _FINETUNE | dict(total_batch_size=2048, blr=6.25e-4, warmup_epochs=20, warmup_lr=1e-6, min_lr=1e-6)
 _SIMMIM_FINETUNE |= dict(lr_schedule="simmim", clip_grad=5.0)
-# `warmup_lr` and `min_lr` are the release's times 768 / 512.
-_GREENMIM_FINETUNE = _SIMMIM_FINETUNE | dict(total_batch_size=768, warmup_lr=3.75e-7, min_lr=3.75e-7)
-_TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_layer_decay=False)
+_MFF_FINETUNE = _FINETUNE_BASE | dict(lr_schedule="mff", warmup_lr=2e-7)
+_TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_layer_decay=False, cls_token_mlp=True, train_pos_embed=False)
+_INATURALIST_18, _INATURALIST_19 = (dict(dataset=name, epochs=360) for name in ("inat18", "inat19"))
 FINETUNE_RECIPES: dict[str, Recipe] = {
     # All rows of the tables of ablations, schedules, kernels and designs. There is one recipe per model size: only the
-    # pre-trained encoder differs between the rows.
-    "finetune_vit_base": _FINETUNE_BASE,  # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
+    # pre-trained encoder differs between the rows. ViT-B and ViT-L: the paper. ViT-H: MAE's release.
+    # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
+    # The same classifiers with main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
+    # 51.2, 34.6, 49.4, 35.2 / 51.9, 32.9, 49.4, 36.0 / 51.4, 35.4, 49.7, 36.4
+    "finetune_vit_base": _FINETUNE_BASE,
     # MAE / PR-MIM .5, 800 epochs: 85.4 / 85.4
     "finetune_vit_large": _FINETUNE
     | dict(model="vit_large_patch16", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.2),
     # MAE, 1600 epochs: 86.9
     "finetune_vit_huge": _FINETUNE
     | dict(model="vit_huge_patch14", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.3),
-    # With MFF's schedule, whose floor is the same for all layers.
+    # MFF's release. The floor of its schedule is the same for all layers.
     # MFF / plain .5 / PR-MIM .5, 800 epochs: 83.6 / 83.3 / 83.8
+    # The same classifiers with main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
+    # 49.0, 37.2, 51.0, 36.8 / 50.5, 35.6, 51.7, 37.6 / 49.9, 37.9, 52.1, 37.6
     "mff_finetune_vit_base": _MFF_FINETUNE,
+    # SimMIM's release, after 800 epochs. That ViT-B after 100 epochs has the same settings is a judgement.
     # SimMIM / plain .3 / PR-MIM .3, 100 epochs: 81.6 / 81.0 / 81.7; 800 epochs: 83.8 / - / 83.8
     "simmim_finetune_vit_base": _SIMMIM_FINETUNE | dict(model="relative_vit_base_patch16"),
     # SimMIM on Swin-B, 100 epochs: 83.5; Swin-B, 800 epochs: 84.0; Swin-L, 800 epochs: 85.4
@@ -295,40 +315,42 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     "simmim_finetune_swin_base_800ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.8),
     "simmim_finetune_swin_large_800ep": _SIMMIM_FINETUNE
     | dict(model="swin_large_patch4_window14", layer_decay=0.7, drop_path=0.2),
+    # GreenMIM's release; the total batches are those of its first README. `warmup_lr` and `min_lr` are the release's
+    # rates for 512 images, times total batch size / 512.
     # GreenMIM / plain .5 / PR-MIM .5, 100 epochs: 83.2 / 82.9 / 83.3 with Swin-B, 83.8 / 83.1 / 83.9 with Swin-L
-    "greenmim_finetune_swin_base": _GREENMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.9),
-    "greenmim_finetune_swin_large": _GREENMIM_FINETUNE
-    | dict(
-        model="swin_large_patch4_window14", blr=5e-4, warmup_lr=3e-7, min_lr=5.25e-7, layer_decay=0.8, drop_path=0.3
-    ),
+    "greenmim_finetune_swin_base": _SIMMIM_FINETUNE
+    | dict(model="swin_base_patch4_window7", layer_decay=0.9)
+    | dict(total_batch_size=1024, warmup_lr=5e-7, min_lr=5e-7),
+    "greenmim_finetune_swin_large": _SIMMIM_FINETUNE
+    | dict(model="swin_large_patch4_window14", layer_decay=0.8, drop_path=0.3)
+    | dict(total_batch_size=768, blr=5e-4, warmup_lr=3e-7, min_lr=5.25e-7),
+    # LocalMIM's release.
     # LocalMIM / plain .65 / PR-MIM .65, 100 epochs: 83.3 / 82.9 / 83.3
     # The release's ViT-B, 1600 epochs: 84.0; its ViT-L, 800 epochs: 85.8
     "localmim_finetune_vit_base_100ep": _FINETUNE_BASE | dict(blr=1e-3, warmup_epochs=20, layer_decay=0.75),
     "localmim_finetune_vit_base_1600ep": _FINETUNE_BASE | dict(warmup_epochs=20, min_lr=1e-5),
     "localmim_finetune_vit_large_800ep": _FINETUNE
     | dict(model="vit_large_patch16", epochs=50, blr=7.5e-4, layer_decay=0.75, drop_path=0.2),
+    # TEC's release: the positions are frozen, the MLP on the class token is trained.
     # TEC / plain .5 / PR-MIM .5, iBOT as the teacher, 300 epochs: 84.8 / 84.5 / 84.7
-    # The release, iBOT as the teacher, 800 epochs: 85.1; MAE as the teacher, 300 epochs: 84.7
+    # The release, iBOT as the teacher, 800 epochs: 85.1; MAE as the teacher, 300 epochs: 84.7, ViT-L, 100 epochs: 83.9
     "tec_finetune_vit_base_300ep": _TEC_FINETUNE | dict(layer_decay=0.5),
     "tec_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
     "tec_mae_finetune_vit_base_300ep": _TEC_FINETUNE | dict(warmup_epochs=20),
     "tec_mae_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
-    # The release's drop path is unknown. This is MAE's.
-    "tec_mae_finetune_vit_large": _TEC_FINETUNE
-    | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5, drop_path=0.2),
+    "tec_mae_finetune_vit_large": _TEC_FINETUNE | dict(model="vit_large_patch16", epochs=50, blr=1e-3, min_lr=1e-5),
     # Figure "Partial fine-tuning results", 800 epochs, without printed numbers. 0 blocks are linear probing, 12 are
-    # finetune_vit_base.
+    # finetune_vit_base. The paper prints no settings: those of full fine-tuning are a judgement.
     **{f"partial{k}_vit_base": _FINETUNE_BASE | dict(trainable_blocks=k) for k in (1, 2, 4, 6, 8, 10)},
     "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),  # MAE's release, 1600 epochs: 67.8
     "linprobe_vit_large": _LINPROBE | dict(model="vit_large_patch16", epochs=50),  # 76.0
     "linprobe_vit_huge": _LINPROBE | dict(model="vit_huge_patch14", epochs=50),  # 77.2
-    # Table of iNaturalist, from the pre-trained encoder: only the epochs differ from ImageNet.
-    # MAE / plain .5 / PR-MIM .5
-    "inat18_vit_base": _FINETUNE_BASE | dict(dataset="inat18", epochs=360),  # 72.5 / 71.8 / 72.4
-    "inat19_vit_base": _FINETUNE_BASE | dict(dataset="inat19", epochs=360),  # 78.9 / 78.2 / 79.0
-    # MFF / plain .5 / PR-MIM .5
-    "mff_inat18_vit_base": _MFF_FINETUNE | dict(dataset="inat18", epochs=360),  # 73.5 / 72.5 / 73.3
-    "mff_inat19_vit_base": _MFF_FINETUNE | dict(dataset="inat19", epochs=360),  # 79.8 / 78.5 / 79.8
+    # Table of iNaturalist, from the pre-trained encoder. The paper: 360 epochs, and most settings as for ImageNet. That
+    # all others are those of ImageNet is a judgement. The framework / plain .5 / PR-MIM .5, 800 epochs:
+    "inat18_vit_base": _FINETUNE_BASE | _INATURALIST_18,  # MAE: 72.5 / 71.8 / 72.4
+    "inat19_vit_base": _FINETUNE_BASE | _INATURALIST_19,  # MAE: 78.9 / 78.2 / 79.0
+    "mff_inat18_vit_base": _MFF_FINETUNE | _INATURALIST_18,  # MFF: 73.5 / 72.5 / 73.3
+    "mff_inat19_vit_base": _MFF_FINETUNE | _INATURALIST_19,  # MFF: 79.8 / 78.5 / 79.8
 }
 
 # Small runs of this project. Their results are in docs/results.md.

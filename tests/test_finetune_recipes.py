@@ -28,6 +28,8 @@ TABLE = {  # epochs, lr at batch 1024, layer decay, drop path
     "inat18_vit_base": (360, 2e-3, 0.65, 0.1),
     "inat19_vit_base": (360, 2e-3, 0.65, 0.1),
     "partial2_vit_base": (100, 2e-3, 0.65, 0.1),
+    "mff_inat18_vit_base": (360, 2e-3, 0.65, 0.1),
+    "mff_inat19_vit_base": (360, 2e-3, 0.65, 0.1),
 }
 
 
@@ -73,20 +75,23 @@ def test_localmim_and_tec_are_fine_tuned_as_their_releases(recipe, lr, layer_dec
     s, mae = settings_of(recipe), settings_of("finetune_vit_large" if "large" in recipe else "finetune_vit_base")
     assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(lr)
     assert (s["layer_decay"], s["warmup_epochs"], s["min_lr"]) == (layer_decay, warmup_epochs, min_lr)
-    assert s["cls_token_layer_decay"] == (not recipe.startswith("tec_"))
-    changed = {"recipe", "blr", "layer_decay", "warmup_epochs", "min_lr", "cls_token_layer_decay"}
+    is_tec = recipe.startswith("tec_")
+    assert (s["cls_token_layer_decay"], s["cls_token_mlp"], s["train_pos_embed"]) == (not is_tec, is_tec, not is_tec)
+    assert s["drop_path"] == (0.2 if recipe == "localmim_finetune_vit_large_800ep" else 0.1)
+    changed = {"recipe", "blr", "layer_decay", "warmup_epochs", "min_lr", "drop_path"}
+    changed |= {"cls_token_layer_decay", "cls_token_mlp", "train_pos_embed"}
     assert {k: v for k, v in s.items() if k not in changed} == {k: v for k, v in mae.items() if k not in changed}
 
 
 @pytest.mark.parametrize(
-    ("size", "rates", "layer_decay", "drop_path"),
-    [("base", (1.25e-3, 2.5e-7, 2.5e-7), 0.9, 0.1), ("large", (1e-3, 2e-7, 3.5e-7), 0.8, 0.3)],
+    ("size", "batch", "rates", "layer_decay", "drop_path"),
+    [("base", 1024, (1.25e-3, 2.5e-7, 2.5e-7), 0.9, 0.1), ("large", 768, (1e-3, 2e-7, 3.5e-7), 0.8, 0.3)],
 )
-def test_greenmim_is_fine_tuned_as_its_release(size, rates, layer_decay, drop_path):
+def test_greenmim_is_fine_tuned_as_its_release(size, batch, rates, layer_decay, drop_path):
     """The release states peak, start and floor for a batch of 512 images."""
     s, simmim = settings_of(f"greenmim_finetune_swin_{size}"), settings_of("simmim_finetune_swin_base_100ep")
-    assert (s["blr"] * 2, s["warmup_lr"] * 512 / 768, s["min_lr"] * 512 / 768) == pytest.approx(rates)
-    assert (s["total_batch_size"], s["layer_decay"], s["drop_path"]) == (768, layer_decay, drop_path)
+    assert (s["blr"] * 2, s["warmup_lr"] * 512 / batch, s["min_lr"] * 512 / batch) == pytest.approx(rates)
+    assert (s["total_batch_size"], s["layer_decay"], s["drop_path"]) == (batch, layer_decay, drop_path)
     same = ("epochs", "warmup_epochs", "lr_schedule", "clip_grad", "weight_decay", "mixup", "cutmix", "reprob", "aa")
     assert [s[key] for key in same] == [simmim[key] for key in same] and s["epochs"] == 100
 
@@ -130,3 +135,11 @@ def test_flags_are_frozen():
     assert flags >= MACHINE_FLAGS
     with pytest.raises(SystemExit):
         parse_with_recipe(main_finetune.get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])
+
+
+@pytest.mark.parametrize("year", [18, 19])
+@pytest.mark.parametrize("framework", ["", "mff_"])
+def test_inaturalist_differs_from_imagenet_in_epochs_alone(framework, year):
+    ours, imagenet = settings_of(f"{framework}inat{year}_vit_base"), settings_of(f"{framework}finetune_vit_base")
+    changed = {key: ours[key] for key in ours if ours[key] != imagenet[key] and key != "recipe"}
+    assert changed == dict(dataset=f"inat{year}", epochs=360)

@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import main_finetune
 from framework import PixelFramework
-from main_pretrain import build_model, get_args_parser
+from main_pretrain import build_model, get_args_parser, note_on_micro_batch
 from prmim import TokenOrder
-from recipes import RECIPES
+from recipes import FINETUNE_RECIPES, RECIPES
 from util.costs import forward_gmac
 from util.run.cli import parse_with_recipe
+from util.run.distributed import Process
+from util.run.flags import make_plan
 from util.run.resume_rules import MACHINE_FLAGS
 
 # {throw_ratio: numbers of visible, retained and thrown tokens} for 196 tokens and mask ratio .75.
@@ -43,6 +46,8 @@ def test_recipe_builds_and_counts(recipe):
         assert counts == COUNTS[settings["throw_ratio"]]
     if isinstance(model, PixelFramework):
         assert model.norm_pix_loss == settings["norm_pix_loss"]
+    epochs = re.search(r"_(\d+)ep$", recipe)
+    assert epochs is None or settings["epochs"] == int(epochs[1])
     aggregates = any("aggregation" in name for name, _ in model.named_parameters())
     assert aggregates == (
         settings["progressive"] and settings["throw_ratio"] > 0 and settings["aggregation"] != "avgpool"
@@ -103,9 +108,12 @@ def test_simmim_trains_as_its_release(recipe):
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("greenmim_")])
 def test_greenmim_trains_as_its_release(recipe):
-    """Base rate 1.5e-4, or 1e-4 for Swin-L and for the first release; a total batch of 2048, 40 warm-up epochs."""
+    """Swin-L, 100 epochs: 8 processes of 512 images; all others: 8 of 256. Each process draws one visible set."""
     s = settings_of(recipe)
-    assert s["blr"] == (1e-4 if "large" in recipe or "800" in recipe else 1.5e-4) and s["total_batch_size"] == 2048
+    size, epochs = ("large" if "large" in recipe else "base"), int(re.search(r"_(\d+)ep$", recipe)[1])
+    batch, lr = {("large", 100): (512, 1.6e-3), ("base", 100): (256, 1.2e-3)}.get((size, epochs), (256, 8e-4))
+    assert (s["epochs"], s["batch_size"], s["total_batch_size"]) == (epochs, batch, 8 * batch)
+    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(lr)
     assert (s["warmup_epochs"], s["min_lr"], s["weight_decay"], tuple(s["betas"])) == (40, 0, 0.05, (0.9, 0.95))
     assert (s["norm_pix_loss"], s["mask_ratio"], s["clip_grad"], s["lr_schedule"]) == (True, 0.75, None, "mae")
     assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
@@ -265,6 +273,62 @@ def test_cost_of_mae_itself_and_of_the_convolution():
     plain = forward_multiply_adds(settings_of(recipe, progressive=False))
     progressive = forward_multiply_adds(settings_of(recipe))
     assert progressive - plain - 98 * 512 * 768 == pytest.approx(49 * 196 * 512, rel=1e-6)
+
+
+# The rows of the paper's other tables: beginnings and end of their names in RECIPES, and how they are fine-tuned.
+ROWS = [
+    (("mae_", "plain50_", "prmim50_"), "vit_base_300ep", "finetune_vit_base"),
+    (("mae_", "plain50_", "prmim50_"), "vit_large_100ep", "finetune_vit_large"),
+    (("mae_", "prmim50_"), "vit_large_800ep", "finetune_vit_large"),
+    (("simmim_", "simmim_plain30_", "simmim_prmim30_"), "vit_base_100ep", "simmim_finetune_vit_base"),
+    (("simmim_", "simmim_prmim30_"), "vit_base_800ep", "simmim_finetune_vit_base"),
+    (("localmim_", "localmim_plain65_", "localmim_prmim65_"), "vit_base_100ep", "localmim_finetune_vit_base_100ep"),
+    (("tec_", "tec_plain50_", "tec_prmim50_"), "vit_base_300ep", "tec_finetune_vit_base_300ep"),
+    (("greenmim_", "greenmim_plain50_", "greenmim_prmim50_"), "swin_base_100ep", "greenmim_finetune_swin_base"),
+    (("greenmim_", "greenmim_plain50_", "greenmim_prmim50_"), "swin_large_100ep", "greenmim_finetune_swin_large"),
+    (("prmim50_",), "vit_base_400ep", "finetune_vit_base"),
+    (("kernel3_", "kernel5_", "prmim50_", "kernel9_", "kernel11_"), "vit_base_100ep", "finetune_vit_base"),
+    (("avgpool_", "prmim50_", "transformer_", "convnext_"), "vit_base_100ep", "finetune_vit_base"),
+]
+# Tables "Training schedules", "Robust evaluation" and "Top-1 accuracy of image classification".
+for arms, name in (("mae_", "plain50_", "prmim50_"), ""), (("mff_", "mff_plain50_", "mff_prmim50_"), "mff_"):
+    ROWS += [(arms, "vit_base_800ep", f"{name}{task}_vit_base") for task in ("finetune", "inat18", "inat19")]
+
+
+@pytest.mark.parametrize(("arms", "end", "finetune"), ROWS)
+def test_the_paper_s_rows_have_recipes_whose_encoders_are_fine_tuned(arms, end, finetune):
+    """The model of a fine-tuning recipe has the size of the pre-trained one."""
+    tuned = FINETUNE_RECIPES[finetune]
+    with torch.device("meta"):
+        classifier = main_finetune.MODELS[tuned["model"]]()
+        encoders = [build_model(settings_of(arm + end)) for arm in arms]
+    for encoder in encoders:
+        assert (encoder.patch_size, encoder.patch_embed.proj.out_channels) == (
+            *(classifier.patch_size, classifier.patch_embed.proj.out_channels),
+        )
+        assert len(encoder.state_dict().keys() & classifier.state_dict().keys()) > 100
+
+
+def test_another_micro_batch_than_the_recipe_s_is_said():
+    """Only recipes whose visible sets depend on the micro-batch have one, and a flag wins."""
+    assert {name.split("_")[0] for name in RECIPES if "batch_size" in RECIPES[name]} == {"greenmim"}
+    process = Process(torch.device("cpu"), world_size=8, local_world_size=8)
+    for recipe, flags, expected in (
+        ("greenmim_swin_base_100ep", [], None),
+        ("greenmim_swin_base_100ep", ["--batch_size", "64"], "--batch_size is 64, in recipe .* it is 256"),
+        ("mae_vit_base_100ep", ["--batch_size", "64"], None),
+    ):
+        args = parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", recipe, *flags])
+        plan = make_plan(args, process)
+        assert (plan.total_batch_size, plan.batch_size * plan.accum_iter * 8) == (args.total_batch_size,) * 2
+        notes = note_on_micro_batch(args, plan)
+        assert len(notes) == bool(expected) and all(re.search(expected, note) for note in notes)
+
+
+def test_average_pooling_fills_all_cells_in_the_paper_s_row_only():
+    paper, ours = (settings_of(f"avgpool_{name}vit_base_100ep") for name in ("", "thrown_"))
+    assert {key for key in paper if paper[key] != ours[key]} == {"recipe", "applies_to"}
+    assert (paper["applies_to"], ours["applies_to"]) == ("all", "thrown")
 
 
 def test_the_ablation_table_is_complete():

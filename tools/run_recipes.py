@@ -285,8 +285,9 @@ def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
         argv += ["--finetune", workshop.encoder(settings)]
     elif settings["model"] in models_tec_pr.__all__:
         argv += ["--teacher", workshop.teacher()]
-    elif settings["model"] in models_greenmim_pr.__all__ and not job.total_batch_size:
-        argv += ["--batch_size", 32]  # a micro-batch shares one visible set: small ones give more sets
+    elif settings["model"] in models_greenmim_pr.__all__:
+        total = job.total_batch_size or settings["total_batch_size"]
+        argv += ["--batch_size", math.gcd(32, total)]  # a micro-batch shares one visible set: small ones give more sets
     return [str(flag) for flag in argv]
 
 
@@ -364,7 +365,7 @@ def check_run(job: Job, folder: Path, before: str) -> list[str]:
 def check_settings(job: Job, resolved: dict) -> list[str]:
     """Compare the run's settings with the recipe's, except those that are replaced on purpose."""
     recipe = (RECIPES | FINETUNE_RECIPES)[job.recipe]
-    replaced = {"dataset"} if recipe.get("dataset") in DOWNLOADED else set()
+    replaced = {"batch_size", "dataset"} if recipe.get("dataset") in DOWNLOADED else {"batch_size"}
     if job.total_batch_size:
         replaced.add("total_batch_size")
     wanted = json.loads(json.dumps({name: value for name, value in recipe.items() if name not in replaced}))
