@@ -78,8 +78,8 @@ RECIPES: dict[str, Recipe] = {
     "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),  # 81.7
     "kernel11_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=11),  # 81.6
     # Table of designs of the aggregation (dwconv is prmim50_vit_base_100ep). The paper does not say which cells take
-    # the output. Average pooling can fail only if all cells do, so that its row has `applies_to="all"` is a judgement.
-    # The row in which only thrown cells do is one of this project.
+    # the output. In docs/study.md average pooling fails only if all cells do, so `applies_to="all"` is a judgement. The
+    # row in which only the thrown cells take it is one of this project.
     "avgpool_vit_base_100ep": _BASE
     | _progressive(100, 0.5)
     | dict(aggregation="avgpool", applies_to="all"),  # fails to converge
@@ -286,7 +286,6 @@ _FINETUNE_BASE = _FINETUNE | dict(model="vit_base_patch16")
 _MFF_FINETUNE = _FINETUNE_BASE | dict(lr_schedule="mff", warmup_lr=2e-7)
 _SIMMIM_FINETUNE = _FINETUNE | dict(total_batch_size=2048, blr=6.25e-4, warmup_epochs=20, warmup_lr=1e-6, min_lr=1e-6)
 _SIMMIM_FINETUNE |= dict(lr_schedule="simmim", clip_grad=5.0)
-_MFF_FINETUNE = _FINETUNE_BASE | dict(lr_schedule="mff", warmup_lr=2e-7)
 _TEC_FINETUNE = _FINETUNE_BASE | dict(cls_token_layer_decay=False, cls_token_mlp=True, train_pos_embed=False)
 _INATURALIST_18, _INATURALIST_19 = (dict(dataset=name, epochs=360) for name in ("inat18", "inat19"))
 FINETUNE_RECIPES: dict[str, Recipe] = {
