@@ -32,6 +32,7 @@ from torch import nn
 
 from models_vit import Block, init_weights, layer_norm
 from util.addressed import MASK, addressed_uniform
+from util.peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.pos_embed import sincos_pos_embed
 
 # ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
@@ -347,7 +348,7 @@ def furthest_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     Algorithm 1 recomputes all distances at each step. A running minimum gives the same picks, and so do squared
     distances. As integers, equal distances are exactly equal.
     """
-    _check_num_retained(coords, num_retained)
+    check_num_retained(coords, num_retained)
     coords = np.moveaxis(np.asarray(coords), -1, 0)  # [2, B, M]
     if np.issubdtype(coords.dtype, np.integer):
         coords = coords - coords.min()
@@ -367,19 +368,9 @@ def furthest_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     return picks
 
 
-def random_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
-    """The paper's baseline, same shape as `furthest_sampling`. The head of a shuffled list is a random subset."""
-    _check_num_retained(coords, num_retained)
-    return np.broadcast_to(np.arange(num_retained), (len(coords), num_retained))
-
-
-def _check_num_retained(coords: np.ndarray, num_retained: int) -> None:
-    num_masked = np.shape(coords)[1]
-    if not 1 <= num_retained <= num_masked:
-        raise ValueError(f"num_retained must be between 1 and the {num_masked} listed tokens, got {num_retained}")
-
-
-SAMPLING = {"furthest": furthest_sampling, "random": random_sampling}
+SAMPLING: dict[str, Callable[..., np.ndarray]] = dict(
+    furthest=furthest_sampling, random=random_sampling, running_cell=running_cell_sampling, attention=attention_sampling
+)
 
 
 def addressed_noise(
@@ -442,8 +433,13 @@ class TokenOrderSampler:
         visible = visible.reshape(-1, rows // unit, 1, columns // unit, 1)
         return np.broadcast_to(visible, (len(noise), rows // unit, unit, columns // unit, unit)).reshape(noise.shape)
 
-    def __call__(self, noise: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:
-        """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice."""
+    def __call__(
+        self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice.
+
+        weights: of the tokens, [B, N], for sampling by attention. By default all tokens have the same weight.
+        """
         noise, counts = np.asarray(noise), self.counts
         if noise.ndim != 2 or noise.shape[1] != counts.num_tokens:
             raise ValueError(f"noise must have shape [B, {counts.num_tokens}], got {list(noise.shape)}")
@@ -454,7 +450,8 @@ class TokenOrderSampler:
         masked = shuffled[:, counts.num_visible :]  # [B, num_masked]
         retained = masked
         if counts.num_thrown:
-            picks = SAMPLING[self.sampling](self.coords[masked], counts.num_retained)
+            more = () if weights is None else (np.take_along_axis(x, masked, axis=1) for x in (weights, noise))
+            picks = SAMPLING[self.sampling](self.coords[masked], counts.num_retained, *more)
             retained = np.take_along_axis(masked, picks, axis=1)
         state = np.full(noise.shape, 2, np.int8)  # 0 visible, 1 retained, 2 thrown
         np.put_along_axis(state, shuffled[:, : counts.num_visible], 0, axis=1)
@@ -468,12 +465,13 @@ class TokenOrderSampler:
 class MaskCollator:
     """Collates samples and draws their token orders, once per batch and in the DataLoader worker.
 
-    A sample is `(img uint8 [C, H, W], label, (epoch, index))`. A batch is `(imgs uint8 [B, C, H, W], labels [B],
-    ids_shuffle int64 [B, N])`, followed by the planner's tensors.
+    A sample is `(img uint8 [C, H, W], label, (epoch, index))`, followed by its view if `token_weights` needs it. A
+    batch is `(imgs uint8 [B, C, H, W], labels [B], ids_shuffle int64 [B, N])`, followed by the planner's tensors.
 
     sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
     shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.
     planner: turns the shared visible tokens [V] into further inputs of the model.
+    token_weights: turns the views of a batch into the sampler's `weights`, for sampling by attention.
     """
 
     def __init__(
@@ -482,15 +480,18 @@ class MaskCollator:
         seed: int,
         shared_visible: bool = False,
         planner: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        token_weights: Callable[[Sequence], np.ndarray] | None = None,
     ) -> None:
         self.sampler, self.seed, self.shared_visible, self.planner = sampler, seed, shared_visible, planner
+        self.token_weights = token_weights
 
-    def __call__(self, samples: Iterable[tuple[torch.Tensor, int, tuple[int, int]]]) -> tuple[torch.Tensor, ...]:
-        imgs, labels, addresses = zip(*samples, strict=True)
+    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+        imgs, labels, addresses, *views = zip(*samples, strict=True)
         epochs, indices = np.asarray(addresses).T
         noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
         visible = self.sampler.visible_tokens(noise[:1]) if self.shared_visible else None
-        ids_shuffle = torch.from_numpy(self.sampler(noise, visible))
+        weights = None if self.token_weights is None else self.token_weights(*views)
+        ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights))
         ids_visible = ids_shuffle[:, : self.sampler.counts.num_visible]
         if self.shared_visible:
             ids_visible[:] = ids_visible[:1].clone()  # the set is shared already; this shares its order

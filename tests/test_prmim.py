@@ -188,7 +188,9 @@ def test_order_is_a_permutation_with_ascending_segments(sampling, grid):
         visible, masked = shuffled[: counts.num_visible], shuffled[counts.num_visible :]
         assert set(row[: counts.num_visible]) == set(visible)
         cells = np.stack(np.divmod(masked, columns), -1)
-        picks = range(counts.num_retained) if sampling == "random" else literal_algorithm_1(cells, counts.num_retained)
+        picks = SAMPLING[sampling](cells[None], counts.num_retained)[0]
+        if sampling == "furthest":
+            assert picks.tolist() == literal_algorithm_1(cells, counts.num_retained)
         assert set(row[counts.num_visible : counts.num_kept]) == set(masked[list(picks)])
 
 
