@@ -23,7 +23,8 @@ MOST_WORKERS_LOST = 10  # in one start of a run
 PREFETCHED_BYTES = 2**30  # in batches that wait for one process
 
 Address = tuple[int, int]  # (epoch, index of the image)
-Sample = tuple[torch.Tensor, int, Address]  # uint8 image [3, H, W], label, address
+# uint8 image [3, H, W], label, address; with views also (index of the image that was read, its `transforms.View`)
+Sample = tuple[Any, ...]
 
 
 def open_images(
@@ -54,11 +55,13 @@ class AddressedDataset(torch.utils.data.Dataset):
     transform: `transform(img uint8 [3, H, W], epoch, index)` returns uint8 [3, h, w]. Its random numbers are functions
     of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the workers), and
     the next readable one takes its place, with its own label.
+
+    with_views: append (index, view) to the sample: the image that was read, and what the transform shows of it.
     """
 
-    def __init__(
-        self, images: Images, transform: Callable[[torch.Tensor, int, int], torch.Tensor], replace: bool = False
-    ) -> None:
+    with_views = False
+
+    def __init__(self, images: Images, transform: Any, replace: bool = False) -> None:
         self.images, self.transform = images, transform
         self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_() if replace else None
 
@@ -67,21 +70,22 @@ class AddressedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, address: Address) -> Sample:
         epoch, index = address
-        pixels, label = self._load(index)
+        found, pixels, label = self._load(index)
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
-        return self.transform(img, epoch, index), label, (epoch, index)
+        sample = self.transform(img, epoch, index), label, (epoch, index)
+        return (*sample, (found, self.transform.view(img.shape[-2:], epoch, index))) if self.with_views else sample
 
-    def _load(self, index: int) -> tuple[np.ndarray, int]:
-        """Returns the image and label of `index`, or of the next readable image."""
+    def _load(self, index: int) -> tuple[int, np.ndarray, int]:
+        """Returns (index, image, label) of the image `index`, or of the next readable one."""
         if self.bad is None:
-            return self.images.load(index)
+            return index, *self.images.load(index)
         for candidate in range(index, index + MOST_SKIPPED):
             i = candidate % len(self)
             try:
-                return self.images.load(i)
+                return i, *self.images.load(i)
             except ImageError:
                 self.bad[i] = 1
-        return self.images.load(index)  # raises the ImageError of the first one
+        return index, *self.images.load(index)  # raises the ImageError of the first one
 
 
 class StepBatchSampler:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,19 @@ def pair(size: int | Sequence[int]) -> Size:
     """Returns (height, width) of a side or a pair."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
+
+
+class View(NamedTuple):
+    """The box that a transform cuts out of an image, in fractions of the image's height and width, and the flip.
+
+    The box may exceed the image where a transform pads.
+    """
+
+    top: float
+    left: float
+    height: float
+    width: float
+    flip: bool  # the columns are mirrored
 
 
 class RandomResizedCropFlip:
@@ -54,10 +68,19 @@ class RandomResizedCropFlip:
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Crops uint8 [3, H, W] (any strides). Returns uint8 [3, *size], contiguous."""
-        draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 3)[0].tolist()
-        top, left, height, width = self.box(img.shape[-2], img.shape[-1], draws)
+        top, left, height, width, flip = self.draw(pair(img.shape[-2:]), epoch, index)
         crop = resize(img[:, top : top + height, left : left + width], self.size, self.interpolation, self.reference)
-        return (crop.flip(-1) if draws[-1] < 0.5 else crop).contiguous()
+        return (crop.flip(-1) if flip else crop).contiguous()
+
+    def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
+        """Returns (top, left, height, width, flip) of the crop of an image of `size`, in pixels."""
+        draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 3)[0].tolist()
+        return *self.box(*size, draws), draws[-1] < 0.5
+
+    def view(self, size: Size, epoch: int, index: int) -> View:
+        """Returns the crop of an image of `size`, in fractions of the image."""
+        top, left, height, width, flip = self.draw(size, epoch, index)
+        return View(top / size[0], left / size[1], height / size[0], width / size[1], flip)
 
     def box(self, height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
         """Returns (top, left, height, width) of the crop of an image. draws: 2 * TRIES + 3 numbers in [0, 1)."""
@@ -91,14 +114,25 @@ class PaddedCropFlip:
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Crops uint8 [3, H, W] (any strides). Returns uint8 [3, *size], contiguous."""
-        u_top, u_left, u_flip = addressed_uniform(AUGMENT, self.seed, epoch, [index], 3)[0].tolist()
-        img = resize(img, covering_size(pair(img.shape[-2:]), self.size), self.interpolation, self.reference)
-        (rows, columns), pad = self.size, self.padding
-        height, width = img.shape[-2:]
-        top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
+        height, width = covering_size(pair(img.shape[-2:]), self.size)
+        img = resize(img, (height, width), self.interpolation, self.reference)
+        top, left, flip = self.draw((height, width), epoch, index)
         # Reads the window of the padded image through reflected indices, so that no padded image is made.
-        img = img[:, reflected(top - pad, rows, height)][:, :, reflected(left - pad, columns, width)]
-        return (img.flip(-1) if u_flip < 0.5 else img).contiguous()
+        img = img[:, reflected(top, self.size[0], height)][:, :, reflected(left, self.size[1], width)]
+        return (img.flip(-1) if flip else img).contiguous()
+
+    def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
+        """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""
+        u_top, u_left, u_flip = addressed_uniform(AUGMENT, self.seed, epoch, [index], 3)[0].tolist()
+        (height, width), (rows, columns), pad = size, self.size, self.padding
+        top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
+        return top - pad, left - pad, u_flip < 0.5
+
+    def view(self, size: Size, epoch: int, index: int) -> View:
+        """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
+        height, width = covering_size(size, self.size)
+        top, left, flip = self.draw((height, width), epoch, index)
+        return View(top / height, left / width, self.size[0] / height, self.size[1] / width, flip)
 
 
 def reflected(first: int, count: int, length: int) -> torch.Tensor:
@@ -178,6 +212,17 @@ class ResizeCenterCrop:
         img = resize(img, covering_size(pair(img.shape[-2:]), self.resized), reference=self.reference)
         top, left = (round((side - wanted) / 2) for side, wanted in zip(img.shape[-2:], self.size, strict=True))
         return img[:, top : top + self.size[0], left : left + self.size[1]].contiguous()
+
+
+class Squash:
+    """Resizes the whole image to `size`, bilinear, whatever its aspect ratio: what attention maps are made of."""
+
+    def __init__(self, size: int | Sequence[int], reference: bool = False) -> None:
+        self.size, self.reference = pair(size), reference
+
+    def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
+        """Resizes uint8 [3, H, W]. Returns uint8 [3, *size], contiguous."""
+        return resize(img, self.size, "bilinear", self.reference).contiguous()
 
 
 def covering_size(size: Size, wanted: Size) -> Size:

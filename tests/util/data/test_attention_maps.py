@@ -1,0 +1,179 @@
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.conftest import write_photo
+from util.data.attention_maps import AttentionMaps, maps_path, write_maps
+from util.data.datasets import AddressedDataset
+from util.data.images import FolderImages
+from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, Squash, View
+
+SIZES = [(60, 36), (37, 80), (48, 48), (33, 200)]  # of images; the last one has few boxes that fit
+
+
+def written(tmp_path, maps):
+    path = maps_path(tmp_path, 40)
+    write_maps(path, maps)
+    return path
+
+
+def random_views(num, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(num):
+        height, width = rng.uniform(0.2, 1, 2)
+        yield View(rng.uniform(0, 1 - height), rng.uniform(0, 1 - width), height, width, bool(rng.integers(2)))
+
+
+def slow_weight(cells, view, token, patch):
+    """The mean over one token's pixels of a map that is bilinear between its cells' centres, pixel by pixel."""
+    rows, columns = len(cells), len(cells[0])
+
+    def at(row, column):
+        return cells[min(max(row, 0), rows - 1)][min(max(column, 0), columns - 1)]
+
+    total = 0.0
+    for y in range(token[0] * patch, (token[0] + 1) * patch):
+        for x in range(token[1] * patch, (token[1] + 1) * patch):
+            shown = columns * patch - 1 - x if view.flip else x
+            v = (view.top + view.height * (y + 0.5) / (rows * patch)) * rows - 0.5
+            u = (view.left + view.width * (shown + 0.5) / (columns * patch)) * columns - 0.5
+            i, j = math.floor(v), math.floor(u)
+            upper = at(i, j) * (j + 1 - u) + at(i, j + 1) * (u - j)
+            lower = at(i + 1, j) * (j + 1 - u) + at(i + 1, j + 1) * (u - j)
+            total += upper * (i + 1 - v) + lower * (v - i)
+    return total / patch**2
+
+
+def test_weights_are_the_mean_of_the_bilinear_map_over_each_token(tmp_path):
+    maps = np.random.default_rng(1).random((9, 5, 7)).astype(np.float16)
+    views = [*random_views(7), View(0, 0, 1, 1, False), View(-0.1, 0.3, 0.8, 0.75, True)]  # the last one is padded
+    indices = [3, 0, 8, 3, 1, 2, 7, 4, 5]
+    weights = AttentionMaps(written(tmp_path, maps), 3).token_weights(list(zip(indices, views, strict=True)))
+    assert weights.shape == (9, 35) and weights.dtype == np.float32
+    for found, index, view in zip(weights, indices, views, strict=True):
+        cells = maps[index].astype(np.float64).tolist()
+        expected = [slow_weight(cells, view, divmod(token, 7), 3) for token in range(35)]
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
+    """The public code slices the map at offsets that are whole images, and resizes the slice to the view."""
+    maps = torch.rand(6, 14, 14, generator=torch.Generator().manual_seed(0)).half()
+    H, W, patch = 100, 80, 4
+    boxes = [(0, 0, 50, 40), (30, 20, 40, 50), (50, 10, 50, 60), (10, 30, 60, 50), (0, 0, 100, 80), (60, 40, 40, 40)]
+    views = [(i, View(t / H, x / W, h / H, w / W, i % 2 == 1)) for i, (t, x, h, w) in enumerate(boxes)]
+    found = AttentionMaps(written(tmp_path, maps.numpy()), patch, "released").token_weights(views)
+    for i, (top, left, height, width) in enumerate(boxes):
+        part = maps[i, top // H : (top + height) // H + 2, left // W : (left + width) // W + 2].float()
+        pixels = F.interpolate(part[None, None], size=(14 * patch, 14 * patch), mode="bilinear", align_corners=False)
+        pixels = pixels.flip(-1) if i % 2 else pixels
+        expected = F.avg_pool2d(pixels, patch).flatten()
+        torch.testing.assert_close(torch.from_numpy(found[i]), expected, atol=1e-6, rtol=1e-5)
+    parts = {((t + h) // H + 2, (x + w) // W + 2) for t, x, h, w in boxes}
+    assert parts == {(2, 2), (3, 2), (2, 3), (3, 3)}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_hot_token_lies_where_the_view_shows_it(tmp_path, padded):
+    """One cell of the image is white. After crop and flip the heaviest token is a white one.
+
+    What the released crop reads does not follow the image.
+    """
+    rng, size, hits, flips = np.random.default_rng(0), 32, {}, set()
+    maps, views, whitest = [], [], []
+    transform = PaddedCropFlip(size, seed=1) if padded else RandomResizedCropFlip(size, seed=1)
+    for index in range(80):
+        height, width = SIZES[index % 4]
+        row, column = rng.integers(1, 7, 2)  # the outer cells are also seen in the padding, by reflection
+        cells = np.zeros((8, 8))
+        cells[row, column] = 1
+        area = F.interpolate(torch.from_numpy(cells)[None, None], size=(height, width), mode="nearest")[0]
+        img = (255 * area).to(torch.uint8).expand(3, -1, -1)
+        shown = F.avg_pool2d(transform(img, 2, index)[:1].float(), 4).flatten()
+        if shown.max() < 100:
+            continue  # the cell is outside of the view, or at its border
+        maps.append(cells)
+        views.append((len(maps) - 1, transform.view((height, width), 2, index)))
+        whitest.append(shown)
+        flips.add(views[-1][1].flip)
+    path = written(tmp_path, np.stack(maps))
+    for crop in ("view", "released"):
+        heaviest = AttentionMaps(path, 4, crop).token_weights(views).argmax(axis=1)
+        hits[crop] = sum(shown[token] > 0.5 * shown.max() for shown, token in zip(whitest, heaviest, strict=True))
+    assert len(views) > 30 and flips == {True, False}
+    assert hits["view"] >= 0.95 * len(views) and hits["released"] < 0.5 * len(views)
+
+
+@pytest.mark.parametrize("transform", [RandomResizedCropFlip(32, seed=3), PaddedCropFlip(32, seed=3)])
+def test_a_view_is_what_the_transform_shows(transform):
+    """The image is a ramp. The first and last pixels of the view tell where the view begins and ends."""
+    flips = set()
+    for index in range(24):
+        height, width = SIZES[index % 4][0] * 5, SIZES[index % 4][1] * 5
+        ramp = torch.linspace(0, 255, height)[:, None].expand(height, width)
+        side = torch.linspace(0, 255, width).expand(height, width)
+        img = torch.stack([ramp, side, side]).to(torch.uint8)
+        crop = transform(img, 1, index).float() / 255
+        view = transform.view((height, width), 1, index)
+        flips.add(view.flip)
+        place = (0.5 + torch.arange(32)) / 32
+        assert (crop[0, 2:-2, 5] - (view.top + view.height * place[2:-2])).abs().median() < 0.02
+        columns = crop[1, 5].flip(0) if view.flip else crop[1, 5]
+        assert (columns[2:-2] - (view.left + view.width * place[2:-2])).abs().median() < 0.02
+    assert flips == {True, False}
+
+
+def test_the_view_of_a_replaced_image_names_the_image_that_was_read(tmp_path):
+    for i in range(4):
+        write_photo(tmp_path / f"{i}.png", size=(40 + 10 * i, 50), seed=i)
+    (tmp_path / "1.png").write_bytes(b"no image")
+    transform = RandomResizedCropFlip(32, seed=3)
+    dataset = AddressedDataset(FolderImages(tmp_path), transform, replace=True)
+    assert len(dataset[(5, 1)]) == 3
+    dataset.with_views = True
+    img, _, address, (found, view) = dataset[(5, 1)]
+    assert address == (5, 1) and found == 2  # drawn for address 1, from image 2
+    assert view == transform.view((50, 60), 5, 1)
+    assert torch.equal(img, transform(torch.from_numpy(dataset.images.load(2)[0]).permute(2, 0, 1), 5, 1))
+    assert dataset[(5, 3)][3][0] == 3
+
+
+def test_squash_shows_the_whole_image(tmp_path):
+    img = torch.zeros(3, 40, 100, dtype=torch.uint8)
+    img[:, 20:, 50:] = 255
+    small = Squash((16, 32))(img)
+    assert small.shape == (3, 16, 32) and small.is_contiguous()
+    assert small[0].float().mean() == pytest.approx(255 / 4, abs=2)
+    assert small[0, 12, 24] == 255 and small[0, 3, 24] == small[0, 12, 7] == 0
+
+
+def test_maps_travel_to_workers_by_their_path(tmp_path):
+    path = written(tmp_path, np.random.default_rng(0).random((50, 14, 14)))
+    maps, views = AttentionMaps(path, 16), [(i, view) for i, view in enumerate(random_views(50))]
+    expected = maps.token_weights(views)  # opens the file
+    sent = pickle.dumps(maps)
+    assert len(sent) < 1000
+    assert np.array_equal(pickle.loads(sent).token_weights(views), expected)
+    assert not maps.maps.flags.writeable and maps.maps.dtype == np.float16
+    before = maps.maps[3].copy()
+    write_maps(path, np.zeros((50, 14, 14)))  # a new file takes the name; the open one stays
+    assert np.array_equal(maps.maps[3], before)
+    assert not AttentionMaps(path, 16).maps.any()
+    assert [file.name for file in path.parent.iterdir()] == ["epoch-0040.npy"]
+
+
+def test_maps_of_another_run_are_refused(tmp_path):
+    path = written(tmp_path, np.zeros((5, 8, 8)))
+    AttentionMaps(path, 4).check(5, (8, 8))
+    for num_images, grid_size in ((6, (8, 8)), (5, (8, 9))):
+        with pytest.raises(ValueError, match=r"holds attention maps \[5, 8, 8\] in float16, but this run needs"):
+            AttentionMaps(path, 4).check(num_images, grid_size)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="holds no attention maps .*; remove it"):
+        AttentionMaps(path, 4).check(5, (8, 8))
+    with pytest.raises(ValueError, match="unknown crop 'whole' of attention maps, choose from view, released"):
+        AttentionMaps(path, 4, "whole")

@@ -1,0 +1,99 @@
+"""Maps of a model's attention, one per training image, and the weights of a view's tokens that follow from them.
+
+A file holds the maps of all images, float16 [M, rows, columns] in [0, 1], as numpy's .npy. Its grid is that of the
+model's tokens over the whole image. Workers map the file into memory and read the rows of their images.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from util.atomic import replaced_file
+from util.data.transforms import View
+
+CROPS = ("view", "released")
+
+
+def maps_path(output_dir: str | Path, epoch: int) -> Path:
+    """Returns the file of the maps that are made after `epoch` in the output folder of a run."""
+    return Path(output_dir) / "attention" / f"epoch-{epoch:04d}.npy"
+
+
+def write_maps(path: Path, maps: np.ndarray) -> None:
+    """Writes maps [M, rows, columns] as float16. Replaces the file in one step; OSError names it."""
+    path.parent.mkdir(exist_ok=True)
+    with replaced_file(path, durable=True) as temporary:
+        np.save(temporary, maps.astype(np.float16))
+
+
+class AttentionMaps:
+    """The maps in a file, as token weights of views.
+
+    path, patch_size: the file, and the side of a token in pixels of the view.
+    crop: "view" reads the part of a map that the view shows. "released" reads what AMT's public code reads: the 2 x 2
+        cells in the upper left corner of the map for almost every view, because its offsets lack the factor from
+        fractions of the image to cells. A third row or column is read if the view reaches that end of the image.
+
+    The file is opened at the first use, and again in each process to which this object is sent.
+    """
+
+    def __init__(self, path: str | Path, patch_size: int, crop: str = "view") -> None:
+        if crop not in CROPS:
+            raise ValueError(f"unknown crop {crop!r} of attention maps, choose from {', '.join(CROPS)}")
+        self.path, self.patch_size, self.crop = Path(path), patch_size, crop
+        self._maps: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": None}
+
+    @property
+    def maps(self) -> np.ndarray:
+        """All maps, float16 [M, rows, columns], read-only."""
+        if self._maps is None:
+            self._maps = np.load(self.path, mmap_mode="r")
+        return self._maps
+
+    def check(self, num_images: int, grid_size: tuple[int, int]) -> None:
+        """Raises ValueError unless the file holds maps of `grid_size` for `num_images` images."""
+        expected = (num_images, *grid_size)
+        try:
+            found = self.maps.shape, str(self.maps.dtype)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{str(self.path)!r} holds no attention maps ({error}); remove it") from error
+        if found != (expected, "float16"):
+            raise ValueError(
+                f"{str(self.path)!r} holds attention maps {list(found[0])} in {found[1]}, but this run needs "
+                f"{list(expected)} in float16: it belongs to another run; remove it"
+            )
+
+    def token_weights(self, views: Sequence[tuple[int, View]]) -> np.ndarray:
+        """Returns the weights of the tokens of views, float32 [B, N], for pairs of an image's index and its view.
+
+        A map is interpolated bilinearly between the centres of its cells, and is constant beyond the outer centres. The
+        weight of a token is the mean over its pixels. Along each axis that is a small matrix.
+        """
+        indices, boxes = zip(*views, strict=True)
+        maps = self.maps[list(indices)].astype(np.float32)  # [B, rows, columns]
+        top, left, height, width, flip = np.array(boxes, np.float64).T
+        rows = self._axis_matrices(top, height, maps.shape[1])
+        columns = self._axis_matrices(left, width, maps.shape[2])
+        columns = np.where(flip[:, None, None] > 0, columns[:, ::-1], columns)
+        return (rows @ maps @ columns.swapaxes(1, 2)).reshape(len(maps), -1)
+
+    def _axis_matrices(self, start: np.ndarray, length: np.ndarray, num_cells: int) -> np.ndarray:
+        """Returns [B, tokens, cells] of one axis: the share of each cell of the map in each token of the view.
+
+        start, length: of the views [B], in fractions of the image.
+        """
+        centres = (np.arange(num_cells * self.patch_size) + 0.5) / (num_cells * self.patch_size)  # of the view's pixels
+        if self.crop == "view":
+            places = (start[:, None] + length[:, None] * centres) * num_cells - 0.5
+            last = np.full((len(start), 1), num_cells - 1)
+        else:
+            num_read = 2 + (start + length > 1 - 1e-9)[:, None]
+            places, last = centres * num_read - 0.5, np.minimum(num_read, num_cells) - 1
+        places = places.clip(0, last).astype(np.float32)
+        shares = np.maximum(0, 1 - np.abs(places[..., None] - np.arange(num_cells, dtype=np.float32)))
+        return shares.reshape(len(start), num_cells, self.patch_size, num_cells).mean(axis=2)
