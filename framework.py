@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -49,6 +50,7 @@ class Framework(nn.Module):
     mask_unit: int = 1  # side, in tokens, of the squares that are masked as a whole
     shared_visible: bool = False  # whether all images of a batch have the same visible tokens
     throws: bool = True  # whether the framework can throw tokens
+    masks_by_attention: bool = False  # whether attention also chooses the masked tokens (AMT)
     visible_order: str = "raster"  # of the visible tokens in ids_shuffle; "noise" leaves them as they were shuffled
     planner: Planner | None = None
 
@@ -64,13 +66,25 @@ class Framework(nn.Module):
         """Returns sentences that are printed at the start of a run."""
         return []
 
-    def collator(self, sampling: str, seed: int) -> MaskCollator:
+    def set_attention_phase(self, has_maps: bool) -> None:
+        """Sets the token counts for batches that are drawn by attention maps, or at random before there are maps.
+
+        Most frameworks have the same counts in both cases.
+        """
+
+    def sampler(self, sampling: str) -> TokenOrderSampler:
+        """Returns the sampler of the token orders that this model takes. sampling: see `collator`."""
+        return TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, self.visible_order)
+
+    def collator(
+        self, sampling: str, seed: int, token_weights: Callable[[Sequence], np.ndarray] | None = None
+    ) -> MaskCollator:
         """Returns the `MaskCollator` whose batches this model takes.
 
         sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
+        token_weights: for sampling by attention, see `MaskCollator`. By default all tokens have the same weight.
         """
-        sampler = TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, self.visible_order)
-        return MaskCollator(sampler, seed, self.shared_visible, self.planner)
+        return MaskCollator(self.sampler(sampling), seed, self.shared_visible, self.planner, token_weights)
 
     def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N])."""

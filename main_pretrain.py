@@ -19,6 +19,8 @@ from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
+import attention_phases
+import models_amt_pr
 import models_crossmae_pr
 import models_greenmim_pr
 import models_localmim_pr
@@ -57,6 +59,7 @@ FRAMEWORKS = (
     models_tec_pr,
     models_greenmim_pr,
     models_crossmae_pr,
+    models_amt_pr,
 )
 FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
@@ -115,6 +118,8 @@ def get_args_parser() -> Parser:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         groups[title]._add_action(action)
+
+    attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
@@ -307,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             framework.check_flags(vars(args))
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(build_device(args, process))
+        attention_phases.check_sampling(args, model)
         normalize = Normalize().to(process.device)
         optimizer = make_optimizer(model, args, plan.lr)
 
@@ -327,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
                 add_newer_settings(content["meta"]["settings"], model.own_settings())
             restore(content, start, record, model, optimizer, flags_free_to_change(model, plan), args.allow_changes)
         run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, collator)
+        phases = attention_phases.AttentionPhases(args, plan, start, model, images, run)
         announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images))
         del content  # weights and moments of the checkpoint
 
@@ -336,7 +343,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if args.compile:
             compile_planned_shapes(run.model, model, collator, loop, plan.batch_size)
         for steps in step_ranges(loop.step, loop.last_step, loop.steps_per_epoch, args.save_steps):
-            stopped = train_one_epoch(run.model, run.batches, steps, loop)
+            stopped = not phases.begin(steps)  # only for sampling by attention: maps and batches of a new phase
+            stopped = stopped or train_one_epoch(run.model, run.batches, steps, loop)
             run.saver.save(required=stopped or loop.step == loop.last_step)
             if picture_is_due(args.picture_every, loop):
                 draw_reconstructions(model, settings, images, loop, process.is_main)

@@ -140,6 +140,20 @@ class Attention(nn.Module):
         q, k, v = split_heads(self.qkv(x), self.num_heads)  # each [B, heads, T, d]
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
+    def cls_attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
+        q, k, _ = split_heads(self.qkv(x), self.num_heads)
+        return attention_of_first(q, k)
+
+
+def attention_of_first(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Returns the softmax attention of the first query to all keys but the first, float [B, heads, n].
+
+    q, k: [B, heads, 1 + n, d]. The softmax also counts the first key.
+    """
+    logits = (q[..., :1, :] * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # [B, heads, 1, 1 + n]
+    return logits.float().softmax(dim=-1)[..., 0, 1:]
+
 
 class Block(nn.Module):
     """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual."""
@@ -155,6 +169,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    def cls_attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
+        return self.attn.cls_attention(self.norm1(x))
 
 
 class PatchEncoder(nn.Module):
@@ -252,6 +270,16 @@ class ViTEncoder(PatchEncoder):
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm."""
         return self.norm(self.encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
+
+    def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
+
+        imgs: normalised images [B, C, H, W], of which all patches are visible.
+        """
+        x = self.prepend_cls_token(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.blocks[-1].cls_attention(x)
 
 
 class Classifier(nn.Module):

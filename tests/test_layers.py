@@ -22,16 +22,19 @@ ALLOWED = {
     "prmim": {"models_vit"},
     "framework": {"prmim", "models_vit"},
     "reconstruction": {"prmim", "framework"},
+    "attention_phases": {"framework"},
     "models_teacher": {"prmim", "models_vit"},
     "engine_pretrain": set(),
     "engine_finetune": set(),
-    "main_pretrain": {"prmim", "framework", "reconstruction", "engine_pretrain", "recipes"} | FRAMEWORKS,
+    "main_pretrain": {"prmim", "framework", "reconstruction", "attention_phases", "engine_pretrain", "recipes"}
+    | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune", "engine_finetune"},
     "models_reference_mae": {"models_vit"},
     "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
+ALLOWED["models_amt_pr"] = {"prmim", "models_vit", "models_mae_pr"}
 ALLOWED["models_mff_pr"] = {"prmim", "framework", "models_vit", "models_mae_pr"}
 
 

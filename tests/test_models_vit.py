@@ -48,6 +48,30 @@ def test_equals_timm_on_the_same_weights(global_pool):
     torch.testing.assert_close(ours.forward_features(imgs), theirs.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
 
+def test_cls_attention_is_the_softmax_of_the_last_block():
+    torch.manual_seed(0)
+    model = ViTEncoder(**SIZES | dict(depth=3)).double()
+    inputs = {}
+    model.blocks[-1].norm1.register_forward_hook(lambda _, __, out: inputs.update(normed=out))
+    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model.forward_features(imgs)
+        x, qkv = inputs["normed"], model.blocks[-1].attn.qkv
+        found = model.cls_attention(imgs)
+    assert found.shape == (2, 3, 16) and found.dtype == torch.float32
+    for b in range(2):
+        for head in range(3):
+            rows = torch.arange(16) + 16 * head
+            query = qkv.weight[rows] @ x[b, 0] + qkv.bias[rows]
+            keys = [qkv.weight[48 + rows] @ token + qkv.bias[48 + rows] for token in x[b]]
+            exponentials = torch.stack([(query @ key / 4).exp() for key in keys])  # 4 is the root of 16 channels
+            torch.testing.assert_close(
+                found[b, head].double(), exponentials[1:] / exponentials.sum(), rtol=1e-5, atol=0
+            )
+
+
 def test_initialisation_is_mae_s():
     torch.manual_seed(0)
     model = ViTEncoder(img_size=32, patch_size=8, embed_dim=192, depth=1, num_heads=3)

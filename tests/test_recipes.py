@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import main_finetune
+from attention_phases import refresh_epochs
 from framework import PixelFramework
 from main_pretrain import build_model, get_args_parser, note_on_micro_batch
 from prmim import TokenOrder
@@ -41,7 +42,7 @@ def test_recipe_builds_and_counts(recipe):
     settings = settings_of(recipe)
     with torch.device("meta"):
         model = build_model(settings)
-    if model.counts.num_tokens == 196 and not recipe.startswith("simmim_"):
+    if model.counts.num_tokens == 196 and not recipe.startswith(("simmim_", "amt_")):
         counts = (model.counts.num_visible, model.counts.num_retained, model.counts.num_thrown)
         assert counts == COUNTS[settings["throw_ratio"]]
     if isinstance(model, PixelFramework):
@@ -54,7 +55,9 @@ def test_recipe_builds_and_counts(recipe):
     )
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if RECIPES[name]["model"] in (BASE, LARGE)])
+@pytest.mark.parametrize(
+    "recipe", [n for n in RECIPES if RECIPES[n]["model"] in (BASE, LARGE) and not n.startswith("amt_")]
+)
 def test_recipe_trains_by_the_supplementary(recipe):
     """Pre-training details: lr 2.4e-3 at batch 4096, 40 warm-up epochs, weight decay .05, per-patch targets."""
     s = settings_of(recipe)
@@ -62,16 +65,57 @@ def test_recipe_trains_by_the_supplementary(recipe):
     assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"]) == (4096, 40, 0.05)
     assert (s["mask_ratio"], s["norm_pix_loss"], s["min_lr"], s["crop_scale"]) == (0.75, True, 0, (0.2, 1.0))
     assert s["epochs"] == int(re.search(r"_(\d+)ep$", recipe)[1])
-    deep, kind, percent = re.match(r"(?:deep(\d+)_)?([a-z]+)(\d*)", recipe).groups()
+    deep, kind, percent = re.match(r"(?:deep(\d+)_)?([a-z_]+?)(\d*)_vit", recipe).groups()
     assert s["decoder_depth"] == (int(deep) if deep else None)
     expected = {
         "mae": (0.0, True, "furthest"),
         "plain": (None, False, "random"),
         "progressive": (None, True, "random"),
         "furthest": (None, False, "furthest"),
+        "attention": (None, False, "attention"),
+        "attention_progressive": (None, True, "attention"),
+        "cell": (None, False, "running_cell"),
+        "cell_progressive": (None, True, "running_cell"),
     }.get(kind, (None, True, "furthest"))
     throw_ratio = expected[0] if kind == "mae" else int(percent or 50) / 100 if kind != "kernel" else 0.5
     assert (s["throw_ratio"], s["progressive"], s["sampling"]) == (throw_ratio, *expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ratios"),
+    [
+        ("amt_vit_base_400ep", (0.85, 0.4)),
+        ("amt_masking_vit_base_400ep", (0.75, 0.0)),
+        ("amt_progressive_vit_base_400ep", (0.85, 0.4)),
+        ("amt_mae_vit_base_400ep", (0.75, 0.0)),
+    ],
+)
+def test_amt_trains_mae_as_its_release(recipe, ratios):
+    """MAE's settings for 400 epochs, but raw pixels; maps after epochs 40, 80, ..., 360."""
+    s, mae = settings_of(recipe), settings_of("mae_vit_base_800ep")
+    own = {"recipe", "model", "epochs", "mask_ratio", "throw_ratio", "norm_pix_loss", "sampling", "progressive"}
+    assert {k: v for k, v in s.items() if k not in own} == {k: v for k, v in mae.items() if k not in own}
+    assert (s["epochs"], s["mask_ratio"], s["throw_ratio"], s["norm_pix_loss"]) == (400, *ratios, False)
+    assert s["model"] == (BASE if recipe.startswith("amt_mae") else "amt_vit_base_patch16")
+    assert s["sampling"] == "attention" or recipe.startswith("amt_mae")
+    assert s["progressive"] == (recipe.startswith(("amt_progressive", "amt_mae")))
+    assert (s["attention_start"], s["attention_every"], s["attention_crop"]) == (40, 40, "view")
+
+
+@pytest.mark.parametrize("recipe", [n for n in RECIPES if n.startswith("attention") or n == "cifar10_attention"])
+def test_attention_as_a_sampling_keeps_amt_s_share_of_refreshes(recipe):
+    """Nine refreshes, from a tenth of the schedule on, as in 400 epochs."""
+    s = settings_of(recipe)
+    refreshes = refresh_epochs(s["epochs"], s["attention_start"], s["attention_every"])
+    assert [epoch / s["epochs"] for epoch in refreshes] == pytest.approx([i / 10 for i in range(1, 10)])
+
+
+def test_cost_of_amt():
+    """5.94 G of one forward pass if all tokens are embedded and predicted, against 9.78 G of MAE."""
+    counted = forward_multiply_adds(settings_of("amt_vit_base_400ep"))
+    # All patches embedded, and class and visible tokens predicted.
+    lean = (196 - 30) * 768 * 768 + 31 * 512 * 768
+    assert counted + lean == pytest.approx(5.94e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("mff_")])
@@ -354,7 +398,7 @@ FLAGS = """
     recipe
     model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
     norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit decoder_order teacher att_topk att_tau
-    visible_source
+    visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas
     dataset data_path loader crop_scale crop interpolation num_workers max_bad_fraction

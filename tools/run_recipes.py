@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_finetune
 import main_pretrain
+import models_amt_pr
 import models_greenmim_pr
 import models_mae_pr
 import models_tec_pr
@@ -214,6 +215,8 @@ class Workshop:
         pretrained = encoder_of(settings)
         scale = with_decoder(pretrained, scale_of(main_finetune, settings))
         flags = ["--teacher", self.teacher()] if pretrained in models_tec_pr.__all__ else []
+        if pretrained in models_amt_pr.__all__:
+            flags = ["--sampling", "attention", "--attention_start", 0, "--attention_every", 1, "--epochs", 2]
         sizes = [str(scale[name]) for name in ("depth", "window_size") if name in scale]
         return self.pretrained("-".join(["encoder", pretrained, *sizes]), pretrained, scale, flags)
 

@@ -3,7 +3,7 @@
 import copy
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ def batches(
     log: Callable[[str], None] = print,
     *,
     batch_bytes: int = 0,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Yields the batches of all of `sampler`'s addresses.
 
     If a worker dies (the kernel kills processes that use too much memory), new workers continue with the same batch and

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from util.data import decode
@@ -13,6 +13,9 @@ from util.data.tars import find_tars
 from util.run import distributed
 from util.run.flags import Plan
 from util.run.logging import RunLog, print_line
+
+# (steps, collator, with_views=False) -> generator of batches; workers start with the first one, `close()` ends them
+OpenBatches = Callable[..., Generator[Any, None, None]]
 
 
 def open_everywhere(args: argparse.Namespace, split: str, labelled: bool = False, max_bad_fraction: float = 0.0) -> Any:
@@ -43,12 +46,10 @@ def training_batches(
     process: distributed.Process,
     images: Any,
     transform: Callable,
-    collator: Callable,
-    steps: range,
     log: RunLog,
     img_size: tuple[int, int],
-) -> tuple[Iterator[Any], Callable[[], None]]:
-    """Returns (iterator over this rank's batches of the steps `steps`, function that reports unreadable images)."""
+) -> tuple[OpenBatches, Callable[[], None]]:
+    """Returns (function that opens a stream of this rank's batches, function that reports unreadable images)."""
 
     def log_from_any_rank(message: str) -> None:
         if process.is_main:
@@ -57,18 +58,21 @@ def training_batches(
             print_line(f"rank {process.rank}: {message}", sys.stderr)
 
     split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
-    addresses = StepBatchSampler(len(images), *split, args.seed, steps.start, steps.stop)
     dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
-    stream = batches(
-        dataset,
-        addresses,
-        collator,
-        plan.num_workers,
-        plan.device == "cuda",
-        log_from_any_rank,
-        batch_bytes=3 * img_size[0] * img_size[1] * plan.batch_size,
-    )
-    return stream, BadImages(images, dataset.bad, args.max_bad_fraction, log.info).report
+
+    def open_batches(steps: range, collator: Callable, with_views: bool = False) -> Generator[Any, None, None]:
+        dataset.with_views = with_views
+        return batches(
+            dataset,
+            StepBatchSampler(len(images), *split, args.seed, steps.start, steps.stop),
+            collator,
+            plan.num_workers,
+            plan.device == "cuda",
+            log_from_any_rank,
+            batch_bytes=3 * img_size[0] * img_size[1] * plan.batch_size,
+        )
+
+    return open_batches, BadImages(images, dataset.bad, args.max_bad_fraction, log.info).report
 
 
 def data_hint(plan: Plan, process: distributed.Process, images: Any) -> str:

@@ -4,7 +4,7 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from util import attention
-from util.data.open import data_hint, training_batches
+from util.data.open import OpenBatches, data_hint, training_batches
 from util.data.transforms import Normalize
 from util.recompute import recompute_blocks
 from util.run import shard
@@ -66,7 +66,8 @@ class RunParts:
 
     model: nn.Module  # wrapped: the module to call
     loop: TrainLoop
-    batches: Iterator[Any]
+    batches: Generator[Any, None, None]  # of all remaining steps; no worker runs before the first one is taken
+    open_batches: OpenBatches  # opens another stream of batches
     saver: CheckpointSaver
     watchdog: Watchdog
 
@@ -109,12 +110,10 @@ def assemble(
         watchdog=watchdog,
     )
     loop.load_state(content, first_step)
-    steps = range(first_step, last_step)
-    batches, loop.on_report = training_batches(
-        args, plan, process, images, transform, collator, steps, log, model.img_size
-    )
+    open_batches, loop.on_report = training_batches(args, plan, process, images, transform, log, model.img_size)
+    batches = open_batches(range(first_step, last_step), collator)
     saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, args.save_every, args.epochs, first_step)
-    return RunParts(wrapped, loop, batches, saver, watchdog)
+    return RunParts(wrapped, loop, batches, open_batches, saver, watchdog)
 
 
 def announce(

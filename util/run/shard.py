@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from util.run.distributed import all_reduce_sum
@@ -64,6 +64,8 @@ def shard(
     for module in [*blocks, model]:
         before = list(module.parameters())
         fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
+        if hasattr(module, "cls_attention"):  # gathers parameters as `forward` does
+            register_fsdp_forward_method(module, "cls_attention")
         _replace_parameters(optimizer, before, module.parameters())
         del before  # the last reference to whole parameters
     if compiled:

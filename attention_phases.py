@@ -1,0 +1,239 @@
+"""Sampling by attention: when a run makes attention maps, how, and which of its epochs draw tokens with which maps.
+
+A map is the attention of the class token to all patches of a whole training image (Liu et al., "Good helper is around
+you: Attention-driven Masked Image Modeling"). The maps are made after certain epochs. A *phase* is a sequence of epochs
+that use the same maps. The first phase has none and draws tokens at random. DataLoader workers prepare batches ahead,
+so each phase opens a loader of its own when its maps are written.
+"""
+
+import argparse
+import shutil
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from framework import Framework
+from util.atomic import replaced_file
+from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
+from util.data.datasets import AddressedDataset, batches, stack
+from util.data.images import Images
+from util.data.transforms import Squash
+from util.run.distributed import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
+from util.run.flags import Plan, check_least
+from util.run.loop import TrainLoop
+from util.run.setup import RunParts
+from util.run.start import Start
+from util.run.watchdog import DATA, FORWARD
+from util.text import count_of
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of sampling by attention."""
+    flag = group.add_argument
+    flag("--attention_start", type=int, default=40, help="first epoch, from 0, after which attention maps may be made")
+    flag("--attention_every", type=int, default=40, help="maps are made after each epoch that this number divides")
+    flag(
+        "--attention_crop",
+        default="view",
+        choices=CROPS,
+        help="part of a map that gives the weights: what the view shows, or what AMT's public code reads",
+    )
+
+
+def refresh_epochs(epochs: int, start: int, every: int) -> list[int]:
+    """Returns the epochs, counted from 0, after which maps are made: multiples of `every` from `start`, not the last.
+
+    For example, 400 epochs with start 40 and every 40 give 40, 80, ..., 360.
+    """
+    return [epoch for epoch in range(start, epochs - 1) if epoch % every == 0]
+
+
+def check_sampling(args: argparse.Namespace, model: Framework) -> None:
+    """Raises ValueError if the flags of sampling by attention do not fit each other or the model."""
+    if args.sampling != "attention":
+        if model.masks_by_attention:
+            raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
+        return
+    check_least(args, 0, "attention_start")
+    check_least(args, 1, "attention_every")
+    if not hasattr(model, "cls_attention"):
+        raise ValueError(
+            f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
+            "choose a model on ViT, or another --sampling"
+        )
+    if not (model.counts.num_thrown or model.masks_by_attention):
+        raise ValueError("--sampling attention chooses the tokens that are thrown, but --throw_ratio is 0: raise it")
+    if not refresh_epochs(args.epochs, args.attention_start, args.attention_every):
+        raise ValueError(
+            f"--attention_start {args.attention_start} and --attention_every {args.attention_every} leave none of "
+            f"{args.epochs} epochs for sampling by attention: lower them"
+        )
+
+
+def mean_over_heads(attention: torch.Tensor) -> torch.Tensor:
+    """Scales each head's attention [B, heads, N] to [0, 1] over the tokens. Returns the mean over heads [B, N].
+
+    A head that attends to all tokens alike becomes 0.
+    """
+    attention = attention - attention.amin(dim=-1, keepdim=True)
+    return (attention / (attention.amax(dim=-1, keepdim=True) + 1e-12)).mean(dim=1)
+
+
+@torch.no_grad()
+def compute_maps(
+    model: Framework, dataset: AddressedDataset, loop: TrainLoop, batch_size: int, num_workers: int
+) -> tuple[np.ndarray | None, bool]:
+    """Computes the attention maps of all images. Returns (float16 [M, rows, columns] on rank 0, whether it finished).
+
+    It does not finish if a signal stops the run. All ranks must call it. Each has a contiguous share of the images. The
+    last image is repeated where a share is too long, so all ranks make the same number of forward passes. The model
+    sees whole images, squashed to its size, in eval mode. replace: use the next image instead of an unreadable one.
+    FloatingPointError if a map is not finite.
+    """
+    rank, world_size = rank_and_world_size()
+    (rows, columns), device, was_training = model.grid_size, loop.device, model.training
+    share = -(-len(dataset) // world_size)
+    own = [(0, min(i, len(dataset) - 1)) for i in range(rank * share, (rank + 1) * share)]
+    addresses = [own[first : first + batch_size] for first in range(0, share, batch_size)]
+    maps = np.empty((world_size, share, rows, columns), np.float16) if rank == 0 else None
+    stored = 3 * model.img_size[0] * model.img_size[1] * batch_size
+    stream = batches(dataset, addresses, stack, num_workers, device.type == "cuda", loop.log.info, batch_bytes=stored)
+    bad = torch.zeros((), device=device)
+    model.eval()
+    for first in range(0, share, batch_size):
+        reached(loop, DATA)
+        imgs = next(stream)[0].to(device, non_blocking=True)
+        reached(loop, FORWARD)
+        with loop.autocast():
+            attention = model.cls_attention(loop.normalize(imgs))
+        found = gather_on_rank0(mean_over_heads(attention).half())
+        bad += (~attention.isfinite()).sum()
+        if maps is not None:
+            maps[:, first : first + len(imgs)] = found.view(world_size, len(imgs), rows, columns).cpu().numpy()
+        if loop.should_stop():
+            break
+    stream.close()
+    model.train(was_training)
+    if all_reduce_sum(bad) > 0:
+        raise FloatingPointError("the attention of the class token is not finite: try --precision fp32")
+    finished = first + batch_size >= share
+    return (None if maps is None else maps.reshape(-1, rows, columns)[: len(dataset)]), finished
+
+
+def reached(loop: TrainLoop, phase: int) -> None:
+    """Tells the run's watchdog that this process is alive."""
+    if loop.watchdog is not None:
+        loop.watchdog.reached(loop.step, phase)
+
+
+def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensors of all ranks, one after another, on rank 0. Other ranks get their own."""
+    if not dist.is_initialized():
+        return tensor
+    rank, world_size = rank_and_world_size()
+    everyone = [torch.empty_like(tensor) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(tensor.contiguous(), everyone)
+    return tensor if everyone is None else torch.cat(everyone)
+
+
+@dataclass
+class AttentionPhases:
+    """Makes the maps of each phase and opens its batches. For any other sampling it does nothing.
+
+    When a run is resumed inside a phase, the file of the phase's maps is used: that of the output folder, or else the
+    one beside the checkpoint that the run starts from. ValueError if it belongs to another run.
+    """
+
+    args: argparse.Namespace
+    plan: Plan
+    start: Start
+    model: Framework
+    images: Images
+    run: RunParts
+    open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
+    found: AttentionMaps | None = field(init=False, default=None)  # maps of the phase in which the run is resumed
+
+    def __post_init__(self) -> None:
+        if self.args.sampling == "attention":
+            self.refreshes = refresh_epochs(self.args.epochs, self.args.attention_start, self.args.attention_every)
+            refresh = self.refresh_before(self.run.loop.step)
+            self.found = None if refresh is None else self.find_maps(refresh)
+
+    def begin(self, steps: range) -> bool:
+        """Opens the batches of the phase that begins at `steps.start`, if one does. All ranks must call it.
+
+        Returns False if a signal came while maps were made.
+        """
+        args, run, loop = self.args, self.run, self.run.loop
+        if args.sampling != "attention" or steps.start < self.open_until:
+            return True
+        run.batches.close()  # the workers of the phase before
+        refresh, maps = self.refresh_before(steps.start), self.found
+        if refresh is not None and maps is None:
+            maps = self.make_maps(refresh)
+            if maps is None:
+                return False
+        self.found = None
+        epoch = steps.start // loop.steps_per_epoch
+        last = next((e for e in self.refreshes if e >= epoch), args.epochs - 1)
+        self.open_until = (last + 1) * loop.steps_per_epoch
+        self.model.set_attention_phase(maps is not None)
+        collator = self.model.collator(args.sampling, args.seed, None if maps is None else maps.token_weights)
+        phase = range(steps.start, min(self.open_until, loop.last_step))
+        run.batches = run.open_batches(phase, collator, with_views=maps is not None)
+        how = "at random" if maps is None else f"by the attention after epoch {refresh}"
+        counts = self.model.counts
+        kinds = f"{counts.num_visible} visible + {counts.num_retained} retained + {counts.num_thrown} thrown"
+        loop.log.info(f"epochs {epoch} to {last}: tokens are drawn {how}, {kinds}")
+        return True
+
+    def refresh_before(self, step: int) -> int | None:
+        """Returns the epoch after which the maps that `step` uses are made, or None before the first maps."""
+        epoch = step // self.run.loop.steps_per_epoch
+        return max((e for e in self.refreshes if e < epoch), default=None)
+
+    def find_maps(self, refresh: int) -> AttentionMaps | None:
+        """Returns the maps that the resumed run has made after the epoch `refresh`, or None if there is no file."""
+        maps = self.maps_of(refresh)
+
+        def look() -> bool:
+            if self.start.began_elsewhere and self.start.resume_path is not None:
+                source = maps_path(self.start.resume_path.parent, refresh)
+                if not source.is_file():
+                    return False
+                maps.path.parent.mkdir(exist_ok=True)
+                with replaced_file(maps.path, durable=True) as temporary:
+                    shutil.copyfile(source, temporary)
+            return maps.path.is_file()
+
+        if not run_on_rank0(look):
+            return None
+        run_everywhere(lambda: maps.check(len(self.images), self.model.grid_size))
+        return maps
+
+    def make_maps(self, refresh: int) -> AttentionMaps | None:
+        """Computes and writes the maps with the weights of now. Returns None if a signal came before they were done."""
+        loop, maps = self.run.loop, self.maps_of(refresh)
+        if loop.step != (refresh + 1) * loop.steps_per_epoch:
+            loop.log.info(
+                f"warning: {str(maps.path)!r} is missing, so maps are made with the weights of step {loop.step}: the "
+                f"run will differ from an undisturbed one"
+            )
+        began = time.monotonic()
+        whole = Squash(self.model.img_size, self.args.loader == "reference")
+        dataset = AddressedDataset(self.images, whole, replace=self.args.max_bad_fraction > 0)
+        found, finished = compute_maps(self.model, dataset, loop, self.plan.batch_size, self.plan.num_workers)
+        if not finished:
+            return None
+        run_on_rank0(lambda: write_maps(maps.path, found))
+        seconds = time.monotonic() - began
+        loop.log.info(f"attention maps of {count_of(len(self.images), 'image')} in {seconds:.1f} s: {maps.path}")
+        return maps
+
+    def maps_of(self, refresh: int) -> AttentionMaps:
+        """Returns the maps of this run that are made after the epoch `refresh`, whether they exist or not."""
+        path = maps_path(self.start.output_dir, refresh)
+        return AttentionMaps(path, self.model.patch_size, self.args.attention_crop)
