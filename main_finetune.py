@@ -20,6 +20,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+import models_absolute_vit
 import models_relative_vit
 import models_swin
 import models_vit
@@ -62,7 +63,7 @@ from util.run.start import Start, enter_folder, join_processes, refuse_different
 from util.text import count_of
 
 PROGRAM = "main_finetune.py"
-ENCODERS = (models_vit, models_relative_vit, models_swin)
+ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
 # Flags of plain ViTs alone, with the defaults that also hold for checkpoints from before these flags.
 VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False}

@@ -1,4 +1,6 @@
-"""AMT (Liu et al., "Good helper is around you: Attention-driven Masked Image Modeling"), a peer of PR-MIM, on MAE.
+"""AMT (Liu et al., "Good helper is around you: Attention-driven Masked Image Modeling"), a peer of PR-MIM.
+
+It is built on MAE and on SimMIM.
 
 One weighted permutation of the tokens decides everything. The tokens drawn first, those of high attention, are masked
 and reconstructed. The next ones are thrown: neither encoder nor decoder sees them. The last ones are visible. The
@@ -9,16 +11,33 @@ mask_ratio .85 and throw_ratio .40 here. AMT does not supervise thrown tokens, w
 With `--progressive` they get PR-MIM's aggregation, which nobody has published.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
+from framework import PixelFramework
+from models_absolute_vit import AbsoluteViTEncoder
 from models_mae_pr import MaskedAutoencoderViT
+from models_simmim_pr import rename_release
 from models_vit import BASE, MICRO, MINI
-from prmim import TokenCounts, TokenOrderSampler
+from prmim import SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler
 from util.peer_sampling import weighted_permutation
+from util.run.checkpoint import load_strict
 
-__all__ = ["AMTViT", "amt_vit_micro_patch4", "amt_vit_mini_patch4", "amt_vit_base_patch16"]
+__all__ = [
+    "AMTViT",
+    "AMTSimMIMViT",
+    "amt_vit_micro_patch4",
+    "amt_vit_mini_patch4",
+    "amt_vit_base_patch16",
+    "amt_simmim_vit_micro_patch4",
+    "amt_simmim_vit_mini_patch4",
+    "amt_simmim_vit_base_patch16",
+]
 
 RANDOM_MASK_RATIO = 0.75  # before there are attention maps
 
@@ -33,6 +52,23 @@ def count_amt(num_tokens: int, mask_ratio: float, throw_ratio: float) -> TokenCo
     # A difference of decimals such as .85 - .4 may lie just below its exact value.
     num_retained, num_masked = (int(num_tokens * share + 1e-9) for share in (mask_ratio - throw_ratio, mask_ratio))
     return TokenCounts(num_tokens - num_masked, num_retained, num_masked - num_retained)
+
+
+def count_amt_units(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
+    """Returns AMT's counts if whole units of mask_unit * mask_unit tokens are masked and thrown, both rounded up.
+
+    For example, 49 units with ratios 0.7 and 0.26 give 14 visible, 22 retained and 13 thrown units. Raises ValueError
+    unless 0 <= throw_ratio < mask_ratio < 1 and at least one unit is visible.
+    """
+    units = num_tokens // mask_unit**2
+    num_retained, num_thrown = (math.ceil(units * share - 1e-9) for share in (mask_ratio - throw_ratio, throw_ratio))
+    num_visible = units - num_retained - num_thrown
+    if not 0 <= throw_ratio < mask_ratio < 1 or num_visible < 1:
+        raise ValueError(
+            f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens) and leave one of "
+            f"{units} units visible, got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
+        )
+    return TokenCounts(*(count * mask_unit**2 for count in (num_visible, num_retained, num_thrown)))
 
 
 class AMTOrderSampler(TokenOrderSampler):
@@ -89,6 +125,90 @@ class AMTViT(MaskedAutoencoderViT):
         return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
 
 
+class AMTSimMIMViT(PixelFramework, AbsoluteViTEncoder):
+    """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
+
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
+    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`. The aggregation follows the last
+        block. AMT itself has `progressive=False`.
+    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
+    mask_unit: side, in tokens, of the units. 2 tokens of 16 px are SimMIM's 32 px.
+    in_chans, kwargs: arguments of `models_absolute_vit.AbsoluteViTEncoder`.
+    """
+
+    masks_by_attention = True
+
+    def __init__(
+        self,
+        mask_ratio: float = 0.7,
+        throw_ratio: float = 0.26,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        norm_pix_loss: bool = False,
+        mask_unit: int = 2,
+        in_chans: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_chans=in_chans, **kwargs)
+        self.mask_unit, self.norm_pix_loss, self.ratios = mask_unit, norm_pix_loss, (mask_ratio, throw_ratio)
+        self.set_attention_phase(True)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
+        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * in_chans)
+        # Made last, so that a seed gives every arm of an ablation the same weights.
+        self.aggregation: SpatialAggregation | None = None
+        if progressive and self.counts.num_thrown:
+            self.aggregation = SpatialAggregation(self.embed_dim, kernel_size, aggregation, applies_to)
+
+    def set_attention_phase(self, has_maps: bool) -> None:
+        """Sets AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
+        mask_ratio, throw_ratio = self.ratios
+        if not has_maps:
+            mask_ratio, throw_ratio = mask_ratio - throw_ratio, 0.0
+        self.counts = count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
+
+    def sampler(self, sampling: str) -> TokenOrderSampler:
+        """Returns AMT's sampler, whatever `sampling` is."""
+        return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        patches = self.cut(imgs)  # [B, N, p*p*C]
+        x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
+        pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
+        return {"pixel": self.error(pred, patches, order).abs().mean()}
+
+    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Encodes the kept ones of all patches [B, N, p*p*C]. Returns [B, num_kept, D] in token order.
+
+        With the aggregation it returns all tokens [B, N, D].
+        """
+        visible = self.patch_embed(order.take_visible(patches))
+        tokens = order.append_mask_tokens(visible, self.mask_token) + order.take_kept(self.pos_embed[:, 1:])
+        x = self.encode(tokens)[:, 1:]
+        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+
+    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts all tokens [B, N, p*p*C] in token order. Without aggregation it predicts the kept ones."""
+        return self.pred(self.norm(self.forward_encoder(self.cut(imgs), order)))
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of AMT's public code on SimMIM from before fine-tuning.
+
+        state_dict: the content of a file, or its `model` dict.
+
+        That code has a layer scale for attention, `gamma_1`, but does not use it. So it becomes 1 here. All keys must
+        match, except that AMT has no aggregation. Raises ValueError, which names missing, unexpected and mis-shaped
+        keys.
+        """
+        weights = rename_release(state_dict, self.patch_size)
+        unused = {name: torch.ones_like(value) for name, value in weights.items() if name.endswith(".gamma_1")}
+        load_strict(self, weights | unused, "AMT weights", optional="aggregation.")
+
+
 def amt_vit_micro_patch4(**kwargs: Any) -> AMTViT:
     decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
     return AMTViT(**{**MICRO, **decoder, **kwargs})
@@ -101,3 +221,15 @@ def amt_vit_mini_patch4(**kwargs: Any) -> AMTViT:
 
 def amt_vit_base_patch16(**kwargs: Any) -> AMTViT:
     return AMTViT(**{**BASE, **kwargs})
+
+
+def amt_simmim_vit_micro_patch4(**kwargs: Any) -> AMTSimMIMViT:
+    return AMTSimMIMViT(**{**MICRO, **kwargs})
+
+
+def amt_simmim_vit_mini_patch4(**kwargs: Any) -> AMTSimMIMViT:
+    return AMTSimMIMViT(**{**MINI, **kwargs})
+
+
+def amt_simmim_vit_base_patch16(**kwargs: Any) -> AMTSimMIMViT:
+    return AMTSimMIMViT(**{**BASE, "drop_path_rate": 0.1, **kwargs})

@@ -11,7 +11,17 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from models_vit import BASE, MICRO, MINI, Classifier, PatchEncoder, drop_path_rates, layer_norm, split_heads
+from models_vit import (
+    BASE,
+    MICRO,
+    MINI,
+    Classifier,
+    PatchEncoder,
+    attention_of_first,
+    drop_path_rates,
+    layer_norm,
+    split_heads,
+)
 from util.rel_pos import grid_coords, relative_offset_index
 
 __all__ = [
@@ -76,7 +86,7 @@ class RelativeAttention(nn.Module):
 
     dim, num_heads: width, and number of heads.
     grid_size: (rows, columns) of the tokens if this layer has a bias table of its own, as in fine-tuning. Without it
-        the caller passes the bias.
+        the caller passes the bias, or None for logits without bias.
     """
 
     def __init__(self, dim: int, num_heads: int, grid_size: tuple[int, int] | None = None) -> None:
@@ -90,12 +100,22 @@ class RelativeAttention(nn.Module):
             self.relative_position_bias_table = own.relative_position_bias_table
             self.register_buffer("relative_position_index", own.relative_position_index, persistent=False)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if bias is None:
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Returns queries, keys and values of x [B, T, C], each [B, heads, T, d], and the bias of the logits."""
+        if bias is None and hasattr(self, "relative_position_bias_table"):
             bias = lookup_bias(self.relative_position_index.unsqueeze(0), self.relative_position_bias_table)
         qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)  # each [B, heads, T, d]
-        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).transpose(1, 2).flatten(2))
+        q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)
+        return q, k, v, None if bias is None else bias.to(q.dtype)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v, bias = self.project(x, bias)
+        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+    def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
+        q, k, _, bias = self.project(x, bias)
+        return attention_of_first(q, k, bias)
 
 
 class RelativeBlock(nn.Module):
@@ -120,6 +140,10 @@ class RelativeBlock(nn.Module):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
         return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
+
+    def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
+        return self.attn.cls_attention(self.norm1(x), bias)
 
 
 class RelativeViTEncoder(PatchEncoder):
@@ -159,14 +183,28 @@ class RelativeViTEncoder(PatchEncoder):
 
         Returns [B, 1 + n, D], class token first, before the final norm.
         """
-        x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
-        bias = self.rel_pos_bias(ids) if self.rel_pos_bias is not None else None
+        x, bias = self.start(tokens, ids)
         for block in self.blocks:
             x = block(x, bias)
         return x
 
+    def start(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
+        x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        return x, None if self.rel_pos_bias is None else self.rel_pos_bias(ids)
 
-def init_weights_simmim(encoder: RelativeViTEncoder, cut: float) -> None:
+    def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
+
+        imgs: normalised images [B, C, H, W], of which all patches are visible.
+        """
+        x, bias = self.start(self.patch_embed(self.cut(imgs)))
+        for block in self.blocks[:-1]:
+            x = block(x, bias)
+        return self.blocks[-1].cls_attention(x, bias)
+
+
+def init_weights_simmim(encoder: PatchEncoder, cut: float) -> None:
     """Initialises an encoder as SimMIM does: normal with sigma 0.02, truncated at +-`cut`, and zero biases.
 
     The output layers of block k (from 1) are then divided by sqrt(2 k).

@@ -146,12 +146,14 @@ class Attention(nn.Module):
         return attention_of_first(q, k)
 
 
-def attention_of_first(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def attention_of_first(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the softmax attention of the first query to all keys but the first, float [B, heads, n].
 
-    q, k: [B, heads, 1 + n, d]. The softmax also counts the first key.
+    q, k: [B, heads, 1 + n, d]. The softmax also counts the first key. bias: of all logits, [1, heads, 1 + n, 1 + n].
     """
     logits = (q[..., :1, :] * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # [B, heads, 1, 1 + n]
+    if bias is not None:
+        logits = logits + bias[..., :1, :]
     return logits.float().softmax(dim=-1)[..., 0, 1:]
 
 
@@ -222,35 +224,12 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
     return [last * i / max(1, depth - 1) for i in range(depth)]
 
 
-class ViTEncoder(PatchEncoder):
-    """Patch embedding, class token, sine-cosine positions, blocks and final norm. The position table is frozen.
+class PositionedEncoder(PatchEncoder):
+    """What ViTs with a position table share. A subclass makes `pos_embed` [1, 1 + N, D], `blocks` and `norm`."""
 
-    img_size, patch_size, in_chans: see `PatchEncoder`.
-    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
-        as a multiple of `embed_dim`.
-    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
-    """
-
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        drop_path_rate: float = 0.0,
-    ) -> None:
+    def __init__(self, img_size: int | tuple[int, int], patch_size: int, in_chans: int, embed_dim: int) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim)
-        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
-        rates = drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
-        self.norm = layer_norm(embed_dim)
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
-        init_weights(self)
-        nn.init.normal_(self.cls_token, std=0.02)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D].
@@ -280,6 +259,36 @@ class ViTEncoder(PatchEncoder):
         for block in self.blocks[:-1]:
             x = block(x)
         return self.blocks[-1].cls_attention(x)
+
+
+class ViTEncoder(PositionedEncoder):
+    """Patch embedding, class token, sine-cosine positions, blocks and final norm. The position table is frozen.
+
+    img_size, patch_size, in_chans: see `PatchEncoder`.
+    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
+        as a multiple of `embed_dim`.
+    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim)
+        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
+        rates = drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
+        self.norm = layer_norm(embed_dim)
+        init_weights(self)
+        nn.init.normal_(self.cls_token, std=0.02)
 
 
 class Classifier(nn.Module):

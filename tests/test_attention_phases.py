@@ -28,6 +28,7 @@ from util.run.precision import precision
 TEXT = "--model mae_vit_micro_patch4 --epochs 4 --sampling attention --no-progressive --picture_every 0 "
 TEXT += "--attention_start 0 --attention_every 1 --blr 0.05 --warmup_epochs 0"
 FLAGS = TEXT.split()
+SIMMIM = [*FLAGS, "--model", "amt_simmim_vit_micro_patch4", "--mask_ratio", "0.7", "--throw_ratio", "0.26"]
 AMT = [*FLAGS, "--model", "amt_vit_micro_patch4", "--mask_ratio", "0.85", "--throw_ratio", "0.4"]
 
 # -------------------------------------------------------------------------------------------------------- schedule
@@ -210,7 +211,7 @@ def test_the_random_phase_is_random_sampling(photos, tmp_path):
     assert ours == theirs and not (tmp_path / "random" / "attention").exists()
 
 
-@pytest.mark.parametrize("flags", [FLAGS, AMT], ids=["attention", "AMT"])
+@pytest.mark.parametrize("flags", [FLAGS, AMT, SIMMIM], ids=["attention", "AMT", "AMT on SimMIM"])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flags):
     """Stopped in mid-epoch before the first maps, at the end of an epoch, and in the midst of a phase."""
     flags = [*flags, "--attention_every", 2]  # maps after epochs 0 and 2: a phase has two epochs

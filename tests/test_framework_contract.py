@@ -11,6 +11,7 @@ from torch import nn
 
 import main_pretrain
 from framework import PixelFramework
+from models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
 from models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from models_swin import SwinEncoder, SwinTransformer
 from models_vit import VisionTransformer, ViTEncoder
@@ -276,6 +277,7 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
     model = build(name)
     path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {})
     kinds = {ViTEncoder: VisionTransformer, RelativeViTEncoder: RelativeVisionTransformer, SwinEncoder: SwinTransformer}
+    kinds |= {AbsoluteViTEncoder: AbsoluteVisionTransformer}
     encoder = next(c for c in type(model).__mro__ if c in kinds)
     tuned = kinds[encoder](num_classes=3, **(SWIN if encoder is SwinEncoder else SIZES))
     report = load_encoder(tuned, path)

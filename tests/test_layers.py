@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "output", "data"} & set(p.relative_to(ROOT).parts))
 FRAMEWORKS = {p.stem for p in ROOT.glob("models_*_pr.py")}
 
-ENCODERS = {"models_vit", "models_relative_vit", "models_swin"}
+ENCODERS = {"models_vit", "models_relative_vit", "models_absolute_vit", "models_swin"}
 
 # file -> what of this project it may import, beside `util`
 ALLOWED = {
@@ -18,6 +18,7 @@ ALLOWED = {
     "table_runs": {"paper_tables"},
     "models_vit": set(),
     "models_relative_vit": {"models_vit"},
+    "models_absolute_vit": {"models_vit", "models_relative_vit"},
     "models_swin": {"models_vit", "models_relative_vit"},  # patches and their embedding; the bias
     "prmim": {"models_vit"},
     "framework": {"prmim", "models_vit"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
-ALLOWED["models_amt_pr"] = {"prmim", "models_vit", "models_mae_pr"}
+ALLOWED["models_amt_pr"] = {"prmim", "framework", *ENCODERS, "models_mae_pr", "models_simmim_pr"}
 ALLOWED["models_mff_pr"] = {"prmim", "framework", "models_vit", "models_mae_pr"}
 
 

@@ -51,7 +51,10 @@ def slow_norm(x, w, name):
 
 
 def slow_simmim(w, img, visible, retained, thrown, grid, patch, heads, kernel_size=None):
-    """Returns (loss, {token: prediction [p, p, 3]}) of one image, token by token. No block sees a thrown token."""
+    """Returns (loss, {token: prediction [p, p, 3]}) of one image, token by token. No block sees a thrown token.
+
+    Positions are biases of the logits, or are added to the tokens if the weights hold `pos_embed`.
+    """
     rows, columns = grid
 
     def pixels(token):
@@ -62,7 +65,10 @@ def slow_simmim(w, img, visible, retained, thrown, grid, patch, heads, kernel_si
     for t in visible:
         tokens[t] = (w["patch_embed.proj.weight"] * pixels(t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
     width = w["cls_token"].shape[2] // heads
-    table = w["rel_pos_bias.relative_position_bias_table"]
+    if "pos_embed" in w:
+        tokens = {t: x + w["pos_embed"][0, 0 if t == "cls" else 1 + t] for t, x in tokens.items()}
+    else:
+        table = w["rel_pos_bias.relative_position_bias_table"]
     for layer in range(2):
         p, normed = f"blocks.{layer}", {}
         for t, x in tokens.items():
@@ -73,7 +79,9 @@ def slow_simmim(w, img, visible, retained, thrown, grid, patch, heads, kernel_si
             out = []
             for h in range(heads):
                 span = slice(h * width, (h + 1) * width)
-                bias = {o: table[table_row(t, o, rows, columns), h] for o in tokens}
+                bias = dict.fromkeys(tokens, 0.0)
+                if "pos_embed" not in w:
+                    bias = {o: table[table_row(t, o, rows, columns), h] for o in tokens}
                 logits = {o: normed[t][0][span] @ normed[o][1][span] + bias[o] for o in tokens}
                 total = sum(logit.exp() for logit in logits.values())
                 out.append(sum(logit.exp() / total * normed[o][2][span] for o, logit in logits.items()))

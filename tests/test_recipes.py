@@ -102,6 +102,21 @@ def test_amt_trains_mae_as_its_release(recipe, ratios):
     assert (s["attention_start"], s["attention_every"], s["attention_crop"]) == (40, 40, "view")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "mask_ratio", "throw_ratio"),
+    [("amt_simmim_vit_base_200ep", 0.7, 0.26), ("amt_simmim24_vit_base_200ep", 0.68, 0.24)],
+)
+def test_amt_trains_simmim_as_its_release(recipe, mask_ratio, throw_ratio):
+    """Rates at a batch of 512: peak 1e-4, start 5e-7, floor 5e-6."""
+    s, simmim = settings_of(recipe), settings_of("simmim_vit_base_100ep")
+    assert (s["blr"] * 2, s["warmup_lr"] / 4, s["min_lr"] / 4) == pytest.approx((1e-4, 5e-7, 5e-6))
+    own = {"recipe", "model", "epochs", "mask_ratio", "throw_ratio", "sampling", "progressive"}
+    own |= {"blr", "warmup_lr", "min_lr"}
+    assert {k: v for k, v in s.items() if k not in own} == {k: v for k, v in simmim.items() if k not in own}
+    assert (s["epochs"], s["mask_ratio"], s["throw_ratio"]) == (200, mask_ratio, throw_ratio)
+    assert (s["sampling"], s["progressive"], s["attention_start"]) == ("attention", False, 40)
+
+
 @pytest.mark.parametrize("recipe", [n for n in RECIPES if n.startswith("attention") or n == "cifar10_attention"])
 def test_attention_as_a_sampling_keeps_amt_s_share_of_refreshes(recipe):
     """Nine refreshes, from a tenth of the schedule on, as in 400 epochs."""
@@ -116,6 +131,9 @@ def test_cost_of_amt():
     # All patches embedded, and class and visible tokens predicted.
     lean = (196 - 30) * 768 * 768 + 31 * 512 * 768
     assert counted + lean == pytest.approx(5.94e9, rel=2e-3)
+    simmim = forward_multiply_adds(settings_of("amt_simmim_vit_base_200ep"))
+    lean = (196 - 56 + 56) * 768 * 768  # patches not embedded; visible tokens not predicted
+    assert simmim + lean == pytest.approx(12.90e9, rel=5e-3)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("mff_")])

@@ -188,6 +188,8 @@ def encoder_of(settings: dict) -> str:
     framework = {"relative": "simmim", "swin": "greenmim"}.get(name.split("_")[0], "mae")
     others = [module.__name__.split("_")[1] for module in main_pretrain.FRAMEWORKS if module is not models_mae_pr]
     framework = next((other for other in others if other in settings["recipe"].split("_")), framework)
+    if name.startswith("absolute"):
+        framework = "amt_simmim"
     return next(model for model in main_pretrain.MODELS if model.startswith(f"{framework}_{family}_base"))
 
 

@@ -53,7 +53,7 @@ def run_job(job, workshop, folder):
 def test_the_kinds_are_those_of_the_paper():
     kinds = {kind(job) for job in one_of_each_kind()}
     pretrained = {"mae", "mff", "simmim", "localmim", "tec", "greenmim", "crossmae", "amt"}
-    assert {k[0] for k in kinds} == pretrained | {"vit", "relative", "swin"}
+    assert {k[0] for k in kinds} == pretrained | {"vit", "relative", "absolute", "swin"}
     assert {k[-5] for k in kinds} == {"all", "some", "head"}
     assert {k[-4] for k in kinds} == {"mae", "mff", "simmim", "simmim_steps"}
     assert len(kinds) <= 30  # the test below runs all of them
