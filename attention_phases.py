@@ -184,6 +184,7 @@ class AttentionPhases:
         collator = self.model.collator(args.sampling, args.seed, None if maps is None else maps.token_weights)
         phase = range(steps.start, min(self.open_until, loop.last_step))
         run.batches = run.open_batches(phase, collator, with_views=maps is not None)
+        loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         how = "at random" if maps is None else f"by the attention after epoch {refresh}"
         counts = self.model.counts
         kinds = f"{counts.num_visible} visible + {counts.num_retained} retained + {counts.num_thrown} thrown"
