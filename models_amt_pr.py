@@ -112,6 +112,10 @@ class AMTViT(MaskedAutoencoderViT):
         self.ratios = mask_ratio, throw_ratio
         self.set_attention_phase(True)
 
+    def own_settings(self) -> dict[str, Any]:
+        """Returns no settings, because AMT has no flag of its own."""
+        return {}
+
     def set_attention_phase(self, has_maps: bool) -> None:
         """Sets AMT's token counts, or those of random masking (.75, nothing thrown) before there are maps."""
         if has_maps:

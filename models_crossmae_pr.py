@@ -17,7 +17,7 @@ from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from framework import PixelFramework
+from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import SpatialAggregation, TokenCounts, TokenOrder
 from util.encoder_weights import rename_prefixes
@@ -48,7 +48,8 @@ VISIBLE_SOURCES = ("embed", "zeros", "blocks")
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds CrossMAE's own flag to a group of a parser. It is None unless given: the model then uses its default."""
+    """Adds CrossMAE's flags to a group of a parser. They are None unless given: the model then uses its defaults."""
+    add_decoder_flags(group)
     group.add_argument(
         "--visible_source",
         choices=VISIBLE_SOURCES,
@@ -62,7 +63,9 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
         Its final norm is an identity.
-    decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks. `mlp_ratio` is the same as the encoder's.
+    decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
+        `mlp_ratio` is the same as the encoder's.
+    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
     norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
     levels: numbers of the blocks (from 0) whose outputs the decoder reads. They increase and include the last block.
         The default is all blocks.
@@ -82,7 +85,8 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         num_heads: int = 16,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 12,
-        decoder_num_heads: int = 16,
+        decoder_num_heads: int | None = None,
+        mask_unit: int = 1,
         mlp_ratio: float = 4.0,
         norm_pix_loss: bool = False,
         levels: Sequence[int] | None = None,
@@ -101,7 +105,8 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         self.levels = tuple(range(depth) if levels is None else levels)
         if list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (depth - 1,) or self.levels[0] < 0:
             raise ValueError(f"levels must increase from 0 or more to the last block {depth - 1}, got {self.levels}")
-        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
+        self.mask_unit = mask_unit
+        self.counts = token_counts(self.grid_size, mask_ratio, throw_ratio, mask_unit)
         num_levels = len(self.levels) + use_input
         self.decoder = CrossAttentionDecoder(
             self.grid_size,
@@ -111,7 +116,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
             out_dim=patch_size**2 * in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
-            decoder_num_heads=decoder_num_heads,
+            decoder_num_heads=decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads),
             mlp_ratio=mlp_ratio,
         )
         if visible_source not in VISIBLE_SOURCES:
@@ -122,8 +127,14 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
             )
 
     def own_settings(self) -> dict[str, Any]:
-        """Returns the resolved value of CrossMAE's own flag."""
-        return {"visible_source": self.visible_source}
+        """Returns the resolved values of CrossMAE's flags."""
+        return {
+            "decoder_depth": len(self.decoder.blocks),
+            "decoder_embed_dim": self.decoder.mask_token.shape[-1],
+            "decoder_num_heads": self.decoder.blocks[0].cross_attn.num_heads,
+            "mask_unit": self.mask_unit,
+            "visible_source": self.visible_source,
+        }
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
@@ -325,17 +336,17 @@ class CrossAggregation(SpatialAggregation):
 
 
 def crossmae_vit_micro_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
     return CrossMaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
 
 
 def crossmae_vit_mini_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
     return CrossMaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
 
 
 def crossmae_vit_small_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    return CrossMaskedAutoencoderViT(**{**SMALL, "decoder_embed_dim": 256, "decoder_num_heads": 8, **kwargs})
+    return CrossMaskedAutoencoderViT(**{**SMALL, "decoder_embed_dim": 256, **kwargs})
 
 
 def crossmae_vit_base_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:

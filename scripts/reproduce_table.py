@@ -71,7 +71,8 @@ class StoppedError(Exception):
 
 def takes_teacher(recipe: str) -> bool:
     """Whether the framework of a pre-training recipe has the flag --teacher."""
-    return main_pretrain.own_flags().get("teacher") is main_pretrain.FRAMEWORK_OF[str(RECIPES[recipe]["model"])]
+    _, frameworks = main_pretrain.own_flags()["teacher"]
+    return main_pretrain.FRAMEWORK_OF[str(RECIPES[recipe]["model"])] in frameworks
 
 
 def flags_of(run: Run, args: argparse.Namespace) -> list[str]:

@@ -13,8 +13,9 @@ from models_mae_pr import mae_vit_micro_patch4
 from prmim import TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.loops import SilentLog
-from tests.test_main_pretrain import assert_same_state, command, fails, reports, run, torchrun
+from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
+from tests.warm import run_by_torchrun
 from util.data.attention_maps import AttentionMaps, maps_path
 from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
@@ -292,8 +293,9 @@ def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path
 
 def test_two_processes_draw_as_one(photos, tmp_path):
     """Through torchrun with accumulation and workers: the same losses and maps."""
-    done = torchrun(photos, tmp_path / "two", *AMT, "--batch_size", 4, "--num_workers", 1)
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = command(photos, tmp_path / "two", *AMT, "--batch_size", 4, "--num_workers", 1)
+    code, out = run_by_torchrun("main_pretrain.py", *flags)
+    assert code == 0, out[-3000:]
     run(photos, tmp_path / "one", *AMT)
     ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("two", "one"))
     assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 12

@@ -19,6 +19,7 @@ NOT_IN_THE_PAPER = """
     finetune_vit_huge linprobe_vit_large linprobe_vit_huge simmim_finetune_swin_* tec_finetune_vit_base_800ep
     localmim_finetune_vit_base_1600ep localmim_finetune_vit_large_800ep
     deep* crossmae_* attention* cell* avgpool_thrown_*
+    amt_mae_* amt_masking_* amt_progressive_* amt_simmim_vit_base_200ep
 """
 
 

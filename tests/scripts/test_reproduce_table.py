@@ -202,7 +202,11 @@ def test_a_finished_row_needs_its_checkpoints_no_more(tmp_path, capsys):
         "finished",
         "83.0",
     )
-    assert (rows["MAE+AMT"]["Top-1"], rows["MAE+AMT"]["state"]) == ("82.8", "no recipe amt_vit_base_400ep")
+    rows, _ = collected("ade20k", tmp_path, capsys)
+    assert (rows["MAE + PR-MIM"]["mIoU"], rows["MAE + PR-MIM"]["state"]) == (
+        "46.9",
+        "no program for semantic segmentation",
+    )
 
 
 def test_robustness_is_collected_by_set(tmp_path, capsys):
