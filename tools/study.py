@@ -3,6 +3,7 @@
     python tools/study.py --data_path CIFAR10                      # a small ViT, two cores, about two hours
     python tools/study.py --data_path CIFAR10 --preset gpu         # a longer one on the paper's 14 x 14 grid, one GPU
     python tools/study.py --data_path CIFAR10 --arms mae plain50 prmim50 --seeds 0 1 2 3
+    python tools/study.py --data_path CIFAR10 --preset peers --report docs/results.md   # PR-MIM beside its peers
 
 CIFAR10 contains train/ and val/ with class folders of 32-px images. ARMS below holds what differs between the arms,
 PRESETS what they share, and tools/study_report.py what is compared. A seed determines the initial weights, crops and
@@ -50,6 +51,7 @@ def paper_arm(name: str) -> Flags:
 
 
 PRMIM50 = paper_arm("prmim50")
+PLAIN50 = paper_arm("plain50")
 # {arm: its flags of main_pretrain.py}. "reading" names a variant in tools/study_job.py. None: no pre-training.
 ARMS: dict[str, Flags | None] = {
     "mae": paper_arm("mae"),
@@ -63,6 +65,21 @@ ARMS: dict[str, Flags | None] = {
     "init_normal": PRMIM50 | dict(reading="init_normal"),
     "scratch": None,
 }
+_CROSSMAE: Flags = dict(model="crossmae_vit_micro_patch4")
+# PR-MIM and its peers, with half of the tokens thrown.
+PEERS: dict[str, Flags | None] = {
+    **{name: ARMS[name] for name in ("mae", "plain50", "furthest50", "progressive50", "prmim50")},
+    "cell50": PLAIN50 | dict(sampling="running_cell"),
+    "attention50": PLAIN50 | dict(sampling="attention"),
+    "amt": PLAIN50 | dict(model="amt_vit_micro_patch4", mask_ratio=0.85, throw_ratio=0.4, sampling="attention"),
+    "crossmae": paper_arm("mae") | _CROSSMAE,
+    "crossmae_plain50": PLAIN50 | _CROSSMAE,
+    "crossmae_plain50_lr": PLAIN50
+    | _CROSSMAE
+    | dict(blr=1e-2 / 3),  # its release scales the rate by the predicted share
+    "crossmae_prmim50": PRMIM50 | _CROSSMAE,
+    "scratch": None,
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,8 @@ class Preset:
     pretrain: Flags
     finetune: Flags
     labels_per_class: int | None  # fine-tune on the first images of each class, by file name; None: on all
+    arms: Mapping[str, Flags | None] = field(default_factory=lambda: ARMS)
+    pretrain_on_all: bool = True  # False: pre-train on the images of fine-tuning alone
     seeds: tuple[int, ...] = (0, 1)
     measured_images: int = 1000  # of val/, for the errors of reconstruction
     device: str = "cpu"
@@ -91,6 +110,21 @@ PRESETS = {
             blr=8e-3,
         ),
         labels_per_class=1000,
+    ),
+    # As `cpu`, but five epochs of 10,000 images, because attention maps are refreshed between epochs: after each epoch.
+    "peers": Preset(
+        pretrain=dict(
+            model="mae_vit_micro_patch4", epochs=5, warmup_epochs=0.5, total_batch_size=64, blr=1e-2, mask_ratio=0.75,
+            norm_pix_loss=True, attention_start=0, attention_every=1,
+        ),
+        finetune=dict(
+            recipe="finetune_cifar10", model="vit_micro_patch4", epochs=2, warmup_epochs=0.2, total_batch_size=64,
+            blr=8e-3,
+        ),
+        labels_per_class=1000,
+        arms=PEERS,
+        pretrain_on_all=False,
+        seeds=(0, 1, 2),
     ),
     # 14 x 14 tokens, as in the paper: the images are enlarged to 56 px.
     "gpu": Preset(
@@ -148,7 +182,7 @@ def plan(
     runs = []
     for seed in seeds:
         for arm in arms:
-            method = ARMS[arm]
+            method = preset.arms[arm]
             if method is None:
                 reading, pretrain, finetune = None, None, preset.finetune | preset.scratch
             else:
@@ -285,7 +319,7 @@ def finished_results(preset: Preset, output_dir: Path, data: Mapping[str, Any]) 
     """The results of all finished runs of the preset, also of arms and seeds that this call does not run."""
     seeds = {int(path.name.rpartition("-seed")[2]) for path in output_dir.glob("runs/*-seed*")}
     results = []
-    for run in plan(preset, ARMS, sorted(seeds), output_dir, data):
+    for run in plan(preset, preset.arms, sorted(seeds), output_dir, data):
         result = run.result()
         # A run of an older version of the preset has another job.
         if result is not None and json.loads((run.folder / "job.json").read_text()) == run.job:
@@ -299,7 +333,7 @@ def get_args_parser() -> Parser:
     group = parser.add_argument_group("what is run").add_argument
     group("--data_path", required=True, help="folder with train/ and val/, which hold class folders")
     group("--preset", default="cpu", choices=PRESETS, help="sizes and schedules of all arms")
-    group("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM", help="arms to run (default: all)")
+    group("--arms", nargs="+", metavar="ARM", help="arms to run (default: all of the preset)")
     group("--seeds", nargs="+", type=int, help="without it, the preset's")
     group = parser.add_argument_group("output").add_argument
     group("--output_dir", default="output/study", help="the runs are in a subfolder with the preset's name")
@@ -319,11 +353,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors(parser):
         if args.jobs is not None and args.jobs < 1:
             raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+        unknown = [arm for arm in args.arms or () if arm not in preset.arms]
+        if unknown:
+            raise ValueError(
+                f"--arms {unknown[0]!r} is not an arm of --preset {args.preset}, choose from {', '.join(preset.arms)}"
+            )
         if preset.device == "cuda" and not args.report_only and not torch.cuda.is_available():
             raise ValueError(f"--preset {args.preset} needs a CUDA device, and there is none; --preset cpu needs none")
         study_report.pyplot("study")  # fail before the runs if matplotlib is missing
         data = describe_data(args.data_path, preset.labels_per_class)
-        runs = plan(preset, args.arms, args.seeds or preset.seeds, output_dir, data)
+        runs = plan(preset, args.arms or preset.arms, args.seeds or preset.seeds, output_dir, data)
         check_jobs(runs)
     failed: list[Run] = []
     if not args.report_only:
@@ -332,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             folder = output_dir / f"labelled_{preset.labels_per_class}"
             labelled = labelled_subset(args.data_path, preset.labels_per_class, folder)
         machine = dict(
-            data_path=str(Path(args.data_path).resolve()),
+            data_path=str((Path(args.data_path) if preset.pretrain_on_all else labelled).resolve()),
             labelled=str(labelled.resolve()),
             device=preset.device,
             num_workers=0 if preset.device == "cpu" else max(1, available_cores() // jobs - 1),

@@ -84,6 +84,22 @@ VARIANTS = {  # {title: {arm: its name}}; compared with DEFAULT
     },
 }
 
+PEERS = {  # {arm: its name} of the preset `peers`
+    "mae": "MAE",
+    "plain50": "plain, random sampling",
+    "furthest50": "plain, furthest sampling",
+    "cell50": "plain, running cell",
+    "attention50": "plain, attention",
+    "progressive50": "progressive, random sampling",
+    "prmim50": "PR-MIM",
+    "amt": "AMT (ρ_d .40 of .85 masked)",
+    "crossmae": "CrossMAE",
+    "crossmae_plain50": "CrossMAE, plain",
+    "crossmae_plain50_lr": "CrossMAE, plain, rate / 3",
+    "crossmae_prmim50": "CrossMAE + PR-MIM",
+    "scratch": "no pre-training",
+}
+
 
 def mean_se(values: Sequence[float]) -> tuple[Any, float | None, int]:
     """Return (mean, standard error of the mean, n). The error needs two values, the mean one; otherwise it is None."""
@@ -215,6 +231,34 @@ def variants_table(results: Results, title: str) -> str:
     return markdown_table(titles, rows)
 
 
+def peers_table(results: Results) -> str:
+    """PR-MIM and its peers, with half of the tokens thrown."""
+    titles = ["strategy", "top-1, %", "− MAE", "masked error, 10⁻³", "multiply-adds"]
+    rows = []
+    for arm, name in PEERS.items():
+        if arm in results.arms:
+            cells = [top1(results, arm), difference(results, arm, "mae"), masked_error(results, arm)]
+            rows.append([name, *cells, cost(results, arm)])
+    return markdown_table(titles, rows)
+
+
+def plot_peers(results: Results, path: Path) -> None:
+    """Plot the accuracy of the peers against their multiply-adds."""
+    plt = pyplot("study")
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    colors = plt.get_cmap("tab20").colors
+    for color, (arm, name) in zip(colors, PEERS.items(), strict=False):
+        ratio, (mean, error, n) = results.cost(arm), mean_se(list(results.values(arm, "top1").values()))
+        if ratio is not None and n:
+            shape = "s" if arm.startswith("crossmae") else "^" if arm in ("amt", "attention50", "cell50") else "o"
+            axes.errorbar([ratio], [mean], [error or 0], fmt=shape, color=color, capsize=3, label=name)
+    axes.set(xlabel="forward multiply-adds of pre-training, relative to MAE", ylabel="top-1 after fine-tuning, %")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def plot_ratios(results: Results, path: Path) -> None:
     """Plot the accuracy against the throw ratio. The area of a bubble is the cost."""
     plt = pyplot("study")
@@ -270,6 +314,8 @@ def plot_variants(results: Results, path: Path) -> None:
 
 def section(results: Results, preset: str) -> str:
     """The Markdown between the preset's two markers."""
+    if preset == "peers":
+        return f"{peers_table(results)}\n\n![accuracy against cost](figures/study_peers.svg)"
     parts = ["### Ablation", ablation_table(results)]
     parts += [f"![accuracy against throw ratio](figures/study_{preset}_ratios.svg)"]
     if results.arms >= PAPER.keys():
@@ -302,8 +348,11 @@ def render(path: str | Path, report: str | Path) -> str:
     text = replace_section(old, preset, content)
     figures = report.parent / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    plot_ratios(results, figures / f"study_{preset}_ratios.svg")
-    plot_variants(results, figures / f"study_{preset}_variants.svg")
+    if preset == "peers":
+        plot_peers(results, figures / "study_peers.svg")
+    else:
+        plot_ratios(results, figures / f"study_{preset}_ratios.svg")
+        plot_variants(results, figures / f"study_{preset}_variants.svg")
     report.write_text(text, encoding="utf-8")
     return content
 

@@ -66,12 +66,13 @@ def test_arms_differ_in_the_method_alone():
 
 @pytest.mark.parametrize("name", study.PRESETS)
 def test_presets_are_what_the_mains_take(name):
-    for run in study.plan(study.PRESETS[name], study.ARMS, (0,), Path("x"), {}):
+    preset = study.PRESETS[name]
+    for run in study.plan(preset, preset.arms, (0,), Path("x"), {}):
         _, finetune = parse_finetune_args(run.job["finetune"])
         assert finetune.layer_decay == (1.0 if run.arm == "scratch" else 0.75)
         if run.job["pretrain"]:
             pretrain = get_args_parser().parse_args(run.job["pretrain"])
-            assert pretrain.model == f"mae_{finetune.model}"
+            assert pretrain.model.partition("_")[2] == finetune.model
             assert pretrain.input_size == (finetune.input_size and [finetune.input_size])
 
 
@@ -79,6 +80,18 @@ def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
     compared = {f"{arm}{ratio}" for arm in study_report.ABLATION for ratio in study_report.RATIOS}
     compared |= {arm for names in study_report.VARIANTS.values() for arm in names} | {"mae", "scratch"}
     assert compared == set(study.ARMS)
+    assert set(study_report.PEERS) == set(study.PEERS)
+
+
+def test_peers_differ_in_framework_and_method_alone():
+    """All have the encoder, target and schedule of MAE. One arm has the learning rate of CrossMAE's rule."""
+    preset, parser = study.PRESETS["peers"], get_args_parser()
+    runs = study.plan(preset, preset.arms, (0,), Path("x"), {})
+    settings = {run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.job["pretrain"]}
+    for arm, ours in settings.items():
+        changed = {name for name in ours if ours[name] != settings["mae"][name]}
+        assert changed <= {*study.METHOD, "model", "mask_ratio" if arm == "amt" else "blr" if "lr" in arm else ""}, arm
+    assert settings["crossmae_plain50_lr"]["blr"] == pytest.approx(settings["mae"]["blr"] / 3)
 
 
 def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
@@ -176,7 +189,7 @@ def test_two_processes_never_work_in_one_folder(tmp_path):
     [
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--data_path", "nowhere"], "'nowhere' needs class folders in train/"),
-        (["--arms", "nonsense"], "nonsense"),
+        (["--arms", "nonsense"], "--arms 'nonsense' is not an arm of --preset cpu, choose from mae, plain50"),
     ],
 )
 def test_errors_before_any_run(run_study, flags, message, capsys):
