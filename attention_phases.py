@@ -188,7 +188,8 @@ class AttentionPhases:
         how = "at random" if maps is None else f"by the attention after epoch {refresh}"
         counts = self.model.counts
         kinds = f"{counts.num_visible} visible + {counts.num_retained} retained + {counts.num_thrown} thrown"
-        loop.log.info(f"epochs {epoch} to {last}: tokens are drawn {how}, {kinds}")
+        epochs = f"epoch {epoch}" if epoch == last else f"epochs {epoch} to {last}"
+        loop.log.info(f"{epochs}: tokens are drawn {how}, {kinds}")
         return True
 
     def refresh_before(self, step: int) -> int | None:

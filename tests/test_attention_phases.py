@@ -201,8 +201,8 @@ def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch,
     assert kinds == [(16, 48, 0)] * 3 + [(10, 28, 26)] * 9
     assert all((order[:, :n].diff(dim=1) > 0).all() for order, (n, *_) in zip(taken, kinds, strict=True))
     out = capsys.readouterr().out
-    assert "epochs 0 to 0: tokens are drawn at random, 16 visible + 48 retained + 0 thrown" in out
-    assert "epochs 3 to 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
+    assert "epoch 0: tokens are drawn at random, 16 visible + 48 retained + 0 thrown" in out
+    assert "epoch 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
 
 
 def test_the_random_phase_is_random_sampling(photos, tmp_path):
