@@ -110,7 +110,10 @@ class Framework(nn.Module):
 
 
 def add_decoder_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags of frameworks with MAE's decoder. They are None unless given: the model then uses its defaults."""
+    """Adds the flags that MAE, MFF and CrossMAE share. They are None unless given: the model then uses its defaults.
+
+    Their constructors use `decoder_heads` and `token_counts`.
+    """
     group.add_argument("--decoder_depth", type=int, help="blocks of the decoder (default: the model's)")
     group.add_argument("--decoder_embed_dim", type=int, help="width of the decoder (default: the model's)")
     group.add_argument("--decoder_num_heads", type=int, help="heads of a decoder block (default: one per 32 channels)")
@@ -118,7 +121,7 @@ def add_decoder_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
-    """Returns the heads of MAE's decoder: `num_heads`, or one per 32 channels if it is None.
+    """Returns the heads of a decoder: `num_heads`, or one per 32 channels if it is None.
 
     Raises ValueError if a decoder of these sizes cannot be built.
     """

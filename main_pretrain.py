@@ -79,8 +79,8 @@ def own_flags() -> dict[str, tuple[argparse.Action, list[ModuleType]]]:
 
 
 def families_of(modules: Sequence[ModuleType]) -> str:
-    """Returns the first words of the names of the frameworks' models, for example "mae and mff"."""
-    return " and ".join(module.__name__.removeprefix("models_").removesuffix("_pr") for module in modules)
+    """Returns the first words of the names of the frameworks' models, for example "mae, mff"."""
+    return ", ".join(module.__name__.removeprefix("models_").removesuffix("_pr") for module in modules)
 
 
 def get_args_parser() -> Parser:

@@ -65,7 +65,6 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         Its final norm is an identity.
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
     norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
     levels: numbers of the blocks (from 0) whose outputs the decoder reads. They increase and include the last block.
         The default is all blocks.
@@ -73,6 +72,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
     visible_source: see `CrossAggregation`. It has no effect without aggregation.
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
     progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
     """
 
     def __init__(
@@ -86,7 +86,6 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         decoder_embed_dim: int = 512,
         decoder_depth: int = 12,
         decoder_num_heads: int | None = None,
-        mask_unit: int = 1,
         mlp_ratio: float = 4.0,
         norm_pix_loss: bool = False,
         levels: Sequence[int] | None = None,
@@ -98,6 +97,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         kernel_size: int = 7,
         aggregation: str = "dwconv",
         applies_to: str = "thrown",
+        mask_unit: int = 1,
     ) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
         self.norm = nn.Identity()
@@ -127,10 +127,10 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
             )
 
     def own_settings(self) -> dict[str, Any]:
-        """Returns the resolved values of CrossMAE's flags."""
+        """Returns the resolved values of CrossMAE's flags, by their names."""
         return {
             "decoder_depth": len(self.decoder.blocks),
-            "decoder_embed_dim": self.decoder.mask_token.shape[-1],
+            "decoder_embed_dim": self.decoder.pos_embed.shape[-1],
             "decoder_num_heads": self.decoder.blocks[0].cross_attn.num_heads,
             "mask_unit": self.mask_unit,
             "visible_source": self.visible_source,

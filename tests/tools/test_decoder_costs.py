@@ -61,4 +61,4 @@ def test_the_documented_table_is_the_tool_s(capsys):
 def test_a_model_without_mae_s_decoder_is_refused(capsys):
     with pytest.raises(SystemExit):
         decoder_costs.main(["--models", "simmim_vit_micro_patch4"])
-    assert "--decoder_depth belongs to mae and mff" in capsys.readouterr().err
+    assert "--decoder_depth belongs to mae, mff, crossmae" in capsys.readouterr().err
