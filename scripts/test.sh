@@ -8,4 +8,5 @@ cd "$root"
 ruff check .
 ruff format --check .
 mypy
-python -m pytest -q -n 2 --dist loadfile "$@"
+# Three workers, because many tests wait for other processes. Slow files come first (tests/conftest.py).
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -19,7 +19,12 @@ def repeats(request):
     return request.config.getoption("--repeats")
 
 
+# Files that wait for other processes come first, so that no worker ends with a long one.
+LONGEST_FILES = ["test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py", "test_study.py"]
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST_FILES.index(item.path.name) if item.path.name in LONGEST_FILES else 99)
     for item in items:  # for tools/fault_matrix.py
         item.user_properties += [("fault", " | ".join(mark.args)) for mark in item.iter_markers("fault")]
         if "gpu" in item.keywords and not torch.cuda.is_available():
