@@ -29,15 +29,18 @@ from util.run.start import Start
 from util.run.watchdog import DATA, FORWARD
 from util.text import count_of
 
+DEFAULTS = {"attention_start": 40, "attention_every": 40, "attention_crop": "view"}
+
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of sampling by attention."""
     flag = group.add_argument
-    flag("--attention_start", type=int, default=40, help="first epoch, from 0, after which attention maps may be made")
-    flag("--attention_every", type=int, default=40, help="maps are made after each epoch that this number divides")
+    start, every, crop = DEFAULTS.values()
+    flag("--attention_start", type=int, default=start, help="first epoch, from 0, after which maps may be made")
+    flag("--attention_every", type=int, default=every, help="maps are made after each epoch that this number divides")
     flag(
         "--attention_crop",
-        default="view",
+        default=crop,
         choices=CROPS,
         help="part of a map that gives the weights: what the view shows, or what AMT's public code reads",
     )
@@ -51,12 +54,16 @@ def refresh_epochs(epochs: int, start: int, every: int) -> list[int]:
     return [epoch for epoch in range(start, epochs - 1) if epoch % every == 0]
 
 
-def check_sampling(args: argparse.Namespace, model: Framework) -> None:
-    """Raises ValueError if the flags of sampling by attention do not fit each other or the model."""
+def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
+    """Raises ValueError if the flags of sampling by attention do not fit each other or the model.
+
+    Returns notes on flags that have no effect.
+    """
     if args.sampling != "attention":
         if model.masks_by_attention:
             raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
-        return
+        unused = [f"--{flag}" for flag, default in DEFAULTS.items() if getattr(args, flag) != default]
+        return [f"note: without --sampling attention, {', '.join(unused)} has no effect"] if unused else []
     check_least(args, 0, "attention_start")
     check_least(args, 1, "attention_every")
     if not hasattr(model, "cls_attention"):
@@ -71,6 +78,7 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> None:
             f"--attention_start {args.attention_start} and --attention_every {args.attention_every} leave none of "
             f"{args.epochs} epochs for sampling by attention: lower them"
         )
+    return []
 
 
 def mean_over_heads(attention: torch.Tensor) -> torch.Tensor:
@@ -104,9 +112,9 @@ def compute_maps(
     bad = torch.zeros((), device=device)
     model.eval()
     for first in range(0, share, batch_size):
-        reached(loop, DATA)
+        loop.reached(DATA)
         imgs = next(stream)[0].to(device, non_blocking=True)
-        reached(loop, FORWARD)
+        loop.reached(FORWARD)
         with loop.autocast():
             attention = model.cls_attention(loop.normalize(imgs))
         found = gather_on_rank0(mean_over_heads(attention).half())
@@ -121,12 +129,6 @@ def compute_maps(
         raise FloatingPointError("the attention of the class token is not finite: try --precision fp32")
     finished = first + batch_size >= share
     return (None if maps is None else maps.reshape(-1, rows, columns)[: len(dataset)]), finished
-
-
-def reached(loop: TrainLoop, phase: int) -> None:
-    """Tells the run's watchdog that this process is alive."""
-    if loop.watchdog is not None:
-        loop.watchdog.reached(loop.step, phase)
 
 
 def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,8 @@ class AttentionPhases:
     """Makes the maps of each phase and opens its batches. For any other sampling it does nothing.
 
     When a run is resumed inside a phase, the file of the phase's maps is used: that of the output folder, or else the
-    one beside the checkpoint that the run starts from. ValueError if it belongs to another run.
+    one beside the checkpoint that the run starts from. ValueError if it belongs to another run. At the first step of a
+    phase the maps are always made, so a file that an earlier run has left there is never used.
     """
 
     args: argparse.Namespace
@@ -159,8 +162,10 @@ class AttentionPhases:
     def __post_init__(self) -> None:
         if self.args.sampling == "attention":
             self.refreshes = refresh_epochs(self.args.epochs, self.args.attention_start, self.args.attention_every)
-            refresh = self.refresh_before(self.run.loop.step)
-            self.found = None if refresh is None else self.find_maps(refresh)
+            loop = self.run.loop
+            refresh = self.refresh_before(loop.step)
+            if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
+                self.found = self.find_maps(refresh)
 
     def begin(self, steps: range) -> bool:
         """Opens the batches of the phase that begins at `steps.start`, if one does. All ranks must call it.
@@ -224,6 +229,7 @@ class AttentionPhases:
                 f"warning: {str(maps.path)!r} is missing, so maps are made with the weights of step {loop.step}: the "
                 f"run will differ from an undisturbed one"
             )
+        loop.log.info(f"making attention maps of {count_of(len(self.images), 'image')}")
         began = time.monotonic()
         whole = Squash(self.model.img_size, self.args.loader == "reference")
         dataset = AddressedDataset(self.images, whole, replace=self.args.max_bad_fraction > 0)

@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             framework.check_flags(vars(args))
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(build_device(args, process))
-        attention_phases.check_sampling(args, model)
+        start.remarks += attention_phases.check_sampling(args, model)
         normalize = Normalize().to(process.device)
         optimizer = make_optimizer(model, args, plan.lr)
 
@@ -331,7 +331,10 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if content is not None:
             if content["meta"]["settings"]["model"] == args.model:
                 add_newer_settings(content["meta"]["settings"], model.own_settings())
-            restore(content, start, record, model, optimizer, flags_free_to_change(model, plan), args.allow_changes)
+            # All images of a micro-batch share one visible set.
+            fixed = frozenset({"batch_size"} if model.shared_visible else ())
+            free = flags_free_to_change(model, plan)
+            restore(content, start, record, model, optimizer, free, args.allow_changes, fixed)
         run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, collator)
         phases = attention_phases.AttentionPhases(args, plan, start, model, images, run)
         announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images))

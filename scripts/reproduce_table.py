@@ -37,6 +37,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import main_finetune
 import main_pretrain
 import submitit_launch
 from main_robustness import BENCHMARKS
@@ -47,6 +48,7 @@ from table_runs import Run, describe_state, is_finished, is_test_set, pending, p
 from util import costs
 from util.run.cli import Parser, run_program, user_errors
 from util.run.encoder_origin import warn_if_unfinished
+from util.run.flags import split_batch
 from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,9 +119,16 @@ def check(run: Run, args: argparse.Namespace) -> None:
         launch = submitit_launch.parse_args(submission_of(run, args, "1"))[0]
         if launch.dry_run:
             raise ValueError("--dry_run belongs before `--`")
+        processes = launch.nodes * launch.tasks_per_node
     else:
-        torchrun_parser().parse_args(torchrun_of(run, args))
+        launch = torchrun_parser().parse_args(torchrun_of(run, args))
+        processes = args.nproc_per_node * int(launch.nnodes.rpartition(":")[2])
     _, settings = importlib.import_module(run.main).parse_args(flags_of(run, args))
+    if run.main != "main_robustness":
+        try:
+            split_batch(settings.batch_size, settings.accum_iter, settings.total_batch_size, processes)
+        except ValueError as error:
+            raise ValueError(f"{run.name}: {error}; --{run.main[5:]}_flags passes flags on") from error
     if run.main == "main_pretrain":
         framework = main_pretrain.FRAMEWORK_OF[settings.model]
         if hasattr(framework, "check_flags"):
@@ -188,7 +197,10 @@ def queued_job(run: Run) -> str | None:
     """Returns the number of the run's SLURM job that is waiting or running, or None."""
     for path in sorted((run.folder / "jobs").glob("*_submission.sh")):
         job_id = path.name.partition("_")[0]
-        if job_id.isdigit() and submitit_launch.slurm_state(job_id) != "":
+        state = submitit_launch.slurm_state(job_id) if job_id.isdigit() else ""
+        if state is None:
+            raise ValueError(f"SLURM does not say whether job {job_id} of {run.name} is in the queue: try again later")
+        if state:
             return job_id
     return None
 
@@ -285,7 +297,7 @@ def find_deviations(run: Run) -> list[str]:
     if run.main == "main_robustness":
         summary = read_json(run.folder / "robustness.json").get("summary", {})
         return [f"{run.name}: {result['title']} is incomplete" for result in summary.values() if result["incomplete"]]
-    settings = read_json(run.folder / "settings.json")
+    settings = ({} if run.needs is None else main_finetune.VIT_FLAGS) | read_json(run.folder / "settings.json")
     recipe = json.loads(json.dumps((RECIPES if run.needs is None else FINETUNE_RECIPES)[run.recipe]))
     changed = [name for name in recipe if settings.get(name, recipe[name]) != recipe[name]]
     found = [f"{run.name}: {name} {settings[name]} instead of {recipe[name]}" for name in changed]
@@ -447,10 +459,10 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if args.dry_run:
             print_commands(runs, args)
             return True
+        check_paths(args)
         if args.launcher == "slurm":
             submit(runs, args)
             return True
-        check_paths(args)
     try:
         problems = run_in_turn(runs, args)
     except StoppedError as stopped:

@@ -10,6 +10,7 @@ import attention_phases
 import main_pretrain
 from attention_phases import compute_maps, mean_over_heads, refresh_epochs
 from models_mae_pr import mae_vit_micro_patch4
+from models_vit import PositionedEncoder
 from prmim import TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.loops import SilentLog
@@ -21,7 +22,7 @@ from util.data.datasets import AddressedDataset, permutation
 from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
 from util.run import shard
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import list_checkpoints
 from util.run.loop import TrainLoop
 from util.run.precision import precision
 
@@ -268,19 +269,31 @@ def test_a_crash_while_maps_are_written_costs_only_them(photos, tmp_path, monkey
 
 
 def test_a_signal_while_maps_are_made_loses_nothing(photos, tmp_path, monkeypatch):
-    expected, exact, count = run(photos, tmp_path / "whole", *FLAGS), attention_phases.reached, iter(range(1000))
+    """The last two checkpoints stay, and the same maps are made again."""
+    expected, exact = run(photos, tmp_path / "whole", *FLAGS), PositionedEncoder.cls_attention
+    count = iter(range(1000))
 
-    def interrupted(loop, phase):
-        if next(count) == 7:  # in the midst of the second refresh, of six calls each
+    def interrupted(model, imgs):
+        if next(count) == 4:  # in the midst of the second refresh, of three batches each
             os.kill(os.getpid(), signal.SIGTERM)
-        exact(loop, phase)
+        return exact(model, imgs)
 
-    monkeypatch.setattr(attention_phases, "reached", interrupted)
+    monkeypatch.setattr(PositionedEncoder, "cls_attention", interrupted)
     assert main_pretrain.main(command(photos, tmp_path / "parts", *FLAGS)) is False
-    assert read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])["meta"]["step"] == 6
+    assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
     assert maps_path(tmp_path / "parts", 0).exists() and not maps_path(tmp_path / "parts", 1).exists()
-    monkeypatch.setattr(attention_phases, "reached", exact)
+    monkeypatch.undo()
     assert_same_state(run(photos, tmp_path / "parts", *FLAGS), expected)
+
+
+def test_maps_that_another_run_has_left_are_not_used(photos, tmp_path):
+    """A run in the same folder, with another seed, has made maps after the same epochs."""
+    expected = run(photos, tmp_path / "whole", *FLAGS)
+    run(photos, tmp_path / "out", *FLAGS, "--seed", 1)
+    for path in [*(tmp_path / "out").glob("checkpoint*"), tmp_path / "out" / "log.jsonl"]:
+        path.unlink()
+    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 6)  # the maps after epoch 1 come next
+    assert_same_state(run(photos, tmp_path / "out", *FLAGS), expected)
 
 
 def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):

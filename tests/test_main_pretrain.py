@@ -119,10 +119,10 @@ def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, c
     run(photos, tmp_path / "parts", *flags, "--max_steps", 4, "--num_workers", 1)
     assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
     capsys.readouterr()
-    run(
-        photos, tmp_path / "parts", *flags, "--batch_size", 4, "--accum_iter", 2
-    )  # other images share their visible units
-    assert "batch_size was 8 and now is 4); random draws and statistics" in capsys.readouterr().out
+    flags += ["--batch_size", 4, "--accum_iter", 2]  # other images share their visible units
+    assert "--batch_size was 8 and now is 4" in fails(capsys, photos, tmp_path / "parts", *flags)
+    run(photos, tmp_path / "parts", *flags, "--allow_changes")
+    assert "warning: --batch_size was 8 and now is 4" in capsys.readouterr().out
     assert "--decoder_order belongs to greenmim models" in fails(
         capsys, photos, tmp_path / "o", "--decoder_order", "true"
     )
@@ -450,7 +450,8 @@ def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, c
 @pytest.mark.fault("F39", "a checkpoint of another model", "exit code 4, with the keys and shapes")
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     run(photos, tmp_path / "out", "--max_steps", 1)
-    message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8, code=4)
+    assert "--patch_size was 4 and now is 8" in fails(capsys, photos, tmp_path / "out", "--patch_size", 8)
+    message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8, "--allow_changes", code=4)
     assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [96, 3, 4, 4]" in message
     torch.save({"model": read_checkpoint(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
     assert "holds weights but no run to resume" in fails(

@@ -24,7 +24,7 @@ SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
 HOME = Path("/run/slurm-on-one-machine")
 FINISHED = "pre-trained"
 # 12 steps an epoch, and 72 in all
-TINY = [*SMALL.split(), "--batch_size", "1"]
+TINY = [*SMALL.split(), "--batch_size", "1", "--blr", "0.1"]
 TWO_NODES = ["--cluster", "slurm", "--nodes", "2", "--tasks_per_node", "1", "--cpus_per_task", "1"]
 
 

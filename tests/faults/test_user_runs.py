@@ -19,7 +19,6 @@ from tests.conftest import write_photo
 from tests.faults.runs import finish, state
 from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
-from tests.warm import Python
 from util.run import distributed, errors
 from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_record
 
@@ -322,12 +321,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 log.report(200, {"loss": 1.0}, "step 200", "")
 log.close()
 """
-    script = tmp_path / "program.py"
-    script.write_text(program)
-    process = Python(script, tmp_path)
-    out, _ = process.communicate(120)
-    assert process.returncode == 0, out
-    assert f"warning: {tmp_path / 'log.jsonl'} cannot be written ([Errno 27] File too large)" in out
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"warning: {tmp_path / 'log.jsonl'} cannot be written ([Errno 27] File too large)" in done.stdout
     assert [r["step"] for r in reports(tmp_path)] == list(range(1, 201))
 
 

@@ -382,16 +382,17 @@ def test_slurm_jobs_wait_for_what_they_need_and_are_submitted_once(micro, tmp_pa
 
     monkeypatch.setattr(submitit_launch, "main", submit)
     monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: "PENDING" if job_id in queue else "")
-    argv = ["micro", "--data_path", "D", "--output_dir", str(tmp_path), "--launcher", "slurm", "--", "--nodes", "4"]
+    argv = ["micro", "--data_path", str(tmp_path), "--output_dir", str(tmp_path), "--launcher", "slurm"]
+    argv += ["--", "--nodes", "2", "--tasks_per_node", "1"]
     assert reproduce_table.main(argv) is True
     assert submitted == {
-        FIRST: ("100", None, 4, FIRST),
-        f"{FIRST}/quickstart_finetune": ("101", "afterok:100", 4, f"{FIRST}-quickstart_finetune"),
-        f"{SECOND}/quickstart_finetune": ("102", None, 4, f"{SECOND}-quickstart_finetune"),
+        FIRST: ("100", None, 2, FIRST),
+        f"{FIRST}/quickstart_finetune": ("101", "afterok:100", 2, f"{FIRST}-quickstart_finetune"),
+        f"{SECOND}/quickstart_finetune": ("102", None, 2, f"{SECOND}-quickstart_finetune"),
     }
     queue.remove("101")  # somebody has cancelled it
     shutil.rmtree(tmp_path / FIRST / "quickstart_finetune")
     submitted.clear()
     assert reproduce_table.main(argv) is True
-    assert submitted == {f"{FIRST}/quickstart_finetune": ("100", "afterok:100", 4, f"{FIRST}-quickstart_finetune")}
+    assert submitted == {f"{FIRST}/quickstart_finetune": ("100", "afterok:100", 2, f"{FIRST}-quickstart_finetune")}
     assert f"{FIRST} is already in the queue: job 100" in capsys.readouterr().out

@@ -172,9 +172,9 @@ class TrainLoop:
 
     def next_batch(self, batches: Iterator[Any], micro: int) -> list[torch.Tensor]:
         """Returns the next micro-batch on the device and seeds the random draws that are made with it."""
-        self._reached(DATA, micro)
+        self.reached(DATA, micro)
         batch = self.clock.next(batches)
-        self._reached(FORWARD, micro)
+        self.reached(FORWARD, micro)
         self.seed_draws(self.step, micro)
         return [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
@@ -193,7 +193,7 @@ class TrainLoop:
 
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
         """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`."""
-        self._reached(BACKWARD, micro)
+        self.reached(BACKWARD, micro)
         for name, loss in losses.items():
             self.losses[name] = self.losses.get(name, 0) + loss.detach() / self.accum_iter
         return self.precision.scaler.scale(sum(losses.values()) / self.accum_iter)
@@ -220,7 +220,7 @@ class TrainLoop:
         """Counts the step and reports if it is time."""
         self.meter.add(self.losses, grad_norm)
         self.clock.num_steps += 1
-        self._reached(BETWEEN, self.accum_iter - 1)
+        self.reached(BETWEEN, self.accum_iter - 1)
         self.step += 1
         self.log.advance()
         epoch_ends = self.step % self.steps_per_epoch == 0
@@ -278,7 +278,8 @@ class TrainLoop:
         where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
         return f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}", values
 
-    def _reached(self, phase: int, micro: int) -> None:
+    def reached(self, phase: int, micro: int = 0) -> None:
+        """Tells the watchdog that this process is alive."""
         if self.watchdog is not None:
             self.watchdog.reached(self.step, len(PHASES) * micro + phase)
 

@@ -70,7 +70,7 @@ def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
     if before != total_batch_size:
         raise ValueError(
             f"the run's total batch was {before} and now is {total_batch_size}, so its steps would no longer mean "
-            f"the same"
+            f"the same: give --total_batch_size {before}"
         )
     return content
 
@@ -83,22 +83,25 @@ def restore(
     optimizer: torch.optim.Optimizer,
     machine_flags: frozenset[str],
     allow_changes: bool,
+    fixed_flags: frozenset[str] = frozenset(),
 ) -> None:
     """Loads weights and optimizer state, and adds to `start.remarks` what differs from the run so far.
 
-    ValueError if settings or data have changed in a way that changes results, unless `allow_changes`.
+    fixed_flags: see `find_changes`. ValueError if settings or data have changed in a way that changes results, unless
+    `allow_changes`.
     """
-    checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
     meta = content["meta"]
     now = record.meta(meta["step"])
-    changes = find_changes(meta, now, machine_flags)
+    changes = find_changes(meta, now, machine_flags, fixed_flags)
     notes = find_notes(meta, now, machine_flags, has_drop_path(model))
     record.origin["started_from"] = str(start.resume_path) if start.began_elsewhere else meta.get("started_from")
     if changes and not allow_changes:
         raise ValueError(
             f"{str(start.resume_path)!r} would go on with other results than it has so far: {'; '.join(changes)}. "
-            f"Undo that, choose another --output_dir, or accept it by --allow_changes"
+            f"Undo that, choose another --output_dir, or accept it by --allow_changes. If a newer recipe changed a "
+            f"flag, give its former value"
         )
+    checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
     start.remarks += [f"warning: {change}" for change in changes] + notes
     load_optimizer(optimizer, content["optimizer"])
     start.remarks.append(f"resuming {start.resume_path} at step {meta['step']}")

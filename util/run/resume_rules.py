@@ -25,13 +25,15 @@ ROUNDING_FLAGS = ("attention", "compile", "device", "shard")
 PROCESS_FLAGS = frozenset(("num_workers", "data_path", "teacher"))
 
 
-def find_changes(before: Meta, now: Meta, machine_flags: Set[str]) -> list[str]:
+def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: Set[str] = frozenset()) -> list[str]:
     """Returns a sentence for each difference between a checkpoint's meta and this start's that changes results.
 
-    A setting that only one of them has is no change. The default of a new flag keeps the former behaviour.
+    machine_flags: flags that may differ. fixed_flags: flags of SPLIT_FLAGS that may not. A setting that only one of
+    them has is no change. The default of a new flag keeps the former behaviour.
     """
     was, settings = before["settings"], now["settings"]
-    names = sorted(was.keys() & settings.keys() - machine_flags - set(SPLIT_FLAGS))
+    free = (machine_flags | set(SPLIT_FLAGS)) - fixed_flags
+    names = sorted(was.keys() & settings.keys() - free)
     changes = [f"--{name} was {was[name]} and now is {settings[name]}" for name in names if was[name] != settings[name]]
     for what, count, fingerprint, consequence in (
         ("data", "num_images", "data", "the images would come in another order"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from util.run import checkpoint, shard
-from util.run.distributed import all_reduce_sum
+from util.run.distributed import all_reduce_sum, run_on_rank0
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord
 from util.run.run_folder import write_progress
@@ -45,11 +45,13 @@ class CheckpointSaver:
         self.good_steps = [self.first_step]
 
     def save(self, required: bool) -> None:
-        """Writes the checkpoint of the current step. All ranks must call it.
+        """Writes the checkpoint of the current step, unless it is saved already. All ranks must call it.
 
         If it is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
         """
         loop, step = self.loop, self.loop.step
+        if run_on_rank0(lambda: self.good_steps[-1] == step):
+            return
         if all_reduce_sum(shard.count_bad(self.model.parameters())) > 0:
             raise FloatingPointError(
                 f"the weights are not finite after step {step}: not saved; the last checkpoint is good"

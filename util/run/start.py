@@ -18,7 +18,7 @@ from util.run.resume_rules import PROCESS_FLAGS
 from util.run.run_folder import FolderLock, find_checkpoint, writable_folder
 
 # Files that a killed process was about to rename.
-LEFTOVERS = (".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*")
+LEFTOVERS = (".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", "attention/.*.tmp-*")
 
 
 @dataclass

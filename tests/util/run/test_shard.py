@@ -134,7 +134,7 @@ def test_a_sharded_step_equals_ddp_s(cases):
                 difference,
             )
             # One row cannot be sharded: rank 0 holds class token, mask token and position table.
-            assert difference["parameters"] < 0.55 and difference["states"] < 0.51, (name, difference)
+            assert difference["parameters"] < 0.55 and difference["states"] < 0.53, (name, difference)
 
 
 def _overflows(rank):
