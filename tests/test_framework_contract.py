@@ -249,8 +249,15 @@ def test_a_step_reads_nothing_from_the_device(name):
         torch.ones(1, device="meta").item()
 
 
-@frameworks
-@arms
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(dict(throw_ratio=0.0), marks=pytest.mark.long, id="throw 0"),
+        pytest.param(dict(throw_ratio=0.5, progressive=False), marks=pytest.mark.long, id="plain"),
+        pytest.param(dict(throw_ratio=0.5), id="progressive"),
+    ],
+)
 def test_compiles_without_graph_breaks_to_the_same_loss(name, arm):
     """Dynamo captures the model. AOTAutograd, which is slow, differentiates the arm that has all operations.
 

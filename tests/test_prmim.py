@@ -1,5 +1,3 @@
-import multiprocessing
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +13,7 @@ from prmim import (
     furthest_sampling,
     random_sampling,
 )
+from tests.warm import server
 
 # ---------------------------------------------------------------------------------------------------------- counts
 
@@ -292,7 +291,7 @@ def _collate_in_child(queue):
 
 def test_collator_gives_the_same_order_in_a_fresh_interpreter():
     """The order depends on nothing that differs between interpreters, such as Python's hashes of strings."""
-    context = multiprocessing.get_context("spawn")
+    context = server()  # a process of its own, with another seed of hashes
     queue = context.Queue()
     child = context.Process(target=_collate_in_child, args=(queue,))
     child.start()

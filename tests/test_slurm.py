@@ -252,6 +252,7 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
     assert not fourth.text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 1)])
 def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, code, restarts):
     """srun kills the other processes. After exit code 3 there is no restart; after 75 one, which makes no progress."""

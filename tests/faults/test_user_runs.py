@@ -226,7 +226,7 @@ run_program(main_pretrain.main, "main_pretrain.py")
     "a signal stops the first of `pretrain && finetune`",
     "saved; the second does not run; 75, or death by SIGINT for Ctrl-C",
 )
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), pytest.param("SIGINT", 130, marks=pytest.mark.long)])
 def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path, name, code):
     program = tmp_path / "program.py"
     program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=command(photos, tmp_path / "out", *MICRO)))
@@ -405,7 +405,8 @@ def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
     "the run goes on, or saves",
 )
 @pytest.mark.parametrize(
-    "stdout", ["/dev/full", "a dead pipe", pytest.param("a closed terminal", marks=pytest.mark.long)]
+    "stdout",
+    ["/dev/full", *(pytest.param(name, marks=pytest.mark.long) for name in ("a dead pipe", "a closed terminal"))],
 )
 def test_a_console_that_is_gone_costs_nothing(photos, tmp_path, stdout):
     program = tmp_path / "program.py"

@@ -113,6 +113,7 @@ def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
     assert out.stat().st_mode == path.stat().st_mode  # the same permissions as the checkpoint
 
 
+@pytest.mark.long
 def test_encoder_at_real_size(tmp_path, capsys):
     path, out = pretrained(tmp_path, "mae_vit_base_patch16"), tmp_path / "encoder.safetensors"
     assert (

@@ -4,6 +4,7 @@ from tools import benchmark_data
 from util.data import decode
 
 
+@pytest.mark.long
 def test_every_way_is_measured_on_the_same_images(photos, tmp_path, capsys):
     flags = ["--batch_size", "4", "--batches", "1", "--rounds", "1", "--markdown", str(tmp_path / "data.md")]
     benchmark_data.main([str(photos / "train"), *flags])

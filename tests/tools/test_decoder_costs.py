@@ -52,6 +52,7 @@ def test_a_decoder_twice_as_deep_costs_what_mae_s_does():
     assert ratios == pytest.approx([0.987, 0.994, 0.995], abs=5e-4)
 
 
+@pytest.mark.long
 def test_the_documented_table_is_the_tool_s(capsys):
     decoder_costs.main(["--models", "mae_vit_base_patch16"])
     printed = capsys.readouterr().out.splitlines()

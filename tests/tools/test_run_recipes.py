@@ -74,10 +74,9 @@ def test_a_recipe_of_each_kind_runs(job, workshop, tmp_path):
     assert (row["steps"], row["stopped_after"], row["images"]) == (3, 1, 96)
 
 
+@pytest.mark.long
 @pytest.mark.fault("U2", EVERY_RECIPE, GOES_ON)
-@pytest.mark.parametrize(
-    "recipe", [pytest.param("prmim50_vit_base_800ep", marks=pytest.mark.long), "finetune_vit_base"]
-)
+@pytest.mark.parametrize("recipe", ["prmim50_vit_base_800ep", "finetune_vit_base"])
 def test_a_recipe_runs_over_5000_images(recipe, workshop, tmp_path, record_property):
     job = next(job for job in all_jobs() if job.recipe == recipe)
     row = run_job(job, workshop, tmp_path / "run")
