@@ -51,6 +51,7 @@ from util.run.flags import (
     free_flags,
     make_plan,
     num_workers,
+    schedule_by_epochs,
 )
 from util.run.loop import TrainLoop
 from util.run.precision import precision
@@ -314,7 +315,7 @@ def summary_of_run(
     args: argparse.Namespace, loop: TrainLoop, num_images: int, results: Mapping[str, Any], closing: list[str]
 ) -> str:
     """Returns what the run did, from its whole log, so that a finished run can say it again."""
-    lines = [f"trained {args.model} {describe_progress(loop, num_images, args.epochs)}"]
+    lines = [f"trained {args.model} {describe_progress(loop, num_images, args.epochs * loop.steps_per_epoch)}"]
     for name in ("last", "best"):
         if name in results:
             r = results[name]
@@ -407,8 +408,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             free = free_flags(plan, {"finetune", "eval", "eval_every"}, SPLIT_FLAGS)
             content["meta"]["settings"] = VIT_FLAGS | content["meta"]["settings"]
             restore(content, start, record, model, optimizer, free, args.allow_changes)
-        run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, stack)
-        announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images, val_images))
+        schedule = schedule_by_epochs(args, plan, epoch_steps)
+        run = assemble(
+            args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack
+        )
+        announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images, val_images))
         del content  # weights and moments of the checkpoint
 
     with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:

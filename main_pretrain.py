@@ -41,7 +41,15 @@ from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, read
 from util.run.cli import Parser, parse_with_recipe, run_program
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
 from util.run.errors import exit_on_setup_errors, exit_on_training_errors
-from util.run.flags import Plan, add_data_flags, add_optimisation_flags, add_run_flags, free_flags, make_plan
+from util.run.flags import (
+    Plan,
+    add_data_flags,
+    add_optimisation_flags,
+    add_run_flags,
+    free_flags,
+    make_plan,
+    schedule_by_epochs,
+)
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord, json_settings, read_run, restore
 from util.run.resume_rules import SPLIT_FLAGS
@@ -262,7 +270,7 @@ def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dic
 
 def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, closing: Sequence[str]) -> str:
     """Returns what the run did, from its whole log, so that a finished run can say it again."""
-    progress = describe_progress(loop, num_images, args.epochs)
+    progress = describe_progress(loop, num_images, args.epochs * loop.steps_per_epoch)
     lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {progress}"]
     losses = [report["epoch_loss"] for report in loop.log.history() if "epoch_loss" in report]
     if losses:
@@ -335,9 +343,12 @@ def main(argv: Sequence[str] | None = None) -> bool:
             fixed = frozenset({"batch_size"} if model.shared_visible else ())
             free = flags_free_to_change(model, plan)
             restore(content, start, record, model, optimizer, free, args.allow_changes, fixed)
-        run = assemble(args, plan, start, record, content, model, optimizer, normalize, images, transform, collator)
+        schedule = schedule_by_epochs(args, plan, epoch_steps)
+        run = assemble(
+            args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, collator
+        )
         phases = attention_phases.AttentionPhases(args, plan, start, model, images, run)
-        announce(args, plan, start, run.loop.log, settings, summary_rows(args, model, images))
+        announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images))
         del content  # weights and moments of the checkpoint
 
     with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:

@@ -36,10 +36,12 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
         raise KeyboardInterrupt
 
 
-def describe_progress(loop: TrainLoop, num_images: int, epochs: int) -> str:
-    """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
+def describe_progress(loop: TrainLoop, num_images: int, total: int) -> str:
+    """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early.
+
+    total: steps of the whole schedule.
+    """
     done, images = count_of(loop.last_step, "step"), count_of(num_images, "image")
-    total = epochs * loop.steps_per_epoch
     if loop.last_step == total:
         return f"for {done} on {images}"
     return f"for {done} of {total} on {images}; the same command without --max_steps goes on"

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from util.attention import KERNELS
@@ -12,10 +12,18 @@ from util.run.distributed import Process
 from util.run.precision import PRECISIONS, precision
 from util.run.resume_rules import MACHINE_FLAGS
 from util.run.shard import check_group
+from util.text import count_of
 
 
 def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:
     """Adds batch split, epochs, learning rate and its schedule, weight decay, seed."""
+    add_batch_flags(group)
+    add_epoch_flags(group)
+    add_update_flags(group)
+
+
+def add_batch_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the split of the total batch over processes and micro-batches."""
     flag = group.add_argument
     flag(
         "--batch_size",
@@ -24,6 +32,11 @@ def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:
     )
     flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what --total_batch_size needs)")
     flag("--total_batch_size", type=int, help="images per step over all processes; --accum_iter follows from it")
+
+
+def add_epoch_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the length of a schedule in epochs, and its learning rate."""
+    flag = group.add_argument
     flag("--epochs", type=int, default=100, help="length of the schedule")
     flag("--warmup_epochs", type=float, help="epochs of linear warm-up")
     flag("--blr", type=float, help="base learning rate: lr = blr * total batch size / 256")
@@ -43,6 +56,11 @@ def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:
         default=(),
         help="for simmim_steps: epochs after which the rate falls tenfold",
     )
+
+
+def add_update_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds clipping, weight decay and seed."""
+    flag = group.add_argument
     flag("--clip_grad", type=float, help="bound on the norm of the gradient (default: no bound)")
     flag("--weight_decay", type=float, default=0.05, help="weight decay of matrices; biases and norms have none")
     flag("--seed", type=int, default=0, help="seed of initial weights, shuffling, augmentation and masks")
@@ -60,6 +78,12 @@ def add_data_flags(group: argparse._ArgumentGroup) -> None:
         help="reference: decode and resize by Pillow, as torchvision",
     )
     flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
+    add_loading_flags(group)
+
+
+def add_loading_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds unreadable images and workers."""
+    flag = group.add_argument
     flag(
         "--max_bad_fraction",
         type=float,
@@ -73,8 +97,8 @@ def add_data_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_run_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds output folder, resuming, device, precision, memory, saving, reports."""
+def add_run_flags(group: argparse._ArgumentGroup, unit: str = "epochs") -> None:
+    """Adds output folder, resuming, device, precision, memory, saving, reports. unit: of --save_every."""
     flag, boolean = group.add_argument, argparse.BooleanOptionalAction
     flag("--output_dir", help="folder of the run: checkpoints, logs, settings; the same command resumes the run in it")
     flag(
@@ -107,9 +131,11 @@ def add_run_flags(group: argparse._ArgumentGroup) -> None:
         "--save_every",
         type=int,
         default=20,
-        help="epochs between checkpoints that are kept for good; the last two always are",
+        help=f"{unit} between checkpoints that are kept for good; the last two always are",
     )
-    flag("--save_steps", type=int, default=0, help="steps between checkpoints, beside those after each epoch; 0: none")
+    what = "epoch" if unit == "epochs" else "evaluation"
+    help_text = f"steps between checkpoints, beside those after each {what}; 0: none"
+    flag("--save_steps", type=int, default=0, help=help_text)
     flag("--print_freq", type=int, default=20, help="steps between reports")
 
 
@@ -142,10 +168,25 @@ def make_plan(args: argparse.Namespace, process: Process, default_batch_size: in
     return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
 
 
-def make_schedule(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> Schedule:
-    """Returns the learning rate as a function of the step."""
+@dataclass(frozen=True)
+class RunSchedule:
+    """The length of a run in optimizer steps, and what depends on the step."""
+
+    steps_per_epoch: int
+    num_steps: int  # of the whole schedule
+    keep_every: int  # steps between checkpoints that are kept for good
+    learning_rate: Callable[..., float]  # (step, lr_scale) -> rate of that step, counted from 0
+    summary: str  # one line for the log
+
+
+def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
+    """Returns the schedule of a run whose flags count epochs."""
     rates = dict(lr=plan.lr, min_lr=args.min_lr, warmup_lr=args.warmup_lr, lr_steps=tuple(args.lr_steps))
-    return Schedule(args.lr_schedule, steps_per_epoch, args.epochs, args.warmup_epochs, **rates)
+    learning_rate = Schedule(args.lr_schedule, steps_per_epoch, args.epochs, args.warmup_epochs, **rates)
+    summary = f"{count_of(args.epochs, 'epoch')} of {count_of(steps_per_epoch, 'step')}, "
+    summary += f"{args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}"
+    num_steps, keep_every = args.epochs * steps_per_epoch, args.save_every * steps_per_epoch
+    return RunSchedule(steps_per_epoch, num_steps, keep_every, learning_rate, summary)
 
 
 def free_flags(plan: Plan, more: Iterable[str] = (), fixed: Iterable[str] = ()) -> frozenset[str]:
@@ -166,16 +207,22 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if args.clip_grad is not None and args.clip_grad <= 0:
         raise ValueError(f"--clip_grad must be above 0, got {args.clip_grad}")
+    if args.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2^63, got {args.seed}")
+    if "epochs" in args:
+        check_epoch_flags(args)
+    if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
+        raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
+
+
+def check_epoch_flags(args: argparse.Namespace) -> None:
+    """ValueError if a flag of `add_epoch_flags`, or a pair of them, is out of range."""
     if args.lr_schedule == "simmim_steps" and not args.lr_steps:
         raise ValueError("--lr_schedule simmim_steps needs --lr_steps: the epochs after which the rate falls tenfold")
     if args.lr_steps and args.lr_schedule != "simmim_steps":
         raise ValueError(f"--lr_steps {args.lr_steps} needs --lr_schedule simmim_steps, got {args.lr_schedule!r}")
-    if args.seed >= 2**63:
-        raise ValueError(f"--seed must be below 2^63, got {args.seed}")
     if not 0 <= args.warmup_epochs <= args.epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
-    if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
-        raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
 
 
 def num_workers(args: argparse.Namespace, process: Process) -> int:

@@ -9,17 +9,19 @@ import torch
 
 from util.run import checkpoint, shard
 from util.run.distributed import all_reduce_sum, run_on_rank0
+from util.run.flags import RunSchedule
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord
 from util.run.run_folder import write_progress
 
 
-def step_ranges(start: int, last: int, steps_per_epoch: int, save_steps: int) -> Iterator[range]:
-    """Yields ranges of optimizer steps from `start` to `last`. Each ends where a checkpoint is due or an epoch ends."""
+def step_ranges(start: int, last: int, *periods: int) -> Iterator[range]:
+    """Yields ranges of optimizer steps from `start` to `last`. Each ends at a multiple of one of `periods`; 0: none.
+
+    Periods are the steps of an epoch, or the steps between checkpoints or evaluations.
+    """
     while start < last:
-        ends = [last, (start // steps_per_epoch + 1) * steps_per_epoch]
-        if save_steps:
-            ends.append((start // save_steps + 1) * save_steps)
+        ends = [last, *((start // period + 1) * period for period in periods if period)]
         yield range(start, min(ends))
         start = min(ends)
 
@@ -28,7 +30,7 @@ def step_ranges(start: int, last: int, steps_per_epoch: int, save_steps: int) ->
 class CheckpointSaver:
     """Writes the checkpoints of a run and prunes those that are not needed any more.
 
-    save_every: epochs between checkpoints that are kept for good. first_step: where this start resumed, or 0.
+    first_step: where this start resumed, or 0.
     """
 
     output_dir: Path
@@ -36,8 +38,7 @@ class CheckpointSaver:
     model: torch.nn.Module
     loop: TrainLoop
     is_sharded: bool
-    save_every: int
-    epochs: int
+    schedule: RunSchedule
     first_step: int
     good_steps: list[int] = field(init=False)  # checkpoints known to be good: resumed from, or saved since
 
@@ -65,9 +66,8 @@ class CheckpointSaver:
             write_progress(self.output_dir, step)
 
     def is_kept(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is kept: every `save_every` epochs and at the end of the schedule."""
-        epoch, rest = divmod(step, self.record.steps_per_epoch)
-        return rest == 0 and (epoch % self.save_every == 0 or epoch == self.epochs)
+        """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""
+        return step % self.schedule.keep_every == 0 or step == self.schedule.num_steps
 
     def gather(self, part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the whole state dict of the model or the optimizer on rank 0. All ranks must call it."""

@@ -18,7 +18,7 @@ from util.data.transforms import Normalize
 from util.recompute import recompute_blocks
 from util.run import shard
 from util.run.distributed import Process
-from util.run.flags import Plan, make_schedule
+from util.run.flags import Plan, RunSchedule
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
 from util.run.precision import PRECISIONS, precision
@@ -77,6 +77,7 @@ def assemble(
     plan: Plan,
     start: Start,
     record: RunRecord,
+    schedule: RunSchedule,
     content: dict[str, Any] | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -86,9 +87,9 @@ def assemble(
     collator: Callable,
 ) -> RunParts:
     """Opens the log, wraps the model, and makes loop, batches and saver. content: the restored checkpoint, if any."""
-    process, epoch_steps = start.process, record.steps_per_epoch
+    process, epoch_steps = start.process, schedule.steps_per_epoch
     first_step = content["meta"]["step"] if content else 0
-    last_step = min(args.epochs * epoch_steps, args.max_steps or sys.maxsize)
+    last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
     log = RunLog(start.output_dir, first_step, last_step, process.is_main, epoch_steps)
     wrapped = wrap_model(model, optimizer, args, plan, process)
     watchdog = Watchdog(args.dist_timeout, process.rank, process.world_size, process.store)
@@ -97,7 +98,7 @@ def assemble(
         optimizer=optimizer,
         precision=precision(plan.precision, process.device),
         normalize=normalize,
-        learning_rate=make_schedule(args, plan, epoch_steps),
+        learning_rate=schedule.learning_rate,
         log=log,
         images_per_step=plan.total_batch_size,
         steps_per_epoch=epoch_steps,
@@ -112,7 +113,7 @@ def assemble(
     loop.load_state(content, first_step)
     open_batches, loop.on_report = training_batches(args, plan, process, images, transform, log, model.img_size)
     batches = open_batches(range(first_step, last_step), collator)
-    saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, args.save_every, args.epochs, first_step)
+    saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, schedule, first_step)
     return RunParts(wrapped, loop, batches, open_batches, saver, watchdog)
 
 
@@ -120,6 +121,7 @@ def announce(
     args: argparse.Namespace,
     plan: Plan,
     start: Start,
+    schedule: RunSchedule,
     log: RunLog,
     settings: Mapping[str, Any],
     rows: Mapping[str, str],
@@ -129,11 +131,9 @@ def announce(
     if process.is_main:
         write_json(start.output_dir / "settings.json", settings)
     batch = f"{plan.batch_size} x {count_of(process.world_size, 'process')} x {plan.accum_iter} accumulated"
-    schedule = f"{count_of(args.epochs, 'epoch')} of {count_of(log.steps_per_epoch, 'step')}, "
-    schedule += f"{args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}"
     common = {
         "batch": f"{plan.total_batch_size} = {batch}",
-        "schedule": schedule,
+        "schedule": schedule.summary,
         "device": f"{count_of(process.world_size, 'process')} on {plan.device} in {plan.precision}",
         "code": str(start.origin["code"]),
         "command": f"{start.origin['command']} on {', '.join(start.origin['hosts'])}",
