@@ -87,8 +87,12 @@ def fit_encoder(
     what: str,
     first_release_merging: bool = False,
     classes: list[str] | None = None,
+    new_keys: tuple[str, ...] = (),
 ) -> LoadReport:
-    """Does what `load_encoder` does for content that was read already, or a state dict. `what` names it in errors."""
+    """Does what `load_encoder` does for content that was read already, or a state dict. `what` names it in errors.
+
+    new_keys: endings of keys that may be missing, too, because pre-training has no such parameters.
+    """
     own, meta = model.state_dict(), meta_of(content)
     weights = encoder_weights_of(content, fold_cls_token="cls_token_mlp.fc1.weight" not in own)
     settings = meta.get("settings", {})
@@ -111,7 +115,7 @@ def fit_encoder(
     missing = [key for key in own if key not in found]
     lacks_norm = "norm.weight" in missing and any(key in weights for key in _CROSSMAE_KEYS)
     optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
-    needed = [key for key in missing if not key.startswith(optional)]
+    needed = [key for key in missing if not key.startswith(optional) and not key.endswith(new_keys)]
     misshaped = list_misshaped(found, own)
     problems = []
     if needed:

@@ -11,8 +11,8 @@ RECORD = "code_version.json"  # in copies of the code, which have no git reposit
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
-    """The source files of a training run, sorted: the modules of the top level and of util/."""
-    return sorted([*root.glob("*.py"), *(root / "util").rglob("*.py")])
+    """The source files of a training run, sorted: the modules of the top level, of util/ and of downstream/."""
+    return sorted([*root.glob("*.py"), *(root / "util").rglob("*.py"), *(root / "downstream").rglob("*.py")])
 
 
 def source_hash(root: Path = ROOT) -> str:

@@ -1,0 +1,41 @@
+"""BatchNorm whose statistics in training are those of all processes, also on the CPU."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """All-reduces a tensor. The gradient is all-reduced, too, because every process uses the sum."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class SyncBatchNorm2d(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, which also works on the CPU. All processes must have batches of the same shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu" or not (self.training and dist.is_initialized()):
+            return super().forward(x)
+        count = x.numel() // x.shape[1] * dist.get_world_size()
+        mean = _SumOverProcesses.apply(x.float().sum(dim=(0, 2, 3))) / count
+        centred = x.float() - mean[:, None, None]
+        var = _SumOverProcesses.apply(centred.square().sum(dim=(0, 2, 3))) / count
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var * count / max(1, count - 1), self.momentum)
+        out = centred * (var + self.eps).rsqrt()[:, None, None]
+        if self.affine:
+            out = out * self.weight[:, None, None] + self.bias[:, None, None]
+        return out.to(x.dtype)

@@ -1,0 +1,338 @@
+"""Images with label maps: folders of images and class-index PNGs, as ADE20K (ADEChallengeData2016) has them.
+
+    ROOT/images/training/*.jpg       ROOT/annotations/training/*.png      train, training
+    ROOT/images/validation/*.jpg     ROOT/annotations/validation/*.png    val, valid, validation
+
+A label file has the name of its image, with the ending .png, and one value per pixel. An image and its labels travel as
+one uint8 array whose last channel is the label map. IGNORE marks pixels without a class.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from util.addressed import AUGMENT, addressed_uniform
+from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
+from util.data.folders import is_hidden, is_image, split_of
+from util.data.images import FILE_ERRORS, ImageError, ImageFiles, retry_io
+from util.data.transforms import TRIES, Size
+from util.text import count_of, shorten
+
+IGNORE = 255
+ARRAY = ".npy"  # uint8 [H, W, C], for images with more channels than image formats have
+NUM_CHECKED = 100  # pairs that are read before training
+
+
+class LabelValues:
+    """Turns the values of label files into classes 0 .. num_classes - 1 and IGNORE.
+
+    ignore_index: value of pixels without a class. reduce_zero_label: 0 marks such pixels, too, and the classes begin at
+    the value 1, as in ADE20K. ValueError if the values of the classes do not fit.
+    """
+
+    def __init__(self, num_classes: int, ignore_index: int = IGNORE, reduce_zero_label: bool = False) -> None:
+        first = int(reduce_zero_label)
+        self.last = first + num_classes - 1
+        if not 0 <= ignore_index <= 255:
+            raise ValueError(f"--ignore_index must lie between 0 and 255, got {ignore_index}")
+        if num_classes < 1 or self.last > 255 or (first <= ignore_index <= self.last):
+            raise ValueError(
+                f"--num_classes {num_classes} takes the values {first} to {self.last} of 8-bit label files, which must "
+                f"not contain --ignore_index {ignore_index}"
+            )
+        self.table = np.full(256, -1, np.int16)
+        self.table[first : self.last + 1] = np.arange(num_classes)
+        self.table[ignore_index] = IGNORE
+        if reduce_zero_label:
+            self.table[0] = IGNORE
+        self.meaning = f"{first} to {self.last} are classes, {ignore_index} is ignored"
+        self.meaning += ", and so is 0" if reduce_zero_label else ""
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""
+        unknown = np.flatnonzero((np.bincount(values.ravel(), minlength=256) > 0) & (self.table < 0))
+        if len(unknown):
+            raise ValueError(f"it holds the values {shorten([str(v) for v in unknown])}; {self.meaning}")
+        return self.table[values].astype(np.uint8)
+
+
+class SegmentationImages(ImageFiles):
+    """Pairs of an image and its label map. `load(i)` returns (uint8 [H, W, C + 1], 0), with the labels as last channel.
+
+    in_chans: channels of the images. Images become RGB if it is 3; otherwise their files must have that many.
+    ValueError if folders or files are missing, if the split is empty, or if an image has no label file or the other way
+    round. ImageError, from `check` and `load`, if a file is unreadable, sizes differ, or a value has no class.
+    """
+
+    def __init__(self, data_path: str | Path, split: str, values: LabelValues, in_chans: int = 3) -> None:
+        self.values, self.in_chans = values, in_chans
+        root = Path(data_path)
+        images, self.label_root = (find_split(root / kind, split) for kind in ("images", "annotations"))
+        names = list_files(images, lambda name: is_image(name) or name.endswith(ARRAY))
+        if not names:
+            raise ValueError(f"{str(images)!r} holds no images")
+        stems = {str(Path(name).with_suffix("")): name for name in names}
+        if len(stems) < len(names):
+            twice = sorted(set(names) - set(stems.values()))
+            raise ValueError(f"images in {str(images)!r} differ in their ending alone: {shorten(twice)}")
+        labels = {str(Path(name).with_suffix("")) for name in list_files(self.label_root, is_png)}
+        for missing, what in (
+            (sorted(stems.keys() - labels), f"without a label file (.png) in {str(self.label_root)!r}"),
+            (sorted(labels - stems.keys()), f"with a label file but no image in {str(images)!r}"),
+        ):
+            if missing:
+                raise ValueError(f"{count_of(len(missing), 'name')} {what}: {shorten(missing)}")
+        super().__init__(images, [(name, 0) for name in names], classes=[])
+
+    def label_path(self, i: int) -> str:
+        """Returns the path of the label file of image i."""
+        return str((self.label_root / os.fsdecode(bytes(self.names[i]))).with_suffix(".png"))
+
+    def check(self, max_bad_fraction: float = 0.0) -> None:
+        """Reads up to NUM_CHECKED evenly spaced pairs; ImageError if more than that share of them is bad."""
+        problems = []
+        checked = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED, len(self))).astype(int)).tolist()
+        for i in checked:
+            try:
+                self.load(i)
+            except ImageError as error:
+                problems.append(str(error))
+        if len(problems) > max_bad_fraction * len(checked):
+            raise ImageError(f"{len(problems)} of {len(checked)} checked pairs are bad: {'; '.join(problems[:5])}")
+
+    def load(self, i: int) -> tuple[np.ndarray, int]:
+        img, labels = self.load_image(i), self.load_labels(i)
+        if img.shape[:2] != labels.shape:
+            sizes = [f"{shape[1]} x {shape[0]}" for shape in (img.shape, labels.shape)]
+            raise ImageError(f"{self.path(i)!r} has {sizes[0]} pixels, its labels {self.label_path(i)!r} {sizes[1]}")
+        return np.concatenate([img, labels[:, :, None]], axis=2), 0
+
+    def load_image(self, i: int) -> np.ndarray:
+        """Returns the image, uint8 [H, W, C]. ImageError if it is unreadable or has another number of channels."""
+        if self.in_chans == 3 and not self.path(i).endswith(ARRAY):
+            data = self.read(i)
+            try:
+                return decode(data)
+            except PILLOW_ERRORS as error:
+                raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace the file") from error
+        img = read_channels(self.path(i))
+        if img.shape[2] != self.in_chans:
+            raise ImageError(f"{self.path(i)!r} has {img.shape[2]} channels instead of --in_chans {self.in_chans}")
+        return img
+
+    def load_labels(self, i: int) -> np.ndarray:
+        """Returns the classes, uint8 [H, W]. ImageError if the file is no class-index PNG or holds other values."""
+        path = self.label_path(i)
+        img = read_channels(path, indices=True)
+        if img.shape[2] != 1:
+            raise ImageError(f"{path!r} has {img.shape[2]} channels; labels must be one class index per pixel")
+        try:
+            return self.values(img[:, :, 0])
+        except ValueError as error:
+            raise ImageError(f"{path!r} is no label file of this data set: {error}") from error
+
+
+def read_channels(path: str, indices: bool = False) -> np.ndarray:
+    """Reads an image with all its channels, uint8 [H, W, C]; ImageError if it cannot be read.
+
+    indices: read the values of a palette image, instead of its colours, and refuse values of 16 bits.
+    """
+
+    def read() -> np.ndarray:
+        if path.endswith(ARRAY):
+            array = np.load(path, allow_pickle=False)
+            if array.dtype != np.uint8 or array.ndim != 3:
+                raise ValueError(f"it is {array.dtype} {list(array.shape)} instead of uint8 [H, W, C]")
+            return array
+        with open_image(path) as img:
+            img.load()
+            if has_16_bits(img):
+                if indices:
+                    raise ValueError("its values have 16 bits; labels must have 8")
+                return to_8_bits(img)
+            if (img.mode == "P" and not indices) or img.mode == "1":
+                return np.array(img.convert("RGB" if img.mode == "P" else "L"))
+            return np.array(img)
+
+    try:
+        array = retry_io(read)
+    except PILLOW_ERRORS as error:
+        if isinstance(error, OSError) and error.errno not in (None, *FILE_ERRORS):
+            raise  # the storage fails
+        raise ImageError(f"{path!r} cannot be read: {error}; replace the file") from error
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def find_split(folder: Path, split: str) -> Path:
+    """Returns the folder of a split inside images/ or annotations/. ValueError unless there is exactly one."""
+    found = [path for path in sorted(folder.iterdir()) if split_of(path.name) == split] if folder.is_dir() else []
+    if len(found) != 1:
+        what = "two folders for" if found else "no folder of"
+        raise ValueError(
+            f"{str(folder)!r} has {what} the split {split!r}; expected are images/training, images/validation, "
+            f"annotations/training and annotations/validation in --data_path"
+        )
+    return found[0]
+
+
+def list_files(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
+    """Returns the paths of the files whose name `is_wanted`, relative to `root`, sorted. Hidden ones are ignored."""
+    found = []
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        found += [os.path.relpath(os.path.join(folder, n), root) for n in files if not is_hidden(n) and is_wanted(n)]
+    return sorted(found)
+
+
+def is_png(name: str) -> bool:
+    """Whether a file's name ends in .png."""
+    return name.lower().endswith(".png")
+
+
+def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collates transformed pairs. Returns (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])."""
+    imgs, labels = zip(*(sample[0] for sample in samples), strict=True)
+    return torch.stack(imgs), torch.stack(labels)
+
+
+# -------------------------------------------------------------------------------------------------------- transforms
+
+
+def scaled_size(size: Size, image_scale: Sequence[float]) -> Size:
+    """Returns the size of an image of `size` after it is scaled into `image_scale`, (long side, short side)."""
+    factor = min(image_scale[0] / max(size), image_scale[1] / min(size))
+    return max(1, int(size[0] * factor + 0.5)), max(1, int(size[1] * factor + 0.5))
+
+
+def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resizes uint8 [C, H, W] bilinearly, without antialiasing, as mmsegmentation does."""
+    return F.interpolate(img[None], size=size, mode="bilinear", align_corners=False)[0]
+
+
+def resize_labels(labels: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resizes uint8 [H, W] to the nearest label."""
+    return F.interpolate(labels[None, None], size=size, mode="nearest")[0, 0]
+
+
+class SegmentationAugment:
+    """ADE20K's training augmentation in mmsegmentation, drawn from the sample's address.
+
+    Random scale into `image_scale` times U(ratio_range); a random crop, drawn up to TRIES times until it has more than
+    one class and no class covers `cat_max_ratio` of its labelled pixels; a flip; photometric distortion; padding at the
+    bottom and the right. fill: value of padded pixels, for each channel. Padded labels are IGNORE.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        seed: int,
+        fill: Sequence[int],
+        image_scale: Sequence[int] = (2048, 512),
+        ratio_range: Sequence[float] = (0.5, 2.0),
+        cat_max_ratio: float = 0.75,
+        photometric: bool = True,
+    ) -> None:
+        self.size, self.seed, self.image_scale, self.ratio_range = size, seed, image_scale, ratio_range
+        self.cat_max_ratio, self.photometric = cat_max_ratio, photometric
+        self.fill = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
+
+    def __call__(self, pair: torch.Tensor, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Augments uint8 [C + 1, H, W]. Returns (img uint8 [C, *size], labels uint8 [*size])."""
+        draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 2 + DISTORTION_DRAWS)[0].tolist()
+        u_ratio, u_flip, *draws = draws
+        ratio = self.ratio_range[0] + u_ratio * (self.ratio_range[1] - self.ratio_range[0])
+        size = scaled_size(tuple(pair.shape[-2:]), [int(side * ratio) for side in self.image_scale])
+        labels = resize_labels(pair[-1], size)
+        top, left = self.choose_crop(labels, draws[: 2 * TRIES])
+        rows, columns = slice(top, top + self.size[0]), slice(left, left + self.size[1])
+        img, labels = resize_image(pair[:-1], size)[:, rows, columns], labels[rows, columns]
+        if u_flip < 0.5:
+            img, labels = img.flip(-1), labels.flip(-1)
+        if self.photometric:
+            img = distort(img, draws[2 * TRIES :])
+        return self.pad(img, labels)
+
+    def choose_crop(self, labels: torch.Tensor, draws: Sequence[float]) -> tuple[int, int]:
+        """Returns (top, left) of the first crop whose classes are balanced, or of the last try."""
+        room = [max(0, side - wanted) + 1 for side, wanted in zip(labels.shape, self.size, strict=True)]
+        for u_top, u_left in zip(draws[::2], draws[1::2], strict=True):
+            top, left = int(u_top * room[0]), int(u_left * room[1])
+            counts = labels[top : top + self.size[0], left : left + self.size[1]].flatten().bincount(minlength=256)
+            counts = counts[:IGNORE]
+            if (counts > 0).sum() > 1 and counts.max() < self.cat_max_ratio * counts.sum():
+                break
+        return top, left
+
+    def pad(self, img: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pads a crop to `size`."""
+        height, width = labels.shape
+        whole_labels = torch.full(self.size, IGNORE, dtype=torch.uint8)
+        whole_labels[:height, :width] = labels
+        whole = self.fill.expand(-1, *self.size).clone()
+        whole[:, :height, :width] = img
+        return whole, whole_labels
+
+
+class ResizeForEvaluation:
+    """Scales an image into `image_scale`, with its aspect ratio kept. Labels stay as they are."""
+
+    def __init__(self, image_scale: Sequence[int] = (2048, 512)) -> None:
+        self.image_scale = image_scale
+
+    def __call__(self, pair: torch.Tensor, epoch: int = 0, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (img uint8 [C, h, w], labels uint8 [H, W]) of uint8 [C + 1, H, W]."""
+        return resize_image(pair[:-1], scaled_size(tuple(pair.shape[-2:]), self.image_scale)), pair[-1].contiguous()
+
+
+DISTORTION_DRAWS = 9
+
+
+def distort(img: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
+    """Distorts the colours of uint8 [C, H, W], each with probability 1/2: brightness by up to +-32, contrast,
+    saturation and hue.
+
+    Contrast and saturation are scaled by U(0.5, 1.5), hue is turned by up to +-18 of 180. Contrast comes second or
+    last. Saturation and hue are those of HSV and are for RGB images only. draws: DISTORTION_DRAWS numbers in [0, 1).
+    """
+    on, amount, contrast_last = [u < 0.5 for u in draws[:4]], draws[4:8], draws[8] < 0.5
+    x = img.float()
+
+    def scale_contrast(x: torch.Tensor) -> torch.Tensor:
+        return (x * (0.5 + amount[1])).clamp(0, 255)
+
+    if on[0]:
+        x = (x + 64 * amount[0] - 32).clamp(0, 255)
+    if on[1] and not contrast_last:
+        x = scale_contrast(x)
+    if len(img) == 3 and on[2]:
+        x = scale_saturation(x, 0.5 + amount[2])
+    if len(img) == 3 and on[3]:
+        x = turn_hue(x, (int(amount[3] * 37) - 18) / 180)
+    if on[1] and contrast_last:
+        x = scale_contrast(x)
+    return x.round().to(torch.uint8)
+
+
+def scale_saturation(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiplies the saturation of RGB images [3, H, W] by `factor`, up to 1. Hue and value of HSV are kept."""
+    value, least = x.amax(0), x.amin(0)
+    most = value / (value - least).clamp(min=1e-6)  # the factor at which the saturation is 1
+    return value - (value - x) * most.clamp(max=factor)
+
+
+def turn_hue(x: torch.Tensor, turn: float) -> torch.Tensor:
+    """Turns the hue of RGB images [3, H, W] by a share of the colour circle. Saturation and value of HSV are kept."""
+    value, chroma = x.amax(0), x.amax(0) - x.amin(0)
+    red, green, blue = x
+    safe = chroma.clamp(min=1e-6)
+    sextant = torch.where(
+        value == red,
+        (green - blue) / safe,
+        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    places = (sextant + 6 * turn + torch.tensor([5.0, 3.0, 1.0])[:, None, None]) % 6  # of red, green and blue
+    return value - chroma * torch.minimum(places, 4 - places).clamp(0, 1)

@@ -1,0 +1,212 @@
+"""The training loop of segmentation, slide inference and evaluation. It knows batches and logits, but no model."""
+
+import colorsys
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
+from downstream.segmentation.metrics import count_pixels, segmentation_scores
+from util.data.datasets import AddressedDataset, batches, every_image_once
+from util.data.transforms import Normalize, Size
+from util.pictures import table
+from util.run import distributed
+from util.run.loop import TrainLoop
+
+Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
+LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
+PANEL = 192  # side of a panel of a picture, in pixels
+
+
+def segmentation_losses(
+    logits: Mapping[str, torch.Tensor], labels: torch.Tensor, mean_over_valid: bool
+) -> dict[str, torch.Tensor]:
+    """Returns the weighted cross-entropy of each head, at the resolution of the labels.
+
+    logits: {name: [B, K, h, w]}. labels: [B, H, W]; IGNORE counts as no error. mean_over_valid: the mean is over the
+    labelled pixels of all processes, instead of over all pixels, as in mmsegmentation.
+    """
+    labels = labels.long()
+    count = torch.tensor(float(labels.numel()), device=labels.device)
+    if mean_over_valid:
+        count = distributed.all_reduce_sum((labels != IGNORE).sum().float()) / distributed.rank_and_world_size()[1]
+    losses = {}
+    for name, values in logits.items():
+        upsampled = F.interpolate(values.float(), size=labels.shape[1:], mode="bilinear", align_corners=False)
+        total = F.cross_entropy(upsampled, labels, ignore_index=IGNORE, reduction="sum")
+        losses[name] = LOSS_WEIGHTS[name] * total / count.clamp(min=1)
+    return losses
+
+
+def train_iterations(
+    model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop, mean_over_valid: bool = False
+) -> bool:
+    """Makes the optimizer steps `steps`. Returns whether a signal stopped it early.
+
+    model: `model(imgs) -> {name: logits}`. batches: iterator over micro-batches that stands at `steps.start`.
+    """
+    model.train()
+    for step in steps:
+        loop.begin_step(step)
+        for micro in range(loop.accum_iter):
+            imgs, labels = loop.next_batch(batches, micro)
+            with loop.no_sync_before_last(model, micro):
+                with loop.autocast():
+                    logits = model(loop.normalize(imgs))
+                losses = segmentation_losses(logits, labels, mean_over_valid)
+                del imgs, labels, logits  # frees their memory for the backward pass
+                loop.scaled_loss(losses, micro).backward()
+        grad_norm = loop.update_weights()
+        loop.end_step(grad_norm)  # logs every `print_freq` steps
+        if loop.should_stop():
+            return True
+    return False
+
+
+# -------------------------------------------------------------------------------------------------------- inference
+
+
+def window_starts(length: int, window: int, stride: int) -> list[int]:
+    """Returns where the windows along one axis begin. They cover the axis, and the last one ends at its end."""
+    number = -(-max(length - window, 0) // stride) + 1
+    return [max(0, min(i * stride, length - window)) for i in range(number)]
+
+
+def slide_logits(
+    predict: Callable[[torch.Tensor], torch.Tensor], img: torch.Tensor, window: Size, stride: int
+) -> torch.Tensor:
+    """Returns the mean logits [K, H, W] of all windows that cover each pixel of a normalised image [C, H, W].
+
+    predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window. All windows of the
+    image are one batch. An image smaller than the window is padded with zeros at the bottom and the right.
+    """
+    height, width = img.shape[-2:]
+    img = F.pad(img, (0, max(0, window[1] - width), 0, max(0, window[0] - height)))
+    boxes = [
+        (slice(top, top + window[0]), slice(left, left + window[1]))
+        for top in window_starts(img.shape[-2], window[0], stride)
+        for left in window_starts(img.shape[-1], window[1], stride)
+    ]
+    logits = predict(torch.stack([img[:, rows, columns] for rows, columns in boxes]))
+    total = logits.new_zeros(logits.shape[1], *img.shape[-2:], dtype=torch.float32)
+    count = total.new_zeros(img.shape[-2:])
+    for (rows, columns), values in zip(boxes, logits.float(), strict=True):
+        total[:, rows, columns] += resize_logits(values, window)
+        count[rows, columns] += 1
+    return (total / count)[:, :height, :width]
+
+
+def resize_logits(logits: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resizes logits [K, h, w] bilinearly to [K, *size]."""
+    return F.interpolate(logits[None], size=size, mode="bilinear", align_corners=False)[0]
+
+
+@torch.no_grad()
+def evaluate_segmentation(
+    model: nn.Module,
+    images: SegmentationImages,
+    transform: ResizeForEvaluation,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    num_classes: int,
+    stride: int,
+    num_workers: int,
+    alive: Callable[[], None] = lambda: None,
+    num_pictures: int = 0,
+) -> tuple[dict[str, Any], list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Returns (scores of `images`, which the ranks share, and the first `num_pictures` predictions of this rank).
+
+    scores: of `metrics.segmentation_scores`, and "num_images". A prediction is (image uint8 [h, w, C], truth [H, W],
+    predicted classes [H, W]). `alive` is called before each image. Logits are resized to the labels, so that each
+    pixel of a label file counts once. RuntimeError if the number of images seen is not that of `images`.
+    FloatingPointError if logits are not finite.
+    """
+    device, was_training = normalize.mean.device, model.training
+    rank, world_size = distributed.rank_and_world_size()
+    addresses = every_image_once(len(images), 1, rank, world_size)
+    loaded = batches(AddressedDataset(images, transform), addresses, stack_pairs, num_workers, device.type == "cuda")
+    bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
+    counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+    totals = torch.zeros(2, dtype=torch.int64, device=device)  # images seen, images with logits that are not finite
+    pictures: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            return model(windows)["decode"]
+
+    model.eval()
+    for imgs, labels in bar:
+        alive()
+        truth = labels[0].to(device, non_blocking=True)
+        logits = slide_logits(predict, normalize(imgs.to(device, non_blocking=True))[0], model.img_size, stride)
+        totals += torch.stack([torch.ones_like(totals[0]), ~logits.isfinite().all()])
+        predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
+        counts += count_pixels(predicted, truth, num_classes)
+        if len(pictures) < num_pictures:
+            pictures.append((imgs[0].permute(1, 2, 0).numpy(), labels[0].numpy(), predicted.cpu().numpy()))
+    model.train(was_training)
+    seen, bad = distributed.all_reduce_sum(totals).tolist()
+    if seen != len(images):
+        raise RuntimeError(f"{seen} images were evaluated instead of {len(images)}")
+    if bad:
+        raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")
+    return segmentation_scores(distributed.all_reduce_sum(counts)) | {"num_images": seen}, pictures
+
+
+# --------------------------------------------------------------------------------------------------------- pictures
+
+
+def default_colors(num_classes: int) -> np.ndarray:
+    """Returns a colour for each class, uint8 [K, 3]: hues a golden angle apart, in three shades."""
+    shades = ((0.85, 0.95), (0.5, 0.8), (0.95, 0.6))
+    colors = [colorsys.hsv_to_rgb(0.618034 * k % 1, *shades[k % 3]) for k in range(num_classes)]
+    return (np.array(colors) * 255).round().astype(np.uint8)
+
+
+def read_classes(path: str | Path | None, num_classes: int) -> tuple[list[str], np.ndarray]:
+    """Returns (names, colours uint8 [K, 3]) of the classes from a text file; numbers and default colours without one.
+
+    A line is `name`, or `R G B name`, in the order of the classes. ValueError if the file has another number of lines.
+    """
+    names, colors = [str(k) for k in range(num_classes)], default_colors(num_classes)
+    if path is None:
+        return names, colors
+    if not Path(path).is_file():
+        raise ValueError(f"--class_names {str(path)!r} does not exist: give a text file with a line for each class")
+    lines = [line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(lines) != num_classes:
+        raise ValueError(f"--class_names {str(path)!r} names {len(lines)} classes, but there are {num_classes}")
+    for k, words in enumerate(lines):
+        if len(words) > 3 and all(word.isdigit() and int(word) < 256 for word in words[:3]):
+            colors[k], words = [int(word) for word in words[:3]], words[3:]
+        names[k] = " ".join(words)
+    return names, colors
+
+
+def draw_predictions(pictures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], colors: np.ndarray) -> np.ndarray:
+    """Draws a row of image, truth (black: ignored) and prediction for each picture. Returns uint8 [H, W, 3]."""
+    palette = np.zeros((256, 3), np.uint8)
+    palette[: len(colors)] = colors
+    rows = []
+    for img, truth, predicted in pictures:
+        shown = img if img.shape[2] == 3 else img[:, :, :1].repeat(3, axis=2)
+        rows.append([panel(shown), panel(palette[truth]), panel(palette[predicted])])
+    return table(rows, ["image", "truth", "prediction"])
+
+
+def panel(picture: np.ndarray) -> np.ndarray:
+    """Fits uint8 [h, w, 3] into a white square, with its aspect ratio kept."""
+    scale = PANEL / max(picture.shape[:2])
+    size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
+    square = Image.new("RGB", (PANEL, PANEL), (255, 255, 255))
+    square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
+    return np.asarray(square)

@@ -1,0 +1,481 @@
+"""Trains a segmentation model on a pre-trained encoder: UPerNet, or a linear layer on the frozen encoder.
+
+    torchrun --nproc_per_node 8 downstream/segmentation/main_segmentation.py --recipe ade20k_upernet_vit_base \
+        --data_path ADEChallengeData2016 --finetune output/prmim50_base --output_dir output/ade20k
+    python downstream/segmentation/main_segmentation.py --recipe ade20k_linear_vit_base --finetune ... # a first look
+    python downstream/segmentation/main_segmentation.py --eval --resume output/ade20k --data_path ADEChallengeData2016
+
+The same command again resumes the run at the step of its newest good checkpoint.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.optim import param_groups_layer_decay
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from downstream.common import (
+    Evaluation,
+    Evaluator,
+    add_iteration_flags,
+    check_iteration_flags,
+    progress_settings,
+    schedule_by_iterations,
+)
+from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
+from downstream.segmentation.data import (
+    LabelValues,
+    ResizeForEvaluation,
+    SegmentationAugment,
+    SegmentationImages,
+    stack_pairs,
+)
+from downstream.segmentation.engine_segmentation import (
+    draw_predictions,
+    evaluate_segmentation,
+    read_classes,
+    train_iterations,
+)
+from downstream.segmentation.models import (
+    HEADS,
+    Segmenter,
+    build_segmenter,
+    is_mmsegmentation,
+    mmsegmentation_names,
+)
+from downstream.segmentation.vit_backbone import SIZES, load_backbone
+from models_vit import find_factory
+from util.data.datasets import steps_per_epoch
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.encoder_weights import weights_of
+from util.pictures import save
+from util.run import checkpoint, distributed
+from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.encoder_origin import find_encoder, resume_encoder, warn_if_unfinished
+from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
+from util.run.errors import exit_on_setup_errors, exit_on_training_errors
+from util.run.flags import (
+    add_batch_flags,
+    add_loading_flags,
+    add_run_flags,
+    add_update_flags,
+    check_least,
+    free_flags,
+    make_plan,
+    num_workers,
+)
+from util.run.loop import TrainLoop
+from util.run.precision import precision
+from util.run.resume import RunRecord, json_settings, read_run, restore
+from util.run.resume_rules import SPLIT_FLAGS
+from util.run.saving import step_ranges
+from util.run.setup import announce, assemble
+from util.run.signals import StopSignal
+from util.run.start import Start, enter_folder, join_processes, refuse_different_starts
+from util.text import count_of
+
+PROGRAM = "main_segmentation.py"
+PICTURE = "predictions.png"
+# Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
+MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
+DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std", "class_names")
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser(PROGRAM, description=__doc__)
+    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--recipe", metavar="NAME", help="set defaults from downstream/recipes.py; explicit flags win")
+    flag("--eval", action=boolean, default=False, help="only evaluate the model at --resume on the validation split")
+
+    model = parser.add_argument_group("model").add_argument
+    model("--head", default="upernet", choices=HEADS, help="linear: one layer on the frozen encoder")
+    model("--model", default="vit_base_patch16", choices=SIZES, help="size of the encoder")
+    model("--finetune", help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)")
+    model("--input_size", type=int, help="side of a crop and of a window in pixels")
+    model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
+    model("--in_chans", type=int, default=3, help="channels of the images")
+    model("--decoder_channels", type=int, default=768, help="width of UPerNet's head")
+    model("--drop_path", type=float, help="drop path rate of the last block; it grows linearly from 0")
+
+    group = parser.add_argument_group("optimisation")
+    add_batch_flags(group)
+    add_iteration_flags(group)
+    group.add_argument(
+        "--layer_decay", type=float, help="factor on the learning rate from each layer to the one before"
+    )
+    help_text = "divide the loss by the number of labelled pixels; off, as in mmsegmentation: of all pixels"
+    group.add_argument("--mean_over_valid", action=boolean, default=False, help=help_text)
+    add_update_flags(group)
+
+    group = parser.add_argument_group("data")
+    data = group.add_argument
+    data(
+        "--data_path", default="data", help="folder with images/ and annotations/, each with training/ and validation/"
+    )
+    data("--num_classes", type=int, help="number of classes in the label files")
+    data("--ignore_index", type=int, default=255, help="value of pixels without a class in the label files")
+    help_text = "the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K"
+    data("--reduce_zero_label", action=boolean, default=False, help=help_text)
+    data("--class_names", metavar="FILE", help="text file with a line `name` or `R G B name` for each class")
+    data("--mean", type=float, nargs="+", help="pixel mean in [0, 1] of each channel (default: ImageNet's, or .5)")
+    data("--std", type=float, nargs="+", help="pixel deviation of each channel (default: ImageNet's, or .25)")
+    add_loading_flags(group)
+
+    group = parser.add_argument_group("augmentation")
+    augmentation = group.add_argument
+    text = "longest and shortest side to which an image is scaled"
+    augmentation("--image_scale", type=int, nargs=2, metavar=("LONG", "SHORT"), help=text)
+    augmentation("--ratio_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="random factor on --image_scale")
+    augmentation("--cat_max_ratio", type=float, help="largest share of one class in a crop, if 10 tries find one")
+    augmentation("--photometric", action=boolean, default=True, help="distort the colours")
+
+    evaluation = parser.add_argument_group("evaluation").add_argument
+    evaluation("--eval_every", type=int, help="iterations between evaluations; the last one is always evaluated")
+    evaluation("--stride", type=int, help="pixels from one window to the next")
+    evaluation("--num_pictures", type=int, default=4, help="validation images in the picture of each evaluation")
+
+    add_run_flags(parser.add_argument_group("run"), unit="iterations")
+    # The last line is for the parts that all mains share: every image must be readable, by torch's kernels.
+    parser.set_defaults(output_dir="output/segmentation", **UPERNET_DEFAULTS, save_every=40_000, save_steps=2000)
+    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Returns (parser, flags). The linear head has other defaults; a recipe and explicit flags win over both."""
+    parser = get_args_parser()
+    args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
+    if args.recipe and SEGMENTATION_RECIPES[args.recipe]["head"] != args.head:
+        fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == args.head)
+        parser.error(
+            f"recipe {args.recipe!r} does not go with --head {args.head}, which has recipes of its own: {fitting}"
+        )
+    if args.head == "linear":
+        parser.set_defaults(**LINEAR_DEFAULTS)
+        args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
+    is_rgb = args.in_chans == 3
+    if not args.eval:  # which takes the checkpoint's
+        args.mean = args.mean or (IMAGENET_MEAN if is_rgb else (0.5,) * args.in_chans)
+        args.std = args.std or (IMAGENET_STD if is_rgb else (0.25,) * args.in_chans)
+    return parser, args
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError if a flag of segmentation, or a pair of them, is out of range."""
+    check_data_flags(vars(args))
+    check_iteration_flags(args)
+    check_least(args, 1, "decoder_channels")
+    check_least(args, 0, "drop_path num_pictures")
+    if args.drop_path > 1:
+        raise ValueError(f"--drop_path must be at most 1, got {args.drop_path}")
+    if not 0 < args.layer_decay <= 1:
+        raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
+    if not 0 < args.ratio_range[0] <= args.ratio_range[1]:
+        raise ValueError(f"--ratio_range must be two factors 0 < low <= high, got {args.ratio_range}")
+    if not 0 < args.cat_max_ratio <= 1:
+        raise ValueError(f"--cat_max_ratio must lie in (0, 1], got {args.cat_max_ratio}")
+    for name in ("shard", "compile"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} is not for segmentation: leave it out")
+    if args.head == "linear" and args.finetune is None and args.resume in ("auto", "none"):
+        raise ValueError("--head linear needs --finetune: the encoder is frozen, so it must be pre-trained")
+
+
+def check_data_flags(settings: Mapping[str, Any]) -> None:
+    """ValueError if settings that describe data and evaluation are out of range or missing."""
+    if settings["num_classes"] is None:
+        raise ValueError("--num_classes is needed: the number of classes in the label files; recipes of ADE20K set it")
+    for name in ("in_chans", "input_size", "stride"):
+        if settings[name] < 1:
+            raise ValueError(f"--{name} must be at least 1, got {settings[name]}")
+    if settings["stride"] > settings["input_size"]:
+        raise ValueError(
+            f"--stride {settings['stride']} must be at most --input_size {settings['input_size']}: windows would leave "
+            f"gaps"
+        )
+    if not settings["image_scale"][0] >= settings["image_scale"][1] >= 1:
+        raise ValueError(f"--image_scale must be two sides, the longer one first, got {settings['image_scale']}")
+    for name in ("mean", "std"):
+        if len(settings[name]) != settings["in_chans"]:
+            raise ValueError(
+                f"--{name} must have a value for each of {settings['in_chans']} channels, got {settings[name]}"
+            )
+    if any(value <= 0 for value in settings["std"]):
+        raise ValueError(f"--std must be positive, got {settings['std']}")
+
+
+def check_batch(args: argparse.Namespace, batch_size: int, world_size: int) -> None:
+    """ValueError if a BatchNorm would see one value per channel."""
+    if batch_size * world_size == 1 and args.head == "upernet":
+        raise ValueError("UPerNet's BatchNorm needs more than one image per micro-batch, got --batch_size 1")
+
+
+def open_split(settings: Mapping[str, Any], data_path: str, split: str) -> SegmentationImages:
+    """Opens a split on all ranks and reads some pairs of it. ValueError on all ranks if one of them fails."""
+
+    def look() -> SegmentationImages:
+        values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
+        images = SegmentationImages(data_path, split, values, settings["in_chans"])
+        images.check()
+        return images
+
+    images = distributed.run_everywhere(look)
+    found = {"number of images": len(images), "names": images.fingerprint()}
+    distributed.refuse_differences(found, f"{split} data")
+    return images
+
+
+def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
+    """Returns AdamW with layer-wise learning rates."""
+    groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
+
+
+def load_first_weights(model: Segmenter, encoder: dict[str, Any] | None) -> list[str]:
+    """Loads the encoder of a new run. Returns remarks."""
+    if encoder is None:
+        return ["no --finetune: training from scratch"]
+    report = load_backbone(model.backbone, encoder["path"])
+    return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
+
+
+def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the identity of the pre-trained encoder, or None. ValueError if a resumed run began with another one."""
+    encoder = distributed.run_on_rank0(lambda: find_encoder(args.finetune, start.resume_path is not None))
+    if content is None:
+        return encoder
+    encoder, remarks = resume_encoder(content["meta"], encoder, args.output_dir)
+    start.remarks += remarks
+    return encoder
+
+
+def describe_scores(scores: Mapping[str, Any]) -> str:
+    """Returns the scores of an evaluation in one line."""
+    values = f"mIoU {scores['miou']:.2f} %, mAcc {scores['macc']:.2f} %, aAcc {scores['aacc']:.2f} %"
+    return f"{values} on {count_of(int(scores['num_images']), 'image')}"
+
+
+def make_evaluation(
+    settings: Mapping[str, Any],
+    model: Segmenter,
+    images: SegmentationImages,
+    loop: TrainLoop,
+    workers: int,
+    folder: Path,
+) -> Any:
+    """Returns the function of an `Evaluator`: scores, a picture in TensorBoard, and the same picture in the folder."""
+    names, colors = read_classes(settings["class_names"], settings["num_classes"])
+    transform = ResizeForEvaluation(settings["image_scale"])
+
+    def evaluate(alive: Any) -> Evaluation:
+        scores, pictures = evaluate_segmentation(
+            model,
+            images,
+            transform,
+            loop.normalize,
+            loop.autocast,
+            settings["num_classes"],
+            settings["stride"],
+            workers,
+            alive,
+            settings["num_pictures"],
+        )
+        if pictures and distributed.rank_and_world_size()[0] == 0:
+            picture = draw_predictions(pictures, colors)
+            loop.log.picture("predictions", picture, loop.step)
+            save(picture, folder / PICTURE)
+        scalars = {name: scores[name] for name in ("miou", "macc", "aacc", "num_images")}
+        return Evaluation(scalars, describe_scores(scores), name_scores(scores, names))
+
+    return evaluate
+
+
+def name_scores(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns {"iou": {class: value}, "acc": {class: value}}. Classes of one name are told apart by their number."""
+    unique = [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names)]
+    return {key: dict(zip(unique, scores[key], strict=True)) for key in ("iou", "acc")}
+
+
+def summary_rows(args: argparse.Namespace, model: Segmenter, images: Any, val_images: Any) -> dict[str, str]:
+    """Returns what is printed about model and data at the start."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    what = "frozen, and a linear layer" if args.head == "linear" else "with UPerNet"
+    return {
+        "model": f"{args.model} {what}, {trained:.2f} M trainable parameters",
+        "classes": str(args.num_classes),
+        "data": f"{count_of(len(images), 'image')} in {images.root}",
+        "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
+    }
+
+
+def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, evaluator: Evaluator) -> str:
+    """Returns what the run did, from its log, so that a finished run can say it again."""
+    lines = [f"trained {args.head} on {args.model} {describe_progress(loop, num_images, args.num_iters)}"]
+    last = evaluator.results().get("last")
+    if last:
+        scores = {name.removeprefix("val_"): value for name, value in last.items()}
+        lines.append(f"  iteration {last['step']}: {describe_scores(scores)}")
+        lines.append(f"  pictures     {evaluator.saver.output_dir / PICTURE}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
+    """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
+    parser, args = parse_args(argv)
+    if args.eval:
+        with exit_on_setup_errors(parser):
+            return evaluate_only(args, flags_given(parser, argv))
+    with exit_on_setup_errors(parser):
+        process = join_processes(args)
+        plan = make_plan(args, process)
+        check_flags(args)
+        check_batch(args, plan.batch_size, process.world_size)
+        start = enter_folder(PROGRAM, args, argv, process)
+
+        images, val_images = (open_split(vars(args), args.data_path, split) for split in ("train", "val"))
+        torch.manual_seed(args.seed)  # the same initial weights on every rank
+        model = build_segmenter(vars(args))
+        content = read_run(start, plan.total_batch_size)
+        encoder = choose_encoder(args, start, content)
+        if content is None:
+            start.remarks += load_first_weights(model, encoder)
+        model = model.to(process.device)
+        normalize = Normalize(args.mean, args.std).to(process.device)
+        optimizer = make_optimizer(model, args, plan.lr)
+
+        fill = [round(255 * value) for value in args.mean]
+        crop = model.img_size, args.seed, fill, args.image_scale, args.ratio_range, args.cat_max_ratio, args.photometric
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
+        derived = {"patch_size": model.patch_size, **progress_settings(args, epoch_steps)}
+        if content is not None:
+            derived["finetune"] = content["meta"]["settings"]["finetune"]
+        settings = json_settings(vars(args), asdict(plan), derived)
+        data = {"num_images": len(images), "data": images.fingerprint()}
+        data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
+        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, {"encoder": encoder})
+        if content is not None:
+            # Drop path and BatchNorm depend on the micro-batches, so their size is fixed.
+            free = free_flags(plan, {"finetune", "eval", "eval_every", "num_pictures", "class_names"}, SPLIT_FLAGS)
+            restore(content, start, record, model, optimizer, free, args.allow_changes)
+        schedule = schedule_by_iterations(args, plan, epoch_steps)
+        transform = SegmentationAugment(*crop)
+        run = assemble(
+            args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack_pairs
+        )
+        loop = run.loop
+        evaluate = make_evaluation(vars(args), model, val_images, loop, plan.num_workers, start.output_dir)
+        announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, images, val_images))
+        del content  # weights and moments of the checkpoint
+
+    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
+        loop.stop = stop
+        evaluator = Evaluator(evaluate, model, loop, run.saver, args.eval_every)
+        if evaluator.is_due() and not evaluator.is_done():
+            evaluator.run()  # the run was stopped between the checkpoint and its evaluation
+        for steps in step_ranges(loop.step, loop.last_step, args.eval_every, args.save_steps, args.save_every):
+            stopped = train_iterations(run.model, run.batches, steps, loop, args.mean_over_valid)
+            run.saver.save(required=stopped or loop.step == loop.last_step)
+            if stopped and loop.step < loop.last_step:
+                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
+                return False
+            if evaluator.is_due():
+                evaluator.run()
+        summary = summary_of_run(args, loop, len(images), evaluator)
+        finish_run(loop, stop, "\n".join([summary, *closing_lines(start.output_dir, process.is_main)]))
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def load_segmenter(path: str | Path, args: argparse.Namespace, given: set[str]) -> tuple[Segmenter, dict[str, Any]]:
+    """Loads a trained model: ours, or a published UPerNet of mmsegmentation. Returns (model in eval mode, settings).
+
+    Our checkpoints hold their settings; explicit flags of the data win. Those of a published file follow from its
+    weights and the flags. given: names of the flags that were set explicitly.
+    """
+    path = checkpoint.find_checkpoint_file(path)
+    content = checkpoint.read_checkpoint(path)
+    weights, stored = weights_of(content), checkpoint.meta_of(content).get("settings", {})
+    settings = vars(args) | {"drop_path": 0.0}
+    if is_mmsegmentation(weights):
+        weights = mmsegmentation_names(weights)
+        stored = infer_settings(weights, repr(str(path)))
+    if "head" not in stored:
+        raise ValueError(f"{str(path)!r} holds no segmentation model of this program or of mmsegmentation's UPerNet")
+    for name in MODEL_FLAGS:
+        if name in given and settings[name] != stored[name]:
+            raise ValueError(
+                f"--{name} {settings[name]}, but the model at {str(path)!r} has {stored[name]}: leave it out"
+            )
+        settings[name] = stored[name]
+    settings |= {name: stored[name] for name in DATA_FLAGS if name not in given and name in stored}
+    settings["mean"], settings["std"] = settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD
+    check_data_flags(settings)
+    model = build_segmenter(settings)
+    checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
+    return model.eval(), settings
+
+
+def infer_settings(weights: Mapping[str, torch.Tensor], what: str) -> dict[str, Any]:
+    """Returns the MODEL_FLAGS of a published UPerNet from its weights. ValueError if a weight is missing."""
+    names = ("backbone.patch_embed.proj.weight", "backbone.pos_embed", "decode_head.conv_seg.weight")
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ValueError(f"{what} holds no UPerNet on a ViT with a position table: {', '.join(missing)} missing")
+    kernel, positions, head = (weights[name] for name in names)
+    depth = len({name.split(".")[2] for name in weights if name.startswith("backbone.blocks.")})
+    return {
+        "head": "upernet",
+        "model": find_factory(kernel.shape[0], depth, what)[0],
+        "input_size": round((positions.shape[1] - 1) ** 0.5) * kernel.shape[2],
+        "patch_size": kernel.shape[2],
+        "in_chans": kernel.shape[1],
+        "decoder_channels": head.shape[1],
+        "num_classes": len(head),
+    }
+
+
+def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+    """Evaluates the model at --resume on the validation split and returns the scores."""
+    process = distributed.init_process(args.device)
+    refuse_different_starts(args)
+    if args.resume in ("auto", "none"):
+        raise ValueError("--eval needs --resume: a checkpoint of this program or of mmsegmentation, or a run's folder")
+    check_least(args, 0, "num_workers num_pictures")
+    model, settings = load_segmenter(args.resume, args, given)
+    images = open_split(settings, args.data_path, "val")
+    names, colors = read_classes(settings["class_names"], settings["num_classes"])
+    normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
+    autocast = precision(args.precision, process.device).autocast
+    scores, pictures = evaluate_segmentation(
+        model.to(process.device),
+        images,
+        ResizeForEvaluation(settings["image_scale"]),
+        normalize,
+        autocast,
+        settings["num_classes"],
+        settings["stride"],
+        num_workers(args, process),
+        num_pictures=settings["num_pictures"] if "output_dir" in given else 0,
+    )
+    if process.is_main:
+        print(describe_scores(scores))
+        if pictures:
+            path = Path(args.output_dir) / PICTURE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(draw_predictions(pictures, colors), path)
+            print(f"pictures: {path}")
+    distributed.shut_down()
+    return {**scores, **name_scores(scores, names)}
+
+
+if __name__ == "__main__":
+    run_program(main, PROGRAM)

@@ -1,0 +1,38 @@
+"""Scores of semantic segmentation over a whole set: mIoU, mAcc and aAcc from one matrix of pixel counts."""
+
+import math
+from typing import Any
+
+import torch
+
+from downstream.segmentation.data import IGNORE
+
+
+def count_pixels(predicted: torch.Tensor, truth: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Returns the number of pixels of each (true class, predicted class), int64 [K, K]. IGNORE in `truth` is left out.
+
+    predicted, truth: classes of any one shape.
+    """
+    is_labelled = truth != IGNORE
+    pairs = truth[is_labelled].long() * num_classes + predicted[is_labelled].long()
+    return pairs.bincount(minlength=num_classes**2).view(num_classes, num_classes)
+
+
+def segmentation_scores(counts: torch.Tensor) -> dict[str, Any]:
+    """Returns {"miou", "macc", "aacc", "iou", "acc"} of pixel counts [K, K], in percent.
+
+    iou, acc: of each class; None for a class without true pixels (acc), and without predicted ones either (iou). miou
+    and macc are the means over all other classes. ValueError if no pixel is labelled.
+    """
+    counts = counts.double().cpu()
+    right, true, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
+    if not true.sum():
+        raise ValueError("the validation set has no labelled pixel")
+    iou, acc = 100 * right / (true + predicted - right), 100 * right / true  # 0 / 0 is nan
+    return {
+        "miou": iou.nanmean().item(),
+        "macc": acc.nanmean().item(),
+        "aacc": (100 * right.sum() / true.sum()).item(),
+        "iou": [None if math.isnan(value) else value for value in iou.tolist()],
+        "acc": [None if math.isnan(value) else value for value in acc.tolist()],
+    }

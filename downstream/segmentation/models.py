@@ -1,0 +1,222 @@
+"""Segmentation models: a ViT with UPerNet (Xiao et al., ECCV 2018), or a frozen ViT with a linear layer.
+
+Names of modules inside neck and heads are those of mmsegmentation, whose published weights fit
+(`mmsegmentation_names`). All models return {name: logits [B, num_classes, h, w]}, of which "decode" is the prediction.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from downstream.segmentation.batch_norm import SyncBatchNorm2d
+from downstream.segmentation.vit_backbone import SIZES, DenseViT, dense_names, pyramid_blocks
+from util.encoder_weights import Weights
+
+HEADS = ("upernet", "linear")
+POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling
+AUX_CHANNELS = 256
+
+
+class ConvModule(nn.Module):
+    """Convolution without bias, BatchNorm over all processes, ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False)
+        self.bn = SyncBatchNorm2d(out_channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+
+class FeaturePyramid(nn.Module):
+    """Makes maps of 4, 2, 1 and 1/2 times the resolution from four maps [B, C, h, w] of a ViT."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+
+        def double() -> nn.ConvTranspose2d:
+            return nn.ConvTranspose2d(channels, channels, kernel_size=2, stride=2)
+
+        self.upsample_4x = nn.Sequential(double(), SyncBatchNorm2d(channels), nn.GELU(), double())
+        self.upsample_2x = nn.Sequential(double())
+        self.downsample_2x = nn.MaxPool2d(kernel_size=2, stride=2)
+
+    def forward(self, maps: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.upsample_4x(maps[0]), self.upsample_2x(maps[1]), maps[2], self.downsample_2x(maps[3])]
+
+
+class UPerHead(nn.Module):
+    """Pyramid pooling on the coarsest of four maps, a top-down path, and a classifier of all maps together."""
+
+    def __init__(self, in_channels: int, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.psp_modules = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(side), ConvModule(in_channels, channels, 1)) for side in POOL_SIZES
+        )
+        self.bottleneck = ConvModule(in_channels + len(POOL_SIZES) * channels, channels, 3)
+        self.lateral_convs = nn.ModuleList(ConvModule(in_channels, channels, 1) for _ in range(3))
+        self.fpn_convs = nn.ModuleList(ConvModule(channels, channels, 3) for _ in range(3))
+        self.fpn_bottleneck = ConvModule(4 * channels, channels, 3)
+        self.dropout = nn.Dropout2d(0.1)
+        self.conv_seg = classifier(channels, num_classes)
+
+    def forward(self, maps: list[torch.Tensor]) -> torch.Tensor:
+        """Returns logits [B, num_classes, h, w] at the resolution of the first and finest map."""
+        pooled = [resize(module(maps[3]), maps[3]) for module in self.psp_modules]
+        levels = [conv(x) for conv, x in zip(self.lateral_convs, maps[:3], strict=True)]
+        levels.append(self.bottleneck(torch.cat([maps[3], *pooled], dim=1)))
+        for i in (2, 1, 0):
+            levels[i] = levels[i] + resize(levels[i + 1], levels[i])
+        outs = [*(conv(x) for conv, x in zip(self.fpn_convs, levels[:3], strict=True)), levels[3]]
+        out = self.fpn_bottleneck(torch.cat([resize(x, outs[0]) for x in outs], dim=1))
+        return self.conv_seg(self.dropout(out))
+
+
+class FCNHead(nn.Module):
+    """One convolution and a classifier: the auxiliary head, which is used in training only."""
+
+    def __init__(self, in_channels: int, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(ConvModule(in_channels, channels, 3))
+        self.dropout = nn.Dropout2d(0.1)
+        self.conv_seg = classifier(channels, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv_seg(self.dropout(self.convs(x)))
+
+
+class LinearHead(nn.Module):
+    """BatchNorm without parameters, then one linear layer on each patch token."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.bn = SyncBatchNorm2d(in_channels, affine=False)
+        self.conv_seg = classifier(in_channels, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv_seg(self.bn(x))
+
+
+def classifier(channels: int, num_classes: int) -> nn.Conv2d:
+    """Returns a 1 x 1 convolution with weights of standard deviation 0.01."""
+    conv = nn.Conv2d(channels, num_classes, kernel_size=1)
+    nn.init.normal_(conv.weight, std=0.01)
+    nn.init.zeros_(conv.bias)
+    return conv
+
+
+def resize(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Resizes maps [B, C, h, w] bilinearly to the height and width of `like`."""
+    return F.interpolate(x, size=like.shape[-2:], mode="bilinear", align_corners=False)
+
+
+class Segmenter(nn.Module):
+    """What both models share: image size, layers for the optimizer, and parameters without weight decay."""
+
+    def __init__(self, backbone: DenseViT) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.img_size, self.patch_size = backbone.img_size, backbone.patch_size
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones. Bias tables decay."""
+        return {"backbone.cls_token", "backbone.pos_embed"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Describes the layers to timm's layer-wise learning-rate decay: embeddings, each block, then all heads."""
+        return {
+            "stem": r"^backbone\.(?:cls_token|pos_embed|patch_embed)",
+            "blocks": r"^backbone\.blocks\.(\d+)",
+        }
+
+
+class UPerNet(Segmenter):
+    """ViT, feature pyramid, UPerNet's head and, on the third map, an auxiliary head.
+
+    channels: width of the head. options: arguments of `DenseViT`.
+    """
+
+    def __init__(self, num_classes: int, channels: int = 768, **options: Any) -> None:
+        super().__init__(DenseViT(out_blocks=pyramid_blocks(options["depth"]), **options))
+        width = self.backbone.embed_dim
+        self.neck = FeaturePyramid(width)
+        self.decode_head = UPerHead(width, channels, num_classes)
+        self.auxiliary_head = FCNHead(width, min(AUX_CHANNELS, channels), num_classes)
+
+    def forward(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"decode": logits [B, K, H/4, W/4]}, in training also "aux" [B, K, H/16, W/16], for patches of 16."""
+        maps = self.neck(self.backbone(imgs))
+        logits = {"decode": self.decode_head(maps)}
+        if self.training:
+            logits["aux"] = self.auxiliary_head(maps[2])
+        return logits
+
+
+class LinearSegmenter(Segmenter):
+    """A linear layer on the patch tokens of a frozen ViT, after its final norm. options: arguments of `DenseViT`."""
+
+    def __init__(self, num_classes: int, **options: Any) -> None:
+        super().__init__(DenseViT(final_norm=True, **options))
+        self.backbone.requires_grad_(False)
+        self.decode_head = LinearHead(self.backbone.embed_dim, num_classes)
+
+    def train(self, mode: bool = True) -> "LinearSegmenter":
+        """Sets the training mode of the head. The encoder stays in eval mode."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"decode": logits [B, K, rows, columns]}, one for each patch."""
+        with torch.no_grad():
+            (features,) = self.backbone(imgs)
+        return {"decode": self.decode_head(features)}
+
+
+def build_segmenter(settings: Mapping[str, Any]) -> UPerNet | LinearSegmenter:
+    """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
+    names = {"input_size": "img_size", "patch_size": "patch_size", "drop_path": "drop_path_rate"}
+    options: dict[str, Any] = {"in_chans": settings["in_chans"], **SIZES[settings["model"]]}
+    for name, option in names.items():
+        if settings[name] is not None:
+            options[option] = settings[name]
+    if settings["head"] == "linear":
+        return LinearSegmenter(settings["num_classes"], **options)
+    return UPerNet(settings["num_classes"], settings["decoder_channels"], **options)
+
+
+# ------------------------------------------------------------------------------------- published weights of UPerNet
+
+# Names of mmsegmentation's MAE and BEiT backbones, and ours. Those of neck and heads are the same.
+MMSEGMENTATION = (
+    (r"^backbone\.patch_embed\.projection\.", "backbone.patch_embed.proj."),
+    (r"^backbone\.layers\.", "backbone.blocks."),
+    (r"^(backbone\.blocks\.\d+)\.(?:ln|norm)([12])\.", r"\1.norm\2."),
+    (r"^(backbone\.blocks\.\d+)\.ffn\.layers\.0\.0\.", r"\1.mlp.fc1."),
+    (r"^(backbone\.blocks\.\d+)\.ffn\.layers\.1\.", r"\1.mlp.fc2."),
+)
+
+
+def is_mmsegmentation(weights: Mapping[str, Any]) -> bool:
+    """Whether a state dict has the key names of mmsegmentation's ViTs."""
+    return any(name.startswith("backbone.layers.") for name in weights)
+
+
+def mmsegmentation_names(weights: Weights) -> Weights:
+    """Returns a state dict of mmsegmentation's UPerNet on MAE or BEiT under the names of `UPerNet`.
+
+    Buffers that the model computes itself are left out, and so is the bias of keys (see `DenseViT`).
+    """
+    renamed = {}
+    for name, value in weights.items():
+        if name.endswith("relative_position_index"):
+            continue
+        for pattern, replacement in MMSEGMENTATION:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return dense_names(renamed)

@@ -1,0 +1,119 @@
+"""The ViT of dense tasks: features of several blocks as maps, and pre-trained encoders that fit into it.
+
+Every block has a table of relative-position biases, which begins at 0, and layer scales, which begin at 1. So the
+network begins as the plain ViT that was pre-trained (Bao et al., ICLR 2022; He et al., CVPR 2022).
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from timm.models import adapt_input_conv
+from torch import nn
+
+from models_relative_vit import RelativeBlock
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEncoder, drop_path_rates, init_weights
+from models_vit import layer_norm as make_layer_norm
+from util.encoder_weights import LoadReport, Weights, encoder_weights_of, fit_encoder, refuse_foreign
+from util.pos_embed import sincos_pos_embed
+from util.run.checkpoint import find_checkpoint_file, read_checkpoint
+
+SIZES = {
+    "vit_micro_patch4": MICRO,
+    "vit_mini_patch4": MINI,
+    "vit_tiny_patch16": TINY,
+    "vit_small_patch16": SMALL,
+    "vit_base_patch16": BASE,
+    "vit_large_patch16": LARGE,
+    "vit_huge_patch14": HUGE,
+}
+# Endings of parameters that pre-training does not have.
+NEW_KEYS = ("relative_position_bias_table", "gamma_1", "gamma_2")
+
+
+class DenseViT(PositionedEncoder):
+    """A ViT with a trainable position table, relative-position biases and layer scales.
+
+    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio, drop_path_rate: see `models_vit.ViTEncoder`.
+    out_blocks: numbers of the blocks, from 0, whose tokens are returned (default: the last one).
+    final_norm: apply the encoder's final norm to the returned tokens.
+
+    Keys have no bias here: it would add the same number to all logits of a query, which the softmax ignores.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 512,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        out_blocks: tuple[int, ...] | None = None,
+        final_norm: bool = False,
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim)
+        self.out_blocks = (depth - 1,) if out_blocks is None else out_blocks
+        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]
+        self.blocks = nn.ModuleList(
+            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values=1.0, grid_size=self.grid_size)
+            for rate in drop_path_rates(drop_path_rate, depth)
+        )
+        self.norm = make_layer_norm(embed_dim) if final_norm else nn.Identity()
+        init_weights(self)
+        nn.init.normal_(self.cls_token, std=0.02)
+
+    def forward(self, imgs: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a map [B, D, rows, columns] for each of `out_blocks`. imgs: normalised images [B, C, H, W]."""
+        x = self.prepend_cls_token(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])
+        maps = {}
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number in self.out_blocks:
+                maps[number] = self.norm(x)[:, 1:].transpose(1, 2).unflatten(2, self.grid_size).contiguous()
+        return [maps[number] for number in self.out_blocks]
+
+
+def pyramid_blocks(depth: int) -> tuple[int, int, int, int]:
+    """Returns the blocks after 1/3, 1/2, 2/3 and all of the depth, counted from 0: 3, 5, 7 and 11 of ViT-B."""
+    return depth // 3 - 1, depth // 2 - 1, 2 * depth // 3 - 1, depth - 1
+
+
+def load_backbone(backbone: DenseViT, path: str | Path) -> LoadReport:
+    """Loads a pre-trained encoder, as `util.encoder_weights.load_encoder` does. Returns what was done with the keys.
+
+    path: a checkpoint of this project, a release or a file of timm, with a plain ViT or SimMIM's. Tables are resized. A
+    patch embedding for another number of channels is converted as timm does. Raises CheckpointError, a ValueError, if
+    the file holds another encoder.
+    """
+    path = find_checkpoint_file(path)
+    content, what = read_checkpoint(path), repr(str(path))
+    weights = dense_names(encoder_weights_of(content))
+    kernel, in_chans = weights.get("patch_embed.proj.weight"), backbone.patch_embed.proj.in_channels
+    if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != in_chans:
+        weights["patch_embed.proj.weight"] = adapt_input_conv(in_chans, kernel)
+    if "pos_embed" not in weights and any(key.endswith("relative_position_bias_table") for key in weights):
+        weights["pos_embed"] = torch.zeros_like(backbone.pos_embed)  # SimMIM has relative positions only
+    if isinstance(backbone.norm, nn.Identity):
+        weights = {key: value for key, value in weights.items() if not key.startswith("norm.")}
+    refuse_foreign(backbone, {key: value for key, value in weights.items() if not _is_shared_table(key)}, what)
+    return fit_encoder(backbone, {**content, "model": weights}, what, new_keys=NEW_KEYS)
+
+
+def _is_shared_table(key: str) -> bool:
+    return key.startswith("rel_pos_bias.")  # which `fit_encoder` copies into each block
+
+
+def dense_names(weights: Weights) -> Weights:
+    """Returns an encoder's weights under the names of `DenseViT`: no bias of keys, SimMIM's layer scales."""
+    renamed: Weights = {}
+    for name, value in weights.items():
+        if name.endswith(".attn.qkv.bias"):
+            q_bias, _, v_bias = value.chunk(3)
+            renamed[name.replace("qkv.bias", "q_bias")], renamed[name.replace("qkv.bias", "v_bias")] = q_bias, v_bias
+        else:
+            renamed[re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name)] = value
+    return renamed
