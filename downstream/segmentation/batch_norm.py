@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics in training are those of all processes, also on the CPU."""
+"""BatchNorm whose statistics in training are those of all processes, on any device."""
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,15 @@ class _SumOverProcesses(torch.autograd.Function):
         return grad
 
 
-class SyncBatchNorm2d(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, which also works on the CPU. All processes must have batches of the same shape."""
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm over all processes, in plain operations. All processes must have batches of the same shape.
+
+    DDP accepts torch's own SyncBatchNorm on GPUs only. There, `torch.nn.SyncBatchNorm.convert_sync_batchnorm` replaces
+    these modules by it, with the same parameters.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu" or not (self.training and dist.is_initialized()):
+        if not (self.training and dist.is_initialized()):
             return super().forward(x)
         count = x.numel() // x.shape[1] * dist.get_world_size()
         mean = _SumOverProcesses.apply(x.float().sum(dim=(0, 2, 3))) / count

@@ -346,6 +346,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         encoder = choose_encoder(args, start, content)
         if content is None:
             start.remarks += load_first_weights(model, encoder)
+        if process.device.type == "cuda" and process.world_size > 1:
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
         normalize = Normalize(args.mean, args.std).to(process.device)
         optimizer = make_optimizer(model, args, plan.lr)
