@@ -5,6 +5,7 @@ A column is filled by one of these measures:
 
 top1              top-1 accuracy in percent on the validation images of a fine-tuning recipe
 imagenet_c        mean corruption error of the fine-tuned classifier on ImageNet-C, lower is better
+miou, macc        mean IoU and mean accuracy of the classes of a segmentation recipe of `downstream/recipes.py`
 imagenet_a ...    top-1 of the fine-tuned classifier on ImageNet-A, imagenet_r on -R, imagenet_sketch on -Sketch
 flops             forward multiply-adds of pre-training, relative to the row of the same model that throws nothing
 memory, time      peak memory and time of a pre-training step, relative to the same row
@@ -18,7 +19,8 @@ class Row:
 
     label, epochs: as printed. throw_ratio: rho_d as printed, in percent of all tokens. pretrain: recipe of
     `main_pretrain.py`, or None if the row cannot be run; `reason` says why. finetune: {column: recipe of
-    `main_finetune.py` that fills it}. published: the number of each column as printed; "-": none is printed.
+    `main_finetune.py`, or of a downstream program, that fills it}. published: the number of each column as printed;
+    "-": none is printed.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ _MFF_ROBUST = dict.fromkeys(_SETS, "mff_finetune_vit_base")
 # 0 blocks are linear probing, all 12 are fine-tuning.
 _BLOCKS = {"0 blocks": "linprobe_vit_base"} | {f"{k} blocks": f"partial{k}_vit_base" for k in (1, 2, 4, 6, 8, 10)}
 _BLOCKS |= {"12 blocks": "finetune_vit_base"}
-_NO_SEGMENTATION = "no program for semantic segmentation"
+_ADE20K = dict.fromkeys(("mIoU", "mAcc"), "ade20k_upernet_vit_base")
 _NO_DETECTION = "no program for object detection"
 
 TABLES: dict[str, Table] = {
@@ -187,11 +189,11 @@ TABLES: dict[str, Table] = {
     ),
     "ade20k": Table(
         "Semantic segmentation on ADE20K",
-        {"mIoU": "none", "mAcc": "none"},
+        {"mIoU": "miou", "mAcc": "macc"},
         [
-            Row("MAE", 800, 0, None, {}, "46.8 57.6", _NO_SEGMENTATION),
-            Row("MAE", 800, 50, None, {}, "45.5 56.6", _NO_SEGMENTATION),
-            Row("MAE + PR-MIM", 800, 50, None, {}, "46.9 58.2", _NO_SEGMENTATION),
+            Row("MAE", 800, 0, "mae_vit_base_800ep", _ADE20K, "46.8 57.6"),
+            Row("MAE", 800, 50, "plain50_vit_base_800ep", _ADE20K, "45.5 56.6"),
+            Row("MAE + PR-MIM", 800, 50, "prmim50_vit_base_800ep", _ADE20K, "46.9 58.2"),
         ],
     ),
     "coco": Table(

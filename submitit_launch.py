@@ -33,7 +33,9 @@ from util.run.code_version import code_version, source_files, source_hash, write
 from util.run.run_folder import PROGRESS
 from util.run.watchdog import TEMPORARY
 
-MAINS = ("main_pretrain", "main_finetune", "main_robustness")
+# {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
+MAINS = {name: name for name in ("main_pretrain", "main_finetune", "main_robustness")}
+MAINS["main_segmentation"] = "downstream.segmentation.main_segmentation"
 ROOT = Path(__file__).resolve().parent
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)
@@ -53,7 +55,7 @@ class Task:
         if job.cluster == "slurm" and job.global_rank == 0:  # all starts write to the same logs
             print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
         try:
-            finished = importlib.import_module(self.main).main(self.argv) is not False
+            finished = importlib.import_module(MAINS[self.main]).main(self.argv) is not False
         except KeyboardInterrupt:  # SIGINT stopped the run, which has saved
             if job.cluster == "debug":
                 raise
@@ -149,7 +151,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
     if args.cluster == "slurm" and 60 * args.timeout_min <= 2 * args.signal_delay_s:
         limits = f"--timeout_min {args.timeout_min} is too short for --signal_delay_s {args.signal_delay_s}"
         parser.error(f"{limits}: the limit must be more than twice the delay")
-    main_parser, main_args = importlib.import_module(args.main).parse_args(args.argv)
+    main_parser, main_args = importlib.import_module(MAINS[args.main]).parse_args(args.argv)
     if "output_dir" in flags_given(main_parser, args.argv):
         folder = Path(main_args.output_dir).resolve()
     else:

@@ -1,7 +1,7 @@
 """The runs behind the rows of the paper's tables: their folders below ROOT, and how far they are.
 
     ROOT/<recipe>                                         pre-training
-    ROOT/<recipe>/<fine-tuning recipe>                    fine-tuning
+    ROOT/<recipe>/<fine-tuning recipe>                    fine-tuning, or a downstream task
     ROOT/<recipe>/<fine-tuning recipe>/robustness         evaluation on other test sets
 
 `scripts/reproduce_table.py` starts the runs and writes the tables.
@@ -16,6 +16,8 @@ from typing import Any
 from paper_tables import Row, Table
 from util.run import checkpoint
 from util.text import count_of
+
+SEGMENTATION = ("miou", "macc")  # measures of `paper_tables`
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def runs_of(table: Table, row: Row, root: Path, sets: Sequence[str]) -> dict[str
     pretrain = Run("main_pretrain", row.pretrain, root / row.pretrain)
     found = {}
     for column, recipe in row.finetune.items():
-        run = Run("main_finetune", recipe, pretrain.folder / recipe, pretrain)
+        main = "main_segmentation" if table.columns[column] in SEGMENTATION else "main_finetune"
+        run = Run(main, recipe, pretrain.folder / recipe, pretrain)
         if is_test_set(table.columns[column]):
             run = Run("main_robustness", recipe, run.folder / "robustness", run, tuple(sets))
         found[column] = run
@@ -84,6 +87,9 @@ def is_finished(run: Run) -> bool:
     if run.main == "main_finetune":
         last, settings = read_json(run.folder / "results.json").get("last"), read_json(run.folder / "settings.json")
         return last is not None and "epochs" in settings and last["epoch"] + 1 >= settings["epochs"]
+    if run.main == "main_segmentation":
+        last, settings = read_json(run.folder / "results.json").get("last"), read_json(run.folder / "settings.json")
+        return last is not None and "num_iters" in settings and last["step"] >= settings["num_iters"]
     done, total = epochs_of(run)
     return 0 < total <= done
 
@@ -94,7 +100,7 @@ def progress_of(run: Run) -> str:
         parts = read_json(run.folder / "robustness.json").get("parts", {})
         return f"{run.name}: {count_of(len(parts), 'part')} done" if parts else ""
     done, total = epochs_of(run)
-    return f"{run.name}: epoch {done:.4g} of {total}" if total else ""
+    return f"{run.name}: epoch {done:.4g} of {total:.4g}" if total else ""
 
 
 def pending(run: Run) -> list[Run]:

@@ -6,7 +6,8 @@
     python scripts/reproduce_table.py schedules --rows "*_large_*" --data_path IMAGENET --launcher slurm -- --nodes 4
     python scripts/reproduce_table.py all --collect --costs cost.csv
 
-A row is a pre-training run, its fine-tuning runs and, for the table of robustness, their evaluation. Their folders are
+A row is a pre-training run, its runs of fine-tuning or segmentation and, for the table of robustness, their evaluation.
+Their folders are
 ROOT/<recipe>, ROOT/<recipe>/<fine-tuning recipe> and robustness/ below the latter. A run that several tables share is
 one run. A finished run is not started again. Start the same command again to resume everything else.
 
@@ -40,11 +41,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import main_finetune
 import main_pretrain
 import submitit_launch
+from downstream.recipes import SEGMENTATION_RECIPES
 from main_robustness import BENCHMARKS
 from paper_tables import TABLES, Row, Table
 from prmim import SpatialAggregation
 from recipes import FINETUNE_RECIPES, RECIPES
-from table_runs import Run, describe_state, is_finished, is_test_set, pending, progress_of, read_json, runs_of
+from table_runs import (
+    SEGMENTATION,
+    Run,
+    describe_state,
+    is_finished,
+    is_test_set,
+    pending,
+    progress_of,
+    read_json,
+    runs_of,
+)
 from util import costs
 from util.run.cli import Parser, run_program, user_errors
 from util.run.encoder_origin import warn_if_unfinished
@@ -60,6 +72,12 @@ FORMATS = {"module_gflops": ".2g", "flops": ".3f", "memory": ".2f", "time": ".2f
 COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrain.py
 TITLES = ["row", "recipe", "epochs", "throw_ratio"]
 COST_TEXT = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
+
+RECIPES_OF: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "main_pretrain": RECIPES,
+    "main_finetune": FINETUNE_RECIPES,
+    "main_segmentation": SEGMENTATION_RECIPES,
+}
 
 CostFiles = list[list[dict[str, Any]]]  # the rows of each CSV
 
@@ -86,13 +104,16 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
         for name in run.sets:
             flags += [f"--{name}", getattr(args, name)]
         return [*flags, "--output_dir", str(run.folder), *args.robustness_flags]
-    recipe = (RECIPES if run.needs is None else FINETUNE_RECIPES)[run.recipe]
+    recipe = RECIPES_OF[run.main][run.recipe]
     source = "inat_path" if str(recipe.get("dataset", "")).startswith("inat") else "data_path"
+    if run.main == "main_segmentation":
+        source = "ade_path"
     if getattr(args, source) is None:
         raise ValueError(f"{run.name} needs --{source}: the folder of its images")
     flags = ["--recipe", run.recipe, "--data_path", getattr(args, source), "--output_dir", str(run.folder)]
     if run.needs is not None:
-        return [*flags, "--finetune", str(run.needs.folder), *args.finetune_flags]
+        own_flags = getattr(args, run.main.replace("main_", "") + "_flags")
+        return [*flags, "--finetune", str(run.needs.folder), *own_flags]
     if takes_teacher(run.recipe):
         if args.teacher is None:
             raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
@@ -109,7 +130,7 @@ def submission_of(run: Run, args: argparse.Namespace, job_id: str | None) -> lis
 
 def torchrun_of(run: Run, args: argparse.Namespace) -> list[str]:
     """Returns the arguments of torchrun."""
-    program = os.path.relpath(ROOT / f"{run.main}.py")
+    program = os.path.relpath(ROOT / (submitit_launch.MAINS[run.main].replace(".", "/") + ".py"))
     return ["--nproc_per_node", str(args.nproc_per_node), *args.launcher_flags, program, *flags_of(run, args)]
 
 
@@ -123,7 +144,7 @@ def check(run: Run, args: argparse.Namespace) -> None:
     else:
         launch = torchrun_parser().parse_args(torchrun_of(run, args))
         processes = args.nproc_per_node * int(launch.nnodes.rpartition(":")[2])
-    _, settings = importlib.import_module(run.main).parse_args(flags_of(run, args))
+    _, settings = importlib.import_module(submitit_launch.MAINS[run.main]).parse_args(flags_of(run, args))
     if run.main != "main_robustness":
         try:
             split_batch(settings.batch_size, settings.accum_iter, settings.total_batch_size, processes)
@@ -280,6 +301,8 @@ def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFi
         return None
     if run is not None and measure == "top1":
         return read_json(run.folder / "results.json")["last"]["val_top1"] if is_finished(run) else None
+    if run is not None and measure in SEGMENTATION:
+        return read_json(run.folder / "results.json")["last"][f"val_{measure}"] if is_finished(run) else None
     if run is not None:
         result = read_json(run.folder / "robustness.json").get("summary", {}).get(measure, {})
         return result.get("mce", result.get("top1"))
@@ -298,7 +321,7 @@ def find_deviations(run: Run) -> list[str]:
         summary = read_json(run.folder / "robustness.json").get("summary", {})
         return [f"{run.name}: {result['title']} is incomplete" for result in summary.values() if result["incomplete"]]
     settings = ({} if run.needs is None else main_finetune.VIT_FLAGS) | read_json(run.folder / "settings.json")
-    recipe = json.loads(json.dumps((RECIPES if run.needs is None else FINETUNE_RECIPES)[run.recipe]))
+    recipe = json.loads(json.dumps(RECIPES_OF[run.main][run.recipe]))
     changed = [name for name in recipe if settings.get(name, recipe[name]) != recipe[name]]
     found = [f"{run.name}: {name} {settings[name]} instead of {recipe[name]}" for name in changed]
     encoder = read_json(run.folder / "results.json").get("encoder")
@@ -362,6 +385,7 @@ def get_args_parser() -> Parser:
     group("--output_dir", type=Path, default="output/tables", metavar="ROOT", help="folder of all runs")
     group("--data_path", help="ImageNet, as for main_pretrain.py")
     group("--inat_path", help="iNaturalist 2018 and 2019, as for main_finetune.py")
+    group("--ade_path", help="ADE20K, as for main_segmentation.py")
     for name in SETS:
         group(f"--{name}", metavar="DIR", help=f"{BENCHMARKS[name].title}, as for main_robustness.py")
     group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
@@ -369,7 +393,7 @@ def get_args_parser() -> Parser:
     group = parser.add_argument_group("how").add_argument
     group("--launcher", default="torchrun", choices=("torchrun", "slurm"), help="flags after -- are the launcher's")
     group("--nproc_per_node", type=int, default=max(1, torch.cuda.device_count()), help="processes, for torchrun")
-    for name in ("pretrain", "finetune", "robustness"):
+    for name in ("pretrain", "finetune", "segmentation", "robustness"):
         text = f'flags of main_{name}.py, as in --{name}_flags "--batch_size 64" or --{name}_flags=--device=cpu'
         group(f"--{name}_flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
     group("--fail_fast", action="store_true", help="start nothing more after a run has failed")
@@ -409,7 +433,7 @@ def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 def check_paths(args: argparse.Namespace) -> None:
     """ValueError if a folder of images does not exist. Runs that need it may start days later."""
-    for name in ("data_path", "inat_path", *SETS):
+    for name in ("data_path", "inat_path", "ade_path", *SETS):
         path = getattr(args, name)
         if path is not None and not Path(path).exists():
             raise ValueError(f"--{name} {path!r} does not exist")

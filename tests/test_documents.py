@@ -18,8 +18,10 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import main_finetune
 import main_pretrain
+from downstream.recipes import SEGMENTATION_RECIPES
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts import export
+from submitit_launch import MAINS as MAINS_OF_THE_LAUNCHER
 from tests import test_framework_contract as contract
 from tests.conftest import write_photo
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS
@@ -39,7 +41,12 @@ PROJECT_FILE = re.compile(
 MODEL = re.compile(r"\b[a-z]\w*_patch\d+\w*\b")
 RECIPE = re.compile(
     r"\w+_\d+ep|(?:\w+_)?(?:finetune|linprobe)_\w+|partial\d+_\w+|inat\d\d_\w+|cifar10(?:_\w+)?|quickstart(?:_finetune)?"
+    r"|ade20k_\w+"
 )
+RECIPES_OF = {
+    "main_finetune.py": FINETUNE_RECIPES,
+    "downstream/segmentation/main_segmentation.py": SEGMENTATION_RECIPES,
+}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*\w")
 OTHER_FLAGS = {"--help", EXAMPLE_FLAG}
 
@@ -148,10 +155,10 @@ def parse(program: str, argv: list[str]) -> argparse.Namespace:
     """Parses a program's arguments as it does itself; of the launcher also those of the main that it starts."""
     parser = parser_of(program)
     if any(action.dest == "recipe" for action in parser._actions):
-        return parse_with_recipe(parser, FINETUNE_RECIPES if program == "main_finetune.py" else RECIPES, argv)
+        return parse_with_recipe(parser, RECIPES_OF.get(program, RECIPES), argv)
     args = parser.parse_args(argv)
     if program == "submitit_launch.py":
-        parse(f"{args.main}.py", args.argv)
+        parse(MAINS_OF_THE_LAUNCHER[args.main].replace(".", "/") + ".py", args.argv)
     return args
 
 
@@ -300,7 +307,7 @@ def test_named_models_exist(path: Path) -> None:
 
 
 def is_recipe(name: str) -> bool:
-    return name in RECIPES or name in FINETUNE_RECIPES
+    return name in RECIPES or name in FINETUNE_RECIPES or name in SEGMENTATION_RECIPES
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

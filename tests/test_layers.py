@@ -1,6 +1,7 @@
 """The import order of the code base, and the limits that keep its files readable."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_imports_run_one_way(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "util").rglob("*.py")), ids=lambda p: p.name)
 def test_util_imports_nothing_outside_util(path):
     assert not imports(path) & project_modules() - {"util"}
+
+
+def test_the_core_never_imports_what_is_downstream():
+    """Only a script that runs whole tables reads the names of downstream recipes, a file without imports."""
+    core = [p for p in FILES if p.relative_to(ROOT).parts[0] not in ("downstream", "tests")]
+    assert [p.name for p in core if "downstream" in imports(p)] == ["reproduce_table.py"]
+    text = (ROOT / "scripts" / "reproduce_table.py").read_text()
+    assert re.findall("downstream[.][a-z_.]+", text) == ["downstream.recipes"]
+    assert not imports(ROOT / "downstream" / "recipes.py")
+    for path in (p for p in FILES if p.relative_to(ROOT).parts[0] == "downstream"):
+        assert not imports(path) & {"scripts", "tools", "tests", "main_pretrain", "main_finetune", "submitit_launch"}
 
 
 def test_scripts_and_tools_are_imported_by_tests_alone():

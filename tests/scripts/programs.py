@@ -15,9 +15,10 @@ import main_robustness  # noqa: F401  (imports all libraries before the forks)
 import submitit_launch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py")]
+FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("downstream/*/demo.py")]
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in FILES if "__main__" in path.read_text())
-MAINS = sorted(path.name for path in [*ROOT.glob("main_*.py"), ROOT / "submitit_launch.py"])
+MAIN_FILES = [*ROOT.glob("main_*.py"), ROOT / "submitit_launch.py", *ROOT.glob("downstream/*/main_*.py")]
+MAINS = sorted(path.relative_to(ROOT).as_posix() for path in MAIN_FILES)
 
 
 def run_file(

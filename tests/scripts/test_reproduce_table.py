@@ -18,7 +18,8 @@ from scripts import reproduce_table
 from scripts.profile_pretrain import COLUMNS
 from util.tables import write_csv
 
-DATA = ["--data_path", "IMAGENET", "--inat_path", "INAT", "--teacher", "ibot.pth"]
+DATA = ["--data_path", "IMAGENET", "--inat_path", "INAT", "--ade_path", "ADE", "--teacher", "ibot.pth"]
+PROGRAM = reproduce_table.ROOT / "downstream" / "segmentation" / "main_segmentation.py"
 DATA += [f"--{name}" if i % 2 == 0 else name for name in reproduce_table.SETS for i in range(2)]
 
 
@@ -37,7 +38,8 @@ def parsed(words):
         assert words[:2] == ["python", os.path.relpath(submitit_launch.__file__)]
         args = submitit_launch.get_args_parser().parse_args(words[2:])
         main, flags = args.main, args.argv
-    settings = import_module(main).parse_args(flags)[1]
+    main = os.path.basename(main)
+    settings = import_module(submitit_launch.MAINS[main]).parse_args(flags)[1]
     return main, settings, settings.output_dir
 
 
@@ -60,7 +62,8 @@ def test_a_dry_run_prints_every_command_once_and_in_order(name, launcher, tmp_pa
             root = tmp_path / "runs" / row.pretrain
             expected |= {(str(root), "main_pretrain", row.pretrain)}
             for recipe in row.finetune.values():
-                expected |= {(str(root / recipe), "main_finetune", recipe)}
+                main = "main_segmentation" if recipe.startswith("ade20k") else "main_finetune"
+                expected |= {(str(root / recipe), main, recipe)}
                 if name == "robustness":
                     expected |= {(str(root / recipe / "robustness"), "main_robustness", None)}
     assert {(folder, *what) for folder, what in done.items()} == expected
@@ -202,11 +205,30 @@ def test_a_finished_row_needs_its_checkpoints_no_more(tmp_path, capsys):
         "finished",
         "83.0",
     )
-    rows, _ = collected("ade20k", tmp_path, capsys)
-    assert (rows["MAE + PR-MIM"]["mIoU"], rows["MAE + PR-MIM"]["state"]) == (
-        "46.9",
-        "no program for semantic segmentation",
+    rows, _ = collected("coco", tmp_path, capsys)
+    assert (rows["MAE + PR-MIM"]["AP box"], rows["MAE + PR-MIM"]["state"]) == (
+        "50.8",
+        "no program for object detection",
     )
+
+
+def test_segmentation_is_collected_from_its_last_iteration(tmp_path, capsys):
+    for pretrain, step in (("mae_vit_base_800ep", 160_000), ("prmim50_vit_base_800ep", 144_000)):
+        folder = tmp_path / pretrain / "ade20k_upernet_vit_base"
+        write_pretraining(folder, step / 1263, 160_000 / 1263, num_iters=160_000, layer_decay=0.65)
+        last = {"step": step, "epoch": 99, "val_miou": 46.75, "val_macc": 57.5}
+        (folder / "results.json").write_text(json.dumps({"last": last, "details": {}}))
+    rows, text = collected("ade20k", tmp_path, capsys)
+    found = {name: [row[c] for c in ("mIoU", "mIoU measured", "mAcc measured")] for name, row in rows.items()}
+    assert found["mae_vit_base_800ep"] == ["46.8", "46.75", "57.5"]
+    assert found["prmim50_vit_base_800ep"] == ["46.9", "", ""] and found["plain50_vit_base_800ep"] == ["45.5", "", ""]
+    assert "prmim50_vit_base_800ep/ade20k_upernet_vit_base: epoch 114 of 126.7" in text
+    assert "mae_vit_base_800ep/ade20k_upernet_vit_base: layer_decay 0.65 instead of 0.75" in text
+    flags = [*DATA, "--dry_run", "ade20k", "--rows", "prmim*", "--output_dir", str(tmp_path)]
+    reproduce_table.main([*flags, "--nproc_per_node", "8", "--segmentation_flags", "--stride 256"])
+    segment = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert segment[:4] == ["torchrun", "--nproc_per_node", "8", os.path.relpath(PROGRAM)]
+    assert (parsed(segment)[1].stride, parsed(segment)[1].data_path) == (256, "ADE")
 
 
 def test_robustness_is_collected_by_set(tmp_path, capsys):

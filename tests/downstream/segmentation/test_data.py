@@ -129,7 +129,7 @@ def broken(root, what):
     return root
 
 
-@pytest.mark.fault("F61", "segmentation data: missing, mismatched, unreadable or foreign files", "refused by name")
+@pytest.mark.fault("U80", "segmentation data: missing, mismatched, unreadable or foreign files", "refused by name")
 @pytest.mark.parametrize(
     ("what", "message"),
     [

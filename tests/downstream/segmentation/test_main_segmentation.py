@@ -239,7 +239,7 @@ def fails(capsys, *arguments):
 
 
 @pytest.mark.fault(
-    "F62", "flags of segmentation that cannot work", "exit code 2, with the value and what would be right"
+    "U81", "flags of segmentation that cannot work", "exit code 2, with the value and what would be right"
 )
 @pytest.mark.parametrize(
     ("flags", "message"),
