@@ -290,7 +290,10 @@ def make_evaluation(
         if pictures and distributed.rank_and_world_size()[0] == 0:
             picture = draw_predictions(pictures, colors)
             loop.log.picture("predictions", picture, loop.step)
-            save(picture, folder / PICTURE)
+            try:
+                save(picture, folder / PICTURE)
+            except OSError as error:  # a full disk; other processes would wait for this one
+                loop.log.info(f"warning: {PICTURE} could not be written ({error}); training goes on")
         scalars = {name: scores[name] for name in ("miou", "macc", "aacc", "num_images")}
         return Evaluation(scalars, describe_scores(scores), name_scores(scores, names))
 
