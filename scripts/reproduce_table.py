@@ -106,8 +106,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
         return [*flags, "--output_dir", str(run.folder), *args.robustness_flags]
     recipe = RECIPES_OF[run.main][run.recipe]
     source = "inat_path" if str(recipe.get("dataset", "")).startswith("inat") else "data_path"
-    if run.main == "main_segmentation":
-        source = "ade_path"
+    source = "ade_path" if run.main == "main_segmentation" else source
     if getattr(args, source) is None:
         raise ValueError(f"{run.name} needs --{source}: the folder of its images")
     flags = ["--recipe", run.recipe, "--data_path", getattr(args, source), "--output_dir", str(run.folder)]
@@ -299,9 +298,7 @@ def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFi
     measure, baseline = table.columns[column], find_baseline(table, row)
     if row.pretrain is None:
         return None
-    if run is not None and measure == "top1":
-        return read_json(run.folder / "results.json")["last"]["val_top1"] if is_finished(run) else None
-    if run is not None and measure in SEGMENTATION:
+    if run is not None and measure in ("top1", *SEGMENTATION):
         return read_json(run.folder / "results.json")["last"][f"val_{measure}"] if is_finished(run) else None
     if run is not None:
         result = read_json(run.folder / "robustness.json").get("summary", {}).get(measure, {})
