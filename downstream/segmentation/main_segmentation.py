@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from timm.optim import param_groups_layer_decay
 
@@ -75,7 +76,7 @@ from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
 from util.run.resume_rules import SPLIT_FLAGS
 from util.run.saving import step_ranges
-from util.run.setup import announce, assemble
+from util.run.setup import RunParts, announce, assemble
 from util.run.signals import StopSignal
 from util.run.start import Start, enter_folder, join_processes, refuse_different_starts
 from util.text import count_of
@@ -142,7 +143,7 @@ def get_args_parser() -> Parser:
     evaluation("--num_pictures", type=int, default=4, help="validation images in the picture of each evaluation")
 
     add_run_flags(parser.add_argument_group("run"), unit="iterations")
-    # The last line is for the parts that all mains share: every image must be readable, by torch's kernels.
+    # By default every image must be readable. Shared code reads `dataset` and `loader`, which are no flags here.
     parser.set_defaults(output_dir="output/segmentation", **UPERNET_DEFAULTS, save_every=40_000, save_steps=2000)
     parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast")
     return parser
@@ -264,14 +265,15 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
 
 def make_evaluation(
     settings: Mapping[str, Any],
+    classes: tuple[list[str], np.ndarray],
     model: Segmenter,
     images: SegmentationImages,
-    loop: TrainLoop,
+    run: RunParts,
     workers: int,
-    folder: Path,
 ) -> Any:
     """Returns the function of an `Evaluator`: scores, a picture in TensorBoard, and the same picture in the folder."""
-    names, colors = read_classes(settings["class_names"], settings["num_classes"])
+    names, colors = classes
+    loop, folder = run.loop, run.saver.output_dir
     transform = ResizeForEvaluation(settings["image_scale"])
 
     def evaluate(alive: Any) -> Evaluation:
@@ -340,6 +342,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         plan = make_plan(args, process)
         check_flags(args)
         check_batch(args, plan.batch_size, process.world_size)
+        classes = read_classes(args.class_names, args.num_classes)
         start = enter_folder(PROGRAM, args, argv, process)
 
         images, val_images = (open_split(vars(args), args.data_path, split) for split in ("train", "val"))
@@ -375,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack_pairs
         )
         loop = run.loop
-        evaluate = make_evaluation(vars(args), model, val_images, loop, plan.num_workers, start.output_dir)
+        evaluate = make_evaluation(vars(args), classes, model, val_images, run, plan.num_workers)
         announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, images, val_images))
         del content  # weights and moments of the checkpoint
 
