@@ -17,14 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from framework import PixelFramework
 from models_absolute_vit import AbsoluteViTEncoder
 from models_mae_pr import MaskedAutoencoderViT
-from models_simmim_pr import rename_release
+from models_simmim_pr import SimMIMOnViT, rename_release
 from models_vit import BASE, MICRO, MINI
-from prmim import SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler
+from prmim import TokenCounts, TokenOrder, TokenOrderSampler
 from util.peer_sampling import weighted_permutation
 from util.run.checkpoint import load_strict
 
@@ -129,7 +127,7 @@ class AMTViT(MaskedAutoencoderViT):
         return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
 
 
-class AMTSimMIMViT(PixelFramework, AbsoluteViTEncoder):
+class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
     """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
 
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
@@ -158,13 +156,7 @@ class AMTSimMIMViT(PixelFramework, AbsoluteViTEncoder):
         super().__init__(in_chans=in_chans, **kwargs)
         self.mask_unit, self.norm_pix_loss, self.ratios = mask_unit, norm_pix_loss, (mask_ratio, throw_ratio)
         self.set_attention_phase(True)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
-        nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
-        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * in_chans)
-        # Made last, so that a seed gives every arm of an ablation the same weights.
-        self.aggregation: SpatialAggregation | None = None
-        if progressive and self.counts.num_thrown:
-            self.aggregation = SpatialAggregation(self.embed_dim, kernel_size, aggregation, applies_to)
+        self.add_head(in_chans, progressive, kernel_size, aggregation, applies_to)
 
     def set_attention_phase(self, has_maps: bool) -> None:
         """Sets AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
@@ -177,27 +169,9 @@ class AMTSimMIMViT(PixelFramework, AbsoluteViTEncoder):
         """Returns AMT's sampler, whatever `sampling` is."""
         return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
-        order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.cut(imgs)  # [B, N, p*p*C]
-        x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
-        pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, patches, order).abs().mean()}
-
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Encodes the kept ones of all patches [B, N, p*p*C]. Returns [B, num_kept, D] in token order.
-
-        With the aggregation it returns all tokens [B, N, D].
-        """
-        visible = self.patch_embed(order.take_visible(patches))
-        tokens = order.append_mask_tokens(visible, self.mask_token) + order.take_kept(self.pos_embed[:, 1:])
-        x = self.encode(tokens)[:, 1:]
-        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
-
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts all tokens [B, N, p*p*C] in token order. Without aggregation it predicts the kept ones."""
-        return self.pred(self.norm(self.forward_encoder(self.cut(imgs), order)))
+    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Adds the positions and runs the encoder."""
+        return self.encode(tokens + order.take_kept(self.pos_embed[:, 1:]))
 
     def load_official(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the weights of AMT's public code on SimMIM from before fine-tuning.

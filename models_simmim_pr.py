@@ -36,7 +36,50 @@ __all__ = [
 ]
 
 
-class SimMIMViT(PixelFramework, RelativeViTEncoder):
+class SimMIMOnViT(PixelFramework):
+    """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
+
+    A subclass inherits from an encoder, too. It calls `add_head` and implements `encode_kept`.
+    """
+
+    def add_head(self, in_chans: int, progressive: bool, kernel_size: int, aggregation: str, applies_to: str) -> None:
+        """Adds mask token, head and aggregation. The encoder and `counts` must be there."""
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
+        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * in_chans)
+        # Made last, so that a seed gives every arm of an ablation the same weights.
+        self.aggregation: SpatialAggregation | None = None
+        if progressive and self.counts.num_thrown:
+            self.aggregation = SpatialAggregation(self.embed_dim, kernel_size, aggregation, applies_to)
+
+    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
+        raise NotImplementedError
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        patches = self.cut(imgs)  # [B, N, p*p*C]
+        x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
+        pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
+        return {"pixel": self.error(pred, patches, order).abs().mean()}
+
+    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
+
+        Returns [B, N, D] in token order. Plain partial reconstruction returns the kept tokens [B, num_kept, D].
+        """
+        visible = self.patch_embed(order.take_visible(patches))
+        tokens = order.append_mask_tokens(visible, self.mask_token)  # [B, num_kept, D]
+        x = self.encode_kept(tokens, order)[:, 1:]
+        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+
+    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
+        return self.pred(self.norm(self.forward_encoder(self.cut(imgs), order)))
+
+
+class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
 
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The number of masked units is rounded up,
@@ -63,35 +106,11 @@ class SimMIMViT(PixelFramework, RelativeViTEncoder):
         super().__init__(in_chans=in_chans, **kwargs)
         self.mask_unit, self.norm_pix_loss = mask_unit, norm_pix_loss
         self.counts = count_tokens(self.num_tokens, mask_ratio, throw_ratio, mask_unit)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
-        nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
-        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * in_chans)
-        # Made last, so that a seed gives every arm of an ablation the same weights.
-        self.aggregation: SpatialAggregation | None = None
-        if progressive and self.counts.num_thrown:
-            self.aggregation = SpatialAggregation(self.embed_dim, kernel_size, aggregation, applies_to)
+        self.add_head(in_chans, progressive, kernel_size, aggregation, applies_to)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
-        order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.cut(imgs)  # [B, N, p*p*C]
-        x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
-        pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, patches, order).abs().mean()}
-
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
-
-        Returns [B, N, D] in token order. Plain partial reconstruction returns the kept tokens [B, num_kept, D].
-        """
-        visible = self.patch_embed(order.take_visible(patches))
-        tokens = order.append_mask_tokens(visible, self.mask_token)  # [B, num_kept, D]
-        x = self.encode(tokens, order.ids_kept)[:, 1:]
-        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
-
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
-        return self.pred(self.norm(self.forward_encoder(self.cut(imgs), order)))
+    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Thrown tokens have no row and no column in the bias."""
+        return self.encode(tokens, order.ids_kept)
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones.
