@@ -404,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
         start.remarks += images.notes
         if content is not None:
-            # Mixup, drop path and a probe's BatchNorm depend on the micro-batches, so their size is fixed.
+            # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
             free = free_flags(plan, {"finetune", "eval", "eval_every"}, SPLIT_FLAGS)
             content["meta"]["settings"] = VIT_FLAGS | content["meta"]["settings"]
             restore(content, start, record, model, optimizer, free, args.allow_changes)

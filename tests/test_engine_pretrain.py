@@ -159,7 +159,7 @@ def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
     monkeypatch.setattr(loop, "MAX_BAD_STEPS", 4)
     engine = a_loop()
     spoil(engine, range(3, 10**6))
-    with pytest.raises(FloatingPointError, match="last 5 steps before step 8; their updates were skipped"):
+    with pytest.raises(FloatingPointError, match="last 5 steps before step 8; .* skipped.*Lower the learning rate"):
         engine.steps(range(20), stream(20))
     assert engine.weights().isfinite().all()
 

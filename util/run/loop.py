@@ -244,8 +244,8 @@ class TrainLoop:
         if bad_streak >= MAX_BAD_STEPS:
             raise FloatingPointError(
                 f"the gradient's norm was not finite in each of the last {bad_streak} steps before step {step}; their "
-                f"updates were skipped, so weights and checkpoints are good. Lower --blr, or try --precision bf16 or "
-                f"fp32"
+                f"updates were skipped, so weights and checkpoints are good. Lower the learning rate, or try "
+                f"--precision bf16 or fp32"
             )
         grad_norm = means.pop("grad_norm")
         scalars: dict[str, Any] = {"epoch": epoch, "loss": _total(means)}
