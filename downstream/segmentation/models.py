@@ -138,12 +138,16 @@ class Segmenter(nn.Module):
 class UPerNet(Segmenter):
     """ViT, feature pyramid, UPerNet's head and, on the third map, an auxiliary head.
 
-    channels: width of the head. options: arguments of `DenseViT`.
+    channels: width of the head. options: arguments of `DenseViT`. ValueError if there are fewer than 2 x 2 patches.
     """
 
     def __init__(self, num_classes: int, channels: int = 768, **options: Any) -> None:
         super().__init__(DenseViT(out_blocks=pyramid_blocks(options["depth"]), **options))
-        width = self.backbone.embed_dim
+        width, grid = self.backbone.embed_dim, self.backbone.grid_size
+        if min(grid) < 2:
+            raise ValueError(
+                f"UPerNet needs a grid of at least 2 x 2 patches, got {grid[0]} x {grid[1]}: raise --input_size"
+            )
         self.neck = FeaturePyramid(width)
         self.decode_head = UPerHead(width, channels, num_classes)
         self.auxiliary_head = FCNHead(width, min(AUX_CHANNELS, channels), num_classes)
@@ -210,7 +214,8 @@ def is_mmsegmentation(weights: Mapping[str, Any]) -> bool:
 def mmsegmentation_names(weights: Weights) -> Weights:
     """Returns a state dict of mmsegmentation's UPerNet on MAE or BEiT under the names of `UPerNet`.
 
-    Buffers that the model computes itself are left out, and so is the bias of keys (see `DenseViT`).
+    Buffers that the model computes itself are left out, and so is the bias of keys (see `DenseViT`). A BEiT without a
+    position table gets one of zeros, for the square grid of its tables of relative-position biases.
     """
     renamed = {}
     for name, value in weights.items():
@@ -219,4 +224,11 @@ def mmsegmentation_names(weights: Weights) -> Weights:
         for pattern, replacement in MMSEGMENTATION:
             name = re.sub(pattern, replacement, name)
         renamed[name] = value
+    token, biases = (
+        renamed.get("backbone.cls_token"),
+        renamed.get("backbone.blocks.0.attn.relative_position_bias_table"),
+    )
+    if "backbone.pos_embed" not in renamed and token is not None and biases is not None:
+        side = round(((len(biases) - 3) ** 0.5 + 1) / 2)  # (2 side - 1)^2 offsets, and three rows of the class token
+        renamed["backbone.pos_embed"] = token.new_zeros(1, 1 + side**2, token.shape[2])
     return dense_names(renamed)

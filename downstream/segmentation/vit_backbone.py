@@ -16,7 +16,7 @@ from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEn
 from models_vit import layer_norm as make_layer_norm
 from util.encoder_weights import LoadReport, Weights, encoder_weights_of, fit_encoder, refuse_foreign
 from util.pos_embed import sincos_pos_embed
-from util.run.checkpoint import find_checkpoint_file, read_checkpoint
+from util.run.checkpoint import CheckpointError, find_checkpoint_file, read_checkpoint
 
 SIZES = {
     "vit_micro_patch4": MICRO,
@@ -86,21 +86,29 @@ def load_backbone(backbone: DenseViT, path: str | Path) -> LoadReport:
     """Loads a pre-trained encoder, as `util.encoder_weights.load_encoder` does. Returns what was done with the keys.
 
     path: a checkpoint of this project, a release or a file of timm, with a plain ViT or SimMIM's. Tables are resized. A
-    patch embedding for another number of channels is converted as timm does. Raises CheckpointError, a ValueError, if
-    the file holds another encoder.
+    patch embedding of RGB images is converted to another number of channels as timm does. SimMIM has relative positions
+    only; the position table then becomes 0. Raises CheckpointError, a ValueError, if the file holds another encoder.
     """
     path = find_checkpoint_file(path)
     content, what = read_checkpoint(path), repr(str(path))
     weights = dense_names(encoder_weights_of(content))
     kernel, in_chans = weights.get("patch_embed.proj.weight"), backbone.patch_embed.proj.in_channels
     if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != in_chans:
+        if kernel.shape[1] != 3:
+            raise CheckpointError(
+                f"{what} holds an encoder of {kernel.shape[1]} channels, which only fits --in_chans {kernel.shape[1]}, "
+                f"got {in_chans}; that of RGB images fits any number"
+            )
         weights["patch_embed.proj.weight"] = adapt_input_conv(in_chans, kernel)
-    if "pos_embed" not in weights and any(key.endswith("relative_position_bias_table") for key in weights):
-        weights["pos_embed"] = torch.zeros_like(backbone.pos_embed)  # SimMIM has relative positions only
+    lacks_positions = "pos_embed" not in weights and any(key.endswith(NEW_KEYS[0]) for key in weights)
     if isinstance(backbone.norm, nn.Identity):
         weights = {key: value for key, value in weights.items() if not key.startswith("norm.")}
     refuse_foreign(backbone, {key: value for key, value in weights.items() if not _is_shared_table(key)}, what)
-    return fit_encoder(backbone, {**content, "model": weights}, what, new_keys=NEW_KEYS)
+    new_keys = (*NEW_KEYS, "pos_embed") if lacks_positions else NEW_KEYS
+    report = fit_encoder(backbone, {**content, "model": weights}, what, new_keys=new_keys)
+    if lacks_positions:
+        nn.init.zeros_(backbone.pos_embed)
+    return report
 
 
 def _is_shared_table(key: str) -> bool:

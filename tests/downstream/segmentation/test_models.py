@@ -1,5 +1,6 @@
 """Backbone, neck and heads against counts by hand and slow derivations; encoders and published weights that load."""
 
+import json
 import math
 
 import pytest
@@ -10,11 +11,13 @@ from torch.nn import functional as F
 from downstream.recipes import SEGMENTATION_RECIPES
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
+from downstream.segmentation.engine_segmentation import segmentation_losses
 from downstream.segmentation.models import LinearSegmenter, UPerNet, mmsegmentation_names
 from downstream.segmentation.vit_backbone import DenseViT, load_backbone, pyramid_blocks
 from models_relative_vit import RelativeViTEncoder
 from models_vit import BASE, VisionTransformer
 from tests.two_processes import run_in_two_processes
+from util.rel_pos import resize_bias_table
 from util.run.checkpoint import CheckpointError, load_strict
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=12, depth=4, num_heads=3)
@@ -141,6 +144,39 @@ def test_encoders_of_other_kinds_load(tmp_path):
     torch.testing.assert_close(grey.patch_embed.proj.weight[:, 0], vit_weights()["patch_embed.proj.weight"].sum(dim=1))
 
 
+@pytest.mark.parametrize("size", [16, 24])
+def test_a_simmim_run_loads_at_any_size(tmp_path, size):
+    """Checkpoints of this project name their input size. The position table is 0; shared biases go to all blocks."""
+    simmim = randomise(RelativeViTEncoder(**{**SIZES, "img_size": size}))
+    weights = {name: value for name, value in simmim.state_dict().items() if "bias_table" not in name}
+    shared = torch.randn((2 * (size // 4) - 1) ** 2 + 3, 3)
+    weights["rel_pos_bias.relative_position_bias_table"] = shared
+    meta = {"program": "main_pretrain.py", "settings": {"input_size": size, "patch_size": 4}}
+    torch.save({"model": weights, "meta": json.dumps(meta)}, tmp_path / "simmim.pth")
+    model = DenseViT(**SIZES, final_norm=True)
+    report = load_backbone(model, tmp_path / "simmim.pth")
+    assert "pos_embed" in report.missing and model.pos_embed.shape == (1, 17, 12) and not model.pos_embed.any()
+    expected = shared if size == 16 else resize_bias_table(shared, (6, 6), (4, 4), 3)
+    assert all(torch.equal(block.attn.relative_position_bias_table, expected) for block in model.blocks)
+    torch.testing.assert_close(model.patch_embed.proj.weight, simmim.patch_embed.proj.weight)
+
+
+def test_a_plain_vit_without_its_table_is_refused(tmp_path):
+    torch.save({k: v for k, v in vit_weights().items() if k != "pos_embed"}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="missing: pos_embed"):
+        load_backbone(DenseViT(**SIZES), tmp_path / "w.pth")
+
+
+def test_what_cannot_fit_is_refused(tmp_path):
+    torch.save(vit_weights(in_chans=5), tmp_path / "w.pth")
+    load_backbone(DenseViT(**SIZES, in_chans=5), tmp_path / "w.pth")
+    for channels in (1, 3, 4):
+        with pytest.raises(CheckpointError, match=f"of 5 channels, which only fits --in_chans 5, got {channels}"):
+            load_backbone(DenseViT(**SIZES, in_chans=channels), tmp_path / "w.pth")
+    with pytest.raises(ValueError, match="at least 2 x 2 patches, got 1 x 1: raise --input_size"):
+        UPerNet(5, 6, **{**SIZES, "img_size": 4})
+
+
 def test_a_file_with_other_parts_is_refused(tmp_path):
     torch.save(vit_weights() | {"reg_token": torch.zeros(1, 4, 12)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="another kind of encoder: this ViT has no reg_token"):
@@ -264,12 +300,34 @@ def test_batch_norm_in_two_processes_is_that_of_the_whole_batch():
     torch.testing.assert_close(whole["out"], expected.float(), rtol=1e-4, atol=1e-5)
 
 
+def _train_share(rank, world_size=2):
+    """One step of UPerNet on a share of four images. Returns its gradients and its running statistics."""
+    model = randomise(UPerNet(3, 6, **SIZES)).train()
+    model.decode_head.dropout.p = model.auxiliary_head.dropout.p = 0.0
+    torch.manual_seed(0)
+    imgs, labels = torch.randn(4, 3, 16, 16), torch.randint(0, 3, (4, 16, 16), dtype=torch.uint8)
+    wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+    share = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
+    sum(segmentation_losses(wrapped(imgs[share]), labels[share], False).values()).backward()
+    grads = {f"{name}.grad": p.grad for name, p in model.named_parameters()}
+    return {**grads, **{name: value for name, value in model.state_dict().items() if "running" in name}}
+
+
+def test_upernet_in_two_processes_is_that_of_the_whole_batch():
+    first, second = run_in_two_processes(_train_share)
+    for name, value in _train_share(0, world_size=1).items():
+        assert (first[name] == second[name]).all(), name
+        torch.testing.assert_close(torch.from_numpy(first[name]), value, rtol=1e-3, atol=1e-5, msg=name)
+
+
 # ------------------------------------------------------------------------------------------------ published weights
 
 
 def published_shapes(qkv_bias, num_layers=12, d=768, num_classes=150):
     """{key: shape} of mmsegmentation's UPerNet on its MAE backbone (qkv_bias) or its BEiT backbone."""
-    shapes = {"backbone.cls_token": (1, 1, d), "backbone.pos_embed": (1, 1025, d)}
+    shapes = {"backbone.cls_token": (1, 1, d)}
+    if qkv_bias:
+        shapes["backbone.pos_embed"] = (1, 1025, d)
     shapes |= {"backbone.patch_embed.projection.weight": (d, 3, 16, 16), "backbone.patch_embed.projection.bias": (d,)}
 
     def linear(name, outputs, inputs):
@@ -321,6 +379,15 @@ def test_the_table_of_published_names_is_complete(qkv_bias):
         model = UPerNet(150, 768, **{**BASE, "img_size": 512})
         weights = {key: torch.empty(shape) for key, shape in published_shapes(qkv_bias).items()}
         load_strict(model, mmsegmentation_names(weights), "the published weights")
+
+
+def test_a_published_beit_has_no_absolute_positions():
+    """The grid of the table of zeros follows from the biases: 5 x 5 patches have 9 x 9 offsets and 3 more rows."""
+    weights = {"backbone.layers.0.attn.relative_position_bias_table": torch.ones(84, 3)}
+    table = mmsegmentation_names(weights | {"backbone.cls_token": torch.ones(1, 1, 12)})["backbone.pos_embed"]
+    assert table.shape == (1, 26, 12) and not table.any()
+    given = {"backbone.cls_token": torch.ones(1, 1, 12), "backbone.pos_embed": torch.ones(1, 26, 12)}
+    assert mmsegmentation_names(weights | given)["backbone.pos_embed"] is given["backbone.pos_embed"]
 
 
 def test_queries_and_values_of_a_published_bias_keep_their_places():
