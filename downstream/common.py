@@ -101,8 +101,8 @@ class Evaluator:
         return distributed.run_on_rank0(look)
 
     def run(self) -> None:
-        """Evaluates the current weights. All ranks must call it."""
-        loop, record = self.loop, self.saver.record
+        """Evaluates the current weights, outside the measured time of training. All ranks must call it."""
+        loop = self.loop
         distributed.broadcast_buffers(self.model)
 
         def alive() -> None:
@@ -110,8 +110,13 @@ class Evaluator:
                 loop.watchdog.reached(loop.step - 1, BETWEEN)
 
         result = self.evaluate(alive)
-        if not record.process.is_main:
-            return
+        if self.saver.record.process.is_main:
+            self.write(result)
+        loop.clock.restart()
+
+    def write(self, result: Evaluation) -> None:
+        """Writes the scores of the current weights to results.json and to the log."""
+        loop, record = self.loop, self.saver.record
         scalars: dict[str, float] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}
         scalars |= {f"val_{name}": value for name, value in result.scalars.items()}
         content = {"last": {"step": loop.step, **scalars}, "details": result.details}

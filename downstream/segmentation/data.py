@@ -3,19 +3,25 @@
     ROOT/images/training/*.jpg       ROOT/annotations/training/*.png      train, training
     ROOT/images/validation/*.jpg     ROOT/annotations/validation/*.png    val, valid, validation
 
-A label file has the name of its image, with the ending .png, and one value per pixel. An image and its labels travel as
-one uint8 array whose last channel is the label map. IGNORE marks pixels without a class.
+A label file has the name of its image, with the ending .png or .PNG, and one value per pixel. An image and its labels
+travel as one uint8 array whose last channel is the label map. IGNORE marks pixels without a class.
 """
 
+import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 from util.addressed import AUGMENT, addressed_uniform
+from util.data.datasets import available_cores
 from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
 from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import FILE_ERRORS, ImageError, ImageFiles, retry_io
@@ -24,7 +30,9 @@ from util.text import count_of, shorten
 
 IGNORE = 255
 ARRAY = ".npy"  # uint8 [H, W, C], for images with more channels than image formats have
-NUM_CHECKED = 100  # pairs that are read before training
+NUM_CHECKED = 100  # pairs of each split that are read as a whole before training
+NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
+T = TypeVar("T")
 
 
 class LabelValues:
@@ -51,12 +59,13 @@ class LabelValues:
             self.table[0] = IGNORE
         self.meaning = f"{first} to {self.last} are classes, {ignore_index} is ignored"
         self.meaning += ", and so is 0" if reduce_zero_label else ""
+        self.hint = "" if reduce_zero_label else " (if classes begin at 1: --reduce_zero_label)"
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""
         unknown = np.flatnonzero((np.bincount(values.ravel(), minlength=256) > 0) & (self.table < 0))
         if len(unknown):
-            raise ValueError(f"it holds the values {shorten([str(v) for v in unknown])}; {self.meaning}")
+            raise ValueError(f"it holds the values {shorten([str(v) for v in unknown])}; {self.meaning}{self.hint}")
         return self.table[values].astype(np.uint8)
 
 
@@ -75,40 +84,56 @@ class SegmentationImages(ImageFiles):
         names = list_files(images, lambda name: is_image(name) or name.endswith(ARRAY))
         if not names:
             raise ValueError(f"{str(images)!r} holds no images")
-        stems = {str(Path(name).with_suffix("")): name for name in names}
-        if len(stems) < len(names):
-            twice = sorted(set(names) - set(stems.values()))
-            raise ValueError(f"images in {str(images)!r} differ in their ending alone: {shorten(twice)}")
-        labels = {str(Path(name).with_suffix("")) for name in list_files(self.label_root, is_png)}
+        stems = by_stem(names, f"images in {str(images)!r}")
+        labels = by_stem(list_files(self.label_root, is_png), f"label files in {str(self.label_root)!r}")
         for missing, what in (
             (sorted(stems.keys() - labels), f"without a label file (.png) in {str(self.label_root)!r}"),
-            (sorted(labels - stems.keys()), f"with a label file but no image in {str(images)!r}"),
+            (sorted(labels.keys() - stems), f"with a label file but no image in {str(images)!r}"),
         ):
             if missing:
                 raise ValueError(f"{count_of(len(missing), 'name')} {what}: {shorten(missing)}")
         super().__init__(images, [(name, 0) for name in names], classes=[])
+        self.has_class = False
+        self.label_names = np.array([os.fsencode(labels[stem]) for stem in stems])
 
     def label_path(self, i: int) -> str:
         """Returns the path of the label file of image i."""
-        return str((self.label_root / os.fsdecode(bytes(self.names[i]))).with_suffix(".png"))
+        return os.path.join(self.label_root, os.fsdecode(bytes(self.label_names[i])))
 
-    def check(self, max_bad_fraction: float = 0.0) -> None:
-        """Reads up to NUM_CHECKED evenly spaced pairs; ImageError if more than that share of them is bad."""
-        problems = []
-        checked = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED, len(self))).astype(int)).tolist()
-        for i in checked:
-            try:
-                self.load(i)
-            except ImageError as error:
-                problems.append(str(error))
-        if len(problems) > max_bad_fraction * len(checked):
-            raise ImageError(f"{len(problems)} of {len(checked)} checked pairs are bad: {'; '.join(problems[:5])}")
+    def check(
+        self, max_bad_fraction: float = 0.0, all_labels: bool = False, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Checks this rank's share of the split, and notes in `has_class` whether a pixel with a class was found.
+
+        The sizes of all pairs are read from their headers, NUM_CHECKED evenly spaced pairs as a whole, and with
+        `all_labels` all label files. ImageError if more than `max_bad_fraction` of them are bad.
+        """
+        spaced = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED, len(self))).astype(int)).tolist()
+
+        def has_class(labels: np.ndarray) -> bool:
+            return bool((labels != IGNORE).any())
+
+        share = slice(rank, None, world_size)
+        everything = range(len(self))
+        examine(self.compare_sizes, everything[share], max_bad_fraction)
+        found = examine(lambda i: has_class(self.load(i)[0][..., -1]), spaced[share], max_bad_fraction)
+        if all_labels:
+            found += examine(lambda i: has_class(self.load_labels(i)), everything[share], max_bad_fraction)
+        self.has_class = any(found)
+
+    def compare_sizes(self, i: int) -> None:
+        """Reads the headers of image i and of its labels. ImageError if one is unreadable or the sizes differ."""
+        self.refuse_sizes(i, read_size(self.path(i)), read_size(self.label_path(i)))
+
+    def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:
+        """ImageError unless the (height, width) of image i and that of its labels are equal."""
+        if size != label_size:
+            sizes = [f"{width} x {height}" for height, width in (size, label_size)]
+            raise ImageError(f"{self.path(i)!r} has {sizes[0]} pixels, its labels {self.label_path(i)!r} {sizes[1]}")
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
         img, labels = self.load_image(i), self.load_labels(i)
-        if img.shape[:2] != labels.shape:
-            sizes = [f"{shape[1]} x {shape[0]}" for shape in (img.shape, labels.shape)]
-            raise ImageError(f"{self.path(i)!r} has {sizes[0]} pixels, its labels {self.label_path(i)!r} {sizes[1]}")
+        self.refuse_sizes(i, img.shape[:2], labels.shape)
         return np.concatenate([img, labels[:, :, None]], axis=2), 0
 
     def load_image(self, i: int) -> np.ndarray:
@@ -139,32 +164,84 @@ class SegmentationImages(ImageFiles):
 def read_channels(path: str, indices: bool = False) -> np.ndarray:
     """Reads an image with all its channels, uint8 [H, W, C]; ImageError if it cannot be read.
 
-    indices: read the values of a palette image, instead of its colours, and refuse values of 16 bits.
+    indices: read the values in the file: those of a palette image instead of its colours, and those of fewer than 8
+    bits without scaling. Values of 16 bits are refused.
     """
-
-    def read() -> np.ndarray:
+    with image_errors(path):
+        data = retry_io(Path(path).read_bytes)
         if path.endswith(ARRAY):
-            array = np.load(path, allow_pickle=False)
+            array = np.load(io.BytesIO(data), allow_pickle=False)
             if array.dtype != np.uint8 or array.ndim != 3:
                 raise ValueError(f"it is {array.dtype} {list(array.shape)} instead of uint8 [H, W, C]")
             return array
-        with open_image(path) as img:
-            img.load()
-            if has_16_bits(img):
-                if indices:
-                    raise ValueError("its values have 16 bits; labels must have 8")
-                return to_8_bits(img)
-            if (img.mode == "P" and not indices) or img.mode == "1":
-                return np.array(img.convert("RGB" if img.mode == "P" else "L"))
-            return np.array(img)
-
-    try:
-        array = retry_io(read)
-    except PILLOW_ERRORS as error:
-        if isinstance(error, OSError) and error.errno not in (None, *FILE_ERRORS):
-            raise  # the storage fails
-        raise ImageError(f"{path!r} cannot be read: {error}; replace the file") from error
+        with open_image(io.BytesIO(data)) as img:
+            array = read_values(img, data) if indices else read_colors(img)
     return array if array.ndim == 3 else array[:, :, None]
+
+
+def read_colors(img: Image.Image) -> np.ndarray:
+    """Returns the channels of an opened image, uint8 [H, W] or [H, W, C]."""
+    img.load()
+    if has_16_bits(img):
+        return to_8_bits(img)
+    return np.array(img.convert({"P": "RGB", "1": "L"}.get(img.mode, img.mode)))
+
+
+def read_values(img: Image.Image, data: bytes) -> np.ndarray:
+    """Returns the values in the file of an opened image, uint8 [H, W] or [H, W, C]. data: the file's content."""
+    img.load()
+    if has_16_bits(img):
+        raise ValueError("its values have 16 bits; labels must have 8")
+    values = np.array(img).astype(np.uint8)  # mode "1" becomes 0 and 1
+    bits = data[24] if img.format == "PNG" and img.mode == "L" else 8  # of the header chunk IHDR
+    return values // (255 // (2**bits - 1))  # Pillow scales grey values of 2 and 4 bits up to 255
+
+
+def read_size(path: str) -> Size:
+    """Reads the (height, width) of an image from its header; ImageError if it cannot be read."""
+    with image_errors(path):
+        if path.endswith(ARRAY):
+            height, width, _ = np.load(path, mmap_mode="r", allow_pickle=False).shape
+            return height, width
+        with open_image(path) as img:
+            return img.height, img.width
+
+
+@contextmanager
+def image_errors(path: str) -> Iterator[None]:
+    """Turns errors of a single file inside into an ImageError that names it. Failures of the storage stay OSErrors."""
+    try:
+        yield
+    except (*PILLOW_ERRORS, EOFError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, *FILE_ERRORS):
+            raise
+        raise ImageError(f"{path!r} cannot be read: {error}; replace the file") from error
+
+
+def examine(look: Callable[[int], T], numbers: Sequence[int], max_bad_fraction: float) -> list[T]:
+    """Returns what `look(i)` returns for the numbers, in threads. ImageError if more than that share raises one."""
+
+    def try_one(i: int) -> tuple[list[T], str]:
+        try:
+            return [look(i)], ""
+        except ImageError as error:
+            return [], str(error)
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        outcomes = list(pool.map(try_one, numbers))
+    problems = [problem for _, problem in outcomes if problem]
+    if len(problems) > max_bad_fraction * len(numbers):
+        raise ImageError(f"{len(problems)} of {len(numbers)} checked pairs are bad: {'; '.join(problems[:3])}")
+    return [result for results, _ in outcomes for result in results]
+
+
+def by_stem(names: Sequence[str], what: str) -> dict[str, str]:
+    """Returns {name without its ending: name}. ValueError if two names differ in their ending alone."""
+    stems = {str(Path(name).with_suffix("")): name for name in names}
+    if len(stems) < len(names):
+        twice = sorted(set(names) - set(stems.values()))
+        raise ValueError(f"{what} differ in their ending alone: {shorten(twice)}")
+    return stems
 
 
 def find_split(folder: Path, split: str) -> Path:

@@ -24,6 +24,7 @@ from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
+MAX_WINDOWS = 8  # of an image in one batch
 PANEL = 192  # side of a panel of a picture, in pixels
 
 
@@ -86,8 +87,8 @@ def slide_logits(
 ) -> torch.Tensor:
     """Returns the mean logits [K, H, W] of all windows that cover each pixel of a normalised image [C, H, W].
 
-    predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window. All windows of the
-    image are one batch. An image smaller than the window is padded with zeros at the bottom and the right.
+    predict: `predict(imgs [n, C, *window]) -> logits [n, K, h, w]`, which are resized to the window; n is at most
+    MAX_WINDOWS. An image smaller than the window is padded with zeros at the bottom and the right.
     """
     height, width = img.shape[-2:]
     img = F.pad(img, (0, max(0, window[1] - width), 0, max(0, window[0] - height)))
@@ -96,12 +97,15 @@ def slide_logits(
         for top in window_starts(img.shape[-2], window[0], stride)
         for left in window_starts(img.shape[-1], window[1], stride)
     ]
-    logits = predict(torch.stack([img[:, rows, columns] for rows, columns in boxes]))
-    total = logits.new_zeros(logits.shape[1], *img.shape[-2:], dtype=torch.float32)
-    count = total.new_zeros(img.shape[-2:])
-    for (rows, columns), values in zip(boxes, logits.float(), strict=True):
-        total[:, rows, columns] += resize_logits(values, window)
-        count[rows, columns] += 1
+    total = count = torch.zeros(img.shape[-2:], device=img.device)
+    for first in range(0, len(boxes), MAX_WINDOWS):
+        batch = boxes[first : first + MAX_WINDOWS]
+        logits = predict(torch.stack([img[:, rows, columns] for rows, columns in batch])).float()
+        if first == 0:
+            total = count.new_zeros(logits.shape[1], *img.shape[-2:])
+        for (rows, columns), values in zip(batch, logits, strict=True):
+            total[:, rows, columns] += resize_logits(values, window)
+            count[rows, columns] += 1
     return (total / count)[:, :height, :width]
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from downstream.segmentation.data import IGNORE
+from downstream.segmentation.data import IGNORE, NO_CLASS
+from util.data.images import ImageError
 
 
 def count_pixels(predicted: torch.Tensor, truth: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -22,12 +23,12 @@ def segmentation_scores(counts: torch.Tensor) -> dict[str, Any]:
     """Returns {"miou", "macc", "aacc", "iou", "acc"} of pixel counts [K, K], in percent.
 
     iou, acc: of each class; None for a class without true pixels (acc), and without predicted ones either (iou). miou
-    and macc are the means over all other classes. ValueError if no pixel is labelled.
+    and macc are the means over all other classes. ImageError if no pixel is labelled.
     """
     counts = counts.double().cpu()
     right, true, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
     if not true.sum():
-        raise ValueError("the validation set has no labelled pixel")
+        raise ImageError(NO_CLASS.format("val"))
     iou, acc = 100 * right / (true + predicted - right), 100 * right / true  # 0 / 0 is nan
     return {
         "miou": iou.nanmean().item(),

@@ -1,6 +1,10 @@
 """Label values, folders of pairs, the class-balance rule of crops, photometric distortion."""
 
 import colorsys
+import re
+import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -85,6 +89,52 @@ def test_palette_images_hold_indices(tmp_path):
     assert (SegmentationImages(tmp_path, "train", LabelValues(3)).load(0)[0][..., 3] == 2).all()
 
 
+def grey_png(values, bits):
+    """A grey PNG of 1, 2, 4 or 8 bits per pixel, by the format's definition."""
+    height, width = values.shape
+    planes = (values[..., None] >> np.arange(bits - 1, -1, -1)) & 1  # each value, highest bit first
+    rows = np.packbits(planes.reshape(height, -1).astype(np.uint8), axis=1)
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    lines = b"".join(b"\0" + row.tobytes() for row in rows)
+    header = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_grey_labels_of_few_bits_are_read_as_they_are(tmp_path, bits):
+    """The largest value of 1, 2 or 4 bits is not 255, which would mean ignored."""
+    write_pairs(tmp_path, 1)
+    values = np.random.default_rng(0).integers(0, min(2**bits, 20), (30, 40))
+    (tmp_path / "annotations/training/0.png").write_bytes(grey_png(values, bits))
+    images = SegmentationImages(tmp_path, "train", LabelValues(20))
+    images.check()
+    assert np.array_equal(images.load(0)[0][..., 3], values) and images.has_class
+
+
+def test_images_of_one_bit_are_black_and_white(tmp_path):
+    write_pairs(tmp_path, 1)
+    values = np.random.default_rng(0).integers(0, 2, (30, 40))
+    (tmp_path / "images/training/0.jpg").unlink()
+    (tmp_path / "images/training/0.png").write_bytes(grey_png(values, 1))
+    loaded = SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=1).load(0)[0]
+    assert np.array_equal(loaded[..., 0], 255 * values)
+
+
+def test_label_files_keep_their_names(tmp_path):
+    label = write_pairs(tmp_path, 2) / "annotations/training/1.png"
+    label.rename(label.with_suffix(".PNG"))
+    images = SegmentationImages(tmp_path, "train", LabelValues(3))
+    images.check()
+    assert images.label_path(1).endswith("1.PNG") and images.label_path(0).endswith("0.png")
+    label.write_bytes(b"")
+    with pytest.raises(ValueError, match="label files in '.*annotations/training' differ in their ending alone: 1"):
+        SegmentationImages(tmp_path, "train", LabelValues(3))
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4, 6])
 def test_images_of_other_channels(tmp_path, channels):
     write_pairs(tmp_path, 1)
@@ -153,6 +203,57 @@ def test_bad_data_is_refused_by_name(tmp_path, what, message):
     root = broken(write_pairs(tmp_path), what)
     with pytest.raises(ValueError, match=message):
         SegmentationImages(root, "train", LabelValues(3)).check()
+
+
+@pytest.fixture(scope="module")
+def many_pairs(tmp_path_factory):
+    """220 pairs. `check` reads every second one as a whole, or fewer."""
+    return write_pairs(tmp_path_factory.mktemp("many"), 220, size=(8, 6))
+
+
+def bad_numbers(root, **options):
+    """Numbers of the files that `check` names."""
+    try:
+        SegmentationImages(root, "train", LabelValues(3)).check(**options)
+    except ImageError as error:
+        return {int(number) for number in re.findall(r"training/(\d+)\.png", str(error))}
+    return set()
+
+
+def test_all_sizes_and_label_values_are_checked(many_pairs, tmp_path):
+    """Two bad files that are not among the evenly spaced ones: one of another size, one with another value."""
+    root = shutil.copytree(many_pairs, tmp_path / "copy")
+    order = sorted(range(220), key=str)
+    spaced = {order[i] for i in np.linspace(0, 219, 100).astype(int)}
+    first, second = sorted(set(range(220)) - spaced)[7:9]
+    assert not bad_numbers(root, all_labels=True)
+    Image.fromarray(np.full((6, 8), 9, np.uint8)).save(root / f"annotations/training/{first}.png")
+    assert not bad_numbers(root) and bad_numbers(root, all_labels=True) == {first}
+    shares = [bad_numbers(root, all_labels=True, rank=rank, world_size=2) for rank in range(2)]
+    assert sorted(map(len, shares)) == [0, 1]
+    assert not bad_numbers(root, all_labels=True, max_bad_fraction=0.01)
+    Image.fromarray(np.zeros((6, 9), np.uint8)).save(root / f"annotations/training/{second}.png")
+    assert bad_numbers(root) == {second} and not bad_numbers(root, max_bad_fraction=0.01)
+
+
+def test_ignored_pixels_have_no_class(tmp_path):
+    write_pairs(tmp_path, 2, values=(255,))
+    images = SegmentationImages(tmp_path, "train", LabelValues(3))
+    images.check(all_labels=True)
+    assert not images.has_class
+    Image.fromarray(np.eye(30, 40, dtype=np.uint8) + 254).save(tmp_path / "annotations/training/1.png")
+    images = SegmentationImages(tmp_path, "train", LabelValues(255))
+    images.check(all_labels=True)
+    assert images.has_class
+
+
+def test_the_flag_for_classes_that_begin_at_1_is_named():
+    with pytest.raises(
+        ValueError, match="values 150; 0 to 149 are classes.*if classes begin at 1: --reduce_zero_label"
+    ):
+        LabelValues(150)(np.array([[150]], np.uint8))
+    with pytest.raises(ValueError, match="the values 151; 1 to 150 are classes, 255 is ignored, and so is 0$"):
+        LabelValues(150, reduce_zero_label=True)(np.array([[151]], np.uint8))
 
 
 # ------------------------------------------------------------------------------------------------------ augmentation

@@ -1,10 +1,12 @@
 """Losses, slide inference and scores against slow derivations; the schedule; colours."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from downstream.common import LinearDecay
+from downstream.common import Evaluation, Evaluator, LinearDecay
 from downstream.segmentation.data import IGNORE
 from downstream.segmentation.engine_segmentation import (
     default_colors,
@@ -16,6 +18,8 @@ from downstream.segmentation.engine_segmentation import (
 )
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from tests.two_processes import run_in_two_processes
+from util.data.images import ImageError
+from util.run.loop import Clock
 
 # ----------------------------------------------------------------------------------------------------------- scores
 
@@ -29,7 +33,7 @@ def test_scores_by_hand():
     assert scores["acc"] == [pytest.approx(100 * 2 / 3), pytest.approx(100 * 2 / 3), None, None]
     assert scores["miou"] == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
     assert scores["macc"] == pytest.approx(100 * 2 / 3) and scores["aacc"] == pytest.approx(100 * 4 / 6)
-    with pytest.raises(ValueError, match="no labelled pixel"):
+    with pytest.raises(ImageError, match="no labelled pixel in the val split: check"):
         segmentation_scores(count_pixels(predicted, torch.full_like(truth, IGNORE), 4))
 
 
@@ -52,6 +56,20 @@ def test_scores_against_torchmetrics():
         100 * acc.mean().item()
     )
     assert scores["aacc"] == pytest.approx(100 * overall.item())
+
+
+def test_absent_classes_against_torchmetrics():
+    """Classes 2 and 5 have neither true nor predicted pixels, so both leave them out of the means."""
+    metrics = pytest.importorskip("torchmetrics.classification")
+    generator = torch.Generator().manual_seed(1)
+    present = torch.tensor([0, 1, 3, 4])
+    truth, predicted = (present[torch.randint(0, 4, (20, 30), generator=generator)] for _ in range(2))
+    truth[:3] = IGNORE
+    scores = segmentation_scores(count_pixels(predicted, truth, 6))
+    options = dict(num_classes=6, ignore_index=IGNORE, average="macro")
+    assert scores["iou"][2] is None is scores["acc"][5]
+    assert scores["miou"] == pytest.approx(100 * metrics.MulticlassJaccardIndex(**options)(predicted, truth).item())
+    assert scores["macc"] == pytest.approx(100 * metrics.MulticlassAccuracy(**options)(predicted, truth).item())
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -131,6 +149,42 @@ def test_slide_inference_is_the_mean_over_windows():
         total[:, top : top + 8] += predict(img[None, :, top : top + 8])[0]
         count[top : top + 8] += 1
     torch.testing.assert_close(slide_logits(predict, img, (8, 8), 5), total / count[:, None])
+
+
+def test_a_large_image_is_cut_into_several_batches():
+    sizes = []
+
+    def predict(imgs):
+        sizes.append(len(imgs))
+        return torch.stack([imgs[:, 0], imgs[:, 1] + imgs.mean(dim=(1, 2, 3))[:, None, None]], dim=1)
+
+    img = torch.randn(2, 20, 23)
+    total, count = torch.zeros(2, 20, 23), torch.zeros(20, 23)
+    for top in (0, 5, 10, 12):
+        for left in (0, 5, 10, 15):
+            box = slice(top, top + 8), slice(left, left + 8)
+            total[(slice(None), *box)] += predict(img[(None, slice(None), *box)])[0]
+            count[box] += 1
+    sizes.clear()
+    torch.testing.assert_close(slide_logits(predict, img, (8, 8), 5), total / count)
+    assert sizes == [8, 8]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_an_evaluation_does_not_count_as_training_time(tmp_path, is_main):
+    """The clock begins again on all ranks."""
+    log = SimpleNamespace(report=lambda *values: None)
+    loop = SimpleNamespace(step=4, steps_per_epoch=2, watchdog=None, log=log, clock=Clock())
+    record = SimpleNamespace(process=SimpleNamespace(is_main=is_main), extra={"encoder": None}, origin={"code": ""})
+    saver = SimpleNamespace(record=record, output_dir=tmp_path)
+
+    def evaluate(alive):
+        loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
+        return Evaluation({"miou": 1.0}, "", {})
+
+    Evaluator(evaluate, torch.nn.Linear(1, 1), loop, saver, 4).run()
+    assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
+    assert (tmp_path / "results.json").exists() == is_main
 
 
 # ---------------------------------------------------------------------------------------------- schedule and colours
