@@ -22,6 +22,7 @@ from timm.optim import param_groups_layer_decay
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import (
+    RESULTS,
     Evaluation,
     Evaluator,
     add_iteration_flags,
@@ -31,6 +32,7 @@ from downstream.common import (
 )
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import (
+    NO_CLASS,
     LabelValues,
     ResizeForEvaluation,
     SegmentationAugment,
@@ -47,16 +49,14 @@ from downstream.segmentation.models import (
     HEADS,
     Segmenter,
     build_segmenter,
-    is_mmsegmentation,
-    mmsegmentation_names,
 )
+from downstream.segmentation.trained import check_data_flags, load_segmenter
 from downstream.segmentation.vit_backbone import SIZES, load_backbone
-from models_vit import find_factory
 from util.data.datasets import steps_per_epoch
+from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.encoder_weights import weights_of
 from util.pictures import save
-from util.run import checkpoint, distributed
+from util.run import distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.encoder_origin import find_encoder, resume_encoder, warn_if_unfinished
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
@@ -75,6 +75,7 @@ from util.run.loop import TrainLoop
 from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
 from util.run.resume_rules import SPLIT_FLAGS
+from util.run.run_folder import writable_folder, write_json
 from util.run.saving import step_ranges
 from util.run.setup import RunParts, announce, assemble
 from util.run.signals import StopSignal
@@ -83,9 +84,11 @@ from util.text import count_of
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
-# Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
-MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
-DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std", "class_names")
+SCALARS = ("miou", "macc", "aacc", "num_images")  # of an evaluation
+# Flags that a resumed run may change, beside those of the machine; `epochs` follows from data and --num_iters.
+FREE_FLAGS = frozenset(("finetune", "eval", "eval_every", "num_pictures", "class_names", "epochs"))
+# BatchNorm sees a micro-batch of all processes. With the same total batch, that size is the same if this flag is.
+FIXED_FLAGS = frozenset(("accum_iter",))
 
 
 def get_args_parser() -> Parser:
@@ -124,7 +127,8 @@ def get_args_parser() -> Parser:
     data("--ignore_index", type=int, default=255, help="value of pixels without a class in the label files")
     help_text = "the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K"
     data("--reduce_zero_label", action=boolean, default=False, help=help_text)
-    data("--class_names", metavar="FILE", help="text file with a line `name` or `R G B name` for each class")
+    help_text = "text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)"
+    data("--class_names", metavar="FILE", help=help_text)
     data("--mean", type=float, nargs="+", help="pixel mean in [0, 1] of each channel (default: ImageNet's, or .5)")
     data("--std", type=float, nargs="+", help="pixel deviation of each channel (default: ImageNet's, or .25)")
     add_loading_flags(group)
@@ -140,7 +144,8 @@ def get_args_parser() -> Parser:
     evaluation = parser.add_argument_group("evaluation").add_argument
     evaluation("--eval_every", type=int, help="iterations between evaluations; the last one is always evaluated")
     evaluation("--stride", type=int, help="pixels from one window to the next")
-    evaluation("--num_pictures", type=int, default=4, help="validation images in the picture of each evaluation")
+    help_text = "validation images in the picture of each evaluation; --eval draws it with --output_dir only"
+    evaluation("--num_pictures", type=int, default=4, help=help_text)
 
     add_run_flags(parser.add_argument_group("run"), unit="iterations")
     # By default every image must be readable. Shared code reads `dataset` and `loader`, which are no flags here.
@@ -159,6 +164,10 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
             f"recipe {args.recipe!r} does not go with --head {args.head}, which has recipes of its own: {fitting}"
         )
     if args.head == "linear":
+        given = flags_given(parser, argv)
+        unused = [f"--{name}" for name in ("decoder_channels", "layer_decay", "drop_path") if name in given]
+        if unused and not args.eval:
+            parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
         args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
     is_rgb = args.in_chans == 3
@@ -189,29 +198,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--head linear needs --finetune: the encoder is frozen, so it must be pre-trained")
 
 
-def check_data_flags(settings: Mapping[str, Any]) -> None:
-    """ValueError if settings that describe data and evaluation are out of range or missing."""
-    if settings["num_classes"] is None:
-        raise ValueError("--num_classes is needed: the number of classes in the label files; recipes of ADE20K set it")
-    for name in ("in_chans", "input_size", "stride"):
-        if settings[name] < 1:
-            raise ValueError(f"--{name} must be at least 1, got {settings[name]}")
-    if settings["stride"] > settings["input_size"]:
-        raise ValueError(
-            f"--stride {settings['stride']} must be at most --input_size {settings['input_size']}: windows would leave "
-            f"gaps"
-        )
-    if not settings["image_scale"][0] >= settings["image_scale"][1] >= 1:
-        raise ValueError(f"--image_scale must be two sides, the longer one first, got {settings['image_scale']}")
-    for name in ("mean", "std"):
-        if len(settings[name]) != settings["in_chans"]:
-            raise ValueError(
-                f"--{name} must have a value for each of {settings['in_chans']} channels, got {settings[name]}"
-            )
-    if any(value <= 0 for value in settings["std"]):
-        raise ValueError(f"--std must be positive, got {settings['std']}")
-
-
 def check_batch(args: argparse.Namespace, batch_size: int, world_size: int) -> None:
     """ValueError if a BatchNorm would see one value per channel."""
     if batch_size * world_size == 1 and args.head == "upernet":
@@ -219,15 +205,20 @@ def check_batch(args: argparse.Namespace, batch_size: int, world_size: int) -> N
 
 
 def open_split(settings: Mapping[str, Any], data_path: str, split: str) -> SegmentationImages:
-    """Opens a split on all ranks and reads some pairs of it. ValueError on all ranks if one of them fails."""
+    """Opens a split on all ranks, which share the check of its files. ValueError on all ranks if one of them fails."""
+    is_train = split == "train"
 
     def look() -> SegmentationImages:
         values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
         images = SegmentationImages(data_path, split, values, settings["in_chans"])
-        images.check()
+        images.check(
+            settings["max_bad_fraction"] if is_train else 0.0, not is_train, *distributed.rank_and_world_size()
+        )
         return images
 
     images = distributed.run_everywhere(look)
+    if not any(distributed.gather_objects(images.has_class)):
+        raise ImageError(NO_CLASS.format(split))
     found = {"number of images": len(images), "names": images.fingerprint()}
     distributed.refuse_differences(found, f"{split} data")
     return images
@@ -296,7 +287,7 @@ def make_evaluation(
                 save(picture, folder / PICTURE)
             except OSError as error:  # a full disk; other processes would wait for this one
                 loop.log.info(f"warning: {PICTURE} could not be written ({error}); training goes on")
-        scalars = {name: scores[name] for name in ("miou", "macc", "aacc", "num_images")}
+        scalars = {name: scores[name] for name in SCALARS}
         return Evaluation(scalars, describe_scores(scores), name_scores(scores, names))
 
     return evaluate
@@ -327,6 +318,7 @@ def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, e
     if last:
         scores = {name.removeprefix("val_"): value for name, value in last.items()}
         lines.append(f"  iteration {last['step']}: {describe_scores(scores)}")
+    if args.num_pictures and (evaluator.saver.output_dir / PICTURE).exists():
         lines.append(f"  pictures     {evaluator.saver.output_dir / PICTURE}")
     return "\n".join(lines)
 
@@ -367,11 +359,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         settings = json_settings(vars(args), asdict(plan), derived)
         data = {"num_images": len(images), "data": images.fingerprint()}
         data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
-        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, {"encoder": encoder})
+        extra = {"encoder": encoder, "class_names": classes[0], "class_colors": classes[1].tolist()}
+        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
         if content is not None:
-            # Drop path and BatchNorm depend on the micro-batches, so their size is fixed.
-            free = free_flags(plan, {"finetune", "eval", "eval_every", "num_pictures", "class_names"}, SPLIT_FLAGS)
-            restore(content, start, record, model, optimizer, free, args.allow_changes)
+            free = free_flags(plan, FREE_FLAGS, SPLIT_FLAGS)
+            restore(content, start, record, model, optimizer, free, args.allow_changes, FIXED_FLAGS)
         schedule = schedule_by_iterations(args, plan, epoch_steps)
         transform = SegmentationAugment(*crop)
         run = assemble(
@@ -403,54 +395,6 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def load_segmenter(path: str | Path, args: argparse.Namespace, given: set[str]) -> tuple[Segmenter, dict[str, Any]]:
-    """Loads a trained model: ours, or a published UPerNet of mmsegmentation. Returns (model in eval mode, settings).
-
-    Our checkpoints hold their settings; explicit flags of the data win. Those of a published file follow from its
-    weights and the flags. given: names of the flags that were set explicitly.
-    """
-    path = checkpoint.find_checkpoint_file(path)
-    content = checkpoint.read_checkpoint(path)
-    weights, stored = weights_of(content), checkpoint.meta_of(content).get("settings", {})
-    settings = vars(args) | {"drop_path": 0.0}
-    if is_mmsegmentation(weights):
-        weights = mmsegmentation_names(weights)
-        stored = infer_settings(weights, repr(str(path)))
-    if "head" not in stored:
-        raise ValueError(f"{str(path)!r} holds no segmentation model of this program or of mmsegmentation's UPerNet")
-    for name in MODEL_FLAGS:
-        if name in given and settings[name] != stored[name]:
-            raise ValueError(
-                f"--{name} {settings[name]}, but the model at {str(path)!r} has {stored[name]}: leave it out"
-            )
-        settings[name] = stored[name]
-    settings |= {name: stored[name] for name in DATA_FLAGS if name not in given and name in stored}
-    settings["mean"], settings["std"] = settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD
-    check_data_flags(settings)
-    model = build_segmenter(settings)
-    checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
-    return model.eval(), settings
-
-
-def infer_settings(weights: Mapping[str, torch.Tensor], what: str) -> dict[str, Any]:
-    """Returns the MODEL_FLAGS of a published UPerNet from its weights. ValueError if a weight is missing."""
-    names = ("backbone.patch_embed.proj.weight", "backbone.pos_embed", "decode_head.conv_seg.weight")
-    missing = [name for name in names if name not in weights]
-    if missing:
-        raise ValueError(f"{what} holds no UPerNet on a ViT with a position table: {', '.join(missing)} missing")
-    kernel, positions, head = (weights[name] for name in names)
-    depth = len({name.split(".")[2] for name in weights if name.startswith("backbone.blocks.")})
-    return {
-        "head": "upernet",
-        "model": find_factory(kernel.shape[0], depth, what)[0],
-        "input_size": round((positions.shape[1] - 1) ** 0.5) * kernel.shape[2],
-        "patch_size": kernel.shape[2],
-        "in_chans": kernel.shape[1],
-        "decoder_channels": head.shape[1],
-        "num_classes": len(head),
-    }
-
-
 def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
     process = distributed.init_process(args.device)
@@ -458,9 +402,17 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     if args.resume in ("auto", "none"):
         raise ValueError("--eval needs --resume: a checkpoint of this program or of mmsegmentation, or a run's folder")
     check_least(args, 0, "num_workers num_pictures")
-    model, settings = load_segmenter(args.resume, args, given)
+    folder = Path(args.output_dir)
+    if "output_dir" in given and (folder / "settings.json").exists():
+        raise ValueError(
+            f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another"
+        )
+    model, settings, meta = load_segmenter(args.resume, args, given)
+    if "class_names" in meta and "class_names" not in given:
+        names, colors = meta["class_names"], np.array(meta["class_colors"], np.uint8)
+    else:
+        names, colors = read_classes(args.class_names, settings["num_classes"])
     images = open_split(settings, args.data_path, "val")
-    names, colors = read_classes(settings["class_names"], settings["num_classes"])
     normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
     autocast = precision(args.precision, process.device).autocast
     scores, pictures = evaluate_segmentation(
@@ -474,15 +426,19 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
         num_workers(args, process),
         num_pictures=settings["num_pictures"] if "output_dir" in given else 0,
     )
+    details = name_scores(scores, names)
     if process.is_main:
         print(describe_scores(scores))
-        if pictures:
-            path = Path(args.output_dir) / PICTURE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save(draw_predictions(pictures, colors), path)
-            print(f"pictures: {path}")
+        if "output_dir" in given:
+            writable_folder(folder)
+            last = {"step": meta.get("step"), **{f"val_{name}": scores[name] for name in SCALARS}}
+            write_json(folder / RESULTS, {"last": last, "details": details, "checkpoint": args.resume})
+            print(f"scores of each class: {folder / RESULTS}")
+            if pictures:
+                save(draw_predictions(pictures, colors), folder / PICTURE)
+                print(f"pictures: {folder / PICTURE}")
     distributed.shut_down()
-    return {**scores, **name_scores(scores, names)}
+    return {**scores, **details}
 
 
 if __name__ == "__main__":

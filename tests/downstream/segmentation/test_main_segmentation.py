@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from downstream.common import Evaluator, read_results
 from downstream.segmentation import demo, main_segmentation
 from downstream.segmentation.models import UPerNet
+from downstream.segmentation.trained import infer_settings
 from models_vit import MICRO, VisionTransformer
 from tests.downstream.segmentation.test_data import write_pairs
 from tests.downstream.segmentation.test_models import randomise
@@ -20,7 +22,7 @@ from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 PROGRAM = "downstream/segmentation/main_segmentation.py"
-SMALL = "--model vit_micro_patch4 --input_size 16 --image_scale 64 24 --stride 10 --decoder_channels 8 --num_classes 3 "
+SMALL = "--model vit_micro_patch4 --input_size 16 --image_scale 64 24 --stride 10 --num_classes 3 "
 SMALL += "--total_batch_size 4 --warmup_iters 2 --num_workers 0 --print_freq 1 --device cpu --save_steps 0"
 
 
@@ -42,7 +44,8 @@ def encoder(tmp_path_factory):
 
 
 def command(data_path, output_dir, *flags):
-    words = [*SMALL.split(), "--num_iters", "6", "--eval_every", "4", *flags]
+    width = [] if "linear" in flags else ["--decoder_channels", 8]
+    words = [*SMALL.split(), *width, "--num_iters", "6", "--eval_every", "4", *flags]
     return [str(word) for word in (*words, "--data_path", data_path, "--output_dir", output_dir)]
 
 
@@ -71,6 +74,9 @@ def test_a_run_is_evaluated_between_and_at_its_end(striped, encoder, tmp_path, c
     iou = [value for value in results["details"]["iou"].values() if value is not None]
     assert results["last"]["val_miou"] == pytest.approx(np.mean(iou))
     assert f"iteration 6: mIoU {results['last']['val_miou']:.2f} %" in out and (tmp_path / "predictions.png").exists()
+    assert f"pictures     {tmp_path / 'predictions.png'}" in out
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
+    assert [(event.step, event.height) for event in events.Images("predictions")] == [(4, 812), (6, 812)]
     losses = [r for r in reports(tmp_path) if "loss_aux" in r]
     assert [r["loss"] for r in losses] == pytest.approx([r["loss_decode"] + r["loss_aux"] for r in losses])
     assert content["meta"]["epoch"] == content["meta"]["settings"]["epochs"] == 3
@@ -119,6 +125,66 @@ def test_a_run_killed_in_its_evaluation_makes_up_for_it(striped, tmp_path, monke
     (tmp_path / "parts" / "results.json").unlink()
     run(striped, tmp_path / "parts")
     assert read_results(tmp_path / "parts")["details"] == read_results(tmp_path / "whole")["details"]
+
+
+def test_evaluation_takes_the_names_of_the_run(striped, tmp_path, capsys):
+    """The file of names may be gone. With --output_dir the scores of each class are written."""
+    names = tmp_path / "names.txt"
+    names.write_text("sky\n1 2 3 tree\nsea\n")
+    run(striped, tmp_path / "run", "--class_names", names, "--num_iters", 2, "--num_pictures", 0)
+    assert "  pictures  " not in capsys.readouterr().out and not (tmp_path / "run" / "predictions.png").exists()
+    meta = read_checkpoint(newest_checkpoint(tmp_path / "run")[0])["meta"]
+    assert meta["class_names"] == ["sky", "tree", "sea"] and meta["class_colors"][1] == [1, 2, 3]
+    names.unlink()
+    scores = evaluate(striped, tmp_path / "run", "--output_dir", tmp_path / "scores")
+    expected = read_results(tmp_path / "run")
+    found = read_results(tmp_path / "scores")
+    assert set(scores["iou"]) == {"sky", "tree", "sea"} and found["details"] == expected["details"]
+    assert found["last"] == {k: v for k, v in expected["last"].items() if k != "epoch"}
+    names.write_text("a\nb\nc\n")
+    assert set(evaluate(striped, tmp_path / "run", "--class_names", names)["acc"]) == {"a", "b", "c"}
+    words = "--eval", "--resume", tmp_path / "run", "--data_path", striped, "--output_dir", tmp_path / "run"
+    assert "holds a run, whose results --eval would replace" in fails(capsys, *words)
+    assert read_results(tmp_path / "run") == expected
+
+
+def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
+    run(striped, tmp_path, "--max_steps", 1)
+    words = command(striped, tmp_path, "--batch_size", 2)
+    assert "--accum_iter was 1 and now is 2" in fails(capsys, *words)
+    assert run(striped, tmp_path, "--batch_size", 2, "--allow_changes")["meta"]["step"] == 6
+
+
+def test_other_data_is_named_once_on_resume(striped, tmp_path, capsys):
+    """The number of epochs follows from the data and the iterations, so it is no change of its own."""
+    run(striped, tmp_path / "out", "--max_steps", 1)
+    write_pairs(tmp_path / "data", 13)
+    write_pairs(tmp_path / "data", 5, "validation")
+    message = fails(capsys, *command(tmp_path / "data", tmp_path / "out"))
+    assert "the data had 9 images" in message and "epochs" not in message
+
+
+@pytest.mark.parametrize("split", ["training", "validation"])
+def test_a_split_without_labelled_pixels_is_refused(tmp_path, capsys, split):
+    for name in ("training", "validation"):
+        write_pairs(tmp_path / "data", 5, name, values=(255,) if name == split else (0, 1))
+    message = fails(capsys, *command(tmp_path / "data", tmp_path / "out"))
+    name = "train" if split == "training" else "val"
+    assert f"no labelled pixel in the {name} split: check its label files, --ignore_index and" in message
+    assert not list(tmp_path.rglob("checkpoint*"))
+
+
+def test_some_training_images_may_be_unreadable(tmp_path, capsys):
+    for name in ("training", "validation"):
+        write_pairs(tmp_path / "data", 5, name)
+    (tmp_path / "data/images/training/1.jpg").write_bytes(b"no image")
+    words = command(tmp_path / "data", tmp_path / "out", "--num_iters", 2)
+    assert "1 of 5 checked pairs are bad" in fails(capsys, *words)
+    main_segmentation.main([*words, "--max_bad_fraction", "0.3"])
+    assert reports(tmp_path / "out")[-1]["val_num_images"] == 5
+    (tmp_path / "data/images/validation/1.jpg").write_bytes(b"no image")
+    words = command(tmp_path / "data", tmp_path / "other", "--max_bad_fraction", "0.3")
+    assert "1 of 5 checked pairs are bad" in fails(capsys, *words)
 
 
 def test_two_processes_train_and_count_as_one(striped, encoder, tmp_path):
@@ -198,6 +264,15 @@ def mmsegmentation_keys(name):
     return name.replace("patch_embed.proj", "patch_embed.projection")
 
 
+def published_head(num_classes):
+    """Classifiers of another number of classes for the model below."""
+    return {
+        f"{head}.conv_seg.{part}": torch.randn(num_classes, *([8, 1, 1] if part == "weight" else []))
+        for head in ("decode_head", "auxiliary_head")
+        for part in ("weight", "bias")
+    }
+
+
 def test_a_published_upernet_is_evaluated(striped, tmp_path, capsys):
     """Under mmsegmentation's names, with a bias of keys. Its scores are those of the same model in our names."""
     model = randomise(UPerNet(3, 8, **{**MICRO, "img_size": 16}))
@@ -212,13 +287,17 @@ def test_a_published_upernet_is_evaluated(striped, tmp_path, capsys):
     )
     flags = ["--image_scale", 64, 24, "--stride", 10]
     published = evaluate(striped, tmp_path / "p.pth", *flags)
-    settings = main_segmentation.infer_settings(model.state_dict(), "w")
+    settings = infer_settings(model.state_dict(), "w")
     expected = {"head": "upernet", "model": "vit_micro_patch4", "input_size": 16, "patch_size": 4}
     assert settings == expected | {"in_chans": 3, "decoder_channels": 8, "num_classes": 3}
     loop = {"settings": settings | {"image_scale": [64, 24], "stride": 10}}
     torch.save({"model": model.state_dict(), "meta": json.dumps(loop)}, tmp_path / "ours.pth")
     ours = evaluate(striped, tmp_path / "ours.pth")
     assert ours == published and sum(value > 0 for value in ours["acc"].values()) > 1
+    torch.save({"state_dict": weights | published_head(150)}, tmp_path / "ade.pth")
+    ade = ["--eval", "--resume", tmp_path / "ade.pth", "--data_path", striped, *flags]
+    assert "begin at 1: give --recipe ade20k_upernet_vit_base or --reduce_zero_label" in fails(capsys, *ade)
+    assert evaluate(striped, tmp_path / "ade.pth", *flags, "--no-reduce_zero_label")["num_images"] == 6
     del weights["decode_head.fpn_convs.1.bn.running_var"]
     torch.save({"state_dict": weights}, tmp_path / "p.pth")
     message = fails(capsys, "--eval", "--resume", tmp_path / "p.pth", "--data_path", striped, *flags)
@@ -246,7 +325,7 @@ def fails(capsys, *arguments):
     [
         ("--num_classes 2", "it holds the values 2; 0 to 1 are classes, 255 is ignored"),
         ("--num_classes 255 --reduce_zero_label", "takes the values 1 to 255"),
-        ("--head linear", "--head linear needs --finetune"),
+        ("--head linear", "--head linear has no use for --decoder_channels: the encoder is frozen"),
         (
             "--recipe ade20k_upernet_vit_base --head linear",
             "does not go with --head linear, which has recipes of its own",
@@ -260,7 +339,15 @@ def fails(capsys, *arguments):
         ("--image_scale 24 64", "--image_scale must be two sides, the longer one first, got [24, 64]"),
         ("--in_chans 4", "has 3 channels instead of --in_chans 4"),
         ("--mean 0.5", "--mean must have a value for each of 3 channels, got [0.5]"),
-        ("--std 1 1 0", "--std must be positive, got [1.0, 1.0, 0.0]"),
+        ("--std 1 1 0", "--std must lie in (0, 1], got [1.0, 1.0, 0.0]: divide by 255"),
+        ("--mean 123.7 116.3 103.5", "--mean must lie in [0, 1], got [123.7, 116.3, 103.5]: divide by 255"),
+        ("--std 58.4 57.1 57.4", "--std must lie in (0, 1], got [58.4, 57.1, 57.4]: divide by 255"),
+        (
+            "--head linear --layer_decay 1",
+            "--head linear has no use for --decoder_channels, --layer_decay",
+        ),
+        ("--head linear --drop_path 0.1", "--head linear has no use for --decoder_channels, --drop_path"),
+        ("--input_size 4 --stride 4", "at least 2 x 2 patches, got 1 x 1: raise --input_size"),
         ("--total_batch_size 1", "UPerNet's BatchNorm needs more than one image per micro-batch"),
         ("--total_batch_size 10", "the data set has 9 images, fewer than one total batch of 10"),
         ("--compile", "--compile is not for segmentation: leave it out"),
@@ -275,6 +362,10 @@ def test_bad_flags_are_refused_before_training(striped, tmp_path, capsys, flags,
     words = command(striped, tmp_path / "out")
     assert message in re.sub(r"\s+", " ", fails(capsys, *words, *flags.split()))
     assert not list(tmp_path.rglob("checkpoint*"))
+
+
+def test_a_frozen_encoder_must_be_pre_trained(striped, tmp_path, capsys):
+    assert "--head linear needs --finetune" in fails(capsys, *command(striped, tmp_path, "--head", "linear"))
 
 
 def test_other_runs_and_files_are_refused(striped, encoder, tmp_path, capsys):
@@ -301,3 +392,5 @@ def test_the_demonstration_writes_what_it_says(tmp_path, capsys):
     assert not np.array_equal(train[0], val[0]) and np.array_equal(train[1], val[1])
     for _, row in demo.baselines(tmp_path / "mosaics").items():
         assert 0 < row["miou"] < 40
+    most_frequent = demo.baselines(tmp_path / "mosaics")["most frequent class"]["miou"]
+    assert read_results(tmp_path / "run")["last"]["val_miou"] > most_frequent
