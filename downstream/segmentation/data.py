@@ -32,6 +32,7 @@ IGNORE = 255
 ARRAY = ".npy"  # uint8 [H, W, C], for images with more channels than image formats have
 NUM_CHECKED = 100  # pairs of each split that are read as a whole before training
 NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
+MAX_THREADS = 16  # of a process that read files for the check
 T = TypeVar("T")
 
 
@@ -227,7 +228,7 @@ def examine(look: Callable[[int], T], numbers: Sequence[int], max_bad_fraction: 
         except ImageError as error:
             return [], str(error)
 
-    with ThreadPoolExecutor(available_cores()) as pool:
+    with ThreadPoolExecutor(min(MAX_THREADS, available_cores())) as pool:
         outcomes = list(pool.map(try_one, numbers))
     problems = [problem for _, problem in outcomes if problem]
     if len(problems) > max_bad_fraction * len(numbers):

@@ -144,8 +144,7 @@ def get_args_parser() -> Parser:
     evaluation = parser.add_argument_group("evaluation").add_argument
     evaluation("--eval_every", type=int, help="iterations between evaluations; the last one is always evaluated")
     evaluation("--stride", type=int, help="pixels from one window to the next")
-    help_text = "validation images in the picture of each evaluation; --eval draws it with --output_dir only"
-    evaluation("--num_pictures", type=int, default=4, help=help_text)
+    evaluation("--num_pictures", type=int, default=4, help="images in predictions.png (--eval: with --output_dir)")
 
     add_run_flags(parser.add_argument_group("run"), unit="iterations")
     # By default every image must be readable. Shared code reads `dataset` and `loader`, which are no flags here.
