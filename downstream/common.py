@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from util.run import distributed
+from util.run.encoder_origin import find_encoder, resume_encoder
 from util.run.flags import Plan, RunSchedule, check_least
 from util.run.loop import TrainLoop
 from util.run.run_folder import write_json
 from util.run.saving import CheckpointSaver
+from util.run.start import Start
 from util.run.watchdog import BETWEEN
 from util.text import count_of
 
@@ -56,12 +58,25 @@ class LinearDecay:
         return rate
 
 
-def schedule_by_iterations(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
-    """Returns the schedule of a run whose flags count iterations."""
-    learning_rate = LinearDecay(args.num_iters, args.warmup_iters, plan.lr, args.min_lr)
+def schedule_by_iterations(
+    args: argparse.Namespace, plan: Plan, steps_per_epoch: int, learning_rate: Callable[..., float] | None = None
+) -> RunSchedule:
+    """Returns the schedule of a run whose flags count iterations. learning_rate: default: `LinearDecay`."""
+    if learning_rate is None:
+        learning_rate = LinearDecay(args.num_iters, args.warmup_iters, plan.lr, args.min_lr)
     summary = f"{count_of(args.num_iters, 'iteration')}, {args.num_iters / steps_per_epoch:.4g} epochs of "
     summary += f"{count_of(steps_per_epoch, 'step')}, {args.warmup_iters} of warm-up, peak learning rate {plan.lr:.4g}"
     return RunSchedule(steps_per_epoch, args.num_iters, args.save_every, learning_rate, summary)
+
+
+def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the identity of the pre-trained encoder, or None. ValueError if a resumed run began with another one."""
+    encoder = distributed.run_on_rank0(lambda: find_encoder(args.finetune, start.resume_path is not None))
+    if content is None:
+        return encoder
+    encoder, remarks = resume_encoder(content["meta"], encoder, args.output_dir)
+    start.remarks += remarks
+    return encoder
 
 
 class Evaluation(NamedTuple):

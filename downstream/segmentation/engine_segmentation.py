@@ -1,6 +1,5 @@
 """The training loop of segmentation, slide inference and evaluation. It knows batches and logits, but no model."""
 
-import colorsys
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from downstream.pictures import default_colors, panel
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util.data.datasets import AddressedDataset, batches, every_image_once
@@ -25,7 +24,6 @@ from util.run.loop import TrainLoop
 Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
 MAX_WINDOWS = 8  # of an image in one batch
-PANEL = 192  # side of a panel of a picture, in pixels
 
 
 def segmentation_losses(
@@ -169,13 +167,6 @@ def evaluate_segmentation(
 # --------------------------------------------------------------------------------------------------------- pictures
 
 
-def default_colors(num_classes: int) -> np.ndarray:
-    """Returns a colour for each class, uint8 [K, 3]: hues a golden angle apart, in three shades."""
-    shades = ((0.85, 0.95), (0.5, 0.8), (0.95, 0.6))
-    colors = [colorsys.hsv_to_rgb(0.618034 * k % 1, *shades[k % 3]) for k in range(num_classes)]
-    return (np.array(colors) * 255).round().astype(np.uint8)
-
-
 def read_classes(path: str | Path | None, num_classes: int) -> tuple[list[str], np.ndarray]:
     """Returns (names, colours uint8 [K, 3]) of the classes from a text file; numbers and default colours without one.
 
@@ -205,12 +196,3 @@ def draw_predictions(pictures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray
         shown = img if img.shape[2] == 3 else img[:, :, :1].repeat(3, axis=2)
         rows.append([panel(shown), panel(palette[truth]), panel(palette[predicted])])
     return table(rows, ["image", "truth", "prediction"])
-
-
-def panel(picture: np.ndarray) -> np.ndarray:
-    """Fits uint8 [h, w, 3] into a white square, with its aspect ratio kept."""
-    scale = PANEL / max(picture.shape[:2])
-    size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
-    square = Image.new("RGB", (PANEL, PANEL), (255, 255, 255))
-    square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
-    return np.asarray(square)

@@ -27,6 +27,7 @@ from downstream.common import (
     Evaluator,
     add_iteration_flags,
     check_iteration_flags,
+    choose_encoder,
     progress_settings,
     schedule_by_iterations,
 )
@@ -58,7 +59,7 @@ from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.pictures import save
 from util.run import distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import find_encoder, resume_encoder, warn_if_unfinished
+from util.run.encoder_origin import warn_if_unfinished
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
 from util.run.errors import exit_on_setup_errors, exit_on_training_errors
 from util.run.flags import (
@@ -79,7 +80,7 @@ from util.run.run_folder import writable_folder, write_json
 from util.run.saving import step_ranges
 from util.run.setup import RunParts, announce, assemble
 from util.run.signals import StopSignal
-from util.run.start import Start, enter_folder, join_processes, refuse_different_starts
+from util.run.start import enter_folder, join_processes, refuse_different_starts
 from util.text import count_of
 
 PROGRAM = "main_segmentation.py"
@@ -235,16 +236,6 @@ def load_first_weights(model: Segmenter, encoder: dict[str, Any] | None) -> list
         return ["no --finetune: training from scratch"]
     report = load_backbone(model.backbone, encoder["path"])
     return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
-
-
-def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the identity of the pre-trained encoder, or None. ValueError if a resumed run began with another one."""
-    encoder = distributed.run_on_rank0(lambda: find_encoder(args.finetune, start.resume_path is not None))
-    if content is None:
-        return encoder
-    encoder, remarks = resume_encoder(content["meta"], encoder, args.output_dir)
-    start.remarks += remarks
-    return encoder
 
 
 def describe_scores(scores: Mapping[str, Any]) -> str:

@@ -1,0 +1,24 @@
+"""Colours of classes, and panels of one size for the pictures of dense tasks."""
+
+import colorsys
+
+import numpy as np
+from PIL import Image
+
+PANEL = 192  # side of a panel in pixels
+
+
+def default_colors(num_classes: int) -> np.ndarray:
+    """Returns a colour for each class, uint8 [K, 3]: hues a golden angle apart, in three shades."""
+    shades = ((0.85, 0.95), (0.5, 0.8), (0.95, 0.6))
+    colors = [colorsys.hsv_to_rgb(0.618034 * k % 1, *shades[k % 3]) for k in range(num_classes)]
+    return (np.array(colors) * 255).round().astype(np.uint8)
+
+
+def panel(picture: np.ndarray) -> np.ndarray:
+    """Fits uint8 [h, w, 3] into a white square, with its aspect ratio kept."""
+    scale = PANEL / max(picture.shape[:2])
+    size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
+    square = Image.new("RGB", (PANEL, PANEL), (255, 255, 255))
+    square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
+    return np.asarray(square)
