@@ -1,0 +1,225 @@
+"""ViTDet's backbone (Li et al., ECCV 2022): a plain ViT with windowed and global blocks, and a simple feature pyramid.
+
+Every block has decomposed relative positions, which begin at 0. So the network begins as the plain ViT that was
+pre-trained, apart from the windows.
+"""
+
+from pathlib import Path
+
+import torch
+from timm.layers import DropPath, Mlp
+from torch import nn
+from torch.nn import functional as F
+
+from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
+from util.encoder_weights import LoadReport, encoder_weights_of, fit_encoder, refuse_foreign
+from util.pos_embed import resize_pos_embed, sincos_pos_embed
+from util.run.checkpoint import find_checkpoint_file, read_checkpoint
+
+# Endings of parameters that pre-training does not have, and beginnings of those that detection does not use.
+NEW_KEYS = (".rel_pos_h", ".rel_pos_w")
+UNUSED_KEYS = ("cls_token", "norm.", "fc_norm.", "head.")
+
+Grid = tuple[int, int]  # (rows, columns)
+
+
+def relative_table(table: torch.Tensor, side: int) -> torch.Tensor:
+    """Returns the embedding of each pair (query, key) of places on an axis, [side, side, d].
+
+    table: [2 side - 1, d], whose row `side - 1` belongs to equal places, and the rows after it to a query after the
+    key.
+    """
+    places = torch.arange(side, device=table.device)
+    return table[places[:, None] - places[None, :] + side - 1]
+
+
+class DecomposedAttention(nn.Module):
+    """Self-attention on a grid with relative positions, decomposed into one table for each axis.
+
+    The logit of a query q and a key k is q.k / sqrt(d) + q.R_h[row offset] + q.R_w[column offset]. The two last terms
+    become products, too: the query gets its products with both tables as further entries, and the key gets the one-hot
+    codes of its row and its column. So torch's fused kernels apply, and no matrix of biases is stored.
+    """
+
+    def __init__(self, dim: int, num_heads: int, grid_size: Grid) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"width {dim} does not divide into {num_heads} heads")
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        rows, columns = grid_size
+        self.rel_pos_h = nn.Parameter(torch.zeros(2 * rows - 1, dim // num_heads))
+        self.rel_pos_w = nn.Parameter(torch.zeros(2 * columns - 1, dim // num_heads))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [B, rows, columns, C]."""
+        rows, columns = x.shape[1:3]
+        q, k, v = split_heads(self.qkv(x).flatten(1, 2), self.num_heads)  # each [B, heads, T, d]
+        grid = q.unflatten(2, (rows, columns))
+        down = torch.einsum("bnhwd,hkd->bnhwk", grid, relative_table(self.rel_pos_h, rows).to(q.dtype))
+        across = torch.einsum("bnhwd,wkd->bnhwk", grid, relative_table(self.rel_pos_w, columns).to(q.dtype))
+        eye_h, eye_w = (torch.eye(side, dtype=q.dtype, device=q.device) for side in (rows, columns))
+        codes = torch.cat([eye_h.repeat_interleave(columns, dim=0), eye_w.repeat(rows, 1)], dim=1)  # [T, rows+columns]
+        queries = torch.cat([q * q.shape[-1] ** -0.5, down.flatten(2, 3), across.flatten(2, 3)], dim=-1)
+        keys = torch.cat([k, codes.expand(*k.shape[:2], -1, -1)], dim=-1)
+        padding = (0, -queries.shape[-1] % 8)  # fused kernels need a multiple of 8
+        out = F.scaled_dot_product_attention(F.pad(queries, padding), F.pad(keys, padding), v, scale=1.0)
+        return self.proj(out.transpose(1, 2).flatten(2)).unflatten(1, (rows, columns))
+
+
+def window_partition(x: torch.Tensor, side: int) -> tuple[torch.Tensor, Grid]:
+    """Cuts maps [B, H, W, C] into windows [B * n, side, side, C], with zeros added at the bottom and the right.
+
+    Returns (windows, (height, width) with the padding).
+    """
+    batch, height, width, channels = x.shape
+    x = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
+    height, width = x.shape[1:3]
+    x = x.view(batch, height // side, side, width // side, side, channels)
+    return x.transpose(2, 3).reshape(-1, side, side, channels), (height, width)
+
+
+def window_unpartition(windows: torch.Tensor, padded: Grid, size: Grid) -> torch.Tensor:
+    """Joins windows [B * n, side, side, C] into maps [B, *size, C], the inverse of `window_partition`."""
+    side, (height, width) = windows.shape[1], padded
+    x = windows.view(-1, height // side, width // side, side, side, windows.shape[-1])
+    return x.transpose(2, 3).reshape(-1, height, width, windows.shape[-1])[:, : size[0], : size[1]]
+
+
+class DetBlock(nn.Module):
+    """Pre-norm Transformer block on maps [B, H, W, C]. window_size: side of its windows; 0: attention is global.
+
+    Padded places of a window are zeros after the norm, and they are keys, as in detectron2.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, drop_path: float, grid_size: Grid, window_size: int = 0
+    ) -> None:
+        super().__init__()
+        self.window_size = window_size
+        self.norm1 = layer_norm(dim)
+        self.attn = DecomposedAttention(dim, num_heads, (window_size, window_size) if window_size else grid_size)
+        self.norm2 = layer_norm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        if self.window_size:
+            windows, padded = window_partition(y, self.window_size)
+            y = window_unpartition(self.attn(windows), padded, tuple(x.shape[1:3]))
+        else:
+            y = self.attn(y)
+        x = x + self.drop_path(y)
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class ViTDet(nn.Module):
+    """A ViT without class token. Every fourth part of the depth ends with a global block; the others have windows.
+
+    img_size: side of an image in pixels. pretrain_size: side of the images of pre-training; the position table has that
+    grid, and is interpolated to the image's in each forward pass. Other arguments: see `models_vit.ViTEncoder`.
+    """
+
+    def __init__(
+        self,
+        img_size: int = 1024,
+        pretrain_size: int = 224,
+        window_size: int = 14,
+        patch_size: int = 16,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        for name, size, step in (
+            ("input_size", img_size, 4 * patch_size),
+            ("pretrain_size", pretrain_size, patch_size),
+        ):
+            if size < step or size % step:
+                raise ValueError(f"--{name} {size} must be a multiple of {step}, with patches of {patch_size} pixels")
+        self.img_size, self.patch_size, self.embed_dim, self.depth = (img_size,) * 2, patch_size, embed_dim, depth
+        self.map_size: Grid = (img_size // patch_size,) * 2
+        self.grid_size: Grid = (pretrain_size // patch_size,) * 2  # of the position table
+        self.patch_embed = PatchEmbed(patch_size, 3, embed_dim)
+        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]; the class token's row is not used
+        self.global_blocks = tuple(depth * quarter // 4 - 1 for quarter in (1, 2, 3, 4))
+        self.blocks = nn.ModuleList(
+            DetBlock(
+                embed_dim, num_heads, mlp_ratio, rate, self.map_size, 0 if i in self.global_blocks else window_size
+            )
+            for i, rate in enumerate(drop_path_rates(drop_path_rate, depth))
+        )
+        init_weights(self)
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns the last block's map [B, D, rows, columns] of normalised images [B, 3, H, W], without a norm."""
+        check_image_size(imgs, self.img_size)
+        positions = resize_pos_embed(self.pos_embed, self.grid_size, self.map_size)[:, 1:]
+        x = (self.patch_embed(patchify(imgs, self.patch_size)) + positions).unflatten(1, self.map_size)
+        for block in self.blocks:
+            x = block(x)
+        return x.permute(0, 3, 1, 2).contiguous()
+
+
+class ChannelNorm(nn.Module):
+    """LayerNorm over the channels of maps [B, C, H, W], at each place."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, eps=1e-6)
+        return x.permute(0, 3, 1, 2)
+
+
+class SimpleFeaturePyramid(nn.Module):
+    """Makes maps of 4, 2, 1, 1/2 and 1/4 times the resolution of one map of a ViT, each with `channels` channels."""
+
+    def __init__(self, dim: int, channels: int = 256) -> None:
+        super().__init__()
+
+        def double(width: int) -> nn.ConvTranspose2d:
+            return nn.ConvTranspose2d(width, width // 2, kernel_size=2, stride=2)
+
+        firsts: list[tuple[list[nn.Module], int]] = [
+            ([double(dim), ChannelNorm(dim // 2), nn.GELU(), double(dim // 2)], dim // 4),
+            ([double(dim)], dim // 2),
+            ([], dim),
+            ([nn.MaxPool2d(kernel_size=2, stride=2)], dim),
+        ]
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                *first,
+                nn.Conv2d(width, channels, kernel_size=1, bias=False),
+                ChannelNorm(channels),
+                nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
+                ChannelNorm(channels),
+            )
+            for first, width in firsts
+        )
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns five maps, the finest first, of a map [B, D, rows, columns]."""
+        maps = [stage(x) for stage in self.stages]
+        return [*maps, F.max_pool2d(maps[-1], kernel_size=1, stride=2)]
+
+
+def load_backbone(backbone: ViTDet, path: str | Path) -> LoadReport:
+    """Loads a pre-trained plain ViT, as `util.encoder_weights.load_encoder` does. Returns what was done with the keys.
+
+    path: a checkpoint of this project, a release or a file of timm. Raises CheckpointError, a ValueError, if the file
+    holds another encoder.
+    """
+    path = find_checkpoint_file(path)
+    content, what = read_checkpoint(path), repr(str(path))
+    weights = encoder_weights_of(content)
+    used = {key: value for key, value in weights.items() if not key.startswith(UNUSED_KEYS)}
+    refuse_foreign(backbone, used, what)
+    report = fit_encoder(backbone, {**content, "model": used}, what, new_keys=NEW_KEYS)
+    return report._replace(unexpected=[*report.unexpected, *(key for key in weights if key not in used)])

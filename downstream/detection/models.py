@@ -1,0 +1,263 @@
+"""Mask R-CNN and Faster R-CNN on ViTDet's backbone, from torchvision's parts.
+
+Torchvision differs from detectron2, in which the published numbers were made. Here its RoIAlign is the aligned one, box
+losses are L1, mask targets are binary and aligned, and all box arithmetic is in float32 under autocast, too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.ops import roi_align
+
+from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViTDet
+from models_vit import BASE, HUGE, LARGE, MICRO, SMALL, TINY
+
+SIZES = {
+    "vit_micro_patch4": MICRO,
+    "vit_tiny_patch16": TINY,
+    "vit_small_patch16": SMALL,
+    "vit_base_patch16": BASE,
+    "vit_large_patch16": LARGE,
+    "vit_huge_patch14": HUGE,
+}
+BOX_GRID, MASK_GRID = 7, 14  # sides of the features of a box and of a mask
+
+Target = dict[str, torch.Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
+Detections = dict[str, torch.Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
+
+
+class RPNHeadInFloat32(RPNHead):
+    """Torchvision's RPN head, whose outputs are float32 under autocast, too."""
+
+    def forward(self, x: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        logits, boxes = super().forward(x)
+        return [value.float() for value in logits], [value.float() for value in boxes]
+
+
+class RegionProposalNetworkL1(RegionProposalNetwork):
+    """Torchvision's RPN with an L1 loss of boxes."""
+
+    def compute_loss(
+        self,
+        objectness: torch.Tensor,
+        pred_bbox_deltas: torch.Tensor,
+        labels: list[torch.Tensor],
+        regression_targets: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (loss of the objectness, loss of the boxes), both divided by the number of sampled anchors."""
+        chosen = [torch.cat(parts).nonzero()[:, 0] for parts in self.fg_bg_sampler(labels)]
+        sampled = torch.cat(chosen)
+        loss = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])
+        wanted = torch.cat(regression_targets)[chosen[0]]
+        return loss, F.l1_loss(pred_bbox_deltas[chosen[0]], wanted, reduction="sum") / sampled.numel()
+
+
+class AlignedRoIPool(nn.Module):
+    """RoIAlign without the half-pixel shift, on the level that fits the area of a box.
+
+    size: side of the result. patch_size: stride of the third level. A box of 14 patches belongs to that level.
+    """
+
+    def __init__(self, size: int, patch_size: int) -> None:
+        super().__init__()
+        self.size, self.patch_size = size, patch_size
+
+    def forward(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> torch.Tensor:
+        """Returns float32 [R, C, size, size]. maps: four levels [B, C, h, w]. boxes: of each image, in pixels."""
+        flat = torch.cat(boxes)
+        owner = torch.cat([torch.full_like(box[:, :1], i) for i, box in enumerate(boxes)])
+        sides = ((flat[:, 2] - flat[:, 0]) * (flat[:, 3] - flat[:, 1])).clamp(min=0).sqrt()
+        levels = (2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)).floor().clamp(0, len(maps) - 1)
+        rois = torch.cat([owner, flat], dim=1)
+        out = maps[0].new_zeros(len(rois), maps[0].shape[1], self.size, self.size, dtype=torch.float32)
+        for level, features in enumerate(maps):
+            index = (levels == level).nonzero()[:, 0]
+            scale = 2.0 ** (2 - level) / self.patch_size
+            pooled = roi_align(features.float(), rois[index], self.size, scale, sampling_ratio=0, aligned=True)
+            out = out.index_put((index,), pooled)
+        return out
+
+
+class RoIHeadsL1(RoIHeads):
+    """Torchvision's heads with the losses and the mask targets of detectron2."""
+
+    def forward(
+        self,
+        maps: list[torch.Tensor],
+        proposals: list[torch.Tensor],
+        sizes: list[tuple[int, int]],
+        targets: list[Target] | None = None,
+    ) -> tuple[list[Detections], dict[str, torch.Tensor]]:
+        """Returns (detections, {}) in eval mode, ([], losses) in training."""
+        if not self.training:
+            return self.detect(maps, proposals, sizes), {}
+        proposals, matched, labels, deltas = self.select_training_samples(proposals, targets)
+        logits, boxes = self.predict_boxes(maps, proposals)
+        label = torch.cat(labels)
+        positive = (label > 0).nonzero()[:, 0]
+        chosen = boxes.unflatten(1, (-1, 4))[positive, label[positive]]
+        losses = {
+            "class": F.cross_entropy(logits, label),
+            "box": F.l1_loss(chosen, torch.cat(deltas)[positive], reduction="sum") / max(1, label.numel()),
+        }
+        if self.has_mask() and targets is not None:
+            found = [label > 0 for label in labels]
+            boxes_of_masks = [box[keep] for box, keep in zip(proposals, found, strict=True)]
+            logits = self.predict_masks(maps, boxes_of_masks)
+            own = logits[torch.arange(len(logits), device=logits.device), label[positive]]
+            wanted = [
+                crop_masks(target["masks"], box, index[keep], own.shape[-1])
+                for target, box, index, keep in zip(targets, boxes_of_masks, matched, found, strict=True)
+            ]
+            loss = F.binary_cross_entropy_with_logits(own, torch.cat(wanted), reduction="sum")
+            losses["mask"] = loss / max(1, own.numel())
+        return [], losses
+
+    def predict_boxes(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (class logits [R, 1 + K], box offsets [R, 4 (1 + K)]), float32. Class 0 is the background."""
+        logits, offsets = self.box_predictor(self.box_head(self.box_roi_pool(maps, boxes)))
+        return logits.float(), offsets.float()
+
+    def predict_masks(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> torch.Tensor:
+        """Returns mask logits [R, 1 + K, 28, 28], float32."""
+        return self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, boxes))).float()
+
+    def detect(
+        self, maps: list[torch.Tensor], proposals: list[torch.Tensor], sizes: list[tuple[int, int]]
+    ) -> list[Detections]:
+        """Returns the detections of each image."""
+        found = self.postprocess_detections(*self.predict_boxes(maps, proposals), proposals, sizes)
+        results = [dict(zip(("boxes", "scores", "labels"), values, strict=True)) for values in zip(*found, strict=True)]
+        if self.has_mask():
+            logits = self.predict_masks(maps, [result["boxes"] for result in results])
+            labels = torch.cat([result["labels"] for result in results])
+            masks = logits[torch.arange(len(logits), device=logits.device), labels].sigmoid()
+            for result, part in zip(results, masks.split([len(r["boxes"]) for r in results]), strict=True):
+                result["masks"] = part
+        return results
+
+
+def crop_masks(masks: torch.Tensor, boxes: torch.Tensor, index: torch.Tensor, side: int) -> torch.Tensor:
+    """Returns what the boxes [P, 4] show of the masks [n, H, W] with numbers `index` [P], float 0 or 1 [P, side, side].
+
+    A cell is 1 if at least half of it is inside the mask.
+    """
+    if not len(boxes):
+        return boxes.new_zeros(0, side, side)
+    rois = torch.cat([index[:, None].to(boxes), boxes], dim=1)
+    return (roi_align(masks[:, None].to(boxes), rois, side, 1.0, sampling_ratio=0, aligned=True)[:, 0] >= 0.5).float()
+
+
+class Detector(nn.Module):
+    """Mask R-CNN on a ViT; without `masks`, Faster R-CNN.
+
+    num_classes: without the background. channels: of the pyramid and the heads. options: arguments of `ViTDet`. Anchors
+    have 8 times the stride of their level: 32 to 512 pixels for patches of 16.
+    """
+
+    def __init__(self, num_classes: int, masks: bool = True, channels: int = 256, **options: Any) -> None:
+        super().__init__()
+        self.backbone = ViTDet(**options)
+        self.img_size, self.patch_size = self.backbone.img_size, self.backbone.patch_size
+        self.pyramid = SimpleFeaturePyramid(self.backbone.embed_dim, channels)
+        sides = tuple((self.patch_size * 2**level,) for level in (1, 2, 3, 4, 5))
+        anchors = AnchorGenerator(sides, ((0.5, 1.0, 2.0),) * len(sides))
+        self.rpn = RegionProposalNetworkL1(
+            anchors,
+            RPNHeadInFloat32(channels, anchors.num_anchors_per_location()[0], conv_depth=2),
+            fg_iou_thresh=0.7,
+            bg_iou_thresh=0.3,
+            batch_size_per_image=256,
+            positive_fraction=0.5,
+            pre_nms_top_n={"training": 2000, "testing": 1000},
+            post_nms_top_n={"training": 1000, "testing": 1000},
+            nms_thresh=0.7,
+        )
+        fc = 4 * channels
+        self.roi_heads = RoIHeadsL1(
+            AlignedRoIPool(BOX_GRID, self.patch_size),
+            FastRCNNConvFCHead((channels, BOX_GRID, BOX_GRID), [channels] * 4, [fc], norm_layer=ChannelNorm),
+            FastRCNNPredictor(fc, 1 + num_classes),
+            fg_iou_thresh=0.5,
+            bg_iou_thresh=0.5,
+            batch_size_per_image=512,
+            positive_fraction=0.25,
+            bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
+            score_thresh=0.05,
+            nms_thresh=0.5,
+            detections_per_img=100,
+        )
+        if masks:
+            self.roi_heads.mask_roi_pool = AlignedRoIPool(MASK_GRID, self.patch_size)
+            self.roi_heads.mask_head = MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=ChannelNorm)
+            self.roi_heads.mask_predictor = MaskRCNNPredictor(channels, channels, 1 + num_classes)
+        self.init_predictors()
+
+    def init_predictors(self) -> None:
+        """Initialises the last layers and the fully connected one as detectron2 does."""
+        heads = self.roi_heads
+        layers = [(heads.box_predictor.cls_score, 0.01), (heads.box_predictor.bbox_pred, 0.001)]
+        if heads.has_mask():
+            layers.append((heads.mask_predictor.mask_fcn_logits, 0.001))
+            nn.init.zeros_(heads.mask_predictor.conv5_mask.bias)
+        for layer, std in layers:
+            nn.init.normal_(layer.weight, std=std)
+            nn.init.zeros_(layer.bias)
+        for layer in heads.box_head:
+            if isinstance(layer, nn.Linear):
+                nn.init.kaiming_uniform_(layer.weight, a=1)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, imgs: torch.Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
+        """Returns {name: loss} in training, the Detections of each image in eval mode, in pixels of `imgs`.
+
+        imgs: [B, 3, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
+        each image without the padding.
+        """
+        maps = self.pyramid(self.backbone(imgs))
+        proposals, rpn_losses = self.rpn(ImageList(imgs, sizes), dict(enumerate(maps)), targets)
+        detections, losses = self.roi_heads(maps[:4], proposals, sizes, targets)
+        if not self.training:
+            return detections
+        renamed = {"objectness": rpn_losses["loss_objectness"], "rpn_box": rpn_losses["loss_rpn_box_reg"]}
+        return renamed | losses
+
+    def param_groups(self, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
+        """Returns parameter groups with `lr_scale` = layer_decay ** (layers above), as in detectron2's ViTDet.
+
+        Layers: patches and positions, each block, everything else. Only the blocks' norms and the position table have
+        no weight decay.
+        """
+        top = self.backbone.depth + 1
+        norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
+        groups: dict[tuple[int, bool], dict[str, Any]] = {}
+        for name, parameter in self.named_parameters():
+            words = name.split(".")
+            layer = top
+            if words[0] == "backbone":
+                layer = int(words[2]) + 1 if words[1] == "blocks" else 0
+            decays = not name.startswith(tuple(norms)) and name != "backbone.pos_embed"
+            scale, decay = layer_decay ** (top - layer), weight_decay if decays else 0.0
+            group = groups.setdefault((layer, decays), {"params": [], "lr_scale": scale, "weight_decay": decay})
+            group["params"].append(parameter)
+        return list(groups.values())
+
+
+def build_detector(settings: Mapping[str, Any]) -> Detector:
+    """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
+    options: dict[str, Any] = {**SIZES[settings["model"]]}
+    options |= {"pretrain_size": options.get("img_size", 224), "img_size": settings["input_size"]}
+    options["drop_path_rate"] = settings["drop_path"]
+    for name in ("patch_size", "pretrain_size", "window_size"):
+        if settings[name] is not None:
+            options[name] = settings[name]
+    return Detector(len(settings["categories"]), settings["masks"], settings["decoder_channels"], **options)
