@@ -28,7 +28,6 @@ def add_iteration_flags(group: argparse._ArgumentGroup) -> None:
     flag("--num_iters", type=int, help="length of the schedule in optimizer steps")
     flag("--warmup_iters", type=int, help="optimizer steps of linear warm-up")
     flag("--lr", type=float, help="learning rate of the head at the total batch size; it is not scaled")
-    flag("--min_lr", type=float, help="learning rate at the end of the schedule")
 
 
 def check_iteration_flags(args: argparse.Namespace) -> None:

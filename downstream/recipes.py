@@ -1,4 +1,4 @@
-"""Named defaults of the downstream programs: SEGMENTATION_RECIPES of `downstream/segmentation/main_segmentation.py`.
+"""Named defaults of the programs in segmentation/ and detection/: SEGMENTATION_RECIPES and DETECTION_RECIPES.
 
     torchrun --nproc_per_node 8 downstream/segmentation/main_segmentation.py --recipe ade20k_upernet_vit_base \
         --data_path ADEChallengeData2016 --finetune output/prmim50_base
@@ -52,4 +52,40 @@ SEGMENTATION_RECIPES: dict[str, Recipe] = {
     "segmentation_demo": UPERNET_DEFAULTS
     | dict(model="vit_micro_patch4", input_size=32, decoder_channels=48, image_scale=(256, 64), stride=16)
     | dict(num_iters=400, warmup_iters=20, total_batch_size=8, lr=2e-3, layer_decay=1.0, eval_every=200, num_classes=6),
+}
+
+# ViTDet with Mask R-CNN, as in detectron2: 100 epochs. The paper halves batch and learning rate, so the number of
+# iterations doubles. The rate falls at the same shares of the schedule.
+MASK_RCNN_DEFAULTS: Recipe = dict(
+    num_iters=368_750,
+    warmup_iters=250,
+    total_batch_size=32,
+    lr=5e-5,
+    lr_drops=(163_889 / 184_375, 177_546 / 184_375),
+    weight_decay=0.1,
+    layer_decay=0.7,
+    drop_path=0.1,
+    input_size=1024,
+    window_size=14,
+    decoder_channels=256,
+    scale_range=(0.1, 2.0),
+    num_rois=512,
+    eval_every=36_875,
+)
+DETECTION_RECIPES: dict[str, Recipe] = {
+    # Table "Object detection and instance segmentation on COCO": only the encoder differs between the rows.
+    # MAE / plain .5 / PR-MIM .5, 800 epochs: AP box 51.0 / 50.2 / 50.8, AP mask 45.2 / 44.6 / 45.2
+    "coco_mask_rcnn_vit_base": MASK_RCNN_DEFAULTS | dict(model="vit_base_patch16"),
+    # ViTDet's own setting. Released: 1600 epochs of MAE, AP box 51.6, AP mask 45.9
+    "coco_mask_rcnn_vit_base_mae": MASK_RCNN_DEFAULTS
+    | dict(model="vit_base_patch16", num_iters=184_375, total_batch_size=64, lr=1e-4, eval_every=18_437),
+    # For one GPU: 12 epochs of 512-pixel images. There is no published number.
+    "coco_mask_rcnn_vit_base_short": MASK_RCNN_DEFAULTS
+    | dict(model="vit_base_patch16", input_size=512, num_iters=88_000, total_batch_size=16, eval_every=8800)
+    | dict(scale_range=(0.5, 1.5)),
+    # Photographs pasted on photographs, written by downstream/detection/demo.py: minutes on a CPU.
+    "detection_demo": MASK_RCNN_DEFAULTS
+    | dict(model="vit_micro_patch4", input_size=64, window_size=4, decoder_channels=32, scale_range=(0.8, 1.25))
+    | dict(num_iters=500, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=250, drop_path=0.0)
+    | dict(num_rois=64),
 }

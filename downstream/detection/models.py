@@ -160,11 +160,14 @@ def crop_masks(masks: torch.Tensor, boxes: torch.Tensor, index: torch.Tensor, si
 class Detector(nn.Module):
     """Mask R-CNN on a ViT; without `masks`, Faster R-CNN.
 
-    num_classes: without the background. channels: of the pyramid and the heads. options: arguments of `ViTDet`. Anchors
-    have 8 times the stride of their level: 32 to 512 pixels for patches of 16.
+    num_classes: without the background. channels: of the pyramid and the heads. num_rois: boxes of an image that are
+    sampled for the losses of the heads. options: arguments of `ViTDet`. Anchors have 8 times the stride of their level:
+    32 to 512 pixels for patches of 16.
     """
 
-    def __init__(self, num_classes: int, masks: bool = True, channels: int = 256, **options: Any) -> None:
+    def __init__(
+        self, num_classes: int, masks: bool = True, channels: int = 256, num_rois: int = 512, **options: Any
+    ) -> None:
         super().__init__()
         self.backbone = ViTDet(**options)
         self.img_size, self.patch_size = self.backbone.img_size, self.backbone.patch_size
@@ -189,7 +192,7 @@ class Detector(nn.Module):
             FastRCNNPredictor(fc, 1 + num_classes),
             fg_iou_thresh=0.5,
             bg_iou_thresh=0.5,
-            batch_size_per_image=512,
+            batch_size_per_image=num_rois,
             positive_fraction=0.25,
             bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
             score_thresh=0.05,
@@ -260,4 +263,5 @@ def build_detector(settings: Mapping[str, Any]) -> Detector:
     for name in ("patch_size", "pretrain_size", "window_size"):
         if settings[name] is not None:
             options[name] = settings[name]
-    return Detector(len(settings["categories"]), settings["masks"], settings["decoder_channels"], **options)
+    num_rois = settings.get("num_rois", 512)
+    return Detector(len(settings["categories"]), settings["masks"], settings["decoder_channels"], num_rois, **options)

@@ -22,6 +22,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import read_results
+from downstream.photos import read_photos
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.data import LabelValues, SegmentationImages
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
@@ -30,24 +31,6 @@ from util.run.run_folder import writable_folder
 
 PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "coffee.png")
 SIDE = 64  # of a mosaic, in pixels
-PHOTO_SIDE = 192  # shorter side to which the photographs are scaled
-
-
-def read_photos() -> list[Image.Image]:
-    """Returns the photographs, scaled. ValueError if scikit-image is not installed."""
-    try:
-        from skimage.data import data_dir
-    except ImportError as error:
-        raise ValueError(
-            "the photographs are from scikit-image, which is not installed: "
-            "pip install -r downstream/segmentation/requirements.txt"
-        ) from error
-    photos = []
-    for name in PHOTOS:
-        photo = Image.open(Path(data_dir) / name).convert("RGB")
-        scale = PHOTO_SIDE / min(photo.size)
-        photos.append(photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.BICUBIC))
-    return photos
 
 
 def make_mosaic(photos: Sequence[Image.Image], split: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +50,7 @@ def make_mosaic(photos: Sequence[Image.Image], split: str, rng: np.random.Genera
 
 def write_mosaics(root: Path, num_train: int = 200, num_val: int = 40) -> None:
     """Writes the data set. The seed is fixed: the files are always the same."""
-    photos = read_photos()
+    photos = read_photos(PHOTOS)
     for number, (split, count) in enumerate((("training", num_train), ("validation", num_val))):
         rng = np.random.default_rng(number)
         for kind in ("images", "annotations"):

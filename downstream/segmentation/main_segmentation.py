@@ -112,6 +112,7 @@ def get_args_parser() -> Parser:
     group = parser.add_argument_group("optimisation")
     add_batch_flags(group)
     add_iteration_flags(group)
+    group.add_argument("--min_lr", type=float, help="learning rate at the end of the schedule")
     group.add_argument(
         "--layer_decay", type=float, help="factor on the learning rate from each layer to the one before"
     )

@@ -1,0 +1,277 @@
+"""Images with boxes and masks: a COCO-style JSON file and a folder of images, and their transforms."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from downstream.detection.masks import check_segmentation, decode_mask
+from util.addressed import AUGMENT, addressed_uniform
+from util.data.images import ImageError, ImageFiles
+from util.data.transforms import Size
+from util.text import count_of, shorten
+
+# Of an image: uint8 [3, h, w], boxes float [n, 4], labels int64 [n], masks uint8 [n, h, w].
+DetectionSample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class CocoImages(ImageFiles):
+    """The images of a COCO-style JSON file. `load(i)` returns (uint8 [H, W, 3], 0), `annotations(i)` its objects.
+
+    training: leave out crowds, boxes without area inside the image, and then images without objects, as detectron2
+    does. `notes` says how many. Otherwise every image of the file is kept.
+
+    categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
+    has_masks: whether every object has a segmentation. ValueError if the file is missing, is not of this format or
+    contradicts itself. ImageError, from `load`, if an image is unreadable or has another size than in the file.
+    """
+
+    def __init__(self, json_path: str | Path, image_root: str | Path, training: bool) -> None:
+        self.json_path = Path(json_path)
+        content = read_coco(self.json_path)
+        if not Path(image_root).is_dir():
+            raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
+        self.categories = sorted((c["id"], str(c.get("name", c["id"]))) for c in content["categories"])
+        label_of = {category: label for label, (category, _) in enumerate(self.categories, 1)}
+        objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
+        sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in content["images"]}
+        crowd, empty = "annotations of crowds", "boxes without area inside their image"
+        ignored = {crowd: 0, empty: 0}
+        for a in content["annotations"]:
+            box = clip_box(a["bbox"], sizes[a["image_id"]])
+            if training and a.get("iscrowd", 0):
+                ignored[crowd] += 1
+            elif training and box is None:
+                ignored[empty] += 1
+            else:
+                found = {"box": box, "label": label_of[a["category_id"]], "crowd": int(a.get("iscrowd", 0))}
+                objects[a["image_id"]].append(found | {"segmentation": a.get("segmentation") or None})
+        images = sorted(content["images"], key=lambda image: image["id"])
+        kept = [image for image in images if objects[image["id"]] or not training]
+        notes = [f"{number} {what} ignored" for what, number in ignored.items() if number]
+        if len(kept) < len(images):
+            notes.append(f"{count_of(len(images) - len(kept), 'image')} without objects ignored")
+        if not kept:
+            raise ValueError(f"{str(json_path)!r} has no image{' with an object' if training else ''}")
+        super().__init__(image_root, [(image["file_name"], 0) for image in kept], [], notes)
+        self.ids = np.array([image["id"] for image in kept], np.int64)
+        self.sizes = np.array([sizes[i] for i in self.ids.tolist()], np.int64)  # (height, width)
+        self._store([objects[i] for i in self.ids.tolist()])
+
+    def _store(self, objects: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Keeps the objects as bytes in one array, which forked workers share."""
+        segmented = [bool(a["segmentation"]) for part in objects for a in part if not a["crowd"]]
+        if any(segmented) and not all(segmented):
+            raise ValueError(
+                f"{segmented.count(False)} of {len(segmented)} objects of {str(self.json_path)!r} have no "
+                f"segmentation: add them, or remove all of them to train on boxes alone"
+            )
+        self.has_masks, self.num_objects = any(segmented), len(segmented)
+        parts = [json.dumps(part).encode() for part in objects]
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.bytes = np.frombuffer(b"".join(parts), np.uint8)
+
+    def annotations(self, i: int) -> list[dict[str, Any]]:
+        """Returns the objects of image i: box [x1, y1, x2, y2] inside the image or None, label, crowd, segmentation."""
+        start = int(self.ends[i - 1]) if i else 0
+        return json.loads(self.bytes[start : self.ends[i]].tobytes())
+
+    def fingerprint(self) -> str:
+        """Returns the SHA-256 of all names, objects and categories."""
+        digest = hashlib.sha256(super().fingerprint().encode())
+        digest.update(json.dumps(self.categories).encode())
+        digest.update(self.bytes.tobytes())
+        return digest.hexdigest()
+
+    def load(self, i: int) -> tuple[np.ndarray, int]:
+        img, label = super().load(i)
+        if img.shape[:2] != tuple(self.sizes[i]):
+            height, width = self.sizes[i]
+            raise ImageError(
+                f"{self.path(i)!r} has {img.shape[1]} x {img.shape[0]} pixels, but {width} x {height} in "
+                f"{str(self.json_path)!r}"
+            )
+        return img, label
+
+
+def read_coco(path: Path) -> dict[str, Any]:
+    """Returns the content of a COCO-style JSON file, checked. ValueError if it is missing or contradicts itself."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        images, categories = content["images"], content["categories"]
+        if "annotations" not in content:
+            raise ValueError("it has no annotations: a file of test images cannot be used")
+        ids = {image["id"] for image in images}
+        category_ids = {category["id"] for category in categories}
+        names = [image["file_name"] for image in images]
+        sides = [min(int(image["height"]), int(image["width"])) for image in images]
+        problems = {
+            "images of one id": len(images) - len(ids),
+            "images of one name": len(names) - len(set(names)),
+            "categories of one id": len(categories) - len(category_ids),
+            "images without area": sum(side < 1 for side in sides),
+            "paths outside the folder": sum(os.path.isabs(n) or ".." in Path(n).parts for n in names),
+        }
+        wrong = [f"{number} {what}" for what, number in problems.items() if number]
+        bad = []
+        for a in content["annotations"]:
+            reason = find_problem(a, ids, category_ids)
+            if reason:
+                bad.append(f"annotation {a.get('id', '?')}: {reason}")
+        if bad:
+            wrong.append(f"{count_of(len(bad), 'bad annotation')}: {shorten(bad)}")
+    except FileNotFoundError as error:
+        raise ValueError(f"{str(path)!r} does not exist; expected is a JSON file in COCO's format") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{str(path)!r} is not a JSON file in COCO's format: {what}") from error
+    if wrong:
+        raise ValueError(f"{str(path)!r} contradicts itself: {'; '.join(wrong)}")
+    return content
+
+
+def find_problem(annotation: Mapping[str, Any], ids: set[int], category_ids: set[int]) -> str | None:
+    """Returns what is wrong with an annotation, or None."""
+    if annotation["image_id"] not in ids:
+        return f"no image has the id {annotation['image_id']}"
+    if annotation["category_id"] not in category_ids:
+        return f"no category has the id {annotation['category_id']}"
+    box = annotation["bbox"]
+    if not isinstance(box, list) or len(box) != 4 or not all(math.isfinite(value) for value in box):
+        return f"bbox {box} is not [x, y, width, height]"
+    return check_segmentation(annotation["segmentation"]) if annotation.get("segmentation") else None
+
+
+def clip_box(box: Sequence[float], size: Size) -> list[float] | None:
+    """Returns the part of a box [x, y, width, height] inside an image as [x1, y1, x2, y2]; None if it has no area."""
+    x1, y1 = max(0.0, box[0]), max(0.0, box[1])
+    x2, y2 = min(float(size[1]), box[0] + box[2]), min(float(size[0]), box[1] + box[3])
+    return [x1, y1, x2, y2] if x2 > x1 and y2 > y1 else None
+
+
+# -------------------------------------------------------------------------------------------------------- transforms
+
+
+def fitted_size(size: Size, side: float) -> Size:
+    """Returns the size of an image of `size` whose longer side becomes `side` pixels."""
+    factor = side / max(size)
+    return max(1, int(size[0] * factor + 0.5)), max(1, int(size[1] * factor + 0.5))
+
+
+def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resizes uint8 [3, H, W] bilinearly with antialiasing, as Pillow does."""
+    if tuple(img.shape[-2:]) == size:
+        return img.contiguous()
+    out = torch.nn.functional.interpolate(img[None], size=size, mode="bilinear", antialias=True, align_corners=False)
+    return out[0]
+
+
+def nearest(places: range, source: int, target: int) -> torch.Tensor:
+    """Returns the source pixel at the centre of each of the target pixels `places` on an axis, int64."""
+    centres = (torch.arange(places.start, places.stop, dtype=torch.float64) + 0.5) * source / target
+    return centres.long().clamp(max=source - 1)
+
+
+def boxes_of_masks(masks: torch.Tensor) -> torch.Tensor:
+    """Returns the tight box [x1, y1, x2, y2] of each mask [n, H, W], float [n, 4]. Every mask must have a pixel."""
+    boxes = torch.zeros(len(masks), 4)
+    for box, mask in zip(boxes, masks, strict=True):
+        rows, columns = mask.any(dim=1).nonzero()[:, 0], mask.any(dim=0).nonzero()[:, 0]
+        box[:] = torch.stack([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
+    return boxes
+
+
+class LargeScaleJitter:
+    """Large-scale jitter (Ghiasi et al., CVPR 2021), drawn from the sample's address.
+
+    A flip; a resize, so that the longer side has `side` times U(scale_range) pixels; a random crop of at most `side`
+    pixels. With masks, boxes are those of the cropped masks. Objects that the crop does not show are dropped. The
+    result is not padded.
+
+    images: the objects' source. masks: return masks, too.
+    """
+
+    def __init__(
+        self, images: CocoImages, side: int, seed: int, scale_range: Sequence[float] = (0.1, 2.0), masks: bool = True
+    ) -> None:
+        self.images, self.side, self.seed, self.scale_range, self.masks = images, side, seed, scale_range, masks
+
+    def __call__(self, img: torch.Tensor, epoch: int, index: int) -> DetectionSample:
+        """Augments uint8 [3, H, W], image number `index`."""
+        u_flip, u_scale, u_top, u_left = addressed_uniform(AUGMENT, self.seed, epoch, [index], 4)[0].tolist()
+        flip = u_flip < 0.5
+        low, high = self.scale_range
+        before: Size = (img.shape[1], img.shape[2])
+        size = fitted_size(before, self.side * (low + u_scale * (high - low)))
+        top, left = (round(u * max(0, s - self.side)) for u, s in zip((u_top, u_left), size, strict=True))
+        rows, columns = range(top, min(size[0], top + self.side)), range(left, min(size[1], left + self.side))
+        img = resize_image(img.flip(-1) if flip else img, size)[:, top : rows.stop, left : columns.stop].contiguous()
+        objects = self.images.annotations(index)
+        labels = torch.tensor([a["label"] for a in objects], dtype=torch.int64)
+        if not self.masks:
+            boxes = crop_boxes(torch.tensor([a["box"] for a in objects]), before, size, flip, rows, columns)
+            keep = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+            return img, boxes[keep], labels[keep], torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
+        down, across = nearest(rows, before[0], size[0]), nearest(columns, before[1], size[1])
+        across = before[1] - 1 - across if flip else across
+        parts = []
+        for a in objects:
+            try:
+                mask = decode_mask(a["segmentation"], *before)
+            except ValueError as error:
+                raise ImageError(f"an annotation of {self.images.path(index)!r} is bad: {error}") from error
+            parts.append(torch.from_numpy(mask)[down][:, across])
+        masks = torch.stack(parts)
+        keep = (masks > 0).flatten(1).any(dim=1)
+        return img, boxes_of_masks(masks[keep]), labels[keep], masks[keep]
+
+
+def crop_boxes(boxes: torch.Tensor, before: Size, size: Size, flip: bool, rows: range, columns: range) -> torch.Tensor:
+    """Returns boxes [n, 4] of an image of size `before` after a flip, a resize to `size` and a crop."""
+    x1, y1, x2, y2 = boxes.reshape(-1, 4).unbind(1)
+    if flip:
+        x1, x2 = before[1] - x2, before[1] - x1
+    x = torch.stack([x1, x2], dim=1) * size[1] / before[1] - columns.start
+    y = torch.stack([y1, y2], dim=1) * size[0] / before[0] - rows.start
+    x, y = x.clamp(0, len(columns)), y.clamp(0, len(rows))
+    return torch.stack([x[:, 0], y[:, 0], x[:, 1], y[:, 1]], dim=1)
+
+
+class ResizeForDetection:
+    """Resizes an image, so that its longer side has `side` pixels."""
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+
+    def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
+        """Returns uint8 [3, h, w] of uint8 [3, H, W], and no objects."""
+        img = resize_image(img, fitted_size((img.shape[1], img.shape[2]), self.side))
+        return img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), img.new_zeros(0, *img.shape[1:])
+
+
+class PadAndStack:
+    """Collates samples of different sizes: pads them at the bottom and the right to `side` pixels.
+
+    Returns (imgs uint8 [B, 3, side, side], sizes int64 [B, 2], number of objects int64 [B], and of all images together
+    boxes [T, 4], labels [T], masks uint8 [T, side, side]).
+    """
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+
+    def __call__(self, samples: Sequence[tuple]) -> tuple[torch.Tensor, ...]:
+        imgs, boxes, labels, masks = zip(*(sample[0] for sample in samples), strict=True)
+        sizes = torch.tensor([tuple(img.shape[-2:]) for img in imgs])
+        counts = torch.tensor([len(part) for part in labels])
+        padded = torch.stack([self.pad(img) for img in imgs])
+        return padded, sizes, counts, torch.cat(boxes), torch.cat(labels), torch.cat([self.pad(m) for m in masks])
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Pads [..., h, w] with zeros."""
+        return torch.nn.functional.pad(x, (0, self.side - x.shape[-1], 0, self.side - x.shape[-2]))

@@ -1,0 +1,214 @@
+"""The training loop of detection and its evaluation. It knows batches and losses, but no model."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from downstream.detection.data import CocoImages, PadAndStack, ResizeForDetection, read_coco
+from downstream.detection.masks import decode_mask, encode_mask
+from downstream.detection.metrics import average_precision
+from downstream.pictures import default_colors, panel
+from util.data.datasets import AddressedDataset, batches, every_image_once
+from util.data.transforms import Normalize, Size
+from util.pictures import table
+from util.run import distributed
+from util.run.loop import TrainLoop
+
+Batch = Sequence[torch.Tensor]  # of `PadAndStack`
+SHOWN_SCORE = 0.5  # least score of a detection in a picture
+PASTED = 16  # masks that are pasted together
+
+Objects = list[tuple[list[float], int, float, np.ndarray | None]]  # (box, label, score, mask bool [H, W]) of an image
+Picture = tuple[np.ndarray, Objects, Objects]  # (image uint8 [H, W, 3], truth, detections)
+
+
+def pad_with_zeros(imgs: torch.Tensor, sizes: Sequence[Size]) -> torch.Tensor:
+    """Sets the padded pixels of normalised images [B, C, H, W] to 0. sizes: (height, width) without the padding."""
+    for img, (height, width) in zip(imgs, sizes, strict=True):
+        img[:, height:], img[:, :, width:] = 0, 0
+    return imgs
+
+
+def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, torch.Tensor]]]:
+    """Returns (sizes, targets) of the images of a batch. Targets have masks if the batch has one for each object."""
+    _, sizes, counts, boxes, labels, masks = batch
+    values = {"boxes": boxes, "labels": labels} | ({"masks": masks} if len(masks) == len(labels) else {})
+    parts = zip(*(value.split(counts.tolist()) for value in values.values()), strict=True)
+    targets = [dict(zip(values, part, strict=True)) for part in parts]
+    return [(height, width) for height, width in sizes.tolist()], targets
+
+
+def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> bool:
+    """Makes the optimizer steps `steps`. Returns whether a signal stopped it early.
+
+    model: `model(imgs, sizes, targets) -> {name: loss}`. batches: micro-batches from `steps.start` on.
+    """
+    model.train()
+    for step in steps:
+        loop.begin_step(step)
+        for micro in range(loop.accum_iter):
+            batch = loop.next_batch(batches, micro)
+            sizes, targets = split_targets(batch)
+            with loop.no_sync_before_last(model, micro):
+                with loop.autocast():
+                    losses = model(pad_with_zeros(loop.normalize(batch[0]), sizes), sizes, targets)
+                del batch, targets  # frees their memory for the backward pass
+                loop.scaled_loss(losses, micro).backward()
+        grad_norm = loop.update_weights()
+        loop.end_step(grad_norm)  # logs every `print_freq` steps
+        if loop.should_stop():
+            return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def paste_masks(masks: torch.Tensor, boxes: torch.Tensor, size: Size) -> np.ndarray:
+    """Returns masks [n, s, s] of probabilities inside their boxes [n, 4] as masks of the image, bool [n, *size].
+
+    Pixels take the bilinear value at their centre, and are set from 0.5 on, as in detectron2.
+    """
+    parts = [np.zeros((0, *size), bool)]
+    rows, columns = (torch.arange(side, device=boxes.device) + 0.5 for side in size)
+    for some, box in zip(masks.split(PASTED), boxes.split(PASTED), strict=True):
+        x1, y1, x2, y2 = box[:, :, None].unbind(1)  # each [n, 1]
+        x, y = (columns - x1) / (x2 - x1) * 2 - 1, (rows - y1) / (y2 - y1) * 2 - 1
+        places = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+        values = F.grid_sample(some[:, None].float(), places, align_corners=False)
+        parts.append((values[:, 0] >= 0.5).cpu().numpy())
+    return np.concatenate(parts)
+
+
+def detections_in_image(found: dict[str, torch.Tensor], resized: Size, size: Size) -> Objects:
+    """Returns a model's detections in an image that was resized from `size` to `resized`, in its own pixels."""
+    scale = torch.tensor([size[1] / resized[1], size[0] / resized[0]] * 2, device=found["boxes"].device)
+    boxes = found["boxes"] * scale
+    masks: Sequence[np.ndarray | None] = [None] * len(boxes)
+    if "masks" in found:
+        masks = list(paste_masks(found["masks"], boxes, size))
+    return list(zip(boxes.tolist(), found["labels"].tolist(), found["scores"].tolist(), masks, strict=True))
+
+
+def coco_results(objects: Objects, image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the detections of an image in COCO's format of results."""
+    results = []
+    for (x1, y1, x2, y2), label, score, mask in objects:
+        result: dict[str, Any] = {"image_id": image_id, "category_id": category_ids[label - 1], "score": score}
+        result["bbox"] = [x1, y1, x2 - x1, y2 - y1]
+        if mask is not None:
+            result["segmentation"] = encode_mask(mask)
+        results.append(result)
+    return results
+
+
+@torch.no_grad()
+def detect_all(
+    model: nn.Module,
+    images: CocoImages,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    num_workers: int,
+    alive: Callable[[], None] = lambda: None,
+    num_pictures: int = 0,
+) -> tuple[list[dict[str, Any]], list[Picture]]:
+    """Returns (COCO's results of all images, which the ranks share; the first `num_pictures` pictures of this rank).
+
+    `alive` is called before each image. RuntimeError if the number of images seen is not that of `images`.
+    """
+    device, was_training = normalize.mean.device, model.training
+    rank, world_size = distributed.rank_and_world_size()
+    addresses = every_image_once(len(images), 1, rank, world_size)
+    side = model.img_size[0]
+    dataset = AddressedDataset(images, ResizeForDetection(side))
+    loaded = batches(dataset, addresses, PadAndStack(side), num_workers, device.type == "cuda")
+    bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
+    results: list[dict[str, Any]] = []
+    pictures: list[Picture] = []
+    category_ids, seen = [category for category, _ in images.categories], 0
+    model.eval()
+    for batch, [(_, index)] in zip(bar, addresses, strict=True):
+        alive()
+        sizes, _ = split_targets(batch)
+        imgs = pad_with_zeros(normalize(batch[0].to(device, non_blocking=True)), sizes)
+        with autocast():
+            (found,) = model(imgs, sizes)
+        height, width = images.sizes[index].tolist()
+        objects = detections_in_image(found, sizes[0], (height, width))
+        results += coco_results(objects, int(images.ids[index]), category_ids)
+        seen += 1
+        if len(pictures) < num_pictures:
+            shown = [part for part in objects if part[2] >= SHOWN_SCORE]
+            pictures.append((images.load(index)[0], true_objects(images, index), shown))
+    model.train(was_training)
+    everyone = distributed.gather_objects((seen, results))
+    total = sum(number for number, _ in everyone)
+    if total != len(images):
+        raise RuntimeError(f"{total} images were evaluated instead of {len(images)}")
+    joined = [result for _, part in everyone for result in part]
+    return sorted(joined, key=lambda result: result["image_id"]), pictures
+
+
+def score_detections(images: CocoImages, results: Sequence[dict[str, Any]], masks: bool) -> dict[str, float | None]:
+    """Returns COCO's average precisions in percent on all ranks: box_ap, box_ap50, ..., and mask_ap, ... with `masks`.
+
+    Masks are scored if the truth has them.
+    """
+
+    def score() -> dict[str, float | None]:
+        truth = read_coco(images.json_path)
+        scores: dict[str, float | None] = {}
+        for name, kind in (("box", "bbox"), ("mask", "segm")):
+            if name == "box" or (masks and images.has_masks):
+                found = average_precision(truth, results, kind)
+                scores |= {f"{name}_{key}": value for key, value in found.items()}
+        return scores
+
+    return distributed.run_on_rank0(score)
+
+
+# --------------------------------------------------------------------------------------------------------- pictures
+
+
+def true_objects(images: CocoImages, index: int) -> Objects:
+    """Returns the annotated objects of an image. Crowds are left out."""
+    height, width = images.sizes[index].tolist()
+    objects: Objects = []
+    for a in images.annotations(index):
+        if a["box"] is not None and not a["crowd"]:
+            code = a["segmentation"]
+            mask = decode_mask(code, height, width).astype(bool) if code else None
+            objects.append((a["box"], a["label"], 1.0, mask))
+    return objects
+
+
+def draw_objects(img: np.ndarray, objects: Objects, names: Sequence[str]) -> np.ndarray:
+    """Draws masks, boxes and names of objects on uint8 [H, W, 3]. Returns a panel of a picture."""
+    colors, canvas = default_colors(len(names)), img.astype(np.float32)
+    for _, label, _, mask in objects:
+        if mask is not None:
+            canvas[mask] = 0.5 * canvas[mask] + 0.5 * colors[label - 1]
+    small = panel(canvas.round().astype(np.uint8))
+    scale = len(small) / max(img.shape[:2])
+    picture = Image.fromarray(small)
+    draw = ImageDraw.Draw(picture)
+    for box, label, score, _ in objects:
+        color = tuple(colors[label - 1].tolist())
+        draw.rectangle([value * scale for value in box], outline=color)
+        text = names[label - 1] if score == 1 else f"{names[label - 1]} {score:.2f}"
+        draw.text((box[0] * scale + 2, box[1] * scale + 1), text, fill=color)
+    return np.asarray(picture)
+
+
+def draw_pictures(pictures: Sequence[Picture], names: Sequence[str]) -> np.ndarray:
+    """Draws a row of truth and detections for each picture. Returns uint8 [H, W, 3]."""
+    rows = [[draw_objects(img, objects, names) for objects in both] for img, *both in pictures]
+    return table(rows, ["truth", f"detections with a score of at least {SHOWN_SCORE}"])

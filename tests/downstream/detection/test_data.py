@@ -1,0 +1,301 @@
+"""COCO files, masks, large-scale jitter and average precision against slow derivations."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.downstream.detection.coco import uncompressed, write_coco
+
+pytest.importorskip("faster_coco_eval")
+
+from downstream.detection.data import (
+    CocoImages,
+    LargeScaleJitter,
+    PadAndStack,
+    ResizeForDetection,
+    boxes_of_masks,
+    clip_box,
+)
+from downstream.detection.engine_detection import detections_in_image, pad_with_zeros, paste_masks, split_targets
+from downstream.detection.masks import decode_mask, encode_mask
+from downstream.detection.metrics import average_precision
+from util.data.datasets import AddressedDataset
+from util.data.images import ImageError
+
+
+def open_split(root, split="train", training=True):
+    return CocoImages(root / "annotations" / f"instances_{split}2017.json", root / f"{split}2017", training)
+
+
+# ------------------------------------------------------------------------------------------------------- annotations
+
+
+def test_polygons_and_codes_are_the_same_mask():
+    mask = np.zeros((9, 12), np.uint8)
+    mask[2:7, 3:11] = 1
+    polygon = [[3, 2, 11, 2, 11, 7, 3, 7]]
+    for code in (polygon, uncompressed(mask), encode_mask(mask.astype(bool))):
+        assert np.array_equal(decode_mask(code, 9, 12), mask)
+    json.dumps(encode_mask(mask.astype(bool)))
+    with pytest.raises(ValueError, match=r"size\) \[9, 12\]|\[9, 12\] instead of \[9, 13\]"):
+        decode_mask(uncompressed(mask), 9, 13)
+
+
+def test_a_file_of_coco_is_read(tmp_path):
+    images = open_split(write_coco(tmp_path, "train", 5))
+    assert images.categories == [(3, "wedge"), (7, "bar")] and images.has_masks and images.num_objects == 7
+    assert images.ids.tolist() == [96, 97, 98, 99, 100] and images.path(4).endswith("000.png")
+    content = json.loads((tmp_path / "annotations" / "instances_train2017.json").read_text())
+    for i, image_id in enumerate(images.ids.tolist()):
+        wanted = [a for a in content["annotations"] if a["image_id"] == image_id]
+        found = images.annotations(i)
+        assert [a["label"] for a in found] == [{3: 1, 7: 2}[a["category_id"]] for a in wanted]
+        for a, b in zip(found, wanted, strict=True):
+            x, y, w, h = b["bbox"]
+            assert a["box"] == [x, y, x + w, y + h] and a["segmentation"] == b["segmentation"]
+
+
+def test_training_leaves_out_what_detectron2_leaves_out(tmp_path):
+    """Crowds, boxes without area in the image, then images without objects. Boxes are clipped to the image."""
+
+    def edit(content):
+        a = content["annotations"]
+        a[0]["iscrowd"] = 1  # the only object of the first image
+        a[1]["bbox"] = [70, 5, 10, 10]  # outside of 40 x 56 pixels
+        a[2]["bbox"] = [-5, 50, 20, 20]
+        a[3]["bbox"] = [4, 4, 0, 7]  # the only object of the third image
+
+    root = write_coco(tmp_path, "train", 4, edit=edit)
+    images = open_split(root)
+    assert images.ids.tolist() == [97, 99]
+    assert images.annotations(1)[0]["box"] == [0.0, 50.0, 15.0, 56.0]
+    notes = ["1 annotations of crowds ignored", "2 boxes without area inside their image ignored"]
+    assert images.notes == [*notes, "2 images without objects ignored"]
+    everything = open_split(root, training=False)
+    assert everything.ids.tolist() == [97, 98, 99, 100]
+    assert [a["crowd"] for a in everything.annotations(3)] == [1]
+    assert clip_box([5, 5, 3, 3], (8, 8)) == [5, 5, 8, 8] and clip_box([8, 0, 3, 3], (8, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.pop("annotations"), "it has no annotations: a file of test images cannot be used"),
+        (lambda c: c.pop("categories"), "is not a JSON file in COCO's format: no 'categories'"),
+        (lambda c: c["annotations"][1].update(image_id=5), "1 bad annotation: annotation 11: no image has the id 5"),
+        (lambda c: c["annotations"][0].update(category_id=9), "annotation 1: no category has the id 9"),
+        (lambda c: c["annotations"][0].update(bbox=[1, 2, 3]), r"bbox \[1, 2, 3\] is not \[x, y, width, height\]"),
+        (lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, 4]]), "a polygon needs at least 3 points"),
+        (lambda c: c["annotations"][0].update(segmentation={"counts": 3}), "is no run-length code of size and counts"),
+        (lambda c: c["images"][1].update(id=100), "1 images of one id"),
+        (lambda c: c["images"][1].update(file_name="../x.png"), "1 paths outside the folder"),
+        (lambda c: c["images"][1].update(height=0), "1 images without area"),
+        (lambda c: c["annotations"].clear(), "has no image with an object"),
+        (lambda c: c["annotations"][0].pop("segmentation"), "1 of 4 objects of .* have no segmentation"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, edit, message):
+    with pytest.raises(ValueError, match=message):
+        open_split(write_coco(tmp_path, "train", 3, edit=edit))
+
+
+def test_missing_files_and_other_sizes_are_refused(tmp_path):
+    root = write_coco(tmp_path, "train", 2, edit=lambda c: c["images"][0].update(height=41))
+    with pytest.raises(ValueError, match="instances_val2017.json' does not exist"):
+        open_split(root, "val")
+    with pytest.raises(ValueError, match="folder of the images of .* does not exist"):
+        CocoImages(root / "annotations" / "instances_train2017.json", root / "nowhere", True)
+    with pytest.raises(ImageError, match="has 56 x 40 pixels, but 56 x 41 in"):
+        open_split(root).load(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ jitter
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_jitter_keeps_pixels_boxes_and_masks_together(tmp_path, masks):
+    """The objects are brighter than the noise, so they are seen in the augmented pixels themselves."""
+    images = open_split(write_coco(tmp_path, "train", 6))
+    jitter = LargeScaleJitter(images, 64, seed=0, scale_range=(0.5, 2.0), masks=masks)
+    dataset, shapes, shown = AddressedDataset(images, jitter), set(), 0
+    for epoch in range(8):
+        for index in range(len(images)):
+            (img, boxes, labels, found), _, _ = dataset[epoch, index]
+            height, width = img.shape[1:]
+            assert max(height, width) <= 64 and img.dtype == torch.uint8
+            assert len(boxes) == len(labels) and (boxes[:, 2:] > boxes[:, :2]).all() and (boxes >= 0).all()
+            bright = img[:2].float().sum(dim=0) > 245  # noise has less than 200, objects 290 and 270
+            if masks:
+                assert found.shape == (len(boxes), height, width)
+                union = found.any(dim=0) if len(found) else torch.zeros(height, width, dtype=torch.bool)
+                # At edges, which the resize mixes, and where a polygon is a pixel wider or narrower, they may differ.
+                edge = torch.nn.functional.max_pool2d(union[None].float(), 9, 1, 4)[0] > 0
+                inner = -torch.nn.functional.max_pool2d(-union[None].float(), 9, 1, 4)[0] > 0
+                assert not (bright & ~edge).any() and (inner & ~bright).sum() <= 0.05 * inner.sum()  # gaps between two
+                torch.testing.assert_close(boxes, boxes_of_masks(found), rtol=0, atol=0)
+            else:
+                covered = torch.zeros(height, width, dtype=torch.bool)
+                for x1, y1, x2, y2 in boxes.round().long().tolist():
+                    covered[max(0, y1 - 3) : y2 + 3, max(0, x1 - 3) : x2 + 3] = True
+                assert not (bright & ~covered).any()
+            for label, (x1, y1, x2, y2) in zip(labels.tolist(), boxes.tolist(), strict=True):
+                part = img[:, round(y1) : max(round(y1) + 1, round(y2)), round(x1) : max(round(x1) + 1, round(x2))]
+                if part[0].numel() > 60 and len(labels) == 1:
+                    assert part[2 - label].float().mean() > part[label - 1].float().mean()  # red bars, green wedges
+                    shown += 1
+            shapes.add(tuple(img.shape))
+            again = dataset[epoch, index][0]
+            assert all(torch.equal(a, b) for a, b in zip((img, boxes, labels, found), again, strict=True))
+    assert shown > 10 and len(shapes) > 10
+
+
+def test_a_flip_and_a_scale_by_hand(tmp_path, monkeypatch):
+    images = open_split(write_coco(tmp_path, "train", 1))
+    (box,) = [a["box"] for a in images.annotations(0)]
+    img = torch.from_numpy(images.load(0)[0]).permute(2, 0, 1)
+    for flip in (0.4, 0.6):
+        monkeypatch.setattr(
+            "downstream.detection.data.addressed_uniform", lambda *_, u=flip: np.array([[u, 0.5, 0.0, 0.0]])
+        )
+        sample = LargeScaleJitter(images, 56, 0, (1.5, 2.5), masks=False)(img, 0, 0)  # twice as large
+        x1, y1, x2, y2 = [2 * value for value in box]
+        x1, x2 = (112 - x2, 112 - x1) if flip < 0.5 else (x1, x2)
+        expected = torch.tensor([[x1, y1, x2, y2]]).float().clamp(max=56)  # the crop begins at the corner
+        inside = bool(expected[0, 0] < expected[0, 2] and expected[0, 1] < expected[0, 3])
+        torch.testing.assert_close(sample[1], expected if inside else torch.zeros(0, 4))
+        with_masks = LargeScaleJitter(images, 56, 0, (1.5, 2.5))(img, 0, 0)
+        torch.testing.assert_close(with_masks[1], sample[1])
+
+
+def test_batches_are_padded_and_split_again(tmp_path):
+    images = open_split(write_coco(tmp_path, "train", 4))
+    dataset = AddressedDataset(images, LargeScaleJitter(images, 48, 0, (0.9, 1.1)))
+    samples = [dataset[0, i] for i in range(4)]
+    batch = PadAndStack(48)(samples)
+    sizes, targets = split_targets(batch)
+    for (sample, *_), size, padded, target in zip(samples, sizes, batch[0], targets, strict=True):
+        img, boxes, labels, masks = sample
+        assert size == tuple(img.shape[1:]) and torch.equal(padded[:, : size[0], : size[1]], img)
+        assert torch.equal(target["boxes"], boxes) and torch.equal(target["labels"], labels)
+        assert torch.equal(target["masks"][:, : size[0], : size[1]], masks) and target["masks"].sum() == masks.sum()
+    imgs = pad_with_zeros(torch.ones(4, 3, 48, 48), sizes)
+    assert imgs.sum() == 3 * sum(height * width for height, width in sizes)
+
+
+def test_images_are_resized_to_the_longer_side():
+    img = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8)
+    out, *_ = ResizeForDetection(90)(img)
+    assert out.shape == (3, 60, 90)
+    assert torch.equal(ResizeForDetection(60)(img)[0], img)
+
+
+# --------------------------------------------------------------------------------------------------------- detections
+
+
+def test_masks_are_pasted_pixel_by_pixel():
+    rng = np.random.default_rng(0)
+    masks = torch.from_numpy(rng.random((2, 4, 4))).float()
+    boxes = torch.tensor([[2.5, 1.0, 11.0, 8.0], [-1.0, 6.5, 4.0, 14.0]])
+    pasted = paste_masks(masks, boxes, (12, 15))
+    for n, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
+        for row in range(12):
+            for column in range(15):
+                u, v = (4 * (column + 0.5 - x1) / (x2 - x1) - 0.5, 4 * (row + 0.5 - y1) / (y2 - y1) - 0.5)
+                value = 0.0
+                for i in range(4):
+                    for j in range(4):
+                        value += float(masks[n, i, j]) * max(0, 1 - abs(u - j)) * max(0, 1 - abs(v - i))
+                assert abs(value - 0.5) < 1e-5 or pasted[n, row, column] == (value >= 0.5)
+    assert pasted.any() and paste_masks(masks[:0], boxes[:0], (12, 15)).shape == (0, 12, 15)
+
+
+def test_detections_are_scaled_to_the_image():
+    found = {"boxes": torch.tensor([[8.0, 6.0, 32.0, 24.0]]), "labels": torch.tensor([2])}
+    found |= {"scores": torch.tensor([0.75]), "masks": torch.ones(1, 28, 28)}
+    ((box, label, score, mask),) = detections_in_image(found, (48, 64), (96, 128))
+    assert (box, label, score) == ([16.0, 12.0, 64.0, 48.0], 2, 0.75)
+    expected = np.zeros((96, 128), bool)
+    expected[12:48, 16:64] = True
+    assert np.array_equal(mask, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+
+
+@pytest.fixture
+def truth(tmp_path):
+    root = write_coco(tmp_path, "val", 8, size=(60, 120))
+    return json.loads((root / "annotations" / "instances_val2017.json").read_text())
+
+
+def detections_of(truth, shift=0.0, score=0.9):
+    sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
+    results = []
+    for a in truth["annotations"]:
+        x, y, w, h = a["bbox"]
+        mask = decode_mask(a["segmentation"], *sizes[a["image_id"]])
+        result = {"image_id": a["image_id"], "category_id": a["category_id"], "score": score}
+        results.append(result | {"bbox": [x + shift * w, y, w, h], "segmentation": encode_mask(mask.astype(bool))})
+    return results
+
+
+def test_perfect_detections_have_an_ap_of_100(truth):
+    for kind in ("bbox", "segm"):
+        scores = average_precision(truth, detections_of(truth), kind)
+        assert scores["ap"] == scores["ap50"] == scores["ap75"] == pytest.approx(100)
+        assert scores["ap_large"] is None  # no object is that large
+    assert average_precision(truth, [], "bbox")["ap"] == 0
+
+
+def test_shifted_detections_count_up_to_their_overlap(truth):
+    """A shift by a quarter of the width leaves an IoU of 0.6: right at the thresholds 0.5, 0.55 and 0.6 alone."""
+    scores = average_precision(truth, detections_of(truth, shift=0.25 - 1e-3), "bbox")
+    assert scores["ap"] == pytest.approx(30) and scores["ap50"] == pytest.approx(100) and scores["ap75"] == 0
+
+
+def test_duplicates_are_errors(truth):
+    """Each object twice, the copies after all others: the precision is 1 up to the full recall."""
+    late = average_precision(truth, detections_of(truth) + detections_of(truth, score=0.1), "bbox")
+    assert late["ap"] == pytest.approx(100)
+    # One object of each class, found twice. False detections of other places come first: the precision is 1/2.
+    some = {**truth, "annotations": [truth["annotations"][0], truth["annotations"][1]]}
+    assert {a["category_id"] for a in some["annotations"]} == {3, 7}
+    wrong = [{**d, "bbox": [0, 0, 2, 2], "score": 0.95} for d in detections_of(some)]
+    assert average_precision(some, wrong + detections_of(some), "bbox")["ap"] == pytest.approx(50)
+
+
+def test_average_precision_equals_the_reference_evaluator(truth):
+    coco = pytest.importorskip("pycocotools.coco")
+    evaluator = pytest.importorskip("pycocotools.cocoeval")
+    rng = np.random.default_rng(0)
+    detections = []
+    for shift in (0.0, 0.1, 0.2, 0.4):
+        detections += [{**d, "score": float(rng.random())} for d in detections_of(truth, shift) if rng.random() < 0.8]
+    reference = coco.COCO()
+    reference.dataset = truth
+    reference.createIndex()
+    for kind in ("bbox", "segm"):
+        left_out = "bbox" if kind == "segm" else "segmentation"
+        results = reference.loadRes([{k: v for k, v in d.items() if k != left_out} for d in detections])
+        evaluation = evaluator.COCOeval(reference, results, kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        expected = [100 * value for value in evaluation.stats[:6]]
+        found = [-100 if value is None else value for value in average_precision(truth, detections, kind).values()]
+        assert found == pytest.approx(expected, rel=1e-9) and 0 < expected[0] < 100 and min(expected[:5]) > 0
+
+
+def test_crowds_are_ignored_and_missing_fields_are_filled_in(truth):
+    detections = detections_of(truth)
+    truth["annotations"][0]["iscrowd"] = 1
+    for a in truth["annotations"]:
+        a["id"] = 0  # which the evaluators take for "not matched"
+        del a["area"]
+        if not a["iscrowd"]:
+            del a["iscrowd"]
+    assert average_precision(truth, detections, "bbox")["ap"] == pytest.approx(100)
+    assert average_precision(truth, detections[1:], "bbox")["ap"] == pytest.approx(100)
+    assert average_precision(truth, detections[:-1], "bbox")["ap"] < 100
