@@ -5,6 +5,7 @@ A column is filled by one of these measures:
 
 top1              top-1 accuracy in percent on the validation images of a fine-tuning recipe
 imagenet_c        mean corruption error of the fine-tuned classifier on ImageNet-C, lower is better
+box_ap, mask_ap   COCO's average precision of boxes and masks of a detection recipe of `downstream/recipes.py`
 miou, macc        mean IoU and mean accuracy of the classes of a segmentation recipe of `downstream/recipes.py`
 imagenet_a ...    top-1 of the fine-tuned classifier on ImageNet-A, imagenet_r on -R, imagenet_sketch on -Sketch
 flops             forward multiply-adds of pre-training, relative to the row of the same model that throws nothing
@@ -66,7 +67,7 @@ _MFF_ROBUST = dict.fromkeys(_SETS, "mff_finetune_vit_base")
 _BLOCKS = {"0 blocks": "linprobe_vit_base"} | {f"{k} blocks": f"partial{k}_vit_base" for k in (1, 2, 4, 6, 8, 10)}
 _BLOCKS |= {"12 blocks": "finetune_vit_base"}
 _ADE20K = dict.fromkeys(("mIoU", "mAcc"), "ade20k_upernet_vit_base")
-_NO_DETECTION = "no program for object detection"
+_COCO = dict.fromkeys(("AP box", "AP mask"), "coco_mask_rcnn_vit_base")
 
 TABLES: dict[str, Table] = {
     "ablation": Table(
@@ -198,11 +199,11 @@ TABLES: dict[str, Table] = {
     ),
     "coco": Table(
         "Object detection and instance segmentation on COCO",
-        {"AP box": "none", "AP mask": "none"},
+        {"AP box": "box_ap", "AP mask": "mask_ap"},
         [
-            Row("MAE", 800, 0, None, {}, "51.0 45.2", _NO_DETECTION),
-            Row("MAE", 800, 50, None, {}, "50.2 44.6", _NO_DETECTION),
-            Row("MAE + PR-MIM", 800, 50, None, {}, "50.8 45.2", _NO_DETECTION),
+            Row("MAE", 800, 0, "mae_vit_base_800ep", _COCO, "51.0 45.2"),
+            Row("MAE", 800, 50, "plain50_vit_base_800ep", _COCO, "50.2 44.6"),
+            Row("MAE + PR-MIM", 800, 50, "prmim50_vit_base_800ep", _COCO, "50.8 45.2"),
         ],
     ),
     "kernels": Table(

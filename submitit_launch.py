@@ -36,6 +36,7 @@ from util.run.watchdog import TEMPORARY
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
 MAINS = {name: name for name in ("main_pretrain", "main_finetune", "main_robustness")}
 MAINS["main_segmentation"] = "downstream.segmentation.main_segmentation"
+MAINS["main_detection"] = "downstream.detection.main_detection"
 ROOT = Path(__file__).resolve().parent
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)

@@ -17,7 +17,9 @@ from paper_tables import Row, Table
 from util.run import checkpoint
 from util.text import count_of
 
-SEGMENTATION = ("miou", "macc")  # measures of `paper_tables`
+# Measures of `paper_tables` that the results.json of a downstream program holds, and the program.
+DOWNSTREAM = dict.fromkeys(("miou", "macc"), "main_segmentation")
+DOWNSTREAM |= dict.fromkeys(("box_ap", "mask_ap"), "main_detection")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def runs_of(table: Table, row: Row, root: Path, sets: Sequence[str]) -> dict[str
     pretrain = Run("main_pretrain", row.pretrain, root / row.pretrain)
     found = {}
     for column, recipe in row.finetune.items():
-        main = "main_segmentation" if table.columns[column] in SEGMENTATION else "main_finetune"
+        main = DOWNSTREAM.get(table.columns[column], "main_finetune")
         run = Run(main, recipe, pretrain.folder / recipe, pretrain)
         if is_test_set(table.columns[column]):
             run = Run("main_robustness", recipe, run.folder / "robustness", run, tuple(sets))
@@ -87,7 +89,7 @@ def is_finished(run: Run) -> bool:
     if run.main == "main_finetune":
         last, settings = read_json(run.folder / "results.json").get("last"), read_json(run.folder / "settings.json")
         return last is not None and "epochs" in settings and last["epoch"] + 1 >= settings["epochs"]
-    if run.main == "main_segmentation":
+    if run.main in DOWNSTREAM.values():
         last, settings = read_json(run.folder / "results.json").get("last"), read_json(run.folder / "settings.json")
         return last is not None and "num_iters" in settings and last["step"] >= settings["num_iters"]
     done, total = epochs_of(run)

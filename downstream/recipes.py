@@ -89,3 +89,5 @@ DETECTION_RECIPES: dict[str, Recipe] = {
     | dict(num_iters=500, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=250, drop_path=0.0)
     | dict(num_rois=64),
 }
+
+DOWNSTREAM_RECIPES = {"main_segmentation": SEGMENTATION_RECIPES, "main_detection": DETECTION_RECIPES}

@@ -6,10 +6,9 @@
     python scripts/reproduce_table.py schedules --rows "*_large_*" --data_path IMAGENET --launcher slurm -- --nodes 4
     python scripts/reproduce_table.py all --collect --costs cost.csv
 
-A row is a pre-training run, its runs of fine-tuning or segmentation and, for the table of robustness, their evaluation.
-Their folders are
-ROOT/<recipe>, ROOT/<recipe>/<fine-tuning recipe> and robustness/ below the latter. A run that several tables share is
-one run. A finished run is not started again. Start the same command again to resume everything else.
+A row is a pre-training run, its runs of fine-tuning, segmentation or detection and, for the table of robustness, their
+evaluation. Their folders are ROOT/<recipe>, ROOT/<recipe>/<fine-tuning recipe> and robustness/ below the latter. A run
+that several tables share is one run. A finished run is not started again. The same command resumes everything else.
 
 --launcher torchrun runs one program after the other. With --launcher slurm, submitit_launch.py submits every run at
 once, and a run starts when the run that it needs has finished. A run that is already in the queue is not submitted
@@ -41,13 +40,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import main_finetune
 import main_pretrain
 import submitit_launch
-from downstream.recipes import SEGMENTATION_RECIPES
+from downstream.recipes import DOWNSTREAM_RECIPES
 from main_robustness import BENCHMARKS
 from paper_tables import TABLES, Row, Table
 from prmim import SpatialAggregation
 from recipes import FINETUNE_RECIPES, RECIPES
 from table_runs import (
-    SEGMENTATION,
+    DOWNSTREAM,
     Run,
     describe_state,
     is_finished,
@@ -73,11 +72,8 @@ COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrai
 TITLES = ["row", "recipe", "epochs", "throw_ratio"]
 COST_TEXT = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
 
-RECIPES_OF: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "main_pretrain": RECIPES,
-    "main_finetune": FINETUNE_RECIPES,
-    "main_segmentation": SEGMENTATION_RECIPES,
-}
+RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
+PATHS = {"main_segmentation": "ade_path", "main_detection": "coco_path"}  # flags of their data
 
 CostFiles = list[list[dict[str, Any]]]  # the rows of each CSV
 
@@ -106,7 +102,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
         return [*flags, "--output_dir", str(run.folder), *args.robustness_flags]
     recipe = RECIPES_OF[run.main][run.recipe]
     source = "inat_path" if str(recipe.get("dataset", "")).startswith("inat") else "data_path"
-    source = "ade_path" if run.main == "main_segmentation" else source
+    source = PATHS.get(run.main, source)
     if getattr(args, source) is None:
         raise ValueError(f"{run.name} needs --{source}: the folder of its images")
     flags = ["--recipe", run.recipe, "--data_path", getattr(args, source), "--output_dir", str(run.folder)]
@@ -298,7 +294,7 @@ def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFi
     measure, baseline = table.columns[column], find_baseline(table, row)
     if row.pretrain is None:
         return None
-    if run is not None and measure in ("top1", *SEGMENTATION):
+    if run is not None and measure in ("top1", *DOWNSTREAM):
         return read_json(run.folder / "results.json")["last"][f"val_{measure}"] if is_finished(run) else None
     if run is not None:
         result = read_json(run.folder / "robustness.json").get("summary", {}).get(measure, {})
@@ -383,6 +379,7 @@ def get_args_parser() -> Parser:
     group("--data_path", help="ImageNet, as for main_pretrain.py")
     group("--inat_path", help="iNaturalist 2018 and 2019, as for main_finetune.py")
     group("--ade_path", help="ADE20K, as for main_segmentation.py")
+    group("--coco_path", help="COCO 2017, as for main_detection.py")
     for name in SETS:
         group(f"--{name}", metavar="DIR", help=f"{BENCHMARKS[name].title}, as for main_robustness.py")
     group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
@@ -390,7 +387,7 @@ def get_args_parser() -> Parser:
     group = parser.add_argument_group("how").add_argument
     group("--launcher", default="torchrun", choices=("torchrun", "slurm"), help="flags after -- are the launcher's")
     group("--nproc_per_node", type=int, default=max(1, torch.cuda.device_count()), help="processes, for torchrun")
-    for name in ("pretrain", "finetune", "segmentation", "robustness"):
+    for name in ("pretrain", "finetune", "segmentation", "detection", "robustness"):
         text = f'flags of main_{name}.py, as in --{name}_flags "--batch_size 64" or --{name}_flags=--device=cpu'
         group(f"--{name}_flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
     group("--fail_fast", action="store_true", help="start nothing more after a run has failed")
@@ -430,7 +427,7 @@ def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 def check_paths(args: argparse.Namespace) -> None:
     """ValueError if a folder of images does not exist. Runs that need it may start days later."""
-    for name in ("data_path", "inat_path", "ade_path", *SETS):
+    for name in ("data_path", "inat_path", *PATHS.values(), *SETS):
         path = getattr(args, name)
         if path is not None and not Path(path).exists():
             raise ValueError(f"--{name} {path!r} does not exist")

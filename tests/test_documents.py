@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import main_finetune
 import main_pretrain
-from downstream.recipes import SEGMENTATION_RECIPES
+from downstream.recipes import DETECTION_RECIPES, SEGMENTATION_RECIPES
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts import export
 from submitit_launch import MAINS as MAINS_OF_THE_LAUNCHER
@@ -41,11 +41,12 @@ PROJECT_FILE = re.compile(
 MODEL = re.compile(r"\b[a-z]\w*_patch\d+\w*\b")
 RECIPE = re.compile(
     r"\w+_\d+ep|(?:\w+_)?(?:finetune|linprobe)_\w+|partial\d+_\w+|inat\d\d_\w+|cifar10(?:_\w+)?|quickstart(?:_finetune)?"
-    r"|ade20k_\w+"
+    r"|(?:ade20k|coco)_\w+"
 )
 RECIPES_OF = {
     "main_finetune.py": FINETUNE_RECIPES,
     "downstream/segmentation/main_segmentation.py": SEGMENTATION_RECIPES,
+    "downstream/detection/main_detection.py": DETECTION_RECIPES,
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*\w")
 OTHER_FLAGS = {"--help", EXAMPLE_FLAG}
@@ -307,7 +308,7 @@ def test_named_models_exist(path: Path) -> None:
 
 
 def is_recipe(name: str) -> bool:
-    return name in RECIPES or name in FINETUNE_RECIPES or name in SEGMENTATION_RECIPES
+    return any(name in recipes for recipes in (RECIPES, *RECIPES_OF.values()))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -3,15 +3,16 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from downstream.recipes import SEGMENTATION_RECIPES
+from downstream.recipes import DOWNSTREAM_RECIPES
 from main_robustness import BENCHMARKS
 from paper_tables import TABLES
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts.profile_pretrain import PAPER
+from table_runs import DOWNSTREAM
 from tests.scripts.programs import ROOT
 
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
-MEASURES = {"top1", "miou", "macc", "flops", "memory", "time", "module_gflops", "none", *BENCHMARKS}
+MEASURES = {"top1", *DOWNSTREAM, "flops", "memory", "time", "module_gflops", "none", *BENCHMARKS}
 # Recipes that no table of the paper names: small runs of this project, releases' own rows, other methods, ablations.
 NOT_IN_THE_PAPER = """
     *cifar10* quickstart*
@@ -27,7 +28,8 @@ NOT_IN_THE_PAPER = """
 def test_every_recipe_of_a_row_exists_and_every_row_without_one_gives_a_reason():
     for name, row in ROWS:
         assert (row.pretrain in RECIPES) if row.pretrain else row.reason, (name, row.label)
-        assert set(row.finetune.values()) <= {*FINETUNE_RECIPES, *SEGMENTATION_RECIPES}, (name, row.label)
+        known = {*FINETUNE_RECIPES, *(recipe for recipes in DOWNSTREAM_RECIPES.values() for recipe in recipes)}
+        assert set(row.finetune.values()) <= known, (name, row.label)
         assert bool(row.finetune) == bool(row.pretrain) and not (row.pretrain and row.reason)
         now = [word for word in row.reason.split() if word in RECIPES]
         assert not now, f"{name}, {row.label}: fill in the recipes, {now} exists now"
@@ -50,7 +52,7 @@ def test_rows_say_what_their_recipes_do(name, row):
     assert set(table.columns.values()) <= MEASURES
     assert len(row.published) == len(table.columns)
     assert all(re.fullmatch(r"-|fail|\d+(\.\d+)?(e-\d)?", number) for number in row.published)
-    filled = {title for title, m in table.columns.items() if m in ("top1", "miou", "macc", *BENCHMARKS)}
+    filled = {title for title, m in table.columns.items() if m in ("top1", *DOWNSTREAM, *BENCHMARKS)}
     assert set(row.finetune) == (filled if row.pretrain else set())
     if row.pretrain:
         recipe = RECIPES[row.pretrain]

@@ -19,6 +19,7 @@ from scripts.profile_pretrain import COLUMNS
 from util.tables import write_csv
 
 DATA = ["--data_path", "IMAGENET", "--inat_path", "INAT", "--ade_path", "ADE", "--teacher", "ibot.pth"]
+DATA += ["--coco_path", "COCO"]
 PROGRAM = reproduce_table.ROOT / "downstream" / "segmentation" / "main_segmentation.py"
 DATA += [f"--{name}" if i % 2 == 0 else name for name in reproduce_table.SETS for i in range(2)]
 
@@ -62,7 +63,8 @@ def test_a_dry_run_prints_every_command_once_and_in_order(name, launcher, tmp_pa
             root = tmp_path / "runs" / row.pretrain
             expected |= {(str(root), "main_pretrain", row.pretrain)}
             for recipe in row.finetune.values():
-                main = "main_segmentation" if recipe.startswith("ade20k") else "main_finetune"
+                mains = {"ade20k": "main_segmentation", "coco": "main_detection"}
+                main = mains.get(recipe.partition("_")[0], "main_finetune")
                 expected |= {(str(root / recipe), main, recipe)}
                 if name == "robustness":
                     expected |= {(str(root / recipe / "robustness"), "main_robustness", None)}
@@ -205,11 +207,27 @@ def test_a_finished_row_needs_its_checkpoints_no_more(tmp_path, capsys):
         "finished",
         "83.0",
     )
-    rows, _ = collected("coco", tmp_path, capsys)
-    assert (rows["MAE + PR-MIM"]["AP box"], rows["MAE + PR-MIM"]["state"]) == (
+
+
+def test_detection_is_collected_from_its_last_iteration(tmp_path, capsys):
+    folder = tmp_path / "prmim50_vit_base_800ep" / "coco_mask_rcnn_vit_base"
+    write_pretraining(folder, 100, 100, num_iters=368_750, layer_decay=0.8)
+    last = {"step": 368_750, "epoch": 99, "val_box_ap": 50.75, "val_mask_ap": 45.25}
+    (folder / "results.json").write_text(json.dumps({"last": last, "details": {}}))
+    rows, text = collected("coco", tmp_path, capsys)
+    row = rows["prmim50_vit_base_800ep"]
+    assert [row[c] for c in ("AP box", "AP box measured", "AP mask", "AP mask measured")] == [
         "50.8",
-        "no program for object detection",
-    )
+        "50.75",
+        "45.2",
+        "45.25",
+    ]
+    assert "prmim50_vit_base_800ep/coco_mask_rcnn_vit_base: layer_decay 0.8 instead of 0.7" in text
+    flags = [*DATA, "--dry_run", "coco", "--rows", "mae*", "--output_dir", str(tmp_path)]
+    reproduce_table.main([*flags, "--nproc_per_node", "8", "--detection_flags", "--num_pictures 2"])
+    detect = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert detect[3] == os.path.relpath(reproduce_table.ROOT / "downstream" / "detection" / "main_detection.py")
+    assert (parsed(detect)[1].num_pictures, parsed(detect)[1].data_path) == (2, "COCO")
 
 
 def test_segmentation_is_collected_from_its_last_iteration(tmp_path, capsys):
