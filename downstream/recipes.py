@@ -86,7 +86,7 @@ DETECTION_RECIPES: dict[str, Recipe] = {
     # Photographs pasted on photographs, written by downstream/detection/demo.py: minutes on a CPU.
     "detection_demo": MASK_RCNN_DEFAULTS
     | dict(model="vit_micro_patch4", input_size=64, window_size=4, decoder_channels=32, scale_range=(0.8, 1.25))
-    | dict(num_iters=500, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=250, drop_path=0.0)
+    | dict(num_iters=400, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=200, drop_path=0.0)
     | dict(num_rois=64),
 }
 

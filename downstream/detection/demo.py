@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     """Runs the demonstration. Returns False if a signal stopped the training."""
     parser = Parser("demo.py", description=__doc__)
     parser.add_argument("output_dir", nargs="?", default="output/detection_demo", help="folder of data and run")
-    parser.add_argument("--num_iters", type=int, default=500, help="iterations of the training")
+    parser.add_argument("--num_iters", type=int, default=400, help="iterations of the training")
     args = parser.parse_args(argv)
     with user_errors(parser):
         root = writable_folder(args.output_dir).resolve()

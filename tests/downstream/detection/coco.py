@@ -36,7 +36,7 @@ def write_coco(root, split, number, seed=0, size=(40, 56), edit=lambda content: 
     rng = np.random.default_rng(seed)
     (root / f"{split}2017").mkdir(parents=True)
     (root / "annotations").mkdir(exist_ok=True)
-    content = {"images": [], "annotations": [], "categories": CATEGORIES}
+    content = {"images": [], "annotations": [], "categories": [dict(c) for c in CATEGORIES]}
     for i in range(number):
         height, width = size if i % 2 == 0 else size[::-1]
         img = rng.integers(0, 100, (height, width, 3), dtype=np.uint8)
