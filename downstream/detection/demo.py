@@ -97,9 +97,9 @@ def baseline(root: Path) -> float:
         counts[key] = counts.get(key, 0) + 1
     frequent = sorted(counts, key=lambda key: (-counts[key], key))[:100]
     found = [
-        {"image_id": image["id"], "category_id": label, "bbox": box, "score": counts[(label, *box)] / len(counts)}
+        {"image_id": image["id"], "category_id": key[0], "bbox": list(key[1:]), "score": counts[key] / len(counts)}
         for image in val["images"]
-        for label, *box in frequent
+        for key in frequent
     ]
     return average_precision(val, found, "bbox")["ap"] or 0.0
 
