@@ -1,4 +1,4 @@
-"""What the downstream programs share: schedules that count iterations, and evaluations between them."""
+"""What the downstream programs share: schedules that count iterations, evaluations between them, evaluations alone."""
 
 import argparse
 import json
@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from util.pictures import save
 from util.run import distributed
-from util.run.encoder_origin import find_encoder, resume_encoder
+from util.run.encoder_origin import find_encoder, resume_encoder, warn_if_unfinished
+from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
+from util.run.errors import exit_on_training_errors
 from util.run.flags import Plan, RunSchedule, check_least
 from util.run.loop import TrainLoop
-from util.run.run_folder import write_json
-from util.run.saving import CheckpointSaver
-from util.run.start import Start
+from util.run.run_folder import writable_folder, write_json
+from util.run.saving import CheckpointSaver, step_ranges
+from util.run.setup import RunParts
+from util.run.signals import StopSignal
+from util.run.start import Start, refuse_different_starts
 from util.run.watchdog import BETWEEN
 from util.text import count_of
 
@@ -30,11 +36,19 @@ def add_iteration_flags(group: argparse._ArgumentGroup) -> None:
     flag("--lr", type=float, help="learning rate of the head at the total batch size; it is not scaled")
 
 
-def check_iteration_flags(args: argparse.Namespace) -> None:
-    """ValueError if a flag of `add_iteration_flags`, or a pair of them, is out of range."""
-    check_least(args, 1, "num_iters eval_every")
+def check_shared_flags(args: argparse.Namespace, task: str) -> None:
+    """ValueError if a flag of all downstream programs, or a pair of them, is out of range. task: for messages."""
+    check_least(args, 1, "num_iters eval_every decoder_channels")
+    check_least(args, 0, "drop_path num_pictures")
     if not 0 <= args.warmup_iters <= args.num_iters:
         raise ValueError(f"--warmup_iters {args.warmup_iters} must lie between 0 and --num_iters {args.num_iters}")
+    if args.drop_path > 1:
+        raise ValueError(f"--drop_path must be at most 1, got {args.drop_path}")
+    if not 0 < args.layer_decay <= 1:
+        raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
+    for name in ("shard", "compile"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} is not for {task}: leave it out")
 
 
 @dataclass(frozen=True)
@@ -78,12 +92,23 @@ def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, An
     return encoder
 
 
+def load_first_weights(load: Callable[[str], object], encoder: dict[str, Any] | None) -> list[str]:
+    """Loads the encoder of a new run by `load(path)`, which returns a report. Returns remarks."""
+    if encoder is None:
+        return ["no --finetune: training from scratch"]
+    report = load(encoder["path"])
+    return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
+
+
+# -------------------------------------------------------------------------------------------- evaluation in training
+
+
 class Evaluation(NamedTuple):
     """The result of one evaluation."""
 
-    scalars: dict[str, float]  # for the log
-    line: str  # for the console
+    scores: dict[str, float]  # for results.json and the log
     details: dict[str, Any]  # for results.json alone
+    picture: np.ndarray | None  # uint8 [H, W, 3]; of rank 0 alone
 
 
 @dataclass
@@ -91,9 +116,12 @@ class Evaluator:
     """Evaluates a run every `eval_every` iterations and at the end of the schedule, logs it and writes results.json.
 
     evaluate: `evaluate(alive)` returns the Evaluation on all ranks, and calls `alive` now and then for the watchdog.
+    describe: returns scores in one line. picture_name: of the picture's file in the output folder.
     """
 
     evaluate: Callable[[Callable[[], None]], Evaluation]
+    describe: Callable[[Mapping[str, Any]], str]
+    picture_name: str
     model: torch.nn.Module
     loop: TrainLoop
     saver: CheckpointSaver
@@ -129,22 +157,128 @@ class Evaluator:
         loop.clock.restart()
 
     def write(self, result: Evaluation) -> None:
-        """Writes the scores of the current weights to results.json and to the log."""
-        loop, record = self.loop, self.saver.record
+        """Writes picture and scores of the current weights to the output folder and to the log."""
+        loop, record, folder = self.loop, self.saver.record, self.saver.output_dir
+        if result.picture is not None:
+            loop.log.picture(Path(self.picture_name).stem, result.picture, loop.step)
+            try:
+                save(result.picture, folder / self.picture_name)
+            except OSError as error:  # a full disk; other processes would wait for this one
+                loop.log.info(f"warning: {self.picture_name} could not be written ({error}); training goes on")
         scalars: dict[str, float] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}
-        scalars |= {f"val_{name}": value for name, value in result.scalars.items()}
+        scalars |= {f"val_{name}": value for name, value in result.scores.items()}
         content = {"last": {"step": loop.step, **scalars}, "details": result.details}
         content |= {"encoder": record.extra["encoder"], "code": record.origin["code"]}
         try:
-            write_json(self.saver.output_dir / RESULTS, content)
+            write_json(folder / RESULTS, content)
         except OSError as error:
             loop.log.info(f"warning: {RESULTS} could not be written ({error}); the same command writes it again")
+        line = self.describe(result.scores)
         # The log comes last: an evaluation that is not in the log is repeated after a kill.
-        loop.log.report(loop.step, scalars, f"after iteration {loop.step}: {result.line}", result.line)
+        loop.log.report(loop.step, scalars, f"after iteration {loop.step}: {line}", line)
 
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json; an empty dict if there is none."""
         return read_results(self.saver.output_dir)
+
+
+def progress_settings(args: argparse.Namespace, steps_per_epoch: int) -> Mapping[str, float]:
+    """Returns the setting `epochs`, by which other programs see how far a run is."""
+    return {"epochs": args.num_iters / steps_per_epoch}
+
+
+def train_and_evaluate(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    run: RunParts,
+    evaluator: Evaluator,
+    train: Callable[[range], bool],
+    what: str,
+) -> bool:
+    """Trains to the last step, with evaluations between. Returns False if a signal stopped the run before.
+
+    train: `train(steps)` makes these optimizer steps and returns whether a signal stopped it. what: the model's name.
+    """
+    loop, process = run.loop, run.saver.record.process
+    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
+        loop.stop = stop
+        if evaluator.is_due() and not evaluator.is_done():
+            evaluator.run()  # the run was stopped between the checkpoint and its evaluation
+        for steps in step_ranges(loop.step, loop.last_step, args.eval_every, args.save_steps, args.save_every):
+            stopped = train(steps)
+            run.saver.save(required=stopped or loop.step == loop.last_step)
+            if stopped and loop.step < loop.last_step:
+                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
+                return False
+            if evaluator.is_due():
+                evaluator.run()
+        lines = [summary_of_run(evaluator, what), *closing_lines(run.saver.output_dir, process.is_main)]
+        finish_run(loop, stop, "\n".join(lines))
+    return True
+
+
+def summary_of_run(evaluator: Evaluator, what: str) -> str:
+    """Returns what the run did, from its results, so that a finished run can say it again."""
+    loop, saver = evaluator.loop, evaluator.saver
+    progress = describe_progress(loop, saver.record.data["num_images"], saver.schedule.num_steps)
+    lines = [f"trained {what} {progress}"]
+    last = evaluator.results().get("last")
+    if last:
+        scores = {name.removeprefix("val_"): value for name, value in last.items()}
+        lines.append(f"  iteration {last['step']}: {evaluator.describe(scores)}")
+    picture = saver.output_dir / evaluator.picture_name
+    if saver.record.settings["num_pictures"] and picture.exists():
+        lines.append(f"  pictures     {picture}")
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------- evaluation alone
+
+
+def begin_evaluation(
+    args: argparse.Namespace, given: set[str], origins: str
+) -> tuple[distributed.Process, Path | None]:
+    """Joins the processes of --eval. Returns (process, folder for the results or None without --output_dir).
+
+    given: names of the flags that were set explicitly. origins: programs whose models can be evaluated, for messages.
+    ValueError if a flag is missing or out of range, or if the folder holds a run or is not writable.
+    """
+    process = distributed.init_process(args.device)
+    refuse_different_starts(args)
+    if args.resume in ("auto", "none"):
+        raise ValueError(f"--eval needs --resume: a checkpoint of {origins}, or a run's folder")
+    check_least(args, 0, "num_workers num_pictures")
+    if "output_dir" not in given:
+        return process, None
+
+    def check_folder() -> Path:
+        if (Path(args.output_dir) / "settings.json").exists():
+            raise ValueError(
+                f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another"
+            )
+        return writable_folder(args.output_dir)
+
+    return process, distributed.run_everywhere(check_folder)
+
+
+def end_evaluation(
+    folder: Path | None, result: Evaluation, line: str, picture_name: str, origin: Mapping[str, Any]
+) -> None:
+    """Prints the scores of --eval in one `line`, writes them and the picture to the folder, and leaves the processes.
+
+    origin: "step" and "checkpoint" of the weights, for results.json.
+    """
+    if distributed.rank_and_world_size()[0] == 0:
+        print(line)
+        if folder is not None:
+            last = {"step": origin["step"], **{f"val_{name}": value for name, value in result.scores.items()}}
+            content = {"last": last, "details": result.details, "checkpoint": origin["checkpoint"]}
+            write_json(folder / RESULTS, content)
+            print(f"all scores: {folder / RESULTS}")
+        if folder is not None and result.picture is not None:
+            save(result.picture, folder / picture_name)
+            print(f"pictures: {folder / picture_name}")
+    distributed.shut_down()
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -154,8 +288,3 @@ def read_results(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def progress_settings(args: argparse.Namespace, steps_per_epoch: int) -> Mapping[str, float]:
-    """Returns the setting `epochs`, by which other programs see how far a run is."""
-    return {"epochs": args.num_iters / steps_per_epoch}

@@ -11,8 +11,10 @@ its newest good checkpoint.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ from downstream.common import (
     Evaluation,
     Evaluator,
     add_iteration_flags,
-    check_iteration_flags,
+    begin_evaluation,
+    check_shared_flags,
     choose_encoder,
+    end_evaluation,
+    load_first_weights,
     progress_settings,
     schedule_by_iterations,
+    train_and_evaluate,
 )
 from downstream.detection.backbone import load_backbone
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
@@ -39,12 +45,9 @@ from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from util.data.datasets import steps_per_epoch
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.encoder_weights import weights_of
-from util.pictures import save
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import warn_if_unfinished
-from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
-from util.run.errors import exit_on_setup_errors, exit_on_training_errors
+from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     add_batch_flags,
     add_loading_flags,
@@ -55,14 +58,11 @@ from util.run.flags import (
     make_plan,
     num_workers,
 )
-from util.run.loop import TrainLoop
 from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
 from util.run.resume_rules import SPLIT_FLAGS
-from util.run.saving import step_ranges
 from util.run.setup import announce, assemble
-from util.run.signals import StopSignal
-from util.run.start import enter_folder, join_processes, refuse_different_starts
+from util.run.start import enter_folder, join_processes
 from util.text import count_of, shorten
 
 PROGRAM = "main_detection.py"
@@ -133,20 +133,12 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag of detection, or a pair of them, is out of range, or if a library is missing."""
-    check_iteration_flags(args)
-    check_least(args, 1, "decoder_channels window_size input_size num_rois")
-    check_least(args, 0, "drop_path num_pictures")
-    if args.drop_path > 1:
-        raise ValueError(f"--drop_path must be at most 1, got {args.drop_path}")
-    if not 0 < args.layer_decay <= 1:
-        raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
+    check_shared_flags(args, "detection")
+    check_least(args, 1, "window_size input_size num_rois")
     if not 0 < args.scale_range[0] <= args.scale_range[1]:
         raise ValueError(f"--scale_range must be two factors 0 < low <= high, got {args.scale_range}")
     if not all(0 < share <= 1 for share in args.lr_drops):
         raise ValueError(f"--lr_drops must be shares in (0, 1], got {args.lr_drops}")
-    for name in ("shard", "compile"):
-        if getattr(args, name):
-            raise ValueError(f"--{name} is not for detection: leave it out")
     coco_masks()
 
 
@@ -212,14 +204,6 @@ def choose_masks(masks: bool | None, images: CocoImages) -> bool:
 # -------------------------------------------------------------------------------------------------------- reporting
 
 
-def load_first_weights(model: Detector, encoder: dict[str, Any] | None) -> list[str]:
-    """Loads the encoder of a new run. Returns remarks."""
-    if encoder is None:
-        return ["no --finetune: training from scratch"]
-    report = load_backbone(model.backbone, encoder["path"])
-    return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
-
-
 def describe_scores(scores: Mapping[str, Any]) -> str:
     """Returns the scores of an evaluation in one line."""
     parts = []
@@ -230,25 +214,23 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     return f"{', '.join(parts) or 'no objects'} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def make_evaluation(
-    model: Detector, images: CocoImages, loop: TrainLoop, workers: int, num_pictures: int, masks: bool, folder: Path
-) -> Any:
-    """Returns the function of an `Evaluator`: scores, a picture in TensorBoard, and the same picture in the folder."""
-
-    def evaluate(alive: Any) -> Evaluation:
-        results, pictures = detect_all(model, images, loop.normalize, loop.autocast, workers, alive, num_pictures)
-        scores = {**score_detections(images, results, masks), "num_images": len(images)}
-        if pictures and distributed.rank_and_world_size()[0] == 0:
-            picture = draw_pictures(pictures, [name for _, name in images.categories])
-            loop.log.picture("detections", picture, loop.step)
-            try:
-                save(picture, folder / PICTURE)
-            except OSError as error:  # a full disk; other processes would wait for this one
-                loop.log.info(f"warning: {PICTURE} could not be written ({error}); training goes on")
-        scalars = {name: value for name, value in scores.items() if value is not None}
-        return Evaluation(scalars, describe_scores(scores), {})
-
-    return evaluate
+def evaluate_model(
+    model: Detector,
+    images: CocoImages,
+    masks: bool,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    workers: int,
+    num_pictures: int,
+    alive: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Evaluates a model on all ranks. masks: score masks, too. Scores without objects are left out."""
+    results, pictures = detect_all(model, images, normalize, autocast, workers, alive, num_pictures)
+    scores = {**score_detections(images, results, masks), "num_images": len(images)}
+    picture = None
+    if pictures and distributed.rank_and_world_size()[0] == 0:
+        picture = draw_pictures(pictures, [name for _, name in images.categories])
+    return Evaluation({name: value for name, value in scores.items() if value is not None}, {}, picture)
 
 
 def summary_rows(args: argparse.Namespace, model: Detector, masks: bool, *data: CocoImages) -> dict[str, str]:
@@ -263,17 +245,6 @@ def summary_rows(args: argparse.Namespace, model: Detector, masks: bool, *data: 
         objects = count_of(images.num_objects, "object")
         rows[split] = f"{count_of(len(images), 'image')} with {objects} in {images.json_path}{notes}"
     return rows
-
-
-def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, evaluator: Evaluator) -> str:
-    """Returns what the run did, from its log, so that a finished run can say it again."""
-    lines = [f"trained a detector on {args.model} {describe_progress(loop, num_images, args.num_iters)}"]
-    last = evaluator.results().get("last")
-    if last:
-        scores = {name.removeprefix("val_"): value for name, value in last.items()}
-        lines.append(f"  iteration {last['step']}: {describe_scores(scores)}")
-        lines.append(f"  pictures     {evaluator.saver.output_dir / PICTURE}")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
@@ -297,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         content = read_run(start, plan.total_batch_size)
         encoder = choose_encoder(args, start, content)
         if content is None:
-            start.remarks += load_first_weights(model, encoder)
+            start.remarks += load_first_weights(partial(load_backbone, model.backbone), encoder)
         model = model.to(process.device)
         normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(process.device)
         optimizer = torch.optim.AdamW(
@@ -326,28 +297,17 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             args, plan, start, record, schedule, content, model, optimizer, normalize, images, jitter, collator
         )
         loop = run.loop
-        evaluate = make_evaluation(
-            model, val_images, loop, plan.num_workers, args.num_pictures, masks, start.output_dir
+        evaluate = partial(
+            evaluate_model, model, val_images, masks, normalize, loop.autocast, plan.num_workers, args.num_pictures
         )
+        evaluator = Evaluator(evaluate, describe_scores, PICTURE, model, loop, run.saver, args.eval_every)
         announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, masks, images, val_images))
         del content  # weights and moments of the checkpoint
 
-    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
-        loop.stop = stop
-        evaluator = Evaluator(evaluate, model, loop, run.saver, args.eval_every)
-        if evaluator.is_due() and not evaluator.is_done():
-            evaluator.run()  # the run was stopped between the checkpoint and its evaluation
-        for steps in step_ranges(loop.step, loop.last_step, args.eval_every, args.save_steps, args.save_every):
-            stopped = train_iterations(run.model, run.batches, steps, loop)
-            run.saver.save(required=stopped or loop.step == loop.last_step)
-            if stopped and loop.step < loop.last_step:
-                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
-                return False
-            if evaluator.is_due():
-                evaluator.run()
-        summary = summary_of_run(args, loop, len(images), evaluator)
-        finish_run(loop, stop, "\n".join([summary, *closing_lines(start.output_dir, process.is_main)]))
-    return True
+    def train(steps: range) -> bool:
+        return train_iterations(run.model, run.batches, steps, loop)
+
+    return train_and_evaluate(parser, args, run, evaluator, train, f"a detector on {args.model}")
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -385,29 +345,16 @@ def load_detector(path: str | Path, args: argparse.Namespace, given: set[str], i
 
 def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation images and returns the scores."""
-    process = distributed.init_process(args.device)
-    refuse_different_starts(args)
-    if args.resume in ("auto", "none"):
-        raise ValueError("--eval needs --resume: a checkpoint of this program or of detectron2, or a run's folder")
-    check_least(args, 0, "num_workers num_pictures")
+    process, folder = begin_evaluation(args, given, "this program or of detectron2")
     coco_masks()
     images = open_split(args, "val", False)
     model = load_detector(args.resume, args, given, images).to(process.device)
     normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(process.device)
     autocast = precision(args.precision, process.device).autocast
-    num_pictures = args.num_pictures if "output_dir" in given else 0
-    workers = num_workers(args, process)
-    results, pictures = detect_all(model, images, normalize, autocast, workers, num_pictures=num_pictures)
-    scores = score_detections(images, results, model.roi_heads.has_mask()) | {"num_images": len(images)}
-    if process.is_main:
-        print(describe_scores(scores))
-        if pictures:
-            path = Path(args.output_dir) / PICTURE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save(draw_pictures(pictures, [name for _, name in images.categories]), path)
-            print(f"pictures: {path}")
-    distributed.shut_down()
-    return scores
+    masks, num_pictures = model.roi_heads.has_mask(), 0 if folder is None else args.num_pictures
+    result = evaluate_model(model, images, masks, normalize, autocast, num_workers(args, process), num_pictures)
+    end_evaluation(folder, result, describe_scores(result.scores), PICTURE, {"step": None, "checkpoint": args.resume})
+    return result.scores
 
 
 if __name__ == "__main__":

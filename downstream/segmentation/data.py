@@ -9,31 +9,25 @@ travel as one uint8 array whose last channel is the label map. IGNORE marks pixe
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from downstream.image_files import ARRAY, examine, image_errors, read_size
 from util.addressed import AUGMENT, addressed_uniform
-from util.data.datasets import available_cores
 from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
 from util.data.folders import is_hidden, is_image, split_of
-from util.data.images import FILE_ERRORS, ImageError, ImageFiles, retry_io
+from util.data.images import ImageError, ImageFiles, retry_io
 from util.data.transforms import TRIES, Size
 from util.text import count_of, shorten
 
 IGNORE = 255
-ARRAY = ".npy"  # uint8 [H, W, C], for images with more channels than image formats have
 NUM_CHECKED = 100  # pairs of each split that are read as a whole before training
 NO_CLASS = "no labelled pixel in the {} split: check its label files, --ignore_index and --reduce_zero_label"
-MAX_THREADS = 16  # of a process that read files for the check
-T = TypeVar("T")
 
 
 class LabelValues:
@@ -116,10 +110,10 @@ class SegmentationImages(ImageFiles):
 
         share = slice(rank, None, world_size)
         everything = range(len(self))
-        examine(self.compare_sizes, everything[share], max_bad_fraction)
-        found = examine(lambda i: has_class(self.load(i)[0][..., -1]), spaced[share], max_bad_fraction)
+        examine(self.compare_sizes, everything[share], max_bad_fraction, "pairs")
+        found = examine(lambda i: has_class(self.load(i)[0][..., -1]), spaced[share], max_bad_fraction, "pairs")
         if all_labels:
-            found += examine(lambda i: has_class(self.load_labels(i)), everything[share], max_bad_fraction)
+            found += examine(lambda i: has_class(self.load_labels(i)), everything[share], max_bad_fraction, "pairs")
         self.has_class = any(found)
 
     def compare_sizes(self, i: int) -> None:
@@ -196,44 +190,6 @@ def read_values(img: Image.Image, data: bytes) -> np.ndarray:
     values = np.array(img).astype(np.uint8)  # mode "1" becomes 0 and 1
     bits = data[24] if img.format == "PNG" and img.mode == "L" else 8  # of the header chunk IHDR
     return values // (255 // (2**bits - 1))  # Pillow scales grey values of 2 and 4 bits up to 255
-
-
-def read_size(path: str) -> Size:
-    """Reads the (height, width) of an image from its header; ImageError if it cannot be read."""
-    with image_errors(path):
-        if path.endswith(ARRAY):
-            height, width, _ = np.load(path, mmap_mode="r", allow_pickle=False).shape
-            return height, width
-        with open_image(path) as img:
-            return img.height, img.width
-
-
-@contextmanager
-def image_errors(path: str) -> Iterator[None]:
-    """Turns errors of a single file inside into an ImageError that names it. Failures of the storage stay OSErrors."""
-    try:
-        yield
-    except (*PILLOW_ERRORS, EOFError) as error:
-        if isinstance(error, OSError) and error.errno not in (None, *FILE_ERRORS):
-            raise
-        raise ImageError(f"{path!r} cannot be read: {error}; replace the file") from error
-
-
-def examine(look: Callable[[int], T], numbers: Sequence[int], max_bad_fraction: float) -> list[T]:
-    """Returns what `look(i)` returns for the numbers, in threads. ImageError if more than that share raises one."""
-
-    def try_one(i: int) -> tuple[list[T], str]:
-        try:
-            return [look(i)], ""
-        except ImageError as error:
-            return [], str(error)
-
-    with ThreadPoolExecutor(min(MAX_THREADS, available_cores())) as pool:
-        outcomes = list(pool.map(try_one, numbers))
-    problems = [problem for _, problem in outcomes if problem]
-    if len(problems) > max_bad_fraction * len(numbers):
-        raise ImageError(f"{len(problems)} of {len(numbers)} checked pairs are bad: {'; '.join(problems[:3])}")
-    return [result for results, _ in outcomes for result in results]
 
 
 def by_stem(names: Sequence[str], what: str) -> dict[str, str]:

@@ -10,8 +10,10 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,17 @@ from timm.optim import param_groups_layer_decay
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import (
-    RESULTS,
     Evaluation,
     Evaluator,
     add_iteration_flags,
-    check_iteration_flags,
+    begin_evaluation,
+    check_shared_flags,
     choose_encoder,
+    end_evaluation,
+    load_first_weights,
     progress_settings,
     schedule_by_iterations,
+    train_and_evaluate,
 )
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import (
@@ -56,31 +61,23 @@ from downstream.segmentation.vit_backbone import SIZES, load_backbone
 from util.data.datasets import steps_per_epoch
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.pictures import save
 from util.run import distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import warn_if_unfinished
-from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
-from util.run.errors import exit_on_setup_errors, exit_on_training_errors
+from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     add_batch_flags,
     add_loading_flags,
     add_run_flags,
     add_update_flags,
-    check_least,
     free_flags,
     make_plan,
     num_workers,
 )
-from util.run.loop import TrainLoop
 from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
 from util.run.resume_rules import SPLIT_FLAGS
-from util.run.run_folder import writable_folder, write_json
-from util.run.saving import step_ranges
-from util.run.setup import RunParts, announce, assemble
-from util.run.signals import StopSignal
-from util.run.start import enter_folder, join_processes, refuse_different_starts
+from util.run.setup import announce, assemble
+from util.run.start import enter_folder, join_processes
 from util.text import count_of
 
 PROGRAM = "main_segmentation.py"
@@ -122,9 +119,8 @@ def get_args_parser() -> Parser:
 
     group = parser.add_argument_group("data")
     data = group.add_argument
-    data(
-        "--data_path", default="data", help="folder with images/ and annotations/, each with training/ and validation/"
-    )
+    help_text = "folder with images/ and annotations/, each with training/ and validation/"
+    data("--data_path", default="data", help=help_text)
     data("--num_classes", type=int, help="number of classes in the label files")
     data("--ignore_index", type=int, default=255, help="value of pixels without a class in the label files")
     help_text = "the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K"
@@ -181,20 +177,11 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag of segmentation, or a pair of them, is out of range."""
     check_data_flags(vars(args))
-    check_iteration_flags(args)
-    check_least(args, 1, "decoder_channels")
-    check_least(args, 0, "drop_path num_pictures")
-    if args.drop_path > 1:
-        raise ValueError(f"--drop_path must be at most 1, got {args.drop_path}")
-    if not 0 < args.layer_decay <= 1:
-        raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
+    check_shared_flags(args, "segmentation")
     if not 0 < args.ratio_range[0] <= args.ratio_range[1]:
         raise ValueError(f"--ratio_range must be two factors 0 < low <= high, got {args.ratio_range}")
     if not 0 < args.cat_max_ratio <= 1:
         raise ValueError(f"--cat_max_ratio must lie in (0, 1], got {args.cat_max_ratio}")
-    for name in ("shard", "compile"):
-        if getattr(args, name):
-            raise ValueError(f"--{name} is not for segmentation: leave it out")
     if args.head == "linear" and args.finetune is None and args.resume in ("auto", "none"):
         raise ValueError("--head linear needs --finetune: the encoder is frozen, so it must be pre-trained")
 
@@ -231,57 +218,38 @@ def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
 
 
-def load_first_weights(model: Segmenter, encoder: dict[str, Any] | None) -> list[str]:
-    """Loads the encoder of a new run. Returns remarks."""
-    if encoder is None:
-        return ["no --finetune: training from scratch"]
-    report = load_backbone(model.backbone, encoder["path"])
-    return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
-
-
 def describe_scores(scores: Mapping[str, Any]) -> str:
     """Returns the scores of an evaluation in one line."""
     values = f"mIoU {scores['miou']:.2f} %, mAcc {scores['macc']:.2f} %, aAcc {scores['aacc']:.2f} %"
     return f"{values} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def make_evaluation(
-    settings: Mapping[str, Any],
-    classes: tuple[list[str], np.ndarray],
+def evaluate_model(
     model: Segmenter,
     images: SegmentationImages,
-    run: RunParts,
+    settings: Mapping[str, Any],
+    classes: tuple[list[str], np.ndarray],
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
     workers: int,
-) -> Any:
-    """Returns the function of an `Evaluator`: scores, a picture in TensorBoard, and the same picture in the folder."""
-    names, colors = classes
-    loop, folder = run.loop, run.saver.output_dir
-    transform = ResizeForEvaluation(settings["image_scale"])
-
-    def evaluate(alive: Any) -> Evaluation:
-        scores, pictures = evaluate_segmentation(
-            model,
-            images,
-            transform,
-            loop.normalize,
-            loop.autocast,
-            settings["num_classes"],
-            settings["stride"],
-            workers,
-            alive,
-            settings["num_pictures"],
-        )
-        if pictures and distributed.rank_and_world_size()[0] == 0:
-            picture = draw_predictions(pictures, colors)
-            loop.log.picture("predictions", picture, loop.step)
-            try:
-                save(picture, folder / PICTURE)
-            except OSError as error:  # a full disk; other processes would wait for this one
-                loop.log.info(f"warning: {PICTURE} could not be written ({error}); training goes on")
-        scalars = {name: scores[name] for name in SCALARS}
-        return Evaluation(scalars, describe_scores(scores), name_scores(scores, names))
-
-    return evaluate
+    alive: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Evaluates a model on all ranks. classes: (names, colours uint8 [K, 3])."""
+    found, pictures = evaluate_segmentation(
+        model,
+        images,
+        ResizeForEvaluation(settings["image_scale"]),
+        normalize,
+        autocast,
+        settings["num_classes"],
+        settings["stride"],
+        workers,
+        alive,
+        settings["num_pictures"],
+    )
+    is_main = distributed.rank_and_world_size()[0] == 0
+    picture = draw_predictions(pictures, classes[1]) if pictures and is_main else None
+    return Evaluation({name: found[name] for name in SCALARS}, name_scores(found, classes[0]), picture)
 
 
 def name_scores(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -300,18 +268,6 @@ def summary_rows(args: argparse.Namespace, model: Segmenter, images: Any, val_im
         "data": f"{count_of(len(images), 'image')} in {images.root}",
         "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
     }
-
-
-def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, evaluator: Evaluator) -> str:
-    """Returns what the run did, from its log, so that a finished run can say it again."""
-    lines = [f"trained {args.head} on {args.model} {describe_progress(loop, num_images, args.num_iters)}"]
-    last = evaluator.results().get("last")
-    if last:
-        scores = {name.removeprefix("val_"): value for name, value in last.items()}
-        lines.append(f"  iteration {last['step']}: {describe_scores(scores)}")
-    if args.num_pictures and (evaluator.saver.output_dir / PICTURE).exists():
-        lines.append(f"  pictures     {evaluator.saver.output_dir / PICTURE}")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
@@ -334,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         content = read_run(start, plan.total_batch_size)
         encoder = choose_encoder(args, start, content)
         if content is None:
-            start.remarks += load_first_weights(model, encoder)
+            start.remarks += load_first_weights(partial(load_backbone, model.backbone), encoder)
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
@@ -361,26 +317,17 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack_pairs
         )
         loop = run.loop
-        evaluate = make_evaluation(vars(args), classes, model, val_images, run, plan.num_workers)
+        evaluate = partial(
+            evaluate_model, model, val_images, vars(args), classes, loop.normalize, loop.autocast, plan.num_workers
+        )
+        evaluator = Evaluator(evaluate, describe_scores, PICTURE, model, loop, run.saver, args.eval_every)
         announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, images, val_images))
         del content  # weights and moments of the checkpoint
 
-    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
-        loop.stop = stop
-        evaluator = Evaluator(evaluate, model, loop, run.saver, args.eval_every)
-        if evaluator.is_due() and not evaluator.is_done():
-            evaluator.run()  # the run was stopped between the checkpoint and its evaluation
-        for steps in step_ranges(loop.step, loop.last_step, args.eval_every, args.save_steps, args.save_every):
-            stopped = train_iterations(run.model, run.batches, steps, loop, args.mean_over_valid)
-            run.saver.save(required=stopped or loop.step == loop.last_step)
-            if stopped and loop.step < loop.last_step:
-                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
-                return False
-            if evaluator.is_due():
-                evaluator.run()
-        summary = summary_of_run(args, loop, len(images), evaluator)
-        finish_run(loop, stop, "\n".join([summary, *closing_lines(start.output_dir, process.is_main)]))
-    return True
+    def train(steps: range) -> bool:
+        return train_iterations(run.model, run.batches, steps, loop, args.mean_over_valid)
+
+    return train_and_evaluate(parser, args, run, evaluator, train, f"{args.head} on {args.model}")
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -388,48 +335,22 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
 def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    process = distributed.init_process(args.device)
-    refuse_different_starts(args)
-    if args.resume in ("auto", "none"):
-        raise ValueError("--eval needs --resume: a checkpoint of this program or of mmsegmentation, or a run's folder")
-    check_least(args, 0, "num_workers num_pictures")
-    folder = Path(args.output_dir)
-    if "output_dir" in given and (folder / "settings.json").exists():
-        raise ValueError(
-            f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another"
-        )
+    process, folder = begin_evaluation(args, given, "this program or of mmsegmentation")
     model, settings, meta = load_segmenter(args.resume, args, given)
     if "class_names" in meta and "class_names" not in given:
-        names, colors = meta["class_names"], np.array(meta["class_colors"], np.uint8)
+        classes = meta["class_names"], np.array(meta["class_colors"], np.uint8)
     else:
-        names, colors = read_classes(args.class_names, settings["num_classes"])
+        classes = read_classes(args.class_names, settings["num_classes"])
     images = open_split(settings, args.data_path, "val")
+    if folder is None:
+        settings["num_pictures"] = 0
     normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
     autocast = precision(args.precision, process.device).autocast
-    scores, pictures = evaluate_segmentation(
-        model.to(process.device),
-        images,
-        ResizeForEvaluation(settings["image_scale"]),
-        normalize,
-        autocast,
-        settings["num_classes"],
-        settings["stride"],
-        num_workers(args, process),
-        num_pictures=settings["num_pictures"] if "output_dir" in given else 0,
-    )
-    details = name_scores(scores, names)
-    if process.is_main:
-        print(describe_scores(scores))
-        if "output_dir" in given:
-            writable_folder(folder)
-            last = {"step": meta.get("step"), **{f"val_{name}": scores[name] for name in SCALARS}}
-            write_json(folder / RESULTS, {"last": last, "details": details, "checkpoint": args.resume})
-            print(f"scores of each class: {folder / RESULTS}")
-            if pictures:
-                save(draw_predictions(pictures, colors), folder / PICTURE)
-                print(f"pictures: {folder / PICTURE}")
-    distributed.shut_down()
-    return {**scores, **details}
+    model = model.to(process.device)
+    result = evaluate_model(model, images, settings, classes, normalize, autocast, num_workers(args, process))
+    origin = {"step": meta.get("step"), "checkpoint": args.resume}
+    end_evaluation(folder, result, describe_scores(result.scores), PICTURE, origin)
+    return {**result.scores, **result.details}
 
 
 if __name__ == "__main__":

@@ -180,9 +180,9 @@ def test_an_evaluation_does_not_count_as_training_time(tmp_path, is_main):
 
     def evaluate(alive):
         loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
-        return Evaluation({"miou": 1.0}, "", {})
+        return Evaluation({"miou": 1.0}, {}, None)
 
-    Evaluator(evaluate, torch.nn.Linear(1, 1), loop, saver, 4).run()
+    Evaluator(evaluate, str, "picture.png", torch.nn.Linear(1, 1), loop, saver, 4).run()
     assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
     assert (tmp_path / "results.json").exists() == is_main
 

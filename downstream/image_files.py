@@ -1,0 +1,58 @@
+"""Checks of image files before training: sizes from headers, and many files at once, in threads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+
+from util.data.datasets import available_cores
+from util.data.decode import PILLOW_ERRORS, open_image
+from util.data.images import FILE_ERRORS, ImageError
+from util.data.transforms import Size
+
+ARRAY = ".npy"  # uint8 [H, W, C], for images with more channels than image formats have
+MAX_THREADS = 16  # of a process that reads files for a check
+T = TypeVar("T")
+
+
+def read_size(path: str) -> Size:
+    """Reads the (height, width) of an image from its header; ImageError if it cannot be read."""
+    with image_errors(path):
+        if path.endswith(ARRAY):
+            height, width, _ = np.load(path, mmap_mode="r", allow_pickle=False).shape
+            return height, width
+        with open_image(path) as img:
+            return img.height, img.width
+
+
+@contextmanager
+def image_errors(path: str) -> Iterator[None]:
+    """Turns errors of a single file inside into an ImageError that names it. Failures of the storage stay OSErrors."""
+    try:
+        yield
+    except (*PILLOW_ERRORS, EOFError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, *FILE_ERRORS):
+            raise
+        raise ImageError(f"{path!r} cannot be read: {error}; replace the file") from error
+
+
+def examine(look: Callable[[int], T], numbers: Sequence[int], max_bad_fraction: float, what: str) -> list[T]:
+    """Returns what `look(i)` returns for the numbers, in threads. ImageError if more than that share raises one.
+
+    what: noun for the message.
+    """
+
+    def try_one(i: int) -> tuple[list[T], str]:
+        try:
+            return [look(i)], ""
+        except ImageError as error:
+            return [], str(error)
+
+    with ThreadPoolExecutor(min(MAX_THREADS, available_cores())) as pool:
+        outcomes = list(pool.map(try_one, numbers))
+    problems = [problem for _, problem in outcomes if problem]
+    if len(problems) > max_bad_fraction * len(numbers):
+        raise ImageError(f"{len(problems)} of {len(numbers)} checked {what} are bad: {'; '.join(problems[:3])}")
+    return [result for results, _ in outcomes for result in results]
