@@ -19,10 +19,11 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import roi_align
 
 from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViTDet
-from models_vit import BASE, HUGE, LARGE, MICRO, SMALL, TINY
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY
 
 SIZES = {
     "vit_micro_patch4": MICRO,
+    "vit_mini_patch4": MINI,
     "vit_tiny_patch16": TINY,
     "vit_small_patch16": SMALL,
     "vit_base_patch16": BASE,
@@ -33,6 +34,13 @@ BOX_GRID, MASK_GRID = 7, 14  # sides of the features of a box and of a mask
 
 Target = dict[str, torch.Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
 Detections = dict[str, torch.Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
+
+
+class AnchorsInFloat32(AnchorGenerator):
+    """Torchvision's anchors, in float32 for maps of any type. In bfloat16 they would be several pixels off."""
+
+    def forward(self, image_list: ImageList, feature_maps: list[torch.Tensor]) -> list[torch.Tensor]:
+        return super().forward(image_list, [feature_maps[0].float(), *feature_maps[1:]])
 
 
 class RPNHeadInFloat32(RPNHead):
@@ -173,7 +181,7 @@ class Detector(nn.Module):
         self.img_size, self.patch_size = self.backbone.img_size, self.backbone.patch_size
         self.pyramid = SimpleFeaturePyramid(self.backbone.embed_dim, channels)
         sides = tuple((self.patch_size * 2**level,) for level in (1, 2, 3, 4, 5))
-        anchors = AnchorGenerator(sides, ((0.5, 1.0, 2.0),) * len(sides))
+        anchors = AnchorsInFloat32(sides, ((0.5, 1.0, 2.0),) * len(sides))
         self.rpn = RegionProposalNetworkL1(
             anchors,
             RPNHeadInFloat32(channels, anchors.num_anchors_per_location()[0], conv_depth=2),

@@ -40,8 +40,11 @@ def read_released(path: Path) -> dict[str, Any]:
     weights = content.get("model", content) if isinstance(content, dict) else None
     if not isinstance(weights, dict):
         raise CheckpointError(f"{str(path)!r} holds no weights by their names")
-    tensors = {name: torch.from_numpy(v.copy()) for name, v in weights.items() if isinstance(v, np.ndarray)}
-    return {"model": tensors}
+    arrays = {name: value for name, value in weights.items() if isinstance(value, np.ndarray)}
+    try:
+        return {"model": {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}}
+    except TypeError as error:  # of objects or words
+        raise CheckpointError(f"{str(path)!r} holds arrays that are no numbers: {error}") from error
 
 
 def is_detectron2(weights: Mapping[str, Any]) -> bool:
@@ -103,13 +106,14 @@ def infer_settings(weights: Mapping[str, torch.Tensor], what: str) -> dict[str, 
 
     CheckpointError if a weight is missing.
     """
-    names = ("backbone.patch_embed.proj.weight", "backbone.pos_embed", "roi_heads.box_predictor.cls_score.weight")
+    names = ["backbone.patch_embed.proj.weight", "backbone.pos_embed", "pyramid.stages.2.0.weight"]
+    names.append("roi_heads.box_predictor.cls_score.weight")
     blocks = {int(name.split(".")[2]) for name in weights if name.startswith("backbone.blocks.")}
     tables = tuple(f"backbone.blocks.{number}.attn.rel_pos_h" for number in (0, max(blocks, default=0)))
     missing = [name for name in (*names, *tables) if name not in weights]
     if missing:
         raise CheckpointError(f"{what} holds no ViTDet: {', '.join(missing)} missing")
-    kernel, positions, classifier = (weights[name] for name in names)
+    kernel, positions, lateral, classifier = (weights[name] for name in names)
     window, grid = ((len(weights[name]) + 1) // 2 for name in tables)
     patch = kernel.shape[2]
     return {
@@ -118,7 +122,7 @@ def infer_settings(weights: Mapping[str, torch.Tensor], what: str) -> dict[str, 
         "patch_size": patch,
         "pretrain_size": round((positions.shape[1] - 1) ** 0.5) * patch,
         "window_size": window,
-        "decoder_channels": weights["pyramid.stages.2.0.weight"].shape[0],
+        "decoder_channels": lateral.shape[0],
         "masks": any(name.startswith("roi_heads.mask_head.") for name in weights),
         "num_classes": len(classifier) - 1,
     }

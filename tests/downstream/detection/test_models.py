@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import roi_align
 
 from downstream.detection.backbone import (
+    ChannelNorm,
     DecomposedAttention,
     SimpleFeaturePyramid,
     ViTDet,
@@ -218,6 +221,81 @@ def test_class_box_and_mask_losses_by_hand(monkeypatch):
     torch.testing.assert_close(losses["mask"], F.binary_cross_entropy_with_logits(masks, half))
 
 
+def test_each_proposal_gets_the_mask_of_its_own_object():
+    """Two images with two objects each, all of other shapes and classes. Each proposal is an object's box, moved."""
+    torch.manual_seed(0)
+    heads = Detector(3, channels=16, **SMALL).roi_heads.train()
+    maps = [torch.randn(2, 16, side, side) for side in (48, 24, 12, 6)]
+    boxes = torch.tensor([[[0, 0, 16, 20], [24, 4, 44, 40]], [[2, 20, 30, 46], [30, 2, 46, 18]]]).float()
+    labels = torch.tensor([[1, 3], [2, 1]])
+    masks = torch.zeros(2, 2, 48, 48, dtype=torch.uint8)
+    for i in range(2):
+        for n in range(2):
+            x1, y1, x2, y2 = boxes[i, n].int().tolist()
+            masks[i, n, y1:y2, x1:x2] = torch.rand(y2 - y1, x2 - x1) < 0.5
+    targets = [{"boxes": boxes[i], "labels": labels[i], "masks": masks[i]} for i in range(2)]
+    proposals = [boxes[i].flip(0) + 0.5 for i in range(2)]  # the second object's box comes first
+    _, losses = heads(maps, [part.clone() for part in proposals], [(48, 48)] * 2, targets)
+    found = [torch.cat([part, boxes[i]]) for i, part in enumerate(proposals)]
+    owner = [(i, n) for i in range(2) for n in (1, 0, 0, 1)]
+    logits = heads.predict_masks(maps, found)
+    expected = [
+        F.binary_cross_entropy_with_logits(
+            logits[row, labels[i, n]],
+            (
+                roi_align(masks[i, n][None, None].float(), [box[None]], 28, sampling_ratio=0, aligned=True)[0, 0] >= 0.5
+            ).float(),
+        )
+        for row, ((i, n), box) in enumerate(zip(owner, torch.cat(found), strict=True))
+    ]
+    torch.testing.assert_close(losses["mask"], torch.stack(expected).mean())
+
+
+def test_the_heads_have_the_settings_of_detectron2():
+    """Of configs/common/models/mask_rcnn_vitdet.py and its bases, for patches of 16 pixels."""
+    model = Detector(80, embed_dim=32, num_heads=1, img_size=64)
+    rpn, heads = model.rpn, model.roi_heads
+    sides = [[32], [64], [128], [256], [512]]
+    assert [list(level) for level in rpn.anchor_generator.sizes] == sides
+    assert {tuple(ratios) for ratios in rpn.anchor_generator.aspect_ratios} == {(0.5, 1.0, 2.0)}
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in rpn.head.conv.modules()) == 2
+    assert (rpn.proposal_matcher.high_threshold, rpn.proposal_matcher.low_threshold) == (0.7, 0.3)
+    assert (rpn.fg_bg_sampler.batch_size_per_image, rpn.fg_bg_sampler.positive_fraction) == (256, 0.5)
+    assert rpn._pre_nms_top_n == {"training": 2000, "testing": 1000}
+    assert rpn._post_nms_top_n == {"training": 1000, "testing": 1000}
+    assert (rpn.nms_thresh, rpn.score_thresh) == (0.7, 0.0)
+    assert (heads.proposal_matcher.high_threshold, heads.proposal_matcher.low_threshold) == (0.5, 0.5)
+    assert (heads.fg_bg_sampler.batch_size_per_image, heads.fg_bg_sampler.positive_fraction) == (512, 0.25)
+    assert heads.box_coder.weights == (10.0, 10.0, 5.0, 5.0)
+    assert (heads.score_thresh, heads.nms_thresh, heads.detections_per_img) == (0.05, 0.5, 100)
+    assert (heads.box_roi_pool.size, heads.mask_roi_pool.size) == (7, 14)
+    for head, fc in ((heads.box_head, [1024]), (heads.mask_head, [])):
+        convs = [module for module in head.modules() if isinstance(module, torch.nn.Conv2d)]
+        assert [(conv.out_channels, conv.kernel_size, conv.bias) for conv in convs] == [(256, (3, 3), None)] * 4
+        assert sum(isinstance(module, ChannelNorm) for module in head.modules()) == 4
+        assert [m.out_features for m in head.modules() if isinstance(m, torch.nn.Linear)] == fc
+    assert heads.box_predictor.cls_score.out_features == 81
+
+
+def test_anchors_are_exact_in_bfloat16():
+    """Against their definition, at 1024 pixels, where bfloat16 has steps of 4 pixels."""
+    generator = Detector(2, channels=16, embed_dim=32, num_heads=1, img_size=64).rpn.anchor_generator
+    maps = [torch.zeros(1, 1, side, side, dtype=torch.bfloat16) for side in (256, 128, 64, 32, 16)]
+    (found,) = generator(ImageList(torch.zeros(1, 3, 1024, 1024), [(1024, 1024)]), maps)
+    expected = []
+    for level, side in enumerate((256, 128, 64, 32, 16)):
+        stride, size = 1024 // side, 32 * 2**level
+        shapes = []
+        for ratio in (0.5, 1.0, 2.0):
+            height, width = size * math.sqrt(ratio), size / math.sqrt(ratio)
+            shapes.append(torch.tensor([-width, -height, width, height]).div(2).round())
+        places = torch.arange(side) * stride
+        corners = torch.cartesian_prod(places, places)[:, [1, 0, 1, 0]]  # x varies fastest
+        expected.append((corners[:, None] + torch.stack(shapes)).reshape(-1, 4))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-3)
+
+
 def test_without_masks_there_is_no_mask_head_and_no_object_is_no_problem():
     torch.manual_seed(0)
     model = Detector(2, masks=False, channels=16, **SMALL)
@@ -237,8 +315,11 @@ def test_bfloat16_computes_boxes_in_float32():
     torch.manual_seed(0)
     model = Detector(2, channels=16, **SMALL).eval()
     model.roi_heads.score_thresh = 0.0
+    anchors = []
+    model.rpn.anchor_generator.register_forward_hook(lambda *parts: anchors.extend(parts[-1]))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         (found,) = model(torch.randn(1, 3, 48, 48), [(48, 40)])
+    assert [boxes.dtype for boxes in anchors] == [torch.float32]
     assert {found[name].dtype for name in ("boxes", "scores", "masks")} == {torch.float32}
     assert len(found["boxes"]) and not torch.equal(found["boxes"], found["boxes"].bfloat16().float())
     assert found["boxes"][:, 2].max() <= 40
