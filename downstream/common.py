@@ -26,6 +26,7 @@ from util.run.watchdog import BETWEEN
 from util.text import count_of
 
 RESULTS = "results.json"
+RECIPE_FILE = "downstream/recipes.py"
 
 
 def add_iteration_flags(group: argparse._ArgumentGroup) -> None:
@@ -38,7 +39,7 @@ def add_iteration_flags(group: argparse._ArgumentGroup) -> None:
 
 def check_shared_flags(args: argparse.Namespace, task: str) -> None:
     """ValueError if a flag of all downstream programs, or a pair of them, is out of range. task: for messages."""
-    check_least(args, 1, "num_iters eval_every decoder_channels")
+    check_least(args, 1, "num_iters eval_every decoder_channels patch_size")
     check_least(args, 0, "drop_path num_pictures")
     if not 0 <= args.warmup_iters <= args.num_iters:
         raise ValueError(f"--warmup_iters {args.warmup_iters} must lie between 0 and --num_iters {args.num_iters}")

@@ -24,6 +24,7 @@ from timm.optim import param_groups_layer_decay
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import (
+    RECIPE_FILE,
     Evaluation,
     Evaluator,
     add_iteration_flags,
@@ -154,7 +155,7 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags). The linear head has other defaults; a recipe and explicit flags win over both."""
     parser = get_args_parser()
-    args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
+    args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv, RECIPE_FILE)
     if args.recipe and SEGMENTATION_RECIPES[args.recipe]["head"] != args.head:
         fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == args.head)
         parser.error(
@@ -166,7 +167,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
         if unused and not args.eval:
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
-        args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
+        args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv, RECIPE_FILE)
     is_rgb = args.in_chans == 3
     if not args.eval:  # which takes the checkpoint's
         args.mean = args.mean or (IMAGENET_MEAN if is_rgb else (0.5,) * args.in_chans)

@@ -72,14 +72,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_with_recipe(
-    parser: argparse.ArgumentParser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
+    parser: argparse.ArgumentParser,
+    recipes: Mapping[str, Mapping[str, Any]],
+    argv: Sequence[str] | None = None,
+    recipe_file: str = "recipes.py",
 ) -> argparse.Namespace:
-    """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win."""
+    """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
+
+    recipe_file: where the recipes are, for messages.
+    """
     name = parser.parse_known_args(argv)[0].recipe
     if name is not None:
         if name not in recipes:
-            near = difflib.get_close_matches(name, recipes, n=3, cutoff=0.3) or list(recipes)
-            parser.error(f"unknown recipe {name!r}; close to it: {', '.join(near)} (all of them: recipes.py)")
+            near = [known for known in recipes if known.startswith(name)][:5]
+            near = near or difflib.get_close_matches(name, recipes, n=3, cutoff=0.3) or list(recipes)
+            parser.error(f"unknown recipe {name!r}; close to it: {', '.join(near)} (all of them: {recipe_file})")
         flags = {action.dest for action in parser._actions}
         unknown = [key for key in recipes[name] if key not in flags]
         if unknown:

@@ -146,6 +146,7 @@ def test_evaluation_takes_the_names_of_the_run(striped, tmp_path, capsys):
     assert set(evaluate(striped, tmp_path / "run", "--class_names", names)["acc"]) == {"a", "b", "c"}
     words = "--eval", "--resume", tmp_path / "run", "--data_path", striped, "--output_dir", tmp_path / "run"
     assert "holds a run, whose results --eval would replace" in fails(capsys, *words)
+    assert "cannot be written to" in fails(capsys, *words[:-1], names)  # a file
     assert read_results(tmp_path / "run") == expected
 
 
@@ -336,6 +337,7 @@ def fails(capsys, *arguments):
         ),
         ("--stride 17", "--stride 17 must be at most --input_size 16"),
         ("--input_size 18", "img_size 18 x 18 is not divisible by patch_size 4; the nearest size that is: 16 x 16"),
+        ("--patch_size 0", "--patch_size must be at least 1, got 0"),
         ("--warmup_iters 7", "--warmup_iters 7 must lie between 0 and --num_iters 6"),
         ("--layer_decay 0", "--layer_decay must lie in (0, 1], got 0.0"),
         ("--ratio_range 2 1", "--ratio_range must be two factors 0 < low <= high, got [2.0, 1.0]"),
@@ -390,7 +392,7 @@ def test_the_demonstration_writes_what_it_says(tmp_path, capsys):
     demo.main([str(tmp_path), "--num_iters", "20"])
     out = capsys.readouterr().out
     assert re.search(r"baseline +most frequent class: mIoU \d+\.\d\d %\n", out) and "this run" in out
-    photos = demo.read_photos()
+    photos = demo.read_photos(demo.PHOTOS)
     train, val = (demo.make_mosaic(photos, s, np.random.default_rng(0)) for s in ("training", "validation"))
     assert set(np.unique(train[1])) <= set(range(6)) and 3 <= len(np.unique(train[1])) <= 5
     assert not np.array_equal(train[0], val[0]) and np.array_equal(train[1], val[1])
@@ -398,3 +400,13 @@ def test_the_demonstration_writes_what_it_says(tmp_path, capsys):
         assert 0 < row["miou"] < 40
     most_frequent = demo.baselines(tmp_path / "mosaics")["most frequent class"]["miou"]
     assert read_results(tmp_path / "run")["last"]["val_miou"] > most_frequent
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_demonstration_beats_its_baselines(tmp_path):
+    pytest.importorskip("skimage")
+    assert demo.main([str(tmp_path)])
+    scores = demo.baselines(tmp_path / "mosaics")
+    assert set(scores) == {"most frequent class", "nearest mean colour"}
+    assert read_results(tmp_path / "run")["last"]["val_miou"] > 2 * max(row["miou"] for row in scores.values())
