@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from downstream.detection.masks import check_segmentation, decode_mask
+from downstream.detection.annotations import read_coco
+from downstream.detection.masks import decode_mask
+from downstream.image_files import examine, read_size
 from util.addressed import AUGMENT, addressed_uniform
 from util.data.images import ImageError, ImageFiles
 from util.data.transforms import Size
@@ -28,8 +29,10 @@ class CocoImages(ImageFiles):
     does. `notes` says how many. Otherwise every image of the file is kept.
 
     categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
-    has_masks: whether every object has a segmentation. ValueError if the file is missing, is not of this format or
-    contradicts itself. ImageError, from `load`, if an image is unreadable or has another size than in the file.
+    num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
+
+    ValueError if the file is missing, is not of this format, contradicts itself or has no objects. ImageError, from
+    `check` and `load`, if an image is missing, unreadable or of another size than in the file.
     """
 
     def __init__(self, json_path: str | Path, image_root: str | Path, training: bool) -> None:
@@ -40,7 +43,7 @@ class CocoImages(ImageFiles):
         self.categories = sorted((c["id"], str(c.get("name", c["id"]))) for c in content["categories"])
         label_of = {category: label for label, (category, _) in enumerate(self.categories, 1)}
         objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
-        sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in content["images"]}
+        sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
         crowd, empty = "annotations of crowds", "boxes without area inside their image"
         ignored = {crowd: 0, empty: 0}
         for a in content["annotations"]:
@@ -57,25 +60,58 @@ class CocoImages(ImageFiles):
         notes = [f"{number} {what} ignored" for what, number in ignored.items() if number]
         if len(kept) < len(images):
             notes.append(f"{count_of(len(images) - len(kept), 'image')} without objects ignored")
-        if not kept:
-            raise ValueError(f"{str(json_path)!r} has no image{' with an object' if training else ''}")
+        segmented = [bool(a["segmentation"]) for image in kept for a in objects[image["id"]] if not a["crowd"]]
+        if not segmented:
+            raise ValueError(f"{str(json_path)!r} has no image with an object")
+        self.num_objects, self.num_masks = len(segmented), sum(segmented)
         super().__init__(image_root, [(image["file_name"], 0) for image in kept], [], notes)
         self.ids = np.array([image["id"] for image in kept], np.int64)
         self.sizes = np.array([sizes[i] for i in self.ids.tolist()], np.int64)  # (height, width)
-        self._store([objects[i] for i in self.ids.tolist()])
-
-    def _store(self, objects: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Keeps the objects as bytes in one array, which forked workers share."""
-        segmented = [bool(a["segmentation"]) for part in objects for a in part if not a["crowd"]]
-        if any(segmented) and not all(segmented):
-            raise ValueError(
-                f"{segmented.count(False)} of {len(segmented)} objects of {str(self.json_path)!r} have no "
-                f"segmentation: add them, or remove all of them to train on boxes alone"
-            )
-        self.has_masks, self.num_objects = any(segmented), len(segmented)
-        parts = [json.dumps(part).encode() for part in objects]
+        # Bytes in one array, which forked workers share.
+        parts = [json.dumps(objects[i]).encode() for i in self.ids.tolist()]
         self.ends = np.cumsum([len(part) for part in parts])
         self.bytes = np.frombuffer(b"".join(parts), np.uint8)
+
+    def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
+        """Looks for all images in their folders, and compares the sizes in headers with those in the JSON file.
+
+        Of the headers, this rank reads its share: of all images with `all_sizes`, otherwise of `num_checked` evenly
+        spaced ones. ImageError if more than `max_bad_fraction` of them are bad, or if an image is missing.
+        """
+        if rank == 0:
+            self.refuse_missing()
+        number = len(self) if all_sizes else min(self.num_checked, len(self))
+        spaced = np.unique(np.linspace(0, len(self) - 1, number).astype(int)).tolist()
+        examine(
+            lambda i: self.refuse_size(i, read_size(self.path(i))), spaced[rank::world_size], max_bad_fraction, "images"
+        )
+
+    def refuse_missing(self) -> None:
+        """ImageError if images are not in their folder."""
+        names = [os.fsdecode(name) for name in self.names.tolist()]
+        listed: set[str] = set()
+        for folder in {os.path.dirname(name) for name in names}:
+            path = os.path.join(self.root, folder)
+            listed.update(os.path.join(folder, name) for name in (os.listdir(path) if os.path.isdir(path) else []))
+        # A file may have another spelling in the listing, for example on file systems that ignore case.
+        missing = [n for n in names if n not in listed and not os.path.exists(os.path.join(self.root, n))]
+        if missing:
+            raise ImageError(
+                f"{len(missing)} of {len(names)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
+                f"{shorten(missing)}"
+            )
+
+    def refuse_size(self, i: int, size: Size) -> None:
+        """ImageError unless image i has the (height, width) `size` in the JSON file."""
+        height, width = self.sizes[i].tolist()
+        if size != (height, width):
+            hint = (
+                "; its EXIF orientation, if it has one, is ignored: save it upright" if size == (width, height) else ""
+            )
+            raise ImageError(
+                f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, but {width} x {height} in "
+                f"{str(self.json_path)!r}{hint}"
+            )
 
     def annotations(self, i: int) -> list[dict[str, Any]]:
         """Returns the objects of image i: box [x1, y1, x2, y2] inside the image or None, label, crowd, segmentation."""
@@ -91,61 +127,8 @@ class CocoImages(ImageFiles):
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
         img, label = super().load(i)
-        if img.shape[:2] != tuple(self.sizes[i]):
-            height, width = self.sizes[i]
-            raise ImageError(
-                f"{self.path(i)!r} has {img.shape[1]} x {img.shape[0]} pixels, but {width} x {height} in "
-                f"{str(self.json_path)!r}"
-            )
+        self.refuse_size(i, img.shape[:2])
         return img, label
-
-
-def read_coco(path: Path) -> dict[str, Any]:
-    """Returns the content of a COCO-style JSON file, checked. ValueError if it is missing or contradicts itself."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        images, categories = content["images"], content["categories"]
-        if "annotations" not in content:
-            raise ValueError("it has no annotations: a file of test images cannot be used")
-        ids = {image["id"] for image in images}
-        category_ids = {category["id"] for category in categories}
-        names = [image["file_name"] for image in images]
-        sides = [min(int(image["height"]), int(image["width"])) for image in images]
-        problems = {
-            "images of one id": len(images) - len(ids),
-            "images of one name": len(names) - len(set(names)),
-            "categories of one id": len(categories) - len(category_ids),
-            "images without area": sum(side < 1 for side in sides),
-            "paths outside the folder": sum(os.path.isabs(n) or ".." in Path(n).parts for n in names),
-        }
-        wrong = [f"{number} {what}" for what, number in problems.items() if number]
-        bad = []
-        for a in content["annotations"]:
-            reason = find_problem(a, ids, category_ids)
-            if reason:
-                bad.append(f"annotation {a.get('id', '?')}: {reason}")
-        if bad:
-            wrong.append(f"{count_of(len(bad), 'bad annotation')}: {shorten(bad)}")
-    except FileNotFoundError as error:
-        raise ValueError(f"{str(path)!r} does not exist; expected is a JSON file in COCO's format") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{str(path)!r} is not a JSON file in COCO's format: {what}") from error
-    if wrong:
-        raise ValueError(f"{str(path)!r} contradicts itself: {'; '.join(wrong)}")
-    return content
-
-
-def find_problem(annotation: Mapping[str, Any], ids: set[int], category_ids: set[int]) -> str | None:
-    """Returns what is wrong with an annotation, or None."""
-    if annotation["image_id"] not in ids:
-        return f"no image has the id {annotation['image_id']}"
-    if annotation["category_id"] not in category_ids:
-        return f"no category has the id {annotation['category_id']}"
-    box = annotation["bbox"]
-    if not isinstance(box, list) or len(box) != 4 or not all(math.isfinite(value) for value in box):
-        return f"bbox {box} is not [x, y, width, height]"
-    return check_segmentation(annotation["segmentation"]) if annotation.get("segmentation") else None
 
 
 def clip_box(box: Sequence[float], size: Size) -> list[float] | None:
@@ -218,29 +201,42 @@ class LargeScaleJitter:
             boxes = crop_boxes(torch.tensor([a["box"] for a in objects]), before, size, flip, rows, columns)
             keep = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
             return img, boxes[keep], labels[keep], torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
-        down, across = nearest(rows, before[0], size[0]), nearest(columns, before[1], size[1])
-        across = before[1] - 1 - across if flip else across
-        parts = []
-        for a in objects:
-            try:
-                mask = decode_mask(a["segmentation"], *before)
-            except ValueError as error:
-                raise ImageError(f"an annotation of {self.images.path(index)!r} is bad: {error}") from error
-            parts.append(torch.from_numpy(mask)[down][:, across])
-        masks = torch.stack(parts)
+        codes = [a["segmentation"] for a in objects]
+        masks = torch.stack([crop_mask(code, before, size, flip, rows, columns) for code in codes])
         keep = (masks > 0).flatten(1).any(dim=1)
         return img, boxes_of_masks(masks[keep]), labels[keep], masks[keep]
 
 
 def crop_boxes(boxes: torch.Tensor, before: Size, size: Size, flip: bool, rows: range, columns: range) -> torch.Tensor:
     """Returns boxes [n, 4] of an image of size `before` after a flip, a resize to `size` and a crop."""
-    x1, y1, x2, y2 = boxes.reshape(-1, 4).unbind(1)
-    if flip:
-        x1, x2 = before[1] - x2, before[1] - x1
-    x = torch.stack([x1, x2], dim=1) * size[1] / before[1] - columns.start
-    y = torch.stack([y1, y2], dim=1) * size[0] / before[0] - rows.start
+    corners = move_points(boxes.reshape(-1, 2, 2), before, size, flip, rows, columns)
+    x, y = (values.sort(dim=1).values for values in corners.unbind(2))  # a flip has exchanged left and right
     x, y = x.clamp(0, len(columns)), y.clamp(0, len(rows))
     return torch.stack([x[:, 0], y[:, 0], x[:, 1], y[:, 1]], dim=1)
+
+
+def move_points(
+    points: torch.Tensor, before: Size, size: Size, flip: bool, rows: range, columns: range
+) -> torch.Tensor:
+    """Returns points [..., (x, y)] of an image of size `before` after a flip, a resize to `size` and a crop."""
+    x, y = points.unbind(-1)
+    x = before[1] - x if flip else x
+    return torch.stack([x * size[1] / before[1] - columns.start, y * size[0] / before[0] - rows.start], dim=-1)
+
+
+def crop_mask(code: Any, before: Size, size: Size, flip: bool, rows: range, columns: range) -> torch.Tensor:
+    """Returns an object's mask after a flip, a resize to `size` and a crop, uint8 [rows, columns].
+
+    code: its segmentation in an image of size `before`. Polygons are moved, then drawn at the size of the crop, as in
+    detectron2. Of run-length codes, the nearest pixels are taken.
+    """
+    if isinstance(code, list):
+        points = (torch.tensor(polygon, dtype=torch.float64).view(-1, 2) for polygon in code)
+        moved = [move_points(part, before, size, flip, rows, columns).flatten().tolist() for part in points]
+        return torch.from_numpy(decode_mask(moved, len(rows), len(columns)))
+    down, across = nearest(rows, before[0], size[0]), nearest(columns, before[1], size[1])
+    across = before[1] - 1 - across if flip else across
+    return torch.from_numpy(decode_mask(code, *before))[down][:, across]
 
 
 class ResizeForDetection:

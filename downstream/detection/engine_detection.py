@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from downstream.detection.data import CocoImages, PadAndStack, ResizeForDetection, read_coco
+from downstream.detection.annotations import read_coco
+from downstream.detection.data import CocoImages, PadAndStack, ResizeForDetection
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.pictures import default_colors, panel
@@ -21,6 +22,7 @@ from util.data.transforms import Normalize, Size
 from util.pictures import table
 from util.run import distributed
 from util.run.loop import TrainLoop
+from util.text import shorten
 
 Batch = Sequence[torch.Tensor]  # of `PadAndStack`
 SHOWN_SCORE = 0.5  # least score of a detection in a picture
@@ -123,7 +125,11 @@ def detect_all(
     """Returns (COCO's results of all images, which the ranks share; the first `num_pictures` pictures of this rank).
 
     `alive` is called before each image. RuntimeError if the number of images seen is not that of `images`.
+    FloatingPointError if weights are not finite: such a model would detect nothing.
     """
+    bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
+    if bad:
+        raise FloatingPointError(f"weights of the model are not finite: {shorten(bad)}")
     device, was_training = normalize.mean.device, model.training
     rank, world_size = distributed.rank_and_world_size()
     addresses = every_image_once(len(images), 1, rank, world_size)
@@ -160,14 +166,14 @@ def detect_all(
 def score_detections(images: CocoImages, results: Sequence[dict[str, Any]], masks: bool) -> dict[str, float | None]:
     """Returns COCO's average precisions in percent on all ranks: box_ap, box_ap50, ..., and mask_ap, ... with `masks`.
 
-    Masks are scored if the truth has them.
+    masks: score masks, too, which all objects must have.
     """
 
     def score() -> dict[str, float | None]:
         truth = read_coco(images.json_path)
         scores: dict[str, float | None] = {}
         for name, kind in (("box", "bbox"), ("mask", "segm")):
-            if name == "box" or (masks and images.has_masks):
+            if name == "box" or masks:
                 found = average_precision(truth, results, kind)
                 scores |= {f"{name}_{key}": value for key, value in found.items()}
         return scores

@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import (
+    RECIPE_FILE,
     Evaluation,
     Evaluator,
     add_iteration_flags,
@@ -35,7 +36,7 @@ from downstream.common import (
     schedule_by_iterations,
     train_and_evaluate,
 )
-from downstream.detection.backbone import load_backbone
+from downstream.detection.backbone import ViTDet, load_backbone
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import detect_all, draw_pictures, score_detections, train_iterations
 from downstream.detection.masks import coco_masks
@@ -60,7 +61,6 @@ from util.run.flags import (
 )
 from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.resume_rules import SPLIT_FLAGS
 from util.run.setup import announce, assemble
 from util.run.start import enter_folder, join_processes
 from util.text import count_of, shorten
@@ -69,6 +69,13 @@ PROGRAM = "main_detection.py"
 PICTURE = "detections.png"
 # Settings that describe a trained model. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("model", "input_size", "patch_size", "pretrain_size", "window_size", "decoder_channels")
+# Flags that a resumed run may change, beside those of the machine. `epochs` and `categories` follow from the data,
+# which are compared by themselves.
+FREE_FLAGS = frozenset(("finetune", "eval", "eval_every", "num_pictures", "epochs", "categories"))
+FREE_FLAGS |= {f"{split}_{name}" for split in ("train", "val") for name in ("json", "images")}
+# Boxes are sampled, and losses are averaged, for the micro-batch of a process. The number of processes and --accum_iter
+# may change: a step is the mean over all micro-batches.
+FIXED_FLAGS = frozenset(("batch_size",))
 SPLITS = {"train": ("annotations/instances_train2017.json", "train2017")}
 SPLITS["val"] = ("annotations/instances_val2017.json", "val2017")
 
@@ -88,7 +95,7 @@ def get_args_parser() -> Parser:
     model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
     model("--window_size", type=int, help="side of an attention window in patches")
     model("--decoder_channels", type=int, help="width of pyramid and heads")
-    help_text = "train a mask head (default: if all objects have a segmentation)"
+    help_text = "train and evaluate a mask head (default: if the objects have segmentations)"
     model("--masks", action=boolean, default=None, help=help_text)
     model("--drop_path", type=float, help="drop path rate of the last block; it grows linearly from 0")
 
@@ -128,17 +135,19 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags)."""
     parser = get_args_parser()
-    return parser, parse_with_recipe(parser, DETECTION_RECIPES, argv)
+    return parser, parse_with_recipe(parser, DETECTION_RECIPES, argv, RECIPE_FILE)
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag of detection, or a pair of them, is out of range, or if a library is missing."""
     check_shared_flags(args, "detection")
-    check_least(args, 1, "window_size input_size num_rois")
+    check_least(args, 1, "window_size input_size num_rois pretrain_size")
     if not 0 < args.scale_range[0] <= args.scale_range[1]:
         raise ValueError(f"--scale_range must be two factors 0 < low <= high, got {args.scale_range}")
     if not all(0 < share <= 1 for share in args.lr_drops):
         raise ValueError(f"--lr_drops must be shares in (0, 1], got {args.lr_drops}")
+    if args.max_bad_fraction:
+        raise ValueError("--max_bad_fraction is not for detection, where an image has its own boxes: leave it out")
     coco_masks()
 
 
@@ -165,13 +174,13 @@ class StepDecay:
 
 
 def open_split(args: argparse.Namespace, split: str, training: bool) -> CocoImages:
-    """Opens a split on all ranks and reads some headers. ValueError on all ranks if one of them fails."""
+    """Opens a split on all ranks, which share the check of its files. ValueError on all ranks if one of them fails."""
     root = Path(args.data_path)
 
     def look() -> CocoImages:
         json_path, folder = (root / getattr(args, f"{split}_{name}") for name in ("json", "images"))
         images = CocoImages(json_path, folder, training)
-        images.check()
+        images.check(0.0, not training, *distributed.rank_and_world_size())
         return images
 
     images = distributed.run_everywhere(look)
@@ -195,13 +204,31 @@ def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, wh
 
 
 def choose_masks(masks: bool | None, images: CocoImages) -> bool:
-    """Returns whether a mask head is trained. ValueError if the objects have no segmentations for it."""
-    if masks and not images.has_masks:
-        raise ValueError(f"--masks needs segmentations, which the objects of {str(images.json_path)!r} do not have")
-    return images.has_masks if masks is None else masks
+    """Returns whether masks of these images are used. ValueError if objects lack segmentations for it.
+
+    masks: value of --masks; None: use masks if there are any.
+    """
+    missing = images.num_objects - images.num_masks
+    if masks is False or (masks is None and not images.num_masks):
+        return False
+    if missing:
+        raise ValueError(
+            f"{missing} of {count_of(images.num_objects, 'object')} of {str(images.json_path)!r} have no segmentation: "
+            f"add them, or use boxes alone with --no-masks"
+        )
+    return True
 
 
 # -------------------------------------------------------------------------------------------------------- reporting
+
+
+def load_pretrained(backbone: ViTDet, path: str) -> str:
+    """Loads a pre-trained encoder. Returns what was done with its weights."""
+    report = load_backbone(backbone, path)
+    if "pos_embed" not in report.resized:
+        return str(report)
+    side = backbone.grid_size[0] * backbone.patch_size
+    return f"{report}; positions were resized to --pretrain_size {side}: give the side of pre-training to keep them"
 
 
 def describe_scores(scores: Mapping[str, Any]) -> str:
@@ -262,13 +289,16 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         images, val_images = open_split(args, "train", True), open_split(args, "val", False)
         check_categories(images.categories, val_images, str(images.json_path))
         masks = choose_masks(args.masks, images)
+        val_masks = masks and choose_masks(None, val_images)
         derived: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
+        content = read_run(start, plan.total_batch_size)
+        if content is not None:
+            check_categories(content["meta"]["settings"]["categories"], images, f"the run in {str(start.output_dir)!r}")
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_detector(vars(args) | derived)
-        content = read_run(start, plan.total_batch_size)
         encoder = choose_encoder(args, start, content)
         if content is None:
-            start.remarks += load_first_weights(partial(load_backbone, model.backbone), encoder)
+            start.remarks += load_first_weights(partial(load_pretrained, model.backbone), encoder)
         model = model.to(process.device)
         normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(process.device)
         optimizer = torch.optim.AdamW(
@@ -285,10 +315,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, {"encoder": encoder})
         if content is not None:
-            # The sampled boxes and the losses depend on the micro-batches, so their size is fixed.
-            paths = {f"{split}_{name}" for split in SPLITS for name in ("json", "images")}
-            free = free_flags(plan, {"finetune", "eval", "eval_every", "num_pictures", *paths}, SPLIT_FLAGS)
-            restore(content, start, record, model, optimizer, free, args.allow_changes)
+            free = free_flags(plan, FREE_FLAGS)
+            restore(content, start, record, model, optimizer, free, args.allow_changes, FIXED_FLAGS)
         decay = StepDecay(args.num_iters, args.warmup_iters, plan.lr, tuple(args.lr_drops))
         schedule = schedule_by_iterations(args, plan, epoch_steps, decay)
         jitter = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks)
@@ -298,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         )
         loop = run.loop
         evaluate = partial(
-            evaluate_model, model, val_images, masks, normalize, loop.autocast, plan.num_workers, args.num_pictures
+            evaluate_model, model, val_images, val_masks, normalize, loop.autocast, plan.num_workers, args.num_pictures
         )
         evaluator = Evaluator(evaluate, describe_scores, PICTURE, model, loop, run.saver, args.eval_every)
         announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, masks, images, val_images))
@@ -313,14 +341,18 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def load_detector(path: str | Path, args: argparse.Namespace, given: set[str], images: CocoImages) -> Detector:
-    """Loads a trained model, in eval mode: ours, or a released ViTDet of detectron2, which has COCO's categories.
+def load_detector(
+    path: str | Path, args: argparse.Namespace, given: set[str], images: CocoImages
+) -> tuple[Detector, int | None]:
+    """Loads a trained model: ours, or a released ViTDet of detectron2, which has COCO's categories.
 
-    given: names of the flags that were set explicitly. ValueError if the model has other categories than `images`.
+    given: names of the flags that were set explicitly. Returns (model in eval mode, step of our run). ValueError if the
+    model has other categories than `images`.
     """
     path = checkpoint.find_checkpoint_file(path)
     content = read_released(path) if path.suffix == ".pkl" else checkpoint.read_checkpoint(path)
-    weights, stored = weights_of(content), checkpoint.meta_of(content).get("settings", {})
+    weights, meta = weights_of(content), checkpoint.meta_of(content)
+    stored = meta.get("settings", {})
     if is_detectron2(weights):
         weights = detectron2_names(weights)
         stored = infer_settings(weights, repr(str(path)))
@@ -340,7 +372,7 @@ def load_detector(path: str | Path, args: argparse.Namespace, given: set[str], i
     check_categories(stored["categories"], images, f"the model at {str(path)!r}")
     model = build_detector({**stored, "drop_path": 0.0})
     checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
-    return model.eval()
+    return model.eval(), meta.get("step")
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
@@ -348,12 +380,16 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     process, folder = begin_evaluation(args, given, "this program or of detectron2")
     coco_masks()
     images = open_split(args, "val", False)
-    model = load_detector(args.resume, args, given, images).to(process.device)
+    model, step = load_detector(args.resume, args, given, images)
+    model = model.to(process.device)
     normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(process.device)
     autocast = precision(args.precision, process.device).autocast
-    masks, num_pictures = model.roi_heads.has_mask(), 0 if folder is None else args.num_pictures
+    if args.masks and not model.roi_heads.has_mask():
+        raise ValueError(f"--masks, but the model at {args.resume!r} has no mask head: leave it out")
+    masks = model.roi_heads.has_mask() and choose_masks(args.masks, images)
+    num_pictures = 0 if folder is None else args.num_pictures
     result = evaluate_model(model, images, masks, normalize, autocast, num_workers(args, process), num_pictures)
-    end_evaluation(folder, result, describe_scores(result.scores), PICTURE, {"step": None, "checkpoint": args.resume})
+    end_evaluation(folder, result, describe_scores(result.scores), PICTURE, {"step": step, "checkpoint": args.resume})
     return result.scores
 
 

@@ -33,7 +33,10 @@ def average_precision(
 
 
 def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a truth whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept."""
+    """Returns a truth whose annotations have unique ids from 1 on, an area and `iscrowd`. COCO's own areas are kept.
+
+    A crowd without a segmentation gets its box, inside which detections are ignored.
+    """
     sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
     annotations = []
     for number, a in enumerate(truth["annotations"], 1):
@@ -42,6 +45,10 @@ def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
             area = float(coco_masks().area(mask_code(a["segmentation"], *sizes[a["image_id"]])))
         elif area is None:
             area = a["bbox"][2] * a["bbox"][3]
-        annotations.append({**a, "id": number, "area": area, "iscrowd": a.get("iscrowd", 0)})
+        filled_in: dict[str, Any] = {"id": number, "area": area, "iscrowd": a.get("iscrowd", 0)}
+        if filled_in["iscrowd"] and not a.get("segmentation"):
+            x, y, w, h = a["bbox"]
+            filled_in["segmentation"] = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+        annotations.append({**a, **filled_in})
     images, categories = ([dict(item) for item in truth[name]] for name in ("images", "categories"))
     return {"images": images, "categories": categories, "annotations": annotations}

@@ -5,6 +5,8 @@ import json
 import numpy as np
 from PIL import Image
 
+from downstream.detection.data import CocoImages
+
 CATEGORIES = [{"id": 7, "name": "bar"}, {"id": 3, "name": "wedge"}]  # ids in no order, with gaps
 
 
@@ -53,3 +55,8 @@ def write_coco(root, split, number, seed=0, size=(40, 56), edit=lambda content: 
     edit(content)
     (root / "annotations" / f"instances_{split}2017.json").write_text(json.dumps(content))
     return root
+
+
+def open_split(root, split="train", training=True):
+    """Opens the images that `write_coco` has written."""
+    return CocoImages(root / "annotations" / f"instances_{split}2017.json", root / f"{split}2017", training)

@@ -1,12 +1,14 @@
-"""COCO files, masks, large-scale jitter and average precision against slow derivations."""
+"""Images of COCO files, large-scale jitter and average precision against slow derivations."""
 
 import json
+import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from tests.downstream.detection.coco import uncompressed, write_coco
+from tests.downstream.detection.coco import open_split, write_coco
 
 pytest.importorskip("faster_coco_eval")
 
@@ -17,35 +19,28 @@ from downstream.detection.data import (
     ResizeForDetection,
     boxes_of_masks,
     clip_box,
+    crop_mask,
 )
-from downstream.detection.engine_detection import detections_in_image, pad_with_zeros, paste_masks, split_targets
+from downstream.detection.engine_detection import (
+    detect_all,
+    detections_in_image,
+    pad_with_zeros,
+    paste_masks,
+    split_targets,
+)
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
-
-
-def open_split(root, split="train", training=True):
-    return CocoImages(root / "annotations" / f"instances_{split}2017.json", root / f"{split}2017", training)
-
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.run import distributed
 
 # ------------------------------------------------------------------------------------------------------- annotations
 
 
-def test_polygons_and_codes_are_the_same_mask():
-    mask = np.zeros((9, 12), np.uint8)
-    mask[2:7, 3:11] = 1
-    polygon = [[3, 2, 11, 2, 11, 7, 3, 7]]
-    for code in (polygon, uncompressed(mask), encode_mask(mask.astype(bool))):
-        assert np.array_equal(decode_mask(code, 9, 12), mask)
-    json.dumps(encode_mask(mask.astype(bool)))
-    with pytest.raises(ValueError, match=r"size\) \[9, 12\]|\[9, 12\] instead of \[9, 13\]"):
-        decode_mask(uncompressed(mask), 9, 13)
-
-
 def test_a_file_of_coco_is_read(tmp_path):
     images = open_split(write_coco(tmp_path, "train", 5))
-    assert images.categories == [(3, "wedge"), (7, "bar")] and images.has_masks and images.num_objects == 7
+    assert images.categories == [(3, "wedge"), (7, "bar")] and images.num_masks == images.num_objects == 7
     assert images.ids.tolist() == [96, 97, 98, 99, 100] and images.path(4).endswith("000.png")
     content = json.loads((tmp_path / "annotations" / "instances_train2017.json").read_text())
     for i, image_id in enumerate(images.ids.tolist()):
@@ -79,36 +74,61 @@ def test_training_leaves_out_what_detectron2_leaves_out(tmp_path):
     assert clip_box([5, 5, 3, 3], (8, 8)) == [5, 5, 8, 8] and clip_box([8, 0, 3, 3], (8, 8)) is None
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda c: c.pop("annotations"), "it has no annotations: a file of test images cannot be used"),
-        (lambda c: c.pop("categories"), "is not a JSON file in COCO's format: no 'categories'"),
-        (lambda c: c["annotations"][1].update(image_id=5), "1 bad annotation: annotation 11: no image has the id 5"),
-        (lambda c: c["annotations"][0].update(category_id=9), "annotation 1: no category has the id 9"),
-        (lambda c: c["annotations"][0].update(bbox=[1, 2, 3]), r"bbox \[1, 2, 3\] is not \[x, y, width, height\]"),
-        (lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, 4]]), "a polygon needs at least 3 points"),
-        (lambda c: c["annotations"][0].update(segmentation={"counts": 3}), "is no run-length code of size and counts"),
-        (lambda c: c["images"][1].update(id=100), "1 images of one id"),
-        (lambda c: c["images"][1].update(file_name="../x.png"), "1 paths outside the folder"),
-        (lambda c: c["images"][1].update(height=0), "1 images without area"),
-        (lambda c: c["annotations"].clear(), "has no image with an object"),
-        (lambda c: c["annotations"][0].pop("segmentation"), "1 of 4 objects of .* have no segmentation"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, edit, message):
-    with pytest.raises(ValueError, match=message):
-        open_split(write_coco(tmp_path, "train", 3, edit=edit))
+def test_objects_without_segmentation_are_counted(tmp_path):
+    """Crowds are no objects."""
+
+    def edit(content):
+        del content["annotations"][0]["segmentation"]
+        content["annotations"][1] |= {"iscrowd": 1, "segmentation": None}
+
+    images = open_split(write_coco(tmp_path, "val", 3, edit=edit), "val", False)
+    assert (images.num_objects, images.num_masks) == (3, 2)
 
 
 def test_missing_files_and_other_sizes_are_refused(tmp_path):
-    root = write_coco(tmp_path, "train", 2, edit=lambda c: c["images"][0].update(height=41))
+    root = write_coco(tmp_path, "train", 2, edit=lambda c: c["images"][0].update(height=41), masks=False)
     with pytest.raises(ValueError, match="instances_val2017.json' does not exist"):
         open_split(root, "val")
     with pytest.raises(ValueError, match="folder of the images of .* does not exist"):
         CocoImages(root / "annotations" / "instances_train2017.json", root / "nowhere", True)
     with pytest.raises(ImageError, match="has 56 x 40 pixels, but 56 x 41 in"):
         open_split(root).load(1)
+    path = root / "annotations" / "instances_train2017.json"
+    for content, message in (
+        ("[1]", "it holds a list instead of an object with images,"),
+        ("{", "COCO's format: Expect"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            open_split(root)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match="cannot be read .Is a directory.; expected is a JSON file in COCO's format"):
+        open_split(root)
+
+
+def test_all_headers_of_validation_images_are_read(tmp_path):
+    """By all ranks together; of training images `num_checked` are read. Names are compared with the folder."""
+    root = write_coco(tmp_path, "val", 5, edit=lambda c: c["images"][2].update(height=56, width=40), masks=False)
+    images = open_split(root, "val", False)
+    failed = []
+    for rank in range(2):
+        try:
+            images.check(0.0, True, rank, 2)
+        except ImageError as error:
+            failed.append((rank, str(error)))
+    ((rank, message),) = failed
+    assert rank == 0  # the image is the third of five
+    assert "1 of 3 checked images are bad" in message and "has 56 x 40 pixels, but 40 x 56 in" in message
+    assert "EXIF orientation, if it has one, is ignored" in message
+    images.num_checked = 2
+    images.check()  # the first and the last one
+    (root / "val2017" / "001.png").write_bytes(b"no image")
+    with pytest.raises(ImageError, match="2 of 5 checked images are bad: .*001.png' cannot be read"):
+        images.check(0.0, True)
+    (root / "val2017" / "001.png").unlink()
+    with pytest.raises(ImageError, match="1 of 5 images of .*instances_val2017.json' are not in .*val2017': 001.png"):
+        images.check()
 
 
 # ------------------------------------------------------------------------------------------------------------ jitter
@@ -169,6 +189,36 @@ def test_a_flip_and_a_scale_by_hand(tmp_path, monkeypatch):
         torch.testing.assert_close(with_masks[1], sample[1])
 
 
+@pytest.mark.parametrize("flip", [False, True])
+def test_polygons_are_drawn_at_the_size_of_the_crop(flip):
+    """Against pixel centres of the crop that are inside the moved polygon. A code has the pixels that it had before."""
+    before, size, rows, columns = (20, 30), (70, 99), range(11, 60), range(5, 80)
+    polygon = [4.3, 2.2, 26.1, 5.9, 21.4, 17.7, 9.2, 15.1]  # convex
+    moved = [
+        ((30 - x if flip else x) * 99 / 30 - 5, y * 70 / 20 - 11)
+        for x, y in zip(polygon[::2], polygon[1::2], strict=True)
+    ]
+    mask = crop_mask([polygon, [0, 0, 1, 0, 0, 1]], before, size, flip, rows, columns)  # the second one is outside
+    assert mask.shape == (49, 75) and mask.dtype == torch.uint8
+    compared = [0, 0]
+    for row in range(49):
+        for column in range(75):
+            sides = []  # signed distances to the sides, positive inside
+            for (x1, y1), (x2, y2) in zip(moved, moved[1:] + moved[:1], strict=True):
+                cross = (x2 - x1) * (row + 0.5 - y1) - (y2 - y1) * (column + 0.5 - x1)
+                sides.append((-cross if flip else cross) / math.hypot(x2 - x1, y2 - y1))
+            if abs(min(sides)) > 0.75:  # the library rounds corners
+                assert mask[row, column] == (min(sides) > 0)
+                compared[min(sides) > 0] += 1
+    assert min(compared) > 1000
+    whole = decode_mask([polygon], *before)
+    code = crop_mask(encode_mask(whole.astype(bool)), before, size, flip, rows, columns)
+    for row in range(0, 49, 5):
+        for column in range(0, 75, 5):
+            x, y = int((column + 5 + 0.5) * 30 / 99), int((row + 11 + 0.5) * 20 / 70)
+            assert code[row, column] == whole[y, 29 - x if flip else x]
+
+
 def test_batches_are_padded_and_split_again(tmp_path):
     images = open_split(write_coco(tmp_path, "train", 4))
     dataset = AddressedDataset(images, LargeScaleJitter(images, 48, 0, (0.9, 1.1)))
@@ -214,10 +264,10 @@ def test_masks_are_pasted_pixel_by_pixel():
 def test_detections_are_scaled_to_the_image():
     found = {"boxes": torch.tensor([[8.0, 6.0, 32.0, 24.0]]), "labels": torch.tensor([2])}
     found |= {"scores": torch.tensor([0.75]), "masks": torch.ones(1, 28, 28)}
-    ((box, label, score, mask),) = detections_in_image(found, (48, 64), (96, 128))
-    assert (box, label, score) == ([16.0, 12.0, 64.0, 48.0], 2, 0.75)
-    expected = np.zeros((96, 128), bool)
-    expected[12:48, 16:64] = True
+    ((box, label, score, mask),) = detections_in_image(found, (48, 64), (96, 192))
+    assert (box, label, score) == ([24.0, 12.0, 96.0, 48.0], 2, 0.75)
+    expected = np.zeros((96, 192), bool)
+    expected[12:48, 24:96] = True
     assert np.array_equal(mask, expected)
 
 
@@ -299,3 +349,47 @@ def test_crowds_are_ignored_and_missing_fields_are_filled_in(truth):
     assert average_precision(truth, detections, "bbox")["ap"] == pytest.approx(100)
     assert average_precision(truth, detections[1:], "bbox")["ap"] == pytest.approx(100)
     assert average_precision(truth, detections[:-1], "bbox")["ap"] < 100
+    del truth["annotations"][0]["segmentation"]  # detections inside its box are ignored
+    inside = {**detections[0], "score": 0.99, "segmentation": detections[0]["segmentation"]}
+    assert average_precision(truth, [inside, *detections[1:]], "segm")["ap"] == pytest.approx(100)
+    outside = {**inside, "image_id": truth["annotations"][-1]["image_id"]}
+    assert average_precision(truth, [outside, *detections[1:]], "segm")["ap"] < 100
+
+
+class Recogniser(torch.nn.Module):
+    """Finds one box in each image, whose place and score follow from the pixels."""
+
+    img_size = (32, 32)
+
+    def forward(self, imgs, sizes):
+        means = imgs.mean(dim=(1, 2, 3)).sigmoid()
+        return [
+            {"boxes": torch.tensor([[4 * m, 2, 9, 20]]), "labels": torch.tensor([1]), "scores": m[None]} for m in means
+        ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_the_images_of_an_evaluation(tmp_path, monkeypatch, world_size):
+    """What all ranks find together are the detections of one process, in its order."""
+    images = open_split(write_coco(tmp_path, "val", 5), "val", False)
+    normalize, rest = Normalize(IMAGENET_MEAN, IMAGENET_STD), (nullcontext, 0)
+    expected, pictures = detect_all(Recogniser(), images, normalize, *rest, num_pictures=2)
+    assert len({(r["score"], r["bbox"][0]) for r in expected}) == len(expected) == 5 and len(pictures) == 2
+    parts = []
+    for last in (False, True):  # the second time, each rank knows what all have found
+        for rank in range(world_size):
+            monkeypatch.setattr(distributed, "rank_and_world_size", lambda rank=rank: (rank, world_size))
+            monkeypatch.setattr(distributed, "gather_objects", lambda part, last=last: collect(parts, part, last))
+            if last:
+                assert detect_all(Recogniser(), images, normalize, *rest)[0] == expected
+            else:
+                with pytest.raises(RuntimeError, match=r"\d images were evaluated instead of 5"):
+                    detect_all(Recogniser(), images, normalize, *rest)
+
+
+def collect(parts, part, complete):
+    """Stands in for the collective: all parts if they are complete, otherwise this rank's own."""
+    if complete:
+        return parts
+    parts.append(part)
+    return [part]

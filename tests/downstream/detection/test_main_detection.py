@@ -6,6 +6,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,11 +15,14 @@ from tests.downstream.detection.coco import write_coco
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.resume_rules import find_changes
 
 pytest.importorskip("faster_coco_eval")
 
 from downstream.detection import demo, main_detection
-from downstream.detection.main_detection import StepDecay
+from downstream.detection.backbone import DecomposedAttention
+from downstream.detection.main_detection import SPLITS, StepDecay
+from downstream.detection.models import Detector
 from models_vit import MICRO, VisionTransformer
 
 PROGRAM = "downstream/detection/main_detection.py"
@@ -66,13 +70,14 @@ def test_a_run_is_evaluated_and_resumed_bit_for_bit(shapes, encoder, tmp_path, c
     flags = ["--finetune", encoder, "--drop_path", "0.3"]
     expected = run(shapes, tmp_path / "whole", *flags)
     out = capsys.readouterr().out
+    assert "; positions were resized to --pretrain_size" not in out
     assert "encoder from" in out and "rel_pos_h" in out and "Mask R-CNN on vit_micro_patch4" in out
     evaluated = [r for r in reports(tmp_path / "whole") if "val_box_ap" in r]
     assert [(r["step"], r["val_num_images"]) for r in evaluated] == [(3, 5), (5, 5)]
     results = read_results(tmp_path / "whole")
     assert results["last"] == evaluated[1] and results["encoder"]["path"] == str(encoder)
     assert {"val_box_ap", "val_box_ap50", "val_mask_ap", "val_mask_ap75"} <= results["last"].keys()
-    assert (tmp_path / "whole" / "detections.png").exists()
+    assert f"pictures     {tmp_path / 'whole' / 'detections.png'}" in out
     losses = [r for r in reports(tmp_path / "whole") if "loss_mask" in r]
     parts = ("objectness", "rpn_box", "class", "box", "mask")
     assert [r["loss"] for r in losses] == pytest.approx([sum(r[f"loss_{part}"] for part in parts) for r in losses])
@@ -85,9 +90,53 @@ def test_a_run_is_evaluated_and_resumed_bit_for_bit(shapes, encoder, tmp_path, c
     assert parts == whole
 
 
-def test_recomputed_activations_change_nothing(shapes, tmp_path):
-    plain, recomputed = (run(shapes, tmp_path / f, f"--{f}", "--num_iters", 2) for f in ("recompute", "no-recompute"))
+def test_a_micro_batch_keeps_its_size_on_resume(shapes, tmp_path, capsys):
+    """Losses are averaged over its boxes. The number of processes may change, which the default follows."""
+    run(shapes, tmp_path, "--num_iters", 2, "--max_steps", 1)
+    words = command(shapes, tmp_path, "--num_iters", 2)
+    assert "--batch_size was 4 and now is 2" in fails(capsys, *words, "--batch_size", 2)
+    assert "--batch_size was 4 and now is 2" in fails(capsys, *words, "--accum_iter", 2)
+    before, now = ({"settings": {"batch_size": 2, "accum_iter": n}, "world_size": 2 // n} for n in (1, 2))
+    assert not find_changes(before, now, set(), main_detection.FIXED_FLAGS)
+    assert run(shapes, tmp_path, "--num_iters", 2, "--num_pictures", 0)["meta"]["step"] == 2
+    assert "  pictures  " not in capsys.readouterr().out and not (tmp_path / "detections.png").exists()
+
+
+def test_other_data_is_named_as_data_on_resume(shapes, tmp_path, capsys):
+    """The number of epochs and the categories follow from the data, so they are no flags of their own."""
+    run(shapes, tmp_path / "out", "--max_steps", 1)
+    root = write_coco(tmp_path / "more", "train", 12)
+    write_coco(root, "val", 5, seed=1)
+    message = fails(capsys, *command(root, tmp_path / "out"))
+    assert "the data had 9 images" in message and "epochs" not in message
+    for split in ("train", "val"):
+        write_coco(tmp_path / "renamed", split, 4, edit=lambda c: c["categories"][0].update(name="beam"))
+    message = fails(capsys, *command(tmp_path / "renamed", tmp_path / "out"), "--allow_changes")
+    assert "has 2 categories that are not the 2 of the run in" in message and "missing 7 bar" in message
+
+
+def test_recomputed_activations_change_nothing(shapes, tmp_path, monkeypatch):
+    """The four blocks of two steps run again in the backward pass. Padded pixels are zeros wherever the model runs."""
+    forward, attend, calls, padded = Detector.forward, DecomposedAttention.forward, [], []
+
+    def look(self, imgs, sizes, *targets):
+        for img, (height, width) in zip(imgs, sizes, strict=True):
+            padded.append((self.training, height * width < img[0].numel()))
+            assert not img[:, height:].any() and not img[:, :, width:].any() and img[:, height - 1, width - 1].any()
+        return forward(self, imgs, sizes, *targets)
+
+    def count(self, x):
+        calls.append(1)
+        return attend(self, x)
+
+    monkeypatch.setattr(Detector, "forward", look)
+    monkeypatch.setattr(DecomposedAttention, "forward", count)
+    plain = run(shapes, tmp_path / "plain", "--num_iters", 2)
+    assert {(True, True), (False, True)} <= set(padded)
+    number = len(calls)
+    recomputed = run(shapes, tmp_path / "recomputed", "--num_iters", 2, "--recompute")
     assert_same_state(plain, recomputed)
+    assert len(calls) - number == number + 2 * 4
 
 
 def test_two_processes_train_as_one_that_accumulates(shapes, tmp_path):
@@ -113,6 +162,21 @@ def test_an_evaluation_in_two_processes_is_that_of_one(shapes, tmp_path):
     line = main_detection.describe_scores(evaluate(shapes, tmp_path / "run"))
     assert code == 0 and line in out and "on 5 images" in line, out
     assert (tmp_path / "pictures" / "detections.png").exists()
+    expected, found = read_results(tmp_path / "run")["last"], read_results(tmp_path / "pictures")
+    assert found["last"] == {key: value for key, value in expected.items() if key != "epoch"}
+    assert {"val_box_ap_small", "val_mask_ap75", "step"} <= found["last"].keys()
+    assert found["checkpoint"] == str(tmp_path / "run")
+
+
+def test_evaluation_alone_leaves_runs_and_files_as_they_are(shapes, tmp_path, capsys):
+    run(shapes, tmp_path / "run", "--num_iters", 2)
+    picture = (tmp_path / "run" / "detections.png").read_bytes()
+    words = eval_words(shapes, tmp_path / "run")
+    assert "holds a run, whose results --eval would" in fails(capsys, *words, "--output_dir", tmp_path / "run")
+    assert (tmp_path / "run" / "detections.png").read_bytes() == picture
+    (tmp_path / "file").write_text("x")
+    assert "cannot be written to" in fails(capsys, *words, "--output_dir", tmp_path / "file")
+    assert not any("mask" in name for name in evaluate(shapes, tmp_path / "run", "--no-masks"))
 
 
 def test_four_images_are_learned_by_heart(tmp_path):
@@ -125,13 +189,27 @@ def test_four_images_are_learned_by_heart(tmp_path):
     assert last["val_box_ap50"] > 80 and last["val_mask_ap50"] > 80, last
 
 
-def test_boxes_alone_give_faster_rcnn(tmp_path):
+def test_boxes_alone_give_faster_rcnn(tmp_path, capsys):
     root = write_coco(tmp_path / "data", "train", 4, masks=False)
     write_coco(root, "val", 2, masks=False)
     content = run(root, tmp_path / "out", "--num_iters", 2)
     assert not any("mask" in name for name in content["model"]) and content["meta"]["settings"]["masks"] is False
     last = read_results(tmp_path / "out")["last"]
     assert "val_box_ap" in last and "val_mask_ap" not in last
+    assert "has no mask head: leave it out" in fails(capsys, *eval_words(root, tmp_path / "out"), "--masks")
+
+
+def test_objects_without_segmentation_need_no_masks(shapes, tmp_path, capsys):
+    root = write_coco(tmp_path / "data", "train", 4, edit=lambda c: c["annotations"][0].pop("segmentation"))
+    write_coco(root, "val", 2, edit=lambda c: c["annotations"][1].update(segmentation=[]))
+    for flags in ((), ("--masks",)):
+        message = fails(capsys, *command(root, tmp_path / "out"), *flags)
+        assert "1 of 6 objects of " in message and "use boxes alone with --no-masks" in message
+    content = run(root, tmp_path / "out", "--num_iters", 2, "--no-masks")
+    assert content["meta"]["settings"]["masks"] is False
+    assert "val_mask_ap" not in read_results(tmp_path / "out")["last"]
+    flags = ["--train_json", shapes / SPLITS["train"][0], "--train_images", shapes / "train2017"]
+    assert "1 of 3 objects of " in fails(capsys, *command(root, tmp_path / "new", *flags))
 
 
 def test_the_schedule_is_detectron2s():
@@ -210,8 +288,10 @@ def released_weights(model, num_classes):
 
 
 @pytest.mark.parametrize("ending", ["pkl", "pth"])
-def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, tmp_path, ending, capsys):
-    content = run(shapes, tmp_path / "ours", "--num_iters", 3, "--lr", "5e-3", "--layer_decay", 1)
+def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, encoder, tmp_path, ending, capsys):
+    flags = ["--finetune", encoder, "--pretrain_size", 16]
+    content = run(shapes, tmp_path / "ours", "--num_iters", 3, "--lr", "5e-3", "--layer_decay", 1, *flags)
+    assert "positions were resized to --pretrain_size 16: give the side of" in capsys.readouterr().out
     settings = content["meta"]["settings"]
     model = main_detection.build_detector(settings | {"drop_path": 0.0})
     model.load_state_dict(content["model"])
@@ -223,7 +303,7 @@ def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, tmp_pa
         torch.save({"model": weights}, path)
     args = main_detection.parse_args(["--eval"])[1]
     images = main_detection.open_split(main_detection.parse_args(["--data_path", str(shapes)])[1], "val", False)
-    loaded = main_detection.load_detector(path, args, set(), images)
+    loaded, _ = main_detection.load_detector(path, args, set(), images)
     model.eval()
     for network in (model, loaded):
         network.roi_heads.score_thresh = 0.01
@@ -232,6 +312,15 @@ def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, tmp_pa
         (a,), (b,) = (network(img, [(32, 24)]) for network in (model, loaded))
     assert len(a["boxes"]) and all(torch.equal(a[name], b[name]) for name in a)
     assert evaluate(shapes, path) == evaluate(shapes, tmp_path / "ours")
+    del weights["backbone.simfp_4.0.weight"]
+    torch.save({"model": weights}, tmp_path / "part.pth")
+    assert "holds no ViTDet: pyramid.stages.2.0.weight missing" in fails(
+        capsys, *eval_words(shapes, tmp_path / "part.pth")
+    )
+    content["model"]["pyramid.stages.0.0.bias"][1] = float("nan")
+    torch.save(content | {"meta": json.dumps(content["meta"])}, tmp_path / "bad.pth")
+    message = fails(capsys, *eval_words(shapes, tmp_path / "bad.pth"))
+    assert "weights of the model are not finite: pyramid.stages.0.0.bias" in message
     write_coco(tmp_path / "more", "val", 2, edit=lambda c: c["categories"].append({"id": 9, "name": "x"}))
     assert "detects 2 categories, but" in fails(capsys, *eval_words(tmp_path / "more", path))
 
@@ -239,6 +328,8 @@ def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, tmp_pa
 def test_pickles_that_could_run_code_are_refused(shapes, tmp_path, capsys):
     (tmp_path / "m.pkl").write_bytes(pickle.dumps({"model": {"x": Path("y")}}))
     assert "files whose reading could run code are refused" in fails(capsys, *eval_words(shapes, tmp_path / "m.pkl"))
+    (tmp_path / "m.pkl").write_bytes(pickle.dumps({"model": {"x": np.array(["word"])}}))
+    assert "holds arrays that are no numbers" in fails(capsys, *eval_words(shapes, tmp_path / "m.pkl"))
     (tmp_path / "m.pkl").write_bytes(b"no pickle")
     assert "cannot be read as a file of detectron2" in fails(capsys, *eval_words(shapes, tmp_path / "m.pkl"))
 
@@ -256,7 +347,7 @@ def fails(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         main_detection.main([str(a) for a in arguments])
     message = capsys.readouterr().err
-    assert stop.value.code in (2, 4) and message.startswith("main_detection.py: error: ") and len(message) < 900
+    assert stop.value.code in (2, 3, 4) and message.startswith("main_detection.py: error: ") and len(message) < 900
     return message
 
 
@@ -266,6 +357,11 @@ def fails(capsys, *arguments):
     [
         ("--input_size 40", "--input_size 40 must be a multiple of 16, with patches of 4 pixels"),
         ("--pretrain_size 31", "--pretrain_size 31 must be a multiple of 4"),
+        ("--patch_size 0", "--patch_size must be at least 1, got 0"),
+        ("--pretrain_size 0", "--pretrain_size must be at least 1, got 0"),
+        ("--max_bad_fraction 0.1", "--max_bad_fraction is not for detection"),
+        ("--recipe coco", "unknown recipe 'coco'; close to it: coco_mask_rcnn_vit_base, coco_mask_rcnn_vit_base_mae,"),
+        ("--recipe cocoa", "(all of them: downstream/recipes.py)"),
         ("--warmup_iters 7", "--warmup_iters 7 must lie between 0 and --num_iters 5"),
         ("--layer_decay 0", "--layer_decay must lie in (0, 1], got 0.0"),
         ("--lr_drops 0.5 2", "--lr_drops must be shares in (0, 1], got [0.5, 2.0]"),
@@ -298,7 +394,7 @@ def test_other_categories_and_missing_masks_are_refused(shapes, encoder, tmp_pat
     assert "categories that are not" in fails(capsys, *command(root, tmp_path / "new"))
     boxes = write_coco(tmp_path / "boxes", "train", 4, masks=False)
     write_coco(boxes, "val", 2, masks=False)
-    assert "--masks needs segmentations" in fails(capsys, *command(boxes, tmp_path / "new", "--masks"))
+    assert "6 of 6 objects of " in fails(capsys, *command(boxes, tmp_path / "new", "--masks"))
     assert "holds no detector of this program" in fails(capsys, *eval_words(shapes, encoder))
     message = fails(capsys, *eval_words(shapes, tmp_path / "out"), "--window_size", "5")
     assert "--window_size 5, but the model" in message and "has 4: leave it out" in message
@@ -315,3 +411,13 @@ def test_the_demonstration_runs_to_its_end(tmp_path, capsys, monkeypatch):
     images = {image["id"]: tmp_path / "scenes" / "val2017" / image["file_name"] for image in truth["images"]}
     assert len(images) == 3 and all(path.is_file() for path in images.values())
     assert (tmp_path / "run" / "detections.png").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_demonstration_beats_its_baseline(tmp_path):
+    """Boxes and masks of the detector against the boxes that are the most frequent ones without an image."""
+    pytest.importorskip("skimage")
+    assert demo.main([str(tmp_path)])
+    last, blind = read_results(tmp_path / "run")["last"], demo.baseline(tmp_path / "scenes")
+    assert 0 < blind < 2 and min(last["val_box_ap"], last["val_mask_ap"]) > 10
