@@ -193,6 +193,13 @@ class RelativeViTEncoder(PatchEncoder):
         x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
         return x, None if self.rel_pos_bias is None else self.rel_pos_bias(ids)
 
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm.
+
+        The fine-tune model has no norm here.
+        """
+        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
+
     def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
 
@@ -240,10 +247,6 @@ class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
         self.head = nn.Linear(self.embed_dim, num_classes)
         nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
         nn.init.zeros_(self.head.bias)
-
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, without final norm."""
-        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""

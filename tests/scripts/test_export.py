@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import main_pretrain
 import models_mae_pr
-from models_vit import VisionTransformer, vit_mini_patch4
+from models_vit import VisionTransformer, ViTEncoder, vit_mini_patch4
 from scripts import export
 from util.encoder_weights import load_encoder
 from util.run.checkpoint import save_checkpoint
@@ -168,13 +168,13 @@ def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
     """If float32 rounds by more than the tolerance, float64 is compared. Here the outputs are rounded on purpose."""
     _, ours = finetuned(tmp_path, global_pool="token")
     torch.save({k: v for k, v in ours.state_dict().items() if not k.startswith("head.")}, tmp_path / "coarse.pth")
-    exact = VisionTransformer.forward_features
+    exact = ViTEncoder.forward_features
 
     def rounded(self, imgs):
         x = exact(self, imgs)
         return x.bfloat16().float() if x.dtype == torch.float32 else x
 
-    monkeypatch.setattr(VisionTransformer, "forward_features", rounded)
+    monkeypatch.setattr(ViTEncoder, "forward_features", rounded)
     lines = run(capsys, tmp_path / "coarse.pth", tmp_path / "encoder.pth")
     assert " in float32, which is rounding: in float64 " in lines[1]
     assert float(lines[1].split()[-1]) < 1e-9
@@ -224,7 +224,7 @@ def test_timm_s_names_have_our_sizes(name):
     ours = getattr(export.models_vit, name)
     with torch.device("meta"):
         model = ours(num_classes=7, global_pool="avg")
-        name, options = export.timm_arguments(model, True)
+        name, options = export.timm_arguments(model)
         theirs = timm.create_model(name, **options)
     assert name == f"{ours.__name__}_224" and options == {"global_pool": "avg", "num_classes": 7}
     assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
