@@ -69,7 +69,8 @@ def read_swin_sizes(weights: Weights, settings: Mapping[str, Any], what: str) ->
             f"{what} holds a Swin Transformer without the settings of a run: its image size and the order of its patch "
             "merging are unknown; give a checkpoint of main_pretrain.py or main_finetune.py"
         )
-    blocks = {tuple(map(int, name.split(".")[1:4:2])) for name in weights if ".blocks." in name}  # (stage, block)
+    stages = [name for name in weights if name.startswith("layers.")]
+    blocks = {tuple(map(int, name.split(".")[1:4:2])) for name in stages if ".blocks." in name}  # (stage, block)
     depths = [sum(stage == s for stage, _ in blocks) for s in range(1 + max(blocks)[0])]
     names = [f"layers.{s}.blocks.0.attn.{_BIAS_TABLE}" for s in range(len(depths))]
     tables = need(weights, names, what)

@@ -1,26 +1,34 @@
-"""Export a checkpoint's encoder or classifier to a file that timm loads, or its weights under MAE's names.
+"""Export a checkpoint's encoder or classifier for timm, as a folder or a file, or its weights under MAE's names.
 
+    python scripts/export.py output/prmim50_base --out prmim50_base
+    python scripts/export.py output/finetune/checkpoint-best.pth --out classifier --push_to_hub ME/prmim50_base
     python scripts/export.py output/prmim50_base --out encoder.safetensors
-    python scripts/export.py output/finetune/checkpoint-best.pth --out classifier.pth
     python scripts/export.py output/mae --format mae --out mae_full.pth
 
 The first argument is a checkpoint of this project or of MAE's releases, or the folder of a run (its newest intact
-checkpoint is used). A .pth file holds {"model": weights}. All weights are float32.
+checkpoint is used). All weights are float32.
 
 --format timm   The encoder of a pre-trained checkpoint, or a whole fine-tuned classifier. The BatchNorm of a linear
                 probe is folded into its linear layer. The script prints the `timm.create_model` line that loads the
-                file. It runs this line and compares the features or logits with those of this project's model before
-                the file is put in place. MAE's scripts can fine-tune such a .pth file, too. Normalise images with the
-                printed mean and deviation: timm's defaults for these model names are different.
+                result. It loads it once, and compares the features or logits with those of this project's model before
+                anything is put in place.
+    FOLDER      An --out without suffix becomes a folder in timm's layout for the Hugging Face Hub: config.json,
+                model.safetensors, the model card README.md, and export.json, which records what this script has
+                written. For every encoder.
+    FILE        A .safetensors, or a .pth that holds {"model": weights}. For plain ViTs. MAE's scripts can fine-tune
+                such a .pth, too. Normalise images with the printed mean and deviation: timm's defaults for these model
+                names are different.
 --format mae    A .pth file for MAE's scripts: encoder and decoder of a pre-trained MAE under the names of MAE's full
                 releases, or a fine-tuned classifier. MAE's decoder has no aggregation, so PR-MIM runs that throw tokens
                 are refused. Export their encoder with --format timm. The file is read back and compared bit for bit
                 before it is put in place.
+--push_to_hub   uploads the folder with huggingface_hub. Nothing is uploaded without this flag.
 """
 
 import argparse
 import copy
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,15 +44,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models_mae_pr
 import models_vit
 from encoders import PLAIN, build_model, find_kind
-from main_pretrain import load_run
-from timm_models import is_classifier, largest_difference, timm_arguments, timm_weights
-from util.atomic import replaced_file
+from main_pretrain import load_run, own_flags
+from models_swin import SwinEncoder
+from timm_models import channels_of, data_config, is_classifier, largest_difference, timm_arguments, timm_weights
+from util.atomic import filled_folder, replaced_file
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.encoder_weights import encoder_weights_of, rename_prefixes
 from util.run import checkpoint
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.code_version import code_version
+from util.run.model_card import model_card
 
 SUFFIXES = (".safetensors", ".pth")
+CONFIG, WEIGHTS, CARD, RECORD = "config.json", "model.safetensors", "README.md", "export.json"  # of a folder
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
 MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
 INSTEAD = "export its encoder with --format timm; MAE's scripts can fine-tune that file"
@@ -61,7 +73,8 @@ def refuse_other_kinds(content: Mapping[str, Any], what: str) -> None:
     flag = "--eval --resume" if "nb_classes" in settings else "--finetune"
     raise ValueError(
         f"{what} holds {name}: only plain ViTs can be exported to a single file, which are those of MAE, MFF, "
-        f"LocalMIM, TEC and CrossMAE; main_finetune.py {flag} takes it as it is"
+        f"LocalMIM, TEC and CrossMAE; give --out without a suffix for a folder; main_finetune.py {flag} takes it "
+        "as it is"
     )
 
 
@@ -151,6 +164,7 @@ def block_sizes(model: nn.Module) -> dict[str, int]:
 
 def write_weights(path: Path, state: Weights, metadata: dict[str, str]) -> None:
     """Write the file that the suffix asks for: .pth holds {"model": state}, .safetensors also holds the metadata."""
+    path.unlink(missing_ok=True)
     path.touch()
     mode = path.stat().st_mode
     if path.suffix == ".safetensors":
@@ -158,6 +172,86 @@ def write_weights(path: Path, state: Weights, metadata: dict[str, str]) -> None:
         path.chmod(mode)  # safetensors may leave a file that only its owner can read
     else:
         torch.save({"model": state}, path)
+
+
+def export_folder(source: Path, out: Path, location: str) -> list[str]:
+    """Export the checkpoint at `source` as a folder in timm's layout. Returns the lines that describe it.
+
+    location: where the model card says that timm finds the model, `local-dir:FOLDER` or `hf-hub:NAME`.
+    """
+    content = checkpoint.read_checkpoint(source)
+    model, meta = build_model(content, repr(str(source))), checkpoint.meta_of(content)
+    del content
+    state, (name, options) = timm_weights(model), timm_arguments(model)
+    mean, std = pixel_statistics(meta.get("settings", {}), channels_of(model))
+    config = data_config(model, meta.get("settings", {}), mean, std)
+    line = f"timm.create_model({json.dumps(location, ensure_ascii=False)}, pretrained=True)"
+    card = model_card(
+        Path(location.partition(":")[2]).name,
+        describe_model(model, name, config),
+        meta,
+        source.parent,
+        tuple(own_flags()),
+        f"import timm\n\nmodel = {line}.eval()",
+    )
+    with filled_folder(out) as temporary:
+        write_config(temporary, name, options, config, meta.get("classes") if is_classifier(model) else None)
+        write_weights(temporary / WEIGHTS, state, {"format": "pt", "source": source.name})
+        difference = check_loads_folder(temporary, model)
+        (temporary / CARD).write_text(card)
+        files = {file: checkpoint.sha256(temporary / file) for file in (CONFIG, WEIGHTS, CARD)}
+        record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
+        (temporary / RECORD).write_text(json.dumps(record | {"files": files}, indent=1) + "\n")
+    kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
+    return [
+        f"{kind} of {source}: {out}{os.sep} with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}",
+        f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
+        line,
+    ]
+
+
+def describe_model(model: nn.Module, name: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of the model card about the model itself."""
+    channels, height, width = config["input_size"]
+    if is_classifier(model):
+        outputs = f"logits of {config['num_classes']} classes"
+    else:
+        pooled = "their mean" if isinstance(model, SwinEncoder) else "the class token"
+        outputs = f"`model.forward_features(images)` returns the features of all tokens, `model(images)` {pooled}"
+    return {
+        "timm architecture": f"`{name}`",
+        "output": outputs,
+        "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
+        "images": f"{channels} channels, {height} x {width} pixels, patches of {model.patch_size} x {model.patch_size}",
+        "pixel mean": ", ".join(f"{value:.6g}" for value in config["mean"]),
+        "pixel standard deviation": ", ".join(f"{value:.6g}" for value in config["std"]),
+    }
+
+
+def write_config(
+    folder: Path, name: str, options: Mapping[str, Any], config: dict[str, Any], classes: list[str] | None
+) -> None:
+    """Write timm's config.json. timm writes it together with untrained weights, which are then replaced."""
+    untrained = timm.create_model(name, pretrained_cfg=config, **options)
+    labels = {"label_names": classes} if classes else {}
+    try:
+        timm.models.save_for_hf(
+            untrained, folder, model_config=labels, model_args=dict(options), safe_serialization=True
+        )
+    except RuntimeError as error:  # timm does not find a huggingface_hub that it can use
+        raise ValueError(f"timm {timm.__version__} cannot write its config.json: {error}") from error
+
+
+def check_loads_folder(folder: Path, model: nn.Module) -> str:
+    """Load the folder with timm, and return the largest difference of its outputs from the model's as text.
+
+    ValueError if they differ by more than rounding, or if timm does not load the folder.
+    """
+    try:
+        theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"timm {timm.__version__} does not load the weights, nothing is written: {error}") from error
+    return largest_difference(model, theirs)
 
 
 def export_timm(source: Path, out: Path) -> list[str]:
@@ -168,7 +262,7 @@ def export_timm(source: Path, out: Path) -> list[str]:
     del content
     state = timm_weights(model)
     name, options = timm_arguments(model)
-    mean, std = pixel_statistics(meta.get("settings", {}))
+    mean, std = pixel_statistics(meta.get("settings", {}), channels_of(model))
     facts = {"timm": {"model_name": name, **options}, "mean": mean, "std": std}
     if is_classifier(model) and meta.get("classes"):
         facts["classes"] = meta["classes"]
@@ -203,7 +297,7 @@ def export_mae(source: Path, out: Path) -> list[str]:
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, {})
         check_reads_back(temporary, model)
-    mean, std = pixel_statistics(settings)
+    mean, std = pixel_statistics(settings, channels_of(model))
     lines = [
         describe(kind, source, out, state),
         "read back from the file: the same weights, bit for bit",
@@ -215,9 +309,17 @@ def export_mae(source: Path, out: Path) -> list[str]:
     return lines
 
 
-def pixel_statistics(settings: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation with which a run normalises its images."""
-    return list(settings.get("mean") or IMAGENET_MEAN), list(settings.get("std") or IMAGENET_STD)
+def pixel_statistics(settings: Mapping[str, Any], in_chans: int = 3) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation with which a run normalises its images. ValueError if they are unknown."""
+    mean, std = settings.get("mean"), settings.get("std")
+    if in_chans == 3:
+        mean, std = mean or IMAGENET_MEAN, std or IMAGENET_STD
+    if not mean or not std or {len(mean), len(std)} != {in_chans}:
+        raise ValueError(
+            f"the checkpoint does not hold the pixel mean and deviation of its {in_chans} channels, got {mean} and "
+            f"{std}: give a checkpoint of a run that stores them"
+        )
+    return list(mean), list(std)
 
 
 def describe(kind: str, source: Path, out: Path, state: Weights) -> str:
@@ -226,41 +328,129 @@ def describe(kind: str, source: Path, out: Path, state: Weights) -> str:
     return f"{kind} of {source}: {out} ({num_parameters / 1e6:.1f} M parameters, {out.stat().st_size / 1e6:.0f} MB)"
 
 
-FORMATS = {"timm": export_timm, "mae": export_mae}
-
-
 def check_out(path: Path, source: Path, overwrite: bool) -> None:
-    """Raise ValueError if the file `path` cannot or should not be written."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"--out {str(path)!r} must end in {' or '.join(SUFFIXES)}")
+    """Raise ValueError if the file, or the folder if it has no suffix, cannot or should not be written."""
+    is_folder = not path.suffix
+    if not is_folder and path.suffix not in SUFFIXES:
+        raise ValueError(f"--out {str(path)!r} must end in {' or '.join(SUFFIXES)}, or have no suffix for a folder")
     if path.exists() and path.samefile(source):
         raise ValueError(f"--out {str(path)!r} is the checkpoint itself")
-    if reason := why_not_writable(path):
+    if is_folder and path.exists() and not path.is_dir():
+        raise ValueError(f"--out {str(path)!r} is a file; without a suffix it names a folder")
+    if reason := why_not_writable(path / CONFIG if is_folder and path.exists() else path):
         raise ValueError(f"--out {str(path)!r} cannot be written: {reason}")
     if path.exists() and not overwrite:
         raise ValueError(f"--out {str(path)!r} exists; give another name, or --overwrite")
+    if is_folder and path.exists():
+        refuse_files_of_others(path)
 
 
-def export(source: str | Path, out: str | Path, overwrite: bool = False, layout: str = "timm") -> list[str]:
-    """Export a checkpoint, or the newest one of a run's folder. Returns the lines that describe the file `out`."""
+def refuse_files_of_others(folder: Path) -> None:
+    """Raise ValueError if a file that would be replaced was not written by this script, or was changed since."""
+    try:
+        written = json.loads((folder / RECORD).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        written = {}
+    names = [name for name in (CONFIG, WEIGHTS, CARD) if (folder / name).exists()]
+    others = [name for name in names if written.get(name) != checkpoint.sha256(folder / name)]
+    if (folder / RECORD).exists() and not written:
+        others.append(RECORD)
+    if others:
+        raise ValueError(
+            f"--out {str(folder)!r}: {', '.join(others)} there was not written by this script, or was changed since: "
+            "move it away, or give another folder"
+        )
+
+
+def open_hub(name: str, overwrite: bool) -> tuple[Any, str]:
+    """Return (the Hub's client, the full name of the repository). ValueError if nothing can be uploaded there."""
+    from huggingface_hub import HfApi  # comes with timm
+    from huggingface_hub.errors import LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(name)  # its errors are ValueErrors
+    api = HfApi()
+    try:
+        user = api.whoami()["name"]
+        name = name if "/" in name else f"{user}/{name}"
+        is_used = api.file_exists(name, CONFIG)
+    except LocalTokenNotFoundError as error:
+        raise ValueError("--push_to_hub needs a login: run `hf auth login`, or set HF_TOKEN") from error
+    except Exception as error:  # many types: no network, a wrong token, errors of the server
+        raise ValueError(f"--push_to_hub {name}: the Hub cannot be used: {error}") from error
+    if is_used and not overwrite:
+        raise ValueError(f"--push_to_hub {name} holds a model; give another name, or --overwrite to add a commit")
+    return api, name
+
+
+def push(api: Any, name: str, folder: Path, private: bool) -> str:
+    """Upload the files that this script has written into `folder`. Return a line that names the repository."""
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        if private and not api.model_info(name).private:
+            raise ValueError("it exists and is public, but --private was given")
+        patterns = [CONFIG, WEIGHTS, CARD, RECORD]
+        api.upload_folder(
+            repo_id=name, folder_path=str(folder), allow_patterns=patterns, commit_message="Export from PR-MIM"
+        )
+    except Exception as error:  # many types: no network, no permission, errors of the server
+        raise ValueError(
+            f"{str(folder)!r} is written, but it was not uploaded to {name}: {error}; upload it later with "
+            f"`hf upload {name} {folder}`"
+        ) from error
+    return f"uploaded to https://huggingface.co/{name}"
+
+
+def check_push(push_to_hub: str | None, private: bool, layout: str, out: Path) -> None:
+    """Raise ValueError if the flags of an upload do not go with the others."""
+    if private and push_to_hub is None:
+        raise ValueError("--private belongs to --push_to_hub: leave it out")
+    if push_to_hub is not None and (layout != "timm" or out.suffix):
+        raise ValueError(
+            f"--push_to_hub uploads a folder of --format timm, got --format {layout} and --out {str(out)!r}: "
+            "give --out a name without a suffix"
+        )
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    overwrite: bool = False,
+    layout: str = "timm",
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> list[str]:
+    """Export a checkpoint, or the newest one of a run's folder. Returns the lines that describe `out`."""
     source, out = checkpoint.find_checkpoint_file(source), Path(out)
     if not source.is_file():
         raise ValueError(f"no checkpoint at {str(source)!r}: give the path of a file or the folder of a run")
+    check_push(push_to_hub, private, layout, out)
     check_out(out, source, overwrite)
-    return FORMATS[layout](source, out)
+    if layout == "mae":
+        return export_mae(source, out)
+    if out.suffix:
+        return export_timm(source, out)
+    if push_to_hub is None:
+        return export_folder(source, out, f"local-dir:{out}")
+    api, name = open_hub(push_to_hub, overwrite)
+    lines = export_folder(source, out, f"hf-hub:{name}")
+    return [*lines, push(api, name, out, private)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; `argv` replaces the command line."""
     parser = Parser("export.py", description=__doc__)
-    flag = parser.add_argument
+    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
     flag("run", help="a checkpoint, or the folder of a run")
-    flag("--out", required=True, help="write this file: .safetensors or .pth")
-    flag("--format", default="timm", choices=FORMATS, help="names and layout of the weights")
-    flag("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="replace --out if it exists")
+    flag("--out", required=True, help="write this file, .safetensors or .pth, or this folder if it has no suffix")
+    flag("--format", default="timm", choices=("timm", "mae"), help="names and layout of the weights")
+    help_text = "replace --out if it exists; in a folder, only files that this script has written"
+    flag("--overwrite", action=boolean, default=False, help=help_text)
+    flag("--push_to_hub", metavar="NAME", help="upload the folder to this repository of the Hugging Face Hub")
+    flag("--private", action=boolean, default=False, help="make the new repository of --push_to_hub private")
     args = parser.parse_args(argv)
     with user_errors(parser):
-        lines = export(args.run, args.out, args.overwrite, args.format)
+        lines = export(args.run, args.out, args.overwrite, args.format, args.push_to_hub, args.private)
     print("\n".join(lines))
 
 

@@ -1,6 +1,7 @@
 """Files that are replaced in one step: a reader, or a crash, never meets half of one."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,3 +43,29 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder for new files. They move into the folder `path` when the block ends without an error.
+
+    A new `path` appears as a whole. In an existing one the files replace those of the same names one by one, and other
+    files stay. If the block raises, nothing has changed. The files are on the disk before they are moved.
+    """
+    target = Path(path).resolve()
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
+        if target.exists():
+            for file in sorted(temporary.iterdir()):
+                os.replace(file, target / file.name)
+            _sync(target)
+        else:
+            _sync(temporary)
+            temporary.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from util import atomic
-from util.atomic import replaced_file
+from util.atomic import filled_folder, replaced_file
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path):
@@ -53,3 +53,29 @@ def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypa
     with replaced_file(tmp_path / "state.pth", durable=True) as temporary:
         temporary.write_text("x")
     assert calls == ["fsync", "replace", "fsync"] and (tmp_path / "state.pth").read_text() == "x"
+
+
+def test_a_new_folder_appears_as_a_whole(tmp_path):
+    with filled_folder(tmp_path / "new") as temporary:
+        (temporary / "a").write_text("1")
+        assert temporary.parent == tmp_path and not (tmp_path / "new").exists()
+    assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new" / "a").read_text() == "1"
+
+
+def test_files_of_an_existing_folder_stay(tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for name in ("a", "mine"):
+        (folder / name).write_text("older")
+    with pytest.raises(KeyboardInterrupt), filled_folder(folder) as temporary:
+        (temporary / "a").write_text("never")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["old"] and (folder / "a").read_text() == "older"
+    with filled_folder(folder) as temporary:
+        (temporary / "a").write_text("newer")
+        (temporary / "b").write_text("newer")
+        assert (folder / "a").read_text() == "older"
+    assert {name: (folder / name).read_text() for name in os.listdir(folder)} == dict(
+        a="newer", b="newer", mine="older"
+    )
+    assert os.listdir(tmp_path) == ["old"]

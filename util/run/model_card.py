@@ -1,0 +1,173 @@
+"""The model card of exported weights: a README.md with the header that the Hugging Face Hub reads.
+
+Everything that it says about the training is read from the checkpoint's meta and from the files beside the checkpoint.
+Paths of this machine are left out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Settings that the card names as flags, beside those that belong to one framework.
+METHOD_FLAGS = (
+    "mask_ratio",
+    "throw_ratio",
+    "progressive",
+    "sampling",
+    "aggregation",
+    "kernel_size",
+    "applies_to",
+    "norm_pix_loss",
+)
+FINETUNE_FLAGS = (
+    "trainable_blocks",
+    "global_pool",
+    "optimizer",
+    "layer_decay",
+    "drop_path",
+    "aa",
+    "color_jitter",
+    "smoothing",
+    "reprob",
+    "mixup",
+    "cutmix",
+)
+SCHEDULE_FLAGS = (
+    "lr",
+    "min_lr",
+    "warmup_epochs",
+    "weight_decay",
+    "betas",
+    "clip_grad",
+    "crop_scale",
+    "seed",
+    "precision",
+)
+LICENCE = "Not stated yet. Add it here, and as `license: ...` in the header of this file, before you share the weights."
+
+
+def model_card(
+    name: str,
+    model: Mapping[str, str],
+    meta: Mapping[str, Any],
+    folder: Path,
+    framework_flags: Sequence[str],
+    usage: str,
+) -> str:
+    """Returns the text of the card.
+
+    name: title of the card. model: rows that describe the model. meta: what the checkpoint says about its run, or {}.
+    folder: where the checkpoint lies. framework_flags: names of settings that belong to frameworks. usage: Python code
+    that loads the weights.
+    """
+    is_classifier = "nb_classes" in meta.get("settings", {}) or "classes" in meta
+    task = "image-classification" if is_classifier else "image-feature-extraction"
+    header = ["---", "library_name: timm", f"pipeline_tag: {task}", "tags:", "- timm", f"- {task}"]
+    header += ["- masked-image-modeling", "---"]
+    training = training_rows(meta, folder, framework_flags)
+    parts = [
+        *header,
+        f"# {name}",
+        "",
+        f"```python\n{usage}\n```",
+        "",
+        "## Model",
+        "",
+        *table(model),
+        "",
+        "## Training",
+        "",
+        *(table(training) if training else ["The exported file does not say how it was trained."]),
+    ]
+    if scores := find_scores(meta, folder):
+        rows = {label: f"{scores[key]:.2f} %" for label, key in (("top-1", "top1"), ("top-5", "top5"))}
+        rows["images"] = f"{meta['num_val_images']}, fingerprint `{meta['val_data']}`"
+        parts += ["", "## Evaluation", "", *table(rows)]
+    return "\n".join([*parts, "", "## Licence", "", LICENCE, ""])
+
+
+def table(rows: Mapping[str, str]) -> list[str]:
+    """Returns the lines of a Markdown table with two columns."""
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+
+
+def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequence[str]) -> dict[str, str]:
+    """Returns what is known about the training, {name: text}. Empty for files of other projects."""
+    if not meta.get("settings") or "step" not in meta:
+        return {}
+    settings = meta["settings"]
+    rows = {
+        "program": f"`{meta['program']}`",
+        "recipe": f"`{settings['recipe']}`" if settings.get("recipe") else "none",
+        "model": f"`{settings['model']}`",
+        "length": f"{meta['step']} steps, {meta['epoch']:.4g} of {settings['epochs']} epochs",
+        "total batch": str(settings["total_batch_size"]),
+        "data": f"{meta['num_images']} images, fingerprint `{meta['data']}`",
+    }
+    if meta.get("classes"):
+        rows["classes"] = str(len(meta["classes"]))
+    own, common = (METHOD_FLAGS, framework_flags) if "mask_ratio" in settings else (FINETUNE_FLAGS, ())
+    rows["method" if "mask_ratio" in settings else "fine-tuning"] = flags_text(settings, (*own, *common))
+    rows["optimisation"] = flags_text(settings, SCHEDULE_FLAGS)
+    loss = find_loss(meta, folder)
+    if loss is not None:
+        rows["loss at the end"] = f"{loss:.4f}"
+    if meta.get("encoder"):
+        encoder = meta["encoder"]
+        rows["pre-trained encoder"] = f"`{Path(encoder['path']).name}`, SHA-256 `{encoder['sha256']}`"
+    return rows | {"code": str(meta.get("code")), "torch": str(meta.get("torch"))}
+
+
+def flags_text(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns the settings of these names that are not None as command-line flags. A path is cut to its last part."""
+    words = []
+    for name in names:
+        value = settings.get(name)
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, (list, tuple)):
+            words.append(f"--{name} {' '.join(map(str, value))}")
+        elif value is not None:
+            words.append(f"--{name} {Path(value).name if isinstance(value, str) else value}")
+    return f"`{' '.join(words)}`"
+
+
+def find_loss(meta: Mapping[str, Any], folder: Path) -> float | None:
+    """Returns the training loss of the last whole epoch up to the checkpoint, from the log beside it, or None."""
+    losses = [
+        report["epoch_loss"]
+        for report in read_json_lines(folder / "log.jsonl")
+        if "epoch_loss" in report and report["step"] <= meta["step"]
+    ]
+    return losses[-1] if losses else None
+
+
+def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | None:
+    """Returns top-1 and top-5 of a fine-tuned checkpoint in percent, or None.
+
+    They are those in the checkpoint, or those of the same step in the results.json beside it.
+    """
+    if "val" in meta:
+        return meta["val"]
+    try:
+        results = json.loads((folder / "results.json").read_text())
+    except (OSError, ValueError):
+        return None
+    for name in ("last", "best"):
+        if name in results and results[name]["step"] == meta.get("step"):
+            return {key: results[name][f"val_{key}"] for key in ("top1", "top5")}
+    return None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a JSON-lines file. Lines that were cut off are left out; a missing file has none."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
