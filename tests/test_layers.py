@@ -34,6 +34,7 @@ ALLOWED = {
     "main_robustness": {"main_finetune", "engine_finetune"},
     "encoders": ENCODERS,
     "timm_models": ENCODERS,
+    "hubconf": {"encoders", "timm_models", *ENCODERS},
     "models_reference_mae": {"models_vit"},
     "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
