@@ -193,6 +193,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         main_pretrain.main([*pretrain, *small, "--picture_every", "0", "--device", "cpu"])
         export.main(to_timm)
+        export.main(["output/photos", "--out", "photos_encoder"])
     return folder
 
 
