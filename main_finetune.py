@@ -27,7 +27,7 @@ import models_vit
 from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack, steps_per_epoch
-from util.data.open import open_everywhere
+from util.data.open import data_settings, open_everywhere
 from util.data.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -396,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         derived = {"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size}
         if content is not None:
             derived["finetune"] = content["meta"]["settings"]["finetune"]
-        settings = json_settings(vars(args), asdict(plan), derived)
+        settings = json_settings(vars(args), asdict(plan), derived, data_settings(images))
         data = {"num_images": len(images), "data": images.fingerprint()}
         data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
         extra = {"classes": classes, "encoder": encoder}

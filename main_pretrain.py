@@ -34,7 +34,7 @@ from prmim import SAMPLING, SpatialAggregation
 from recipes import RECIPES
 from reconstruction import crops, evenly_spaced, reconstruction_picture
 from util.data.datasets import steps_per_epoch
-from util.data.open import open_everywhere
+from util.data.open import data_settings, open_everywhere
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
 from util.run import distributed, shard
 from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, read_checkpoint
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         transform = make_augmentation(args, model.img_size)
         collator = model.collator(args.sampling, args.seed)
         sizes = {"input_size": model.img_size, "patch_size": model.patch_size}
-        settings = json_settings(vars(args), asdict(plan), sizes, model.own_settings())
+        settings = json_settings(vars(args), asdict(plan), sizes, model.own_settings(), data_settings(images))
         data = {"num_images": len(images), "data": images.fingerprint()}
         extra = model.checkpoint_meta()
         distributed.refuse_differences(extra, "model")

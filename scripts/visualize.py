@@ -54,7 +54,11 @@ def draw_patterns(
 def show_run(args: argparse.Namespace) -> None:
     """Draw and measure the reconstructions of a run."""
     model, settings = load_run(args.run, args.teacher)
-    images = open_images("folder" if args.images else settings["dataset"], args.images or settings["data_path"], "val")
+    if args.images:
+        images = open_images("folder", args.images, "val")
+    else:
+        column = settings.get("image_column")
+        images = open_images(settings["dataset"], settings["data_path"], "val", image_column=column)
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
     pictures.save(reconstruction_picture(model, Normalize(), imgs, ids_shuffle), args.out)

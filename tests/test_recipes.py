@@ -419,7 +419,7 @@ FLAGS = """
     visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas
-    dataset data_path loader crop_scale crop interpolation num_workers max_bad_fraction
+    dataset data_path image_column label_column loader crop_scale crop interpolation num_workers max_bad_fraction
     output_dir resume allow_changes device precision attention compile recompute shard dist_timeout
     max_steps save_every save_steps picture_every print_freq
 """

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
+from util.data.hugging_face import open_hugging_face
 from util.data.images import CifarImages, FolderImages, ImageError, Images, INaturalistImages
 from util.data.tars import choose_tars, open_tars
 from util.run.signals import ignore_in_worker, take_over_workers
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
-DATASETS = ("folder", *DOWNLOADED, *INATURALIST)
+DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
 MOST_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 MOST_WORKERS_LOST = 10  # in one start of a run
 PREFETCHED_BYTES = 2**30  # in batches that wait for one process
@@ -28,20 +29,31 @@ Sample = tuple[Any, ...]
 
 
 def open_images(
-    dataset: str, data_path: str | Path, split: str = "train", labelled: bool = False, max_bad_fraction: float = 0.0
+    dataset: str,
+    data_path: str | Path,
+    split: str = "train",
+    labelled: bool = False,
+    max_bad_fraction: float = 0.0,
+    image_column: str | None = None,
+    label_column: str | None = None,
 ) -> Images:
     """Returns the images of a split.
 
-    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. ImageError if, of a
-    sample of the image headers, more than `max_bad_fraction` are bad. ValueError if the data is missing or ambiguous.
+    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. image_column,
+    label_column: of "hf". ImageError if, of a sample of the image headers, more than `max_bad_fraction` are bad.
+    ValueError if the data is missing or ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
+    if dataset != "hf" and (image_column or label_column):
+        raise ValueError(f"--image_column and --label_column are for --dataset hf, not for {dataset}: leave them out")
     images: Images
     if dataset in INATURALIST:
         images = INaturalistImages(data_path, split, INATURALIST[dataset])
     elif dataset in DOWNLOADED:
         images = CifarImages(dataset, data_path, split)
+    elif dataset == "hf":
+        images = open_hugging_face(data_path, split, labelled, image_column, label_column)
     else:
         choice = choose_tars(data_path, split, labelled)
         images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)

@@ -43,6 +43,16 @@ def retry_io(read: Callable[[], T]) -> T:
     return read()
 
 
+def read_file(path: str) -> bytes:
+    """Returns the bytes of an image file; ImageError if it is missing or unreadable."""
+    try:
+        return retry_io(Path(path).read_bytes)
+    except OSError as error:
+        if error.errno not in FILE_ERRORS:
+            raise
+        raise ImageError(f"{path!r} is not a readable image ({error}); replace or remove the file") from error
+
+
 class EncodedImages:
     """Images that are stored encoded. Subclasses set the attributes below and define `path` and `read`.
 
@@ -120,13 +130,7 @@ class ImageFiles(EncodedImages):
         self.labels = np.array([label for _, label in samples], np.int64)
 
     def read(self, i: int) -> bytes:
-        try:
-            return retry_io(Path(self.path(i)).read_bytes)
-        except OSError as error:
-            if error.errno not in FILE_ERRORS:
-                raise
-            message = f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file"
-            raise ImageError(message) from error
+        return read_file(self.path(i))
 
     def path(self, i: int) -> str:
         return os.path.join(self.root, os.fsdecode(bytes(self.names[i])))

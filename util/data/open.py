@@ -19,7 +19,7 @@ OpenBatches = Callable[..., Generator[Any, None, None]]
 
 
 def open_everywhere(args: argparse.Namespace, split: str, labelled: bool = False, max_bad_fraction: float = 0.0) -> Any:
-    """Calls `open_images` with the flags on every rank. Rank 0 downloads or indexes first.
+    """Calls `open_images` with the flags on every rank. Rank 0 downloads, converts or indexes first.
 
     ValueError on all ranks if one of them fails, or if they see different data.
     """
@@ -29,15 +29,23 @@ def open_everywhere(args: argparse.Namespace, split: str, labelled: bool = False
     distributed.refuse_differences({"--data_path": "tars" if in_tars else "no tars"}, "kind of data")
 
     def open_split() -> Any:
-        return open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction)
+        columns = args.image_column, args.label_column
+        return open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction, *columns)
 
-    if args.dataset in DOWNLOADED or in_tars:
+    # On nodes with a cache of their own, the processes of `datasets` wait for each other by a lock.
+    if args.dataset in (*DOWNLOADED, "hf") or in_tars:
         distributed.run_on_rank0(lambda: bool(open_split()))
     images = distributed.run_everywhere(open_split)
     found = {"number of images": len(images), "names and labels": images.fingerprint()}
     distributed.refuse_differences(found, f"{split} data")
     images.reference = args.loader == "reference"
     return images
+
+
+def data_settings(images: Any) -> dict[str, str]:
+    """Returns the settings that pin the data of a run: --data_path with the commit, if it is a data set of the Hub."""
+    pinned_path = getattr(images, "pinned_path", None)
+    return {"data_path": pinned_path} if pinned_path else {}
 
 
 def training_batches(

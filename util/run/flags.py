@@ -69,8 +69,19 @@ def add_update_flags(group: argparse._ArgumentGroup) -> None:
 def add_data_flags(group: argparse._ArgumentGroup) -> None:
     """Adds data source, decoding, random crop, workers."""
     flag = group.add_argument
-    flag("--dataset", default="folder", choices=DATASETS, help="kind of data; folder: image folders or tar shards")
-    flag("--data_path", default="data", help="root of the data; CIFAR is downloaded to it if it is not there")
+    flag(
+        "--dataset",
+        default="folder",
+        choices=DATASETS,
+        help="kind of data; folder: image folders or tar shards; hf: Hugging Face datasets",
+    )
+    flag(
+        "--data_path",
+        default="data",
+        help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub",
+    )
+    flag("--image_column", help="only for hf: column of the images (default: the only one)")
+    flag("--label_column", help="only for hf: column of the classes (default: label, or the only ClassLabel)")
     flag(
         "--loader",
         default="fast",

@@ -14,7 +14,7 @@ MACHINE_FLAGS = frozenset(
     (
         *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
         *("attention", "compile", "recompute", "shard", "max_steps", "save_every", "save_steps", "print_freq"),
-        *("allow_changes", "max_bad_fraction", "dist_timeout"),
+        *("allow_changes", "max_bad_fraction", "dist_timeout", "image_column", "label_column"),
     )
 )
 # Flags that split the total batch. Each step sees the same images with any split.
@@ -43,7 +43,9 @@ def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: 
             prints = [str(meta.get(fingerprint, "?"))[:8] for meta in (before, now)]
             had = f"{before[count]} images (names and labels {prints[0]})"
             has = f"{now[count]} images (names and labels {prints[1]})"
-            changes.append(f"the {what} had {had} and now has {has}: {consequence}")
+            paths = was.get("data_path"), settings.get("data_path")
+            moved = f" (--data_path was {paths[0]} and now is {paths[1]})" if paths[0] != paths[1] else ""
+            changes.append(f"the {what} had {had} and now has {has}: {consequence}{moved}")
     if before.get("teacher") != now.get("teacher"):
         changes.append("the teacher's weights have changed")
     return changes

@@ -88,7 +88,7 @@ def refuse_different_starts(args: argparse.Namespace) -> None:
 def refuse_output_inside_data(args: argparse.Namespace) -> None:
     """ValueError if the run would write between its own images: the next start would read other data."""
     root, output_dir = Path(args.data_path).resolve(), Path(args.output_dir).resolve()
-    if args.dataset != "folder" or not output_dir.is_relative_to(root) or not root.is_dir():
+    if args.dataset not in ("folder", "hf") or not output_dir.is_relative_to(root) or not root.is_dir():
         return
     listing = list_folder(root)
     if any(split_of_tar(name) for name in listing.tars):

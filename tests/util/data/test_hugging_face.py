@@ -1,0 +1,474 @@
+"""Images of Hugging Face `datasets`: the crops are those of the folder that the rows come from."""
+
+import argparse
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Picture
+
+import main_finetune
+import main_pretrain
+from prmim import MaskCollator, TokenCounts, TokenOrderSampler
+from scripts import visualize
+from tests.two_processes import run_in_two_processes
+from util.data.datasets import AddressedDataset, StepBatchSampler, batches, open_images
+from util.data.hugging_face import HuggingFaceImages, choose_split
+from util.data.images import FolderImages, ImageError
+from util.data.open import open_everywhere
+from util.data.transforms import RandomResizedCropFlip
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
+
+datasets = pytest.importorskip("datasets")
+pa = pytest.importorskip("pyarrow")
+COMMIT = "0123456789" * 4
+ENCODED = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """An empty cache, no network, no progress bars."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def dataset_of(columns, **features):
+    """A data set of columns. Features that are not given are those of ENCODED, or inferred."""
+    features = {name: kind for name, kind in (ENCODED | features).items() if name in columns and kind is not None}
+    dataset = datasets.Dataset.from_dict(columns)
+    for name, kind in features.items():
+        dataset = dataset.cast_column(name, kind)
+    return dataset
+
+
+def save(columns, path, **features):
+    """Saves a data set without splits. Returns its folder."""
+    dataset_of(columns, **features).save_to_disk(path)
+    return path
+
+
+def photo_columns(folder):
+    """The columns of a data set with the files of a folder."""
+    images = FolderImages(folder)
+    files = [{"bytes": images.read(i), "path": os.fsdecode(bytes(name))} for i, name in enumerate(images.names)]
+    return {"image": files, "label": images.labels.tolist()}
+
+
+def png(seed):
+    file = io.BytesIO()
+    Picture.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def png_columns(number=4):
+    files = [{"bytes": png(i), "path": f"{i}.png"} for i in range(number)]
+    return {"image": files, "label": [i % 2 for i in range(number)]}
+
+
+@pytest.fixture(scope="module")
+def stored(photos, tmp_path_factory):
+    """The photos in each form: {name: path}."""
+    root = tmp_path_factory.mktemp("stored")
+    dataset = dataset_of(photo_columns(photos))
+    parts = [dataset.shard(2, part, contiguous=True) for part in range(2)]
+    forms = {name: root / name for name in ("hub", "flat", "arrow", "saved", "saved_splits")}
+    for folder in (forms["hub"] / "data", forms["flat"], forms["arrow"]):
+        folder.mkdir(parents=True)
+    for part, rows in enumerate(parts):
+        rows.to_parquet(forms["hub"] / "data" / f"train-0000{part}-of-00002.parquet")
+        rows.to_parquet(forms["flat"] / f"train-{part}.parquet")
+        rows.save_to_disk(root / f"part{part}")
+        shutil.copy(root / f"part{part}" / "data-00000-of-00001.arrow", forms["arrow"] / f"train-{part}.arrow")
+    parts[1].to_parquet(forms["hub"] / "data" / "validation-00000-of-00001.parquet")
+    dataset.save_to_disk(forms["saved"], num_shards=2)
+    datasets.DatasetDict(train=dataset, validation=dataset).save_to_disk(forms["saved_splits"])
+    return forms
+
+
+def batches_of(images, num_workers=0):
+    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
+    dataset = AddressedDataset(images, RandomResizedCropFlip((32, 32), 3, (0.2, 1.0)))
+    sampler = StepBatchSampler(len(images), 6, 1, 0, 1, 3, 0, 6)
+    return list(batches(dataset, sampler, MaskCollator(TokenOrderSampler(8, counts), 3), num_workers, False))
+
+
+@pytest.mark.parametrize("form", ["hub", "flat", "arrow", "saved", "saved_splits"])
+def test_the_batches_of_the_folder_bit_for_bit(stored, photos, form):
+    folder, images = open_images("folder", photos), open_images("hf", stored[form])
+    assert images.classes == folder.classes and np.array_equal(images.labels, folder.labels)
+    assert images.names.tolist() == [os.path.basename(name) for name in folder.names.tolist()] and images.notes == []
+    expected = batches_of(folder)
+    assert len(expected) == 6 and not torch.equal(expected[0][2], expected[1][2])
+    for num_workers in (0, 2):
+        for ours, theirs in zip(batches_of(images, num_workers), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_rows_are_mapped_and_a_copy_maps_them_again(stored):
+    held = pa.total_allocated_bytes()
+    images = open_images("hf", stored["saved"])
+    everything = sum(len(images.read(i)) for i in range(len(images)))
+    assert pa.total_allocated_bytes() - held < everything / 5
+    pickled = pickle.dumps(images)
+    assert len(pickled) < everything / 2
+    copy = pickle.loads(pickled)
+    assert [copy.read(i) for i in range(24)] == [images.read(i) for i in range(24)]
+    assert copy.fingerprint() == images.fingerprint() and copy.path(3) == images.path(3)
+
+
+# --------------------------------------------------------------------------------------------------------- fingerprint
+
+
+def test_the_fingerprint_is_that_of_names_labels_and_sizes_in_any_form(stored, photos):
+    columns = photo_columns(photos)
+    names = hashlib.sha256(b"".join(os.path.basename(row["path"]).encode() + b"\0" for row in columns["image"]))
+    names.update(np.array(columns["label"], np.int64).tobytes())
+    sizes = np.array([len(row["bytes"]) for row in columns["image"]], np.int64)
+    expected = hashlib.sha256(names.hexdigest().encode() + sizes.tobytes()).hexdigest()
+    assert {open_images("hf", path).fingerprint() for path in stored.values()} == {expected}
+
+
+def replace_image(columns):
+    columns["image"][1]["bytes"] += b"more"
+
+
+def relabel(columns):
+    columns["label"][1] = 0
+
+
+def swap(columns):
+    for column in columns.values():
+        column[0], column[3] = column[3], column[0]
+
+
+def remove(columns):
+    for column in columns.values():
+        column.pop()
+
+
+@pytest.mark.parametrize("with_paths", [True, False])
+@pytest.mark.parametrize("change", [replace_image, relabel, swap, remove])
+def test_a_change_of_a_row_changes_the_fingerprint(tmp_path, change, with_paths):
+    before, after = png_columns(), png_columns()
+    if not with_paths:
+        for row in (*before["image"], *after["image"]):
+            row["path"] = None
+    change(after)
+    first, again, changed = (
+        open_images("hf", save(columns, tmp_path / name)).fingerprint()
+        for name, columns in (("first", before), ("again", before), ("changed", after))
+    )
+    assert first == again and first != changed
+
+
+def test_another_path_is_another_fingerprint(tmp_path):
+    columns = png_columns()
+    before = open_images("hf", save(columns, tmp_path / "before")).fingerprint()
+    columns["image"][1]["path"] = "other.png"
+    assert open_images("hf", save(columns, tmp_path / "after")).fingerprint() != before
+
+
+# ------------------------------------------------------------------------------------------ files of their own, damage
+
+
+def in_files(folder):
+    """A data set that holds the paths of a folder's images alone."""
+    images = FolderImages(folder)
+    paths = [{"bytes": None, "path": images.path(i)} for i in range(len(images))]
+    return HuggingFaceImages(dataset_of({"image": paths, "label": images.labels.tolist()}), "links")
+
+
+def test_images_in_files_of_their_own(photos, tmp_path, monkeypatch):
+    images, folder = in_files(photos), FolderImages(photos)
+    assert [images.read(i) for i in range(24)] == [folder.read(i) for i in range(24)]
+    shutil.copytree(photos, tmp_path / "moved")
+    moved = in_files(tmp_path / "moved")
+    assert moved.fingerprint() == images.fingerprint()
+    (tmp_path / "moved" / "train" / "cat" / "0.jpg").unlink()
+    with pytest.raises(ImageError, match=r"cat/0\.jpg' is not a readable image"):
+        moved.read(0)
+
+    failures, read_bytes = [OSError(errno.EIO, "disk")] * 2, Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) if not failures else fail(failures))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert images.read(5) == folder.read(5) and failures == []
+
+
+def fail(failures):
+    raise failures.pop()
+
+
+def test_bad_rows_are_named_and_replaced(tmp_path):
+    columns = png_columns(8)
+    columns["image"][2] = None
+    columns["image"][5]["bytes"] = b"no image"
+    path = save(columns, tmp_path / "data")
+    with pytest.raises(ImageError, match=r"2 of 8 checked images.*row 2 of .*data \(no path\)' holds no image.*row 5"):
+        open_images("hf", path, max_bad_fraction=0.1)
+    images = open_images("hf", path, max_bad_fraction=0.5)
+    with pytest.raises(ImageError, match=r"row 5 of .*data \(5\.png\)' cannot be decoded"):
+        images.load(5)
+    dataset = AddressedDataset(images, RandomResizedCropFlip((8, 8), 0, (0.2, 1.0)), replace=True)
+    dataset.with_views = True
+    assert [dataset[0, i][3][0] for i in range(8)] == [0, 1, 3, 3, 4, 6, 6, 7]
+    assert dataset.bad.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
+
+
+# -------------------------------------------------------------------------------------------------------------- columns
+
+
+def test_the_column_of_images(tmp_path):
+    columns = png_columns()
+    one = save(columns, tmp_path / "one")
+    flipped = columns["image"][::-1]
+    two = save(columns | {"depth": flipped}, tmp_path / "two", depth=datasets.Image())
+    with pytest.raises(ValueError, match=r"has 2 columns of images: choose one by --image_column image\|depth"):
+        open_images("hf", two)
+    ours, theirs = open_images("hf", two, image_column="depth"), open_images("hf", one)
+    assert [ours.read(i) for i in range(4)] == [theirs.read(3 - i) for i in range(4)]
+    assert ours.fingerprint() != theirs.fingerprint() == open_images("hf", two, image_column="image").fingerprint()
+
+    raw = save({"png": [png(i) for i in range(4)], "label": columns["label"]}, tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"no column of images; its columns are png \(binary\), label \(int64\)\. If"):
+        open_images("hf", raw)
+    assert open_images("hf", raw, image_column="png").read(3) == png(3)
+    with pytest.raises(ValueError, match=r"--image_column 'x' is not in .*its columns are png \(binary\), label"):
+        open_images("hf", raw, image_column="x")
+    with pytest.raises(ValueError, match=r"--image_column 'label' of .* holds no encoded images, but ClassLabel"):
+        open_images("hf", one, image_column="label")
+    with pytest.raises(ValueError, match="--image_column and --label_column are for --dataset hf, not for folder"):
+        open_images("folder", tmp_path, image_column="png")
+
+
+VALUE, NAMES = datasets.Value, datasets.ClassLabel(names=["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "kind", "given", "classes", "labels"),
+    [
+        ("label", [2, 0, 2, 1], NAMES, None, ["a", "b", "c"], [2, 0, 2, 1]),
+        ("breed", [2, 0, 2, 1], NAMES, None, ["a", "b", "c"], [2, 0, 2, 1]),
+        ("label", [10, 9, 10, 100], VALUE("int32"), None, ["9", "10", "100"], [1, 0, 1, 2]),
+        ("wnid", ["n2", "n1", "n1", "n2"], VALUE("string"), "wnid", ["n1", "n2"], [1, 0, 0, 1]),
+        ("label", [True, False, True, True], VALUE("bool"), None, ["False", "True"], [1, 0, 1, 1]),
+    ],
+)
+def test_labels(tmp_path, column, values, kind, given, classes, labels):
+    columns = {"image": png_columns()["image"], "other": [1.0] * 4, column: values}
+    split = datasets.DatasetDict(validation=dataset_of(columns, **{column: kind}))
+    split.save_to_disk(tmp_path / "data")
+    images = open_images("hf", tmp_path / "data", "val", labelled=True, label_column=given)
+    assert images.classes == classes and images.labels.tolist() == labels and images.labels.dtype == np.int64
+    assert images.load(3)[1] == labels[3]
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "message"),
+    [
+        ({}, None, r"has no column of classes; its columns are image \(PIL.*--label_column"),
+        ({"fine": NAMES, "coarse": NAMES}, None, r"has 2 columns of classes \(fine, coarse\).*by --label_column"),
+        ({"label": VALUE("float32")}, None, "column 'label' of .* holds Value.*labels are integers or strings"),
+        ({"label": NAMES}, "y", r"--label_column 'y' is not in .*columns are image .*, label \(int64\)"),
+    ],
+)
+def test_labels_that_are_missing_or_ambiguous(tmp_path, columns, given, message):
+    """Pre-training needs none."""
+    rows = {"image": png_columns()["image"]} | {name: [1, 0, 2, 1] for name in columns}
+    datasets.DatasetDict(train=dataset_of(rows, **columns)).save_to_disk(tmp_path / "data")
+    with pytest.raises(ValueError, match=message):
+        open_images("hf", tmp_path / "data", labelled=True, label_column=given)
+    images = open_images("hf", tmp_path / "data")
+    assert given or (images.classes == [] and images.labels.tolist() == [0] * 4)
+
+
+def test_rows_without_a_class(tmp_path):
+    for name, kind, missing in (("hidden", NAMES, -1), ("null", NAMES, None), ("text", VALUE("string"), None)):
+        labels = [0, 1, missing, 1] if kind is NAMES else ["a", "b", missing, "b"]
+        rows = dataset_of({"image": png_columns()["image"], "label": labels}, label=kind)
+        datasets.DatasetDict(train=rows).save_to_disk(tmp_path / name)
+        with pytest.raises(ValueError, match="1 image of .*, split train have no class in column 'label', .* in row 2"):
+            open_images("hf", tmp_path / name, labelled=True)
+        assert open_images("hf", tmp_path / name).labels.tolist() == [0, 1, -1, 1]
+
+
+# --------------------------------------------------------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "labelled", "expected", "note"),
+    [
+        (["train", "validation", "test"], "train", True, "train", ""),
+        (["train", "validation", "test"], "val", True, "validation", ""),
+        (["train", "test"], "val", True, "test", "the split test is read as val, because there is no val"),
+        (["train"], "val", False, "train", "the split train is read as val, because there is no val"),
+        (["unlabeled"], "train", False, "unlabeled", "the split unlabeled is read as train, because there is no train"),
+        ([""], "train", False, "", ""),
+    ],
+)
+def test_the_split_that_is_read(names, split, labelled, expected, note):
+    assert choose_split(names, split, labelled, "data") == (expected, [note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "labelled", "message"),
+    [
+        (["val", "validation"], "val", True, "more than one split of val in data: val and validation"),
+        (["a", "b"], "train", False, "data has the splits a, b, but no train: save one split alone by save_to_disk"),
+        (["train"], "val", True, "data has the splits train, but no val: save a DatasetDict with train and validation"),
+        ([""], "train", True, "data has no splits: save a DatasetDict"),
+    ],
+)
+def test_splits_that_are_missing_or_ambiguous(names, split, labelled, message):
+    with pytest.raises(ValueError, match=message):
+        choose_split(names, split, labelled, "data")
+
+
+# ---------------------------------------------------------------------------------------------------- opening the data
+
+
+def test_paths_that_cannot_be_opened(tmp_path, stored, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "train.parquet").write_text("no Parquet")
+    shutil.copytree(stored["saved"], tmp_path / "cut")
+    save({"image": [], "label": []}, tmp_path / "none")
+    arrow = tmp_path / "cut" / "data-00000-of-00002.arrow"
+    arrow.write_bytes(arrow.read_bytes()[:100])
+    for name, message in (
+        ("nowhere", "is neither a folder nor the name of a data set; expected is a folder of Parquet"),
+        ("empty", r"empty' cannot be read by datasets \(EmptyDatasetError"),
+        ("damaged", r"damaged' cannot be read by datasets \(.*Parquet"),
+        ("none", r"none' cannot be read by datasets \(IndexError"),
+        ("cut", r"cut' cannot be read by datasets \(Arrow"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            open_images("hf", tmp_path / name)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="data has no rows"):
+        HuggingFaceImages(dataset_of(png_columns()).select([]), "data")
+    with pytest.raises(ValueError, match="'owner/name@1234' is neither .* and @COMMIT of 40 digits to pin it"):
+        open_images("hf", "owner/name@1234")
+    with pytest.raises(OSError, match="'owner/name' is not a local folder, and the Hub cannot be reached"):
+        open_images("hf", "owner/name")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="--dataset hf needs the package datasets .*: pip install datasets"):
+        open_images("hf", stored["saved"])
+
+
+@pytest.fixture
+def hub(stored, monkeypatch):
+    """A Hub whose only data set is that of the photos, at COMMIT. Returns the list of what was asked for."""
+    asked, build = [], datasets.load_dataset_builder
+
+    def load_dataset_builder(name, config=None, revision=None):
+        if Path(name).is_dir():
+            return build(name, config)
+        asked.append((name, config, revision))
+        if name != "owner/photos":
+            raise datasets.exceptions.DatasetNotFoundError(f"Dataset {name!r} doesn't exist on the Hub")
+        builder = build(str(stored["hub"]))
+        builder.hash = COMMIT
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    return asked
+
+
+def test_data_sets_of_the_hub(hub, stored):
+    images = open_images("hf", "owner/photos")
+    assert images.fingerprint() == open_images("hf", stored["saved"]).fingerprint()
+    assert images.pinned_path == f"owner/photos@{COMMIT}" and images.root == f"owner/photos@{COMMIT}, split train"
+    images = open_images("hf", f"owner/photos:plain@{COMMIT}", "val", labelled=True)
+    assert images.pinned_path == f"owner/photos:plain@{COMMIT}" and len(images) == 12
+    assert hub == [("owner/photos", None, None), ("owner/photos", "plain", COMMIT)]
+    with pytest.raises(ValueError, match=f"this commit was not found. The newest .* is {COMMIT}"):
+        open_images("hf", f"owner/photos@{COMMIT[::-1]}")
+    with pytest.raises(ValueError, match="DatasetNotFoundError: Dataset 'owner/photo' doesn't exist on the Hub"):
+        open_images("hf", "owner/photo")
+
+
+def open_on_both_ranks(rank, root):
+    """Opens a data set that neither rank has in its cache. Returns (number of images, whether this rank converted)."""
+    datasets.config.HF_DATASETS_CACHE = Path(root) / "cache"
+    prepare, converted = datasets.DatasetBuilder._download_and_prepare, []
+
+    def counted(*args, **kwargs):
+        converted.append(True)
+        return prepare(*args, **kwargs)
+
+    datasets.DatasetBuilder._download_and_prepare = counted
+    flags = dict(dataset="hf", data_path=str(Path(root) / "data"), loader="fast", image_column=None, label_column=None)
+    return len(open_everywhere(argparse.Namespace(**flags), "train")), bool(converted)
+
+
+def test_rank_0_converts_and_the_others_read_its_cache(stored, tmp_path):
+    shutil.copytree(stored["flat"], tmp_path / "data")
+    assert run_in_two_processes(open_on_both_ranks, tmp_path) == [(24, True), (24, False)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+SMALL = "--batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+
+
+def run(main, output_dir, *flags):
+    main.main([*SMALL.split(), "--output_dir", str(output_dir), *map(str, flags)])
+    return read_checkpoint(newest_checkpoint(output_dir)[0])
+
+
+def pretrain(output_dir, *flags):
+    return run(main_pretrain, output_dir, "--model", "mae_vit_micro_patch4", "--picture_every", 0, *flags)
+
+
+def assert_same_weights(ours, theirs):
+    assert ours["meta"]["step"] == theirs["meta"]["step"]
+    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+
+
+def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub, tmp_path, capsys):
+    expected = pretrain(tmp_path / "folder", "--data_path", photos)
+    parts = tmp_path / "parts"
+    pretrain(parts, "--dataset", "hf", "--data_path", "owner/photos", "--max_steps", 2)
+    settings = json.loads((parts / "settings.json").read_text())
+    assert settings["data_path"] == f"owner/photos@{COMMIT}"
+    pretrain(parts, "--dataset", "hf", "--data_path", stored["saved_splits"], "--max_steps", 4)
+    assert_same_weights(pretrain(parts, "--dataset", "hf", "--data_path", stored["flat"]), expected)
+
+    columns = photo_columns(photos)
+    columns["image"].reverse()
+    other = save(columns, tmp_path / "other")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        pretrain(parts, "--dataset", "hf", "--data_path", other, "--max_steps", 5)
+    was = f"--data_path was {stored['flat']} and now is {other}"
+    assert was in capsys.readouterr().err
+    visualize.main([str(parts), "--out", str(tmp_path / "picture.png"), "--rows", "2", "--max_images", "4"])
+    assert "split train: " in capsys.readouterr().out and (tmp_path / "picture.png").exists()
+
+
+def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
+    shutil.copytree(photos, tmp_path / "data")
+    shutil.copytree(photos / "train", tmp_path / "data" / "val")
+    flags = ["--model", "vit_micro_patch4", "--input_size", 32, "--max_steps", 2]
+    ours = run(main_finetune, tmp_path / "hf", *flags, "--dataset", "hf", "--data_path", stored["saved_splits"])
+    theirs = run(main_finetune, tmp_path / "folder", *flags, "--data_path", tmp_path / "data")
+    assert_same_weights(ours, theirs)
+    assert ours["meta"]["classes"] == ["cat", "dog"] and ours["meta"]["num_val_images"] == 24
+
+
+def test_the_output_does_not_lie_in_the_data(stored, capsys):
+    with pytest.raises(SystemExit):
+        pretrain(stored["flat"] / "run", "--dataset", "hf", "--data_path", stored["flat"])
+    assert "lies inside the image folder" in capsys.readouterr().err
