@@ -342,14 +342,18 @@ def test_paths_that_cannot_be_opened(tmp_path, stored, monkeypatch):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "train.parquet").write_text("no Parquet")
     shutil.copytree(stored["saved"], tmp_path / "cut")
-    save({"image": [], "label": []}, tmp_path / "none")
+    (tmp_path / "none").mkdir()
+    dataset_of({"image": [], "label": []}).to_parquet(tmp_path / "none" / "train.parquet")
+    shutil.copytree(stored["saved"], tmp_path / "no state")
+    (tmp_path / "no state" / "state.json").write_text("{}")
     arrow = tmp_path / "cut" / "data-00000-of-00002.arrow"
     arrow.write_bytes(arrow.read_bytes()[:100])
     for name, message in (
         ("nowhere", "is neither a folder nor the name of a data set; expected is a folder of Parquet"),
         ("empty", r"empty' cannot be read by datasets \(EmptyDatasetError"),
         ("damaged", r"damaged' cannot be read by datasets \(.*Parquet"),
-        ("none", r"none' cannot be read by datasets \(IndexError"),
+        ("none", r"none' cannot be read by datasets \(ValueError: .*no data"),
+        ("no state", r"no state' cannot be read by datasets \(KeyError"),
         ("cut", r"cut' cannot be read by datasets \(Arrow"),
     ):
         with pytest.raises(ValueError, match=message) as error:
