@@ -107,7 +107,7 @@ def compute_maps(
     own = [(0, min(i, len(dataset) - 1)) for i in range(rank * share, (rank + 1) * share)]
     addresses = [own[first : first + batch_size] for first in range(0, share, batch_size)]
     maps = np.empty((world_size, share, rows, columns), np.float16) if rank == 0 else None
-    stored = 3 * model.img_size[0] * model.img_size[1] * batch_size
+    stored = loop.normalize.pixels.pixel_bytes * model.img_size[0] * model.img_size[1] * batch_size
     stream = batches(dataset, addresses, stack, num_workers, device.type == "cuda", loop.log.info, batch_bytes=stored)
     bad = torch.zeros((), device=device)
     model.eval()

@@ -20,7 +20,7 @@ from util.run.run_folder import write_json
 from util.run.saving import CheckpointSaver
 from util.run.watchdog import BETWEEN
 
-Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, 3, H, W], labels int64 [B])
+Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def evaluate_images(
     rank, world_size = distributed.rank_and_world_size()
     device = normalize.mean.device
     addresses = every_image_once(len(images), batch_size, rank, world_size)
-    stored = 3 * transform.size[0] * transform.size[1] * batch_size
+    stored = normalize.pixels.pixel_bytes * transform.size[0] * transform.size[1] * batch_size
     dataset = AddressedDataset(images, transform)
     loaded = batches(dataset, addresses, stack, num_workers, device.type == "cuda", batch_bytes=stored)
     bar = tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=rank != 0 or not sys.stderr.isatty())
@@ -147,7 +147,7 @@ def evaluate_images(
     shown = stream()
     if shard.is_sharded(model):
         most = len(every_image_once(len(images), batch_size, 0, world_size))  # rank 0 has the most
-        blank = torch.zeros(1, 3, *model.img_size, device=device)
+        blank = torch.zeros(1, normalize.pixels.channels, *model.img_size, device=device)
         shown = shard.pad_forward_passes(shown, most, model, blank, autocast)
     return evaluate(model, shown, len(images), normalize, autocast, columns)
 

@@ -66,6 +66,12 @@ class Framework(nn.Module):
         """Returns sentences that are printed at the start of a run."""
         return []
 
+    def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Tells the model by which mean and deviation its images are normalised. A teacher must know; others need not.
+
+        Without a call they are ImageNet's.
+        """
+
     def set_attention_phase(self, has_maps: bool) -> None:
         """Sets the token counts for batches that are drawn by attention maps, or at random before there are maps.
 

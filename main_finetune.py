@@ -9,7 +9,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,26 +28,24 @@ from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack, steps_per_epoch
 from util.data.open import data_settings, open_everywhere
-from util.data.transforms import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    FinetuneAugment,
-    Normalize,
-    RandomResizedCropFlip,
-    ResizeCenterCrop,
-)
+from util.data.pixel_format import RGB8, PixelFormat
+from util.data.statistics import choose_statistics, normalizer
+from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.encoder_weights import encoder_weights_of, load_encoder
 from util.lars import LARS
+from util.pos_embed import height_and_width
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import find_encoder, resume_encoder, warn_if_unfinished
+from util.run.encoder_origin import choose_encoder, warn_if_unfinished
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
 from util.run.errors import exit_on_setup_errors, exit_on_training_errors
 from util.run.flags import (
     add_data_flags,
     add_optimisation_flags,
+    add_pixel_flags,
     add_run_flags,
     check_least,
+    check_pixel_flags,
     free_flags,
     make_plan,
     num_workers,
@@ -60,7 +58,7 @@ from util.run.resume_rules import SPLIT_FLAGS
 from util.run.saving import step_ranges
 from util.run.setup import announce, assemble, build_device
 from util.run.signals import StopSignal
-from util.run.start import Start, enter_folder, join_processes, refuse_different_starts
+from util.run.start import enter_folder, join_processes, refuse_different_starts
 from util.text import count_of
 
 PROGRAM = "main_finetune.py"
@@ -83,7 +81,8 @@ def get_args_parser() -> Parser:
     model("--model", default="vit_base_patch16", choices=MODELS, help="encoder and size")
     model("--finetune", help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)")
     model("--first_release_merging", action=boolean, default=False, help="--finetune is one of GreenMIM's public files")
-    model("--input_size", type=int, help="image side in pixels (default: the model's)")
+    help_text = "image side in pixels, or height and width (default: the model's)"
+    model("--input_size", type=int, nargs="+", help=help_text)
     model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
     model(
         "--trainable_blocks",
@@ -105,7 +104,9 @@ def get_args_parser() -> Parser:
     help_text = "give the class token the first layer's learning rate; off (TEC): the head's"
     tuning("--cls_token_layer_decay", action=boolean, default=True, help=help_text)
 
-    add_data_flags(parser.add_argument_group("data"))
+    data = parser.add_argument_group("data")
+    add_data_flags(data)
+    add_pixel_flags(data)
     add_augmentation_flags(parser.add_argument_group("augmentation"))
 
     evaluation = parser.add_argument_group("evaluation").add_argument
@@ -115,8 +116,6 @@ def get_args_parser() -> Parser:
     evaluation(
         "--crop_pct", type=float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)"
     )
-    evaluation("--mean", type=float, nargs=3, help="pixel mean in [0, 1] (default: the checkpoint's, else ImageNet's)")
-    evaluation("--std", type=float, nargs=3, help="pixel deviation (default: the checkpoint's, else ImageNet's)")
 
     add_run_flags(parser.add_argument_group("run"))
     parser.set_defaults(output_dir="output/finetune", **FINETUNE_DEFAULTS)
@@ -158,14 +157,22 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     args.aa = None if args.aa == "none" else args.aa
     args.global_pool = args.global_pool or ("token" if is_probe else "avg")
     args.optimizer = args.optimizer or ("lars" if is_probe else "adamw")
-    if not args.eval:  # which takes the checkpoint's
-        args.mean, args.std = args.mean or IMAGENET_MEAN, args.std or IMAGENET_STD
+    if isinstance(args.input_size, list):
+        if len(args.input_size) > 2:
+            parser.error(f"--input_size takes one or two numbers, got {args.input_size}")
+        args.input_size = plain_size(args.input_size)
     return parser, args
+
+
+def plain_size(size: Sequence[int]) -> int | list[int]:
+    """Returns an image size as settings hold it: the side of a square, or [height, width]."""
+    height, width = height_and_width(size)
+    return height if height == width else [height, width]
 
 
 def check_flags(args: argparse.Namespace, batch_size: int) -> None:
     """ValueError if a flag of fine-tuning, or a pair of flags, is out of range. batch_size: of a micro-batch."""
-    check_pixel_statistics(args)
+    check_pixel_flags(args, args.in_chans)
     check_least(
         args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter"
     )
@@ -185,16 +192,12 @@ def check_flags(args: argparse.Namespace, batch_size: int) -> None:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
 
-def check_pixel_statistics(args: argparse.Namespace) -> None:
-    """ValueError unless all deviations are positive."""
-    if any(value <= 0 for value in args.std or ()):
-        raise ValueError(f"--std must be positive, got {args.std}")
-
-
 def build_model(settings: Mapping[str, Any]) -> nn.Module:
     """Builds the classifier that `settings` (vars(args), or a checkpoint's) describe. Untrained blocks are frozen."""
-    names = {"input_size": "img_size", "patch_size": "patch_size", "drop_path": "drop_path_rate"}
+    names = {"patch_size": "patch_size", "drop_path": "drop_path_rate", "in_chans": "in_chans"}
     options = {option: settings[name] for name, option in names.items() if settings.get(name) is not None}
+    if settings.get("input_size") is not None:
+        options["img_size"] = height_and_width(settings["input_size"])
     for flag, default in VIT_FLAGS.items():
         if settings.get(flag, default) != default:
             if settings["model"] not in models_vit.__all__:
@@ -225,13 +228,15 @@ def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Modu
             f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune"
         )
     meta = checkpoint.meta_of(content)
-    settings = {**meta.get("settings", {}), "cls_token_mlp": False}  # which is folded into the class token
+    settings = {"in_chans": 3, "pixels": meta.get("pixels", "uint8"), **meta.get("settings", {})}
+    settings["cls_token_mlp"] = False  # it is folded into the class token
     if "model" not in settings:
         sizes = models_vit.read_sizes(weights, settings, repr(str(path)))
         settings |= dict(
             model=models_vit.find_factory(sizes["embed_dim"], sizes["depth"], repr(str(path)))[0],
-            input_size=sizes["img_size"][0],
+            input_size=plain_size(sizes["img_size"]),
             patch_size=sizes["patch_size"],
+            in_chans=sizes["in_chans"],
             global_pool="avg" if "fc_norm.weight" in weights else "token",
             trainable_blocks=0 if "head.1.weight" in weights else None,
             nb_classes=len(head),
@@ -261,12 +266,26 @@ def note_on_size(dataset: str, images: Any) -> list[str]:
     return [f"note: {found[1]} validation images of {found[0]} classes; {name} has {whole[1]} of {whole[0]}"]
 
 
-def make_augmentation(args: argparse.Namespace, input_size: int) -> Callable:
-    """Returns the augmentation of single training images."""
+def make_augmentation(
+    args: argparse.Namespace, img_size: Sequence[int], pixels: PixelFormat, given: Set[str]
+) -> tuple[Callable, list[str]]:
+    """Returns (the augmentation of single training images, remarks).
+
+    Policies and colour jitter are for RGB of 8 bits. Other images are only cropped and flipped. given: flags that were
+    set explicitly. ValueError if one of them cannot be applied.
+    """
     reference = args.loader == "reference"
-    if args.clip_crop:
-        return RandomResizedCropFlip(input_size, args.seed, args.crop_scale, clip=True, reference=reference)
-    return FinetuneAugment(input_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference)
+    if args.clip_crop or pixels != RGB8:
+        remarks = []
+        for name in ("aa", "color_jitter"):
+            value = getattr(args, name)
+            if value and name in given:
+                raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
+            if value:
+                remarks.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
+        clip = bool(args.clip_crop)
+        return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), remarks
+    return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:
@@ -325,16 +344,6 @@ def summary_of_run(
     return "\n".join([*lines, *closing])
 
 
-def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the identity of the pre-trained encoder, or None. ValueError if a resumed run began with another one."""
-    encoder = distributed.run_on_rank0(lambda: find_encoder(args.finetune, start.resume_path is not None))
-    if content is None:
-        return encoder
-    encoder, remarks = resume_encoder(content["meta"], encoder, args.output_dir)
-    start.remarks += remarks
-    return encoder
-
-
 def load_first_weights(
     model: nn.Module, encoder: dict[str, Any] | None, args: argparse.Namespace, classes: list[str]
 ) -> list[str]:
@@ -353,6 +362,10 @@ def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     """Opens train/ and val/. ValueError unless both have the same classes, --nb_classes of them."""
     images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
     val_images = open_everywhere(args, "val", labelled=True)
+    if val_images.pixel_format != images.pixel_format:
+        raise ValueError(
+            f"the training images have {images.pixel_format}, the validation images {val_images.pixel_format}"
+        )
     check_classes(images.classes, val_images.classes, "the training data", "the validation data")
     number = len(images.classes)
     if args.nb_classes not in (None, number):
@@ -380,25 +393,30 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         model = build_model({**vars(args), "nb_classes": len(classes)})
         start.remarks += val_images.notes + note_on_size(args.dataset, val_images)
         content = read_run(start, plan.total_batch_size)
-        encoder = choose_encoder(args, start, content)
+        encoder = choose_encoder(args.finetune, start, content)
         if content is None:
             start.remarks += load_first_weights(model, encoder, args, classes)
         else:
             check_classes(content["meta"]["classes"], classes, "the run", "the data")
         model = model.to(build_device(args, process))
-        normalize = Normalize(args.mean, args.std).to(process.device)
+        (mean, std), remarks = choose_statistics(args, images, content, encoder)
+        start.remarks += remarks
+        normalize = Normalize(mean, std, images.pixel_format).to(process.device)
         optimizer = make_optimizer(model, args, plan.lr)
 
-        size = model.img_size[0]
-        transform = make_augmentation(args, size)
+        size, given = model.img_size, flags_given(parser, argv)
+        transform, remarks = make_augmentation(args, size, images.pixel_format, given)
+        start.remarks += remarks
         val_transform = ResizeCenterCrop(size, args.crop_pct, args.loader == "reference")
         augment = make_batch_augmentation(args, len(classes), process.device)
-        derived = {"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size}
+        derived = {"nb_classes": len(classes), "input_size": plain_size(size), "patch_size": model.patch_size}
+        derived |= {"mean": mean, "std": std}
         if content is not None:
             derived["finetune"] = content["meta"]["settings"]["finetune"]
         settings = json_settings(vars(args), asdict(plan), derived, data_settings(images))
         data = {"num_images": len(images), "data": images.fingerprint()}
         data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
+        data["pixels"] = images.pixel_format.dtype
         extra = {"classes": classes, "encoder": encoder}
         epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
@@ -446,23 +464,23 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, float]
         raise ValueError("--eval needs --resume: the path of a fine-tuned checkpoint, or a run's folder")
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
-    check_pixel_statistics(args)
+    check_pixel_flags(args)
     model, settings, classes = load_classifier(args.resume, args)
-    for name in ("model", "input_size", "patch_size"):
+    for name in ("model", "input_size", "patch_size", "in_chans"):
         if name in given and getattr(args, name) != settings[name]:
             raise ValueError(
                 f"--{name} {getattr(args, name)}, but the classifier at {args.resume!r} has {settings[name]}: "
                 f"leave the flag out"
             )
     transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
-    images = open_everywhere(args, "val", labelled=True)
+    images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
+    normalize = normalizer(settings, images.pixel_format).to(process.device)
     if classes:
         check_classes(classes, images.classes, "the checkpoint", "the data")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
-    normalize = Normalize(settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD).to(process.device)
     autocast = precision(args.precision, process.device).autocast
     sizes = args.batch_size or 64, num_workers(args, process)
     result = evaluate_images(model.to(process.device), images, transform, normalize, autocast, *sizes)

@@ -35,17 +35,22 @@ from recipes import RECIPES
 from reconstruction import crops, evenly_spaced, reconstruction_picture
 from util.data.datasets import steps_per_epoch
 from util.data.open import data_settings, open_everywhere
+from util.data.statistics import choose_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
+from util.encoder_weights import load_pretrained
 from util.run import distributed, shard
 from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program
+from util.run.encoder_origin import choose_encoder, warn_if_unfinished
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
 from util.run.errors import exit_on_setup_errors, exit_on_training_errors
 from util.run.flags import (
     Plan,
     add_data_flags,
     add_optimisation_flags,
+    add_pixel_flags,
     add_run_flags,
+    check_pixel_flags,
     free_flags,
     make_plan,
     schedule_by_epochs,
@@ -101,6 +106,7 @@ def get_args_parser() -> Parser:
     method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
     method("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
     method("--patch_size", type=int, help="patch side in pixels (default: the model's)")
+    method("--pretrained", help="start from these weights: a checkpoint or a run's folder (default: random weights)")
     method("--mask_ratio", type=float, default=0.75, help="share of all tokens that are masked")
     method(
         "--throw_ratio", type=float, default=0.5, help="share of all tokens that are thrown; 0: the original framework"
@@ -134,6 +140,7 @@ def get_args_parser() -> Parser:
     optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
     data = parser.add_argument_group("data")
     add_data_flags(data)
+    add_pixel_flags(data)
     help_text = "resized: a random resized crop, as in MAE; padded: MFF's"
     data.add_argument("--crop", default="resized", choices=("resized", "padded"), help=help_text)
     data.add_argument(
@@ -156,7 +163,7 @@ def build_model(settings: Mapping[str, Any]) -> Framework:
     """Builds the model that `settings` describe: vars(args) or a checkpoint's. ValueError for an impossible pair."""
     name = settings["model"]
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
-    options = {option: settings[option] for option in names}
+    options = {option: settings[option] for option in names} | {"in_chans": settings.get("in_chans", 3)}
     for flag, (_, modules) in own_flags().items():
         if settings.get(flag) is not None:
             if FRAMEWORK_OF[name] not in modules:
@@ -198,13 +205,15 @@ def load_run(path: str | Path, teacher: str | None = None) -> tuple[Framework, d
     content = read_checkpoint(path)
     meta = meta_of(content)
     check_pretrained(meta, path)
-    settings = dict(meta["settings"])
+    settings = {"pixels": meta.get("pixels", "uint8"), **meta["settings"]}
     if teacher:
         settings["teacher"] = teacher
     model = build_model(settings)
     if meta.get("teacher") is not None and meta["teacher"] != model.teacher.fingerprint:
         raise ValueError(f"the teacher {settings['teacher']!r} has other weights than that of the run at {str(path)!r}")
     load_strict(model, content["model"], "the checkpoint's weights")
+    if settings.get("mean"):
+        model.use_statistics(settings["mean"], settings["std"])
     return model.eval(), settings
 
 
@@ -243,7 +252,7 @@ def flags_free_to_change(model: Framework, plan: Plan) -> frozenset[str]:
     # Drop path draws by micro-batch and rank; a shared visible set is that of a micro-batch's first image.
     split_counts = model.shared_visible or any(isinstance(module, DropPath) for module in model.modules())
     # A teacher may move: the fingerprint of its weights is compared.
-    return free_flags(plan, {"picture_every", "teacher"}, SPLIT_FLAGS if split_counts else ())
+    return free_flags(plan, {"picture_every", "teacher", "pretrained"}, SPLIT_FLAGS if split_counts else ())
 
 
 def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
@@ -287,7 +296,8 @@ def compile_planned_shapes(
     """
     if model.planner is None:
         return
-    blank = torch.zeros(3, *model.img_size, dtype=torch.uint8)
+    pixels = loop.normalize.pixels
+    blank = torch.zeros(pixels.channels, *model.img_size, dtype=getattr(torch, pixels.dtype))
     imgs, labels, ids_shuffle, *_ = collator([(blank, 0, (0, i)) for i in range(size)])
     for plans in model.planner.shapes(ids_shuffle[0, : model.counts.num_visible]):
         compile_shapes(wrapped, (imgs, labels, ids_shuffle, *plans), loop)
@@ -313,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with exit_on_setup_errors(parser):
         process = join_processes(args)
         plan = make_plan(args, process)
+        check_pixel_flags(args, args.in_chans)
         start = enter_folder(PROGRAM, args, argv, process)
 
         framework = FRAMEWORK_OF[args.model]
@@ -321,21 +332,33 @@ def main(argv: Sequence[str] | None = None) -> bool:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(build_device(args, process))
         start.remarks += attention_phases.check_sampling(args, model)
-        normalize = Normalize().to(process.device)
         optimizer = make_optimizer(model, args, plan.lr)
 
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
+        content = read_run(start, plan.total_batch_size)
+        pretrained = choose_encoder(args.pretrained, start, content, "pretrained")
+        if content is None and pretrained is not None:
+            report = load_pretrained(model, pretrained["path"])
+            start.remarks += [f"weights from {pretrained['path']}: {report}", *warn_if_unfinished(pretrained)]
+        (mean, std), remarks = choose_statistics(args, images, content, pretrained)
+        start.remarks += remarks
+        model.use_statistics(mean, std)
+        normalize = Normalize(mean, std, images.pixel_format).to(process.device)
+
         transform = make_augmentation(args, model.img_size)
         collator = model.collator(args.sampling, args.seed)
-        sizes = {"input_size": model.img_size, "patch_size": model.patch_size}
-        settings = json_settings(vars(args), asdict(plan), sizes, model.own_settings(), data_settings(images))
-        data = {"num_images": len(images), "data": images.fingerprint()}
+        derived = {"input_size": model.img_size, "patch_size": model.patch_size, "mean": mean, "std": std}
+        if content is not None:
+            derived["pretrained"] = content["meta"]["settings"].get("pretrained")
+        settings = json_settings(vars(args), asdict(plan), derived, model.own_settings(), data_settings(images))
+        data = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
         extra = model.checkpoint_meta()
         distributed.refuse_differences(extra, "model")
+        if pretrained is not None:
+            extra["encoder"] = pretrained
         epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
         start.remarks += model.notes() + note_on_micro_batch(args, plan) + images.notes
-        content = read_run(start, plan.total_batch_size)
         if content is not None:
             if content["meta"]["settings"]["model"] == args.model:
                 add_newer_settings(content["meta"]["settings"], model.own_settings())

@@ -21,13 +21,14 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 from engine_finetune import evaluate_images
-from main_finetune import check_pixel_statistics, load_classifier
+from main_finetune import load_classifier
 from util.data.images import FolderImages
+from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, run_program
 from util.run.errors import exit_on_setup_errors
-from util.run.flags import check_least, num_workers
+from util.run.flags import check_least, check_pixel_flags, num_workers
 from util.run.precision import PRECISIONS, precision
 from util.run.run_folder import writable_folder, write_json, write_progress
 from util.run.start import refuse_different_starts
@@ -298,6 +299,9 @@ def identify(resume: str) -> tuple[Path, str]:
 def load_wnid_classifier(path: Path, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
     model, settings, classes = load_classifier(path, args)
+    pixels = PixelFormat(settings["in_chans"], settings["pixels"])
+    if pixels != RGB8:
+        raise ValueError(f"{str(path)!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
     if settings["nb_classes"] != len(wnids):
         raise ValueError(
             f"the head of {str(path)!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
@@ -376,7 +380,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Checks everything, then evaluates what is not done yet. Returns the content of robustness.json."""
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
-    check_pixel_statistics(args)
+    check_pixel_flags(args)
     # The other ranks wait while rank 0 counts up to four million files.
     process = distributed.init_process(args.device, timeout_minutes=240)
     refuse_different_starts(args)

@@ -22,11 +22,13 @@ class Teacher(ViTEncoder):
 
     Attributes: `source`: path of the checkpoint with its weights, or the name of a timm model; None if untrained.
     `origin`: a sentence for the log about the weights. `fingerprint`: identifies the weights; None if untrained.
+    `statistics`: mean and deviation by which its images must be normalised; None if they are not known.
     """
 
     source: str | None = None
     origin: str = "untrained"
     fingerprint: str | None = None
+    statistics: tuple[Sequence[float], Sequence[float]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,6 +60,17 @@ class Teacher(ViTEncoder):
         queries = cls_row.mean(dim=(1, 2)).topk(topk, dim=1).indices
         rows = attention_logits(F.linear(order.take(patches, queries), q_weight, q_bias), keys, self.num_heads)
         return features, torch.cat([cls_row, rows], dim=2), queries
+
+    @torch.no_grad()
+    def renormalize(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Folds a change of the pixel normalisation, to `mean` and `std`, into the patch embedding."""
+        if self.statistics is not None:
+            kernel, bias = self.patch_embed.proj.weight, self.patch_embed.proj.bias
+            values = (torch.tensor(value, device=kernel.device) for value in (*self.statistics, mean, std))
+            old_mean, old_std, new_mean, new_std = values
+            bias += (kernel.sum(dim=(2, 3)) * ((new_mean - old_mean) / old_std)).sum(dim=1)
+            kernel *= (new_std / old_std).view(-1, 1, 1)
+        self.statistics = tuple(mean), tuple(std)
 
     @torch.no_grad()
     def features(self, imgs: torch.Tensor) -> torch.Tensor:
@@ -173,20 +186,15 @@ def _check_equal_features(teacher: Teacher, theirs: nn.Module, what: str) -> Non
         )
 
 
-@torch.no_grad()
 def _fold_normalization(teacher: Teacher, settings: Mapping[str, Any]) -> None:
     """Folds the change from ImageNet's pixel normalisation to the teacher's own into its patch embedding.
 
-    The student's images are normalised with ImageNet's mean and standard deviation. `settings` hold the teacher's own
-    as `mean` and `std`; without them they are ImageNet's.
+    RGB images of a student are normalised with ImageNet's mean and standard deviation, unless the run says otherwise
+    later. `settings` hold the teacher's own as `mean` and `std`; without them they are ImageNet's. A teacher of other
+    channels keeps its own.
     """
-    values: tuple[Sequence[float], ...] = (
-        settings.get("mean") or IMAGENET_MEAN,
-        settings.get("std") or IMAGENET_STD,
-        IMAGENET_MEAN,
-        IMAGENET_STD,
-    )
-    mean, std, imagenet_mean, imagenet_std = (torch.tensor(value) for value in values)
-    kernel, bias = teacher.patch_embed.proj.weight, teacher.patch_embed.proj.bias
-    bias += (kernel.sum(dim=(2, 3)) * ((imagenet_mean - mean) / std)).sum(dim=1)
-    kernel *= (imagenet_std / std).view(-1, 1, 1)
+    if teacher.patch_embed.proj.in_channels == 3:
+        teacher.statistics = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
+        teacher.renormalize(IMAGENET_MEAN, IMAGENET_STD)
+    elif settings.get("mean"):
+        teacher.statistics = settings["mean"], settings["std"]

@@ -106,6 +106,9 @@ class TECViT(Framework, ViTEncoder):
             teacher = Teacher(self.img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
         elif not isinstance(teacher, Teacher):
             teacher = open_teacher(teacher, self.img_size, patch_size)
+        channels = teacher.patch_embed.proj.in_channels
+        if channels != in_chans:
+            raise ValueError(f"the teacher reads images of {channels} channels, the student of {in_chans} (--in_chans)")
         # No submodule, so that checkpoints, optimizers and DDP do not include it. `_apply` moves and casts it.
         object.__setattr__(self, "teacher", teacher)
         self.att_topk, self.att_tau = att_topk, att_tau
@@ -142,6 +145,11 @@ class TECViT(Framework, ViTEncoder):
     def notes(self) -> list[str]:
         """Returns a line for the log about the teacher's weights."""
         return [self.teacher.origin]
+
+    def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Folds the change of the pixel normalisation into the teacher's patch embedding."""
+        if self.teacher.statistics != (tuple(mean), tuple(std)):
+            self.teacher.renormalize(mean, std)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the scalar losses {"feature", "attention"}.

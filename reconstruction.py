@@ -10,6 +10,7 @@ from framework import Framework
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
 from util.data.images import CifarImages, EncodedImages
+from util.data.statistics import normalizer
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.pictures import panel_grid
 
@@ -30,7 +31,7 @@ def crops(
     batch_size: int = 64,
     replace: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches of centre crops with their token orders: (imgs uint8 [B, 3, H, W], ids_shuffle [B, N]).
+    """Yield batches of centre crops with their token orders: (imgs [B, C, H, W], ids_shuffle [B, N]).
 
     settings: the run's; its `sampling` and `seed` are used. replace: use another image instead of an unreadable one.
     """
@@ -49,7 +50,7 @@ def measure(
 
     The kinds are "retained" and "thrown". A kind without predicted tokens is missing.
     """
-    normalize = Normalize()
+    normalize = normalizer(settings, images.pixel_format)
     sums: dict[str, dict[str, tuple[float, int]]] = {}
     for imgs, ids_shuffle in crops(model, settings, images, indices):
         imgs, order = normalize(imgs), TokenOrder(ids_shuffle, model.counts)
@@ -69,12 +70,16 @@ def reconstruction_picture(
 ) -> np.ndarray:
     """Draw each image, its tokens, and what the framework predicts side by side.
 
-    imgs: uint8 [B, 3, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3].
+    imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are
+    the mean -+ 2 standard deviations.
     """
     device = normalize.mean.device
     was_training = model.training
     model.eval()
-    panels = model.panels(normalize(imgs.to(device)), ids_shuffle.to(device), normalize.undo)
+    normalized = normalize(imgs.to(device))
+    panels = model.panels(normalized, ids_shuffle.to(device), normalize.undo)
+    if imgs.dtype != torch.uint8:
+        imgs = (normalize.undo(normalized) * 255).round().byte()
     model.train(was_training)
     order = TokenOrder(ids_shuffle, model.counts)
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown

@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.atomic import replaced_file
 from util.data.datasets import available_cores
-from util.data.decode import PILLOW_ERRORS, check_header
+from util.data.decode import PILLOW_ERRORS
 from util.data.folders import PACKING, find_split, list_folder
 from util.data.images import EncodedImages, FolderImages, ImageError
+from util.data.pixel_format import RGB8, read_format
 from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, scan_tars
 from util.data.tars import INDEX, TarImages, find_tars, write_index
 from util.run.checkpoint import sha256
@@ -58,6 +59,8 @@ def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Man
     words += ["--shard_mb", str(args.shard_mb)]
     if args.quality is not None:
         words += ["--quality", str(args.quality)]
+    if args.in_chans != 3:
+        words += ["--in_chans", str(args.in_chans)]
     shards = {}
     for number, (first, end) in enumerate(bounds):
         files = sizes[first:end].tobytes() + images.labels[first:end].tobytes()
@@ -138,7 +141,7 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
     if quality is None:
         data = images.read(i)
         try:
-            check_header(io.BytesIO(data))
+            read_format(io.BytesIO(data), images.in_chans)
         except PILLOW_ERRORS as error:
             message = f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file"
             raise ImageError(message) from error
@@ -232,7 +235,7 @@ def find_splits(folder: str) -> list[str]:
     return [split for split in ("train", "val") if find_split(listing, split)[0] is not None] or ["."]
 
 
-def open_source(source: str, split: str, folder: Path) -> FolderImages:
+def open_source(source: str, split: str, folder: Path, args: argparse.Namespace) -> FolderImages:
     """Returns the images to pack into `folder`; ValueError if there are none, or if they cannot be packed there."""
     try:
         if find_tars(source, split):
@@ -243,7 +246,10 @@ def open_source(source: str, split: str, folder: Path) -> FolderImages:
     if folder.resolve().is_relative_to(Path(images.root).resolve()):
         what = f"shards in {str(folder)!r} would lie among the images of {str(images.root)!r}"
         raise ValueError(f"{what}: choose another DESTINATION")
+    images.in_chans = args.in_chans
     images.check()
+    if args.quality is not None and images.pixel_format != RGB8:
+        raise ValueError(f"--quality makes JPEGs of RGB images, but {source!r} has {images.pixel_format}: leave it out")
     for note in images.notes:
         print(f"{images.root}: {note}")
     return images
@@ -257,12 +263,14 @@ def main(argv: list[str] | None = None) -> None:
     flag("folders", nargs="+", metavar="FOLDER", help=what)
     flag("--shard_mb", type=int, default=1000, help="megabytes of files in a shard")
     flag("--quality", type=int, help="encode again as JPEG of this quality (default: keep the files' bytes)")
+    flag("--in_chans", type=int, default=3, help="channels of the images")
     flag("--workers", type=int, default=available_cores(), help="processes")
     what = "compare DESTINATION with its hashes and, if given, with SOURCE"
     flag("--verify", action=argparse.BooleanOptionalAction, default=False, help=what)
     args = parser.parse_args(argv)
-    if min(args.shard_mb, args.workers) < 1:
-        parser.error(f"--shard_mb and --workers must be at least 1, got {args.shard_mb} and {args.workers}")
+    if min(args.shard_mb, args.workers, args.in_chans) < 1:
+        numbers = f"{args.shard_mb}, {args.workers} and {args.in_chans}"
+        parser.error(f"--shard_mb, --workers and --in_chans must be at least 1, got {numbers}")
     if args.quality is not None and not 1 <= args.quality <= 100:
         parser.error(f"--quality must be from 1 to 100, got {args.quality}")
     if len(args.folders) > 2 or (len(args.folders) < 2 and not args.verify):
@@ -273,7 +281,8 @@ def main(argv: list[str] | None = None) -> None:
         with user_errors(parser):
             for split in find_splits(source or destination):
                 folder = Path(destination) / split
-                images = open_source(source, "train" if split == "." else split, folder) if source else None
+                name = "train" if split == "." else split
+                images = open_source(source, name, folder, args) if source else None
                 if args.verify or images is None:
                     verify_split(images, folder, args.workers)
                 else:

@@ -7,6 +7,9 @@ The first argument is a checkpoint, or the folder of a run (its newest intact ch
 over the masked tokens of centre crops, separately for retained and thrown tokens. They are errors of pixels in [0, 1],
 or of the framework's other targets. With norm_pix_loss the pictures and the errors use the mean and the variance of the
 true patch, as in MAE.
+
+Pictures show a single channel as grey, and the first three of others. Pixels of 16 bits and floats are scaled, here and
+in the errors, so that the mean -+ 2 standard deviations are 0 and 1.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from reconstruction import crops, evenly_spaced, measure, reconstruction_picture
 from util import pictures
 from util.data.datasets import open_images
-from util.data.transforms import Normalize
+from util.data.statistics import normalizer
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
 
 
@@ -54,14 +57,18 @@ def draw_patterns(
 def show_run(args: argparse.Namespace) -> None:
     """Draw and measure the reconstructions of a run."""
     model, settings = load_run(args.run, args.teacher)
+    channels = settings.get("in_chans", 3)
     if args.images:
-        images = open_images("folder", args.images, "val")
+        images = open_images("folder", args.images, "val", in_chans=channels)
     else:
         column = settings.get("image_column")
-        images = open_images(settings["dataset"], settings["data_path"], "val", image_column=column)
+        images = open_images(
+            settings["dataset"], settings["data_path"], "val", in_chans=channels, image_column=column
+        )
+    normalize = normalizer(settings, images.pixel_format)
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
-    pictures.save(reconstruction_picture(model, Normalize(), imgs, ids_shuffle), args.out)
+    pictures.save(reconstruction_picture(model, normalize, imgs, ids_shuffle), args.out)
     print(f"reconstructions of {len(drawn)} images of {images.root}: {args.out}")
     for name, errors in measure(model, settings, images, measured).items():
         for kind, error in errors.items():

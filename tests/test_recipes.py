@@ -416,7 +416,7 @@ FLAGS = """
     recipe
     model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
     norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit decoder_order teacher att_topk att_tau
-    visible_source attention_start attention_every attention_crop
+    in_chans mean std pretrained visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas
     dataset data_path image_column label_column loader crop_scale crop interpolation num_workers max_bad_fraction

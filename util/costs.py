@@ -24,7 +24,7 @@ def forward_gmac(
     """
     with torch.device("meta"):  # a teacher needs no weights here
         model = build_model({**settings, "teacher": None})
-        imgs = torch.empty(1, 3, *model.img_size)
+        imgs = torch.empty(1, settings.get("in_chans", 3), *model.img_size)
     orders = [order.to("meta") for order in make_batch(model, settings, 1)[1]]
     teacher = getattr(model, "teacher", None)
     if teacher is None:
@@ -108,14 +108,15 @@ def size_in_bytes(tensor: torch.Tensor) -> int:
 def make_batch(
     model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int, images: Any = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a uint8 batch [B, 3, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
+    """Return a batch [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
 
     The batch holds the first crops of `images`, an image source of util.data.images, or random bytes without it.
     """
     collator = model.collator(settings["sampling"], seed=0)
     if images is None:
         generator = torch.Generator().manual_seed(0)
-        crops = torch.randint(0, 256, (batch_size, 3, *model.img_size), dtype=torch.uint8, generator=generator)
+        shape = batch_size, settings.get("in_chans", 3), *model.img_size
+        crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
     else:
         dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed=0))

@@ -2,7 +2,8 @@
 
 It accepts checkpoints of this project, timm's files, and the releases of MAE, MFF (mmpretrain), SimMIM, LocalMIM, TEC,
 GreenMIM, CrossMAE, iBOT and DINO. Keys are renamed to those of the encoders here, which are timm's and MAE's. Position
-tables and tables of relative-position biases are resized to the model's grid.
+tables and tables of relative-position biases are resized to the model's grid. A patch embedding of RGB images is
+adapted to other numbers of channels. `load_pretrained` starts a pre-training model from such weights.
 """
 
 import math
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timm.models import adapt_input_conv
 from torch.nn import functional as F
 
 from util.pos_embed import grid_from_settings, resize_pos_embed
@@ -44,6 +46,7 @@ class LoadReport(NamedTuple):
     resized: list[str]
     missing: list[str]
     unexpected: list[str]
+    adapted: str = ""  # how the patch embedding was adapted to other channels
 
     def __str__(self) -> str:
         """Returns one line of counts and names. Unexpected keys are named by their modules, such as `decoder`."""
@@ -55,6 +58,8 @@ class LoadReport(NamedTuple):
             (self.unexpected, "not used", unused),
         ):
             parts.append(f"{len(keys)} {what} ({shorten(names, most=6)})" if names else f"{len(keys)} {what}")
+        if self.adapted:
+            parts.append(self.adapted)
         if "norm.weight" in self.missing:
             parts.append("this encoder was pre-trained without a final norm, so norm starts with weight 1 and bias 0")
         return "; ".join(parts)
@@ -65,6 +70,8 @@ def load_encoder(
 ) -> LoadReport:
     """Loads a pre-trained encoder into a fine-tune model, and reports what was loaded, resized, missing and unexpected.
 
+    A patch embedding of 3 channels is adapted to other channels by timm's rule: it is repeated and divided by the
+    growth of their number, or summed for one channel.
     Position tables of another grid are resized bicubically, with the class row kept. Tables of relative-position biases
     are resized by a spline. A bias table that all blocks shared is copied into each block. The MLP on TEC's class token
     is folded into the token, unless the model has such an MLP.
@@ -104,14 +111,8 @@ def fit_encoder(
     found = {key: value for key, value in weights.items() if key in own and torch.is_tensor(value)}
     found = _drop_unfit_head(found, own, meta.get("classes"), classes)
     _check_width(found, own, what, type(model).__name__)
-    resized = []
-    for key, value in found.items():
-        if key == "pos_embed":
-            found[key] = _fit_pos_embed(value, settings, own[key], tuple(model.grid_size))
-        elif key.endswith(_BIAS_TABLE):
-            found[key] = _fit_bias_table(value, settings, own[key], model)
-        if found[key] is not value:
-            resized.append(key)
+    adapted = _adapt_channels(found, own, what)
+    resized = _fit_tables(found, settings, own, model)
     missing = [key for key in own if key not in found]
     lacks_norm = "norm.weight" in missing and any(key in weights for key in _CROSSMAE_KEYS)
     optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
@@ -127,7 +128,35 @@ def fit_encoder(
     model.load_state_dict(found, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
-    return LoadReport(list(found), resized, missing, [key for key in weights if key not in found])
+    return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted)
+
+
+def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
+    """Starts a pre-training model from the weights of another one, or of an encoder, as `load_encoder` does.
+
+    All weights are loaded whose names and shapes fit, those of a decoder included. Raises CheckpointError if a part of
+    the encoder is missing or does not fit.
+    """
+    path = find_checkpoint_file(path)
+    content, own, what = read_checkpoint(path), model.state_dict(), repr(str(path))
+    raw = weights_of(content)
+    renamed = encoder_names(raw, fold_cls_token="cls_token_mlp.fc1.weight" not in own)
+    # A pre-training model may have parts that `encoder_names` leaves out, such as LocalMIM's norms.
+    weights = {key: value for key, value in raw.items() if key in own} | renamed
+    found = {key: value for key, value in weights.items() if key in own and torch.is_tensor(value)}
+    _check_width(found, own, what, type(model).__name__)
+    adapted = _adapt_channels(found, own, what)
+    resized = _fit_tables(found, meta_of(content).get("settings", {}), own, model)
+    found = {key: value for key, value in found.items() if value.shape == own[key].shape}
+    missing = [key for key in own if key not in found]
+    needed = [key for key in missing if key == "cls_token" or key.startswith(("patch_embed.", "blocks.", "layers."))]
+    if needed:
+        raise CheckpointError(
+            f"{what} does not hold the encoder of this {type(model).__name__}: missing or of another shape: "
+            f"{shorten(needed, most=6)}"
+        )
+    model.load_state_dict(found, strict=False)
+    return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted)
 
 
 def refuse_foreign(model: torch.nn.Module, weights: Mapping[str, Any], what: str) -> None:
@@ -206,7 +235,41 @@ def _check_width(
         )
 
 
+def _adapt_channels(found: Weights, own: Mapping[str, torch.Tensor], what: str) -> str:
+    """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or "".
+
+    Raises CheckpointError for a file of other channels than 3.
+    """
+    key = "patch_embed.proj.weight"
+    kernel, own_kernel = found.get(key), own.get(key)
+    if kernel is None or own_kernel is None or kernel.ndim != 4 or kernel.shape[1] == own_kernel.shape[1]:
+        return ""
+    channels, wanted = kernel.shape[1], own_kernel.shape[1]
+    if channels != 3:
+        raise CheckpointError(
+            f"{what} holds an encoder of {channels} channels, but --in_chans is {wanted}: only encoders of 3 channels "
+            f"can be adapted; give --in_chans {channels}"
+        )
+    found[key] = adapt_input_conv(wanted, kernel)
+    return f"patch_embed.proj.weight adapted from 3 channels to {wanted}"
+
+
 # ----------------------------------------------------------------------------------------------- tables of another size
+
+
+def _fit_tables(
+    found: Weights, settings: Mapping[str, Any], own: Mapping[str, torch.Tensor], model: torch.nn.Module
+) -> list[str]:
+    """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
+    resized = []
+    for key, value in found.items():
+        if key == "pos_embed":
+            found[key] = _fit_pos_embed(value, settings, own[key], tuple(model.grid_size))
+        elif key.endswith(_BIAS_TABLE):
+            found[key] = _fit_bias_table(value, settings, own[key], model)
+        if found[key] is not value:
+            resized.append(key)
+    return resized
 
 
 def _fit_pos_embed(

@@ -41,13 +41,13 @@ def panel_grid(imgs: torch.Tensor, states: torch.Tensor, panels: dict[str, torch
 
     If there are four or more images with one panel each, a row holds two of them.
 
-    imgs: uint8 [B, 3, H, W]. states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN. panels: {title: float
-    [B, 3, H, W] in [0, 1]}.
+    imgs: uint8 [B, C, H, W]. states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN. panels: {title: float
+    [B, C, H, W] in [0, 1]}. See `as_rgb` for other channels than 3.
     """
-    pixels, grids = imgs.cpu().numpy().transpose(0, 2, 3, 1), states.cpu().numpy()
+    pixels, grids = as_rgb(imgs).cpu().numpy().transpose(0, 2, 3, 1), states.cpu().numpy()
     columns = [list(pixels), [paint_tokens(img, grid) for img, grid in zip(pixels, grids, strict=True)]]
     for panel in panels.values():
-        columns.append(list((panel.float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)))
+        columns.append(list((as_rgb(panel).float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)))
     scale = max(1, math.ceil(112 / pixels.shape[1]))  # small images are enlarged by whole pixels
     rows = [[panel.repeat(scale, 0).repeat(scale, 1) for panel in row] for row in zip(*columns, strict=True)]
     titles = ["image", "visible, retained, thrown", *panels]
@@ -57,6 +57,18 @@ def panel_grid(imgs: torch.Tensor, states: torch.Tensor, panels: dict[str, torch
         rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]
         titles = titles * 2
     return table(rows, titles)
+
+
+def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
+    """Returns three channels of images [B, C, H, W]: a single one as grey, or else the first three.
+
+    Of two channels, the missing blue is black.
+    """
+    if imgs.shape[1] == 1:
+        return imgs.expand(-1, 3, -1, -1)
+    if imgs.shape[1] == 2:
+        return torch.cat([imgs, torch.zeros_like(imgs[:, :1])], dim=1)
+    return imgs[:, :3]
 
 
 def paint_tokens(img: np.ndarray, state: np.ndarray) -> np.ndarray:

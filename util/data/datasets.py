@@ -24,7 +24,7 @@ MOST_WORKERS_LOST = 10  # in one start of a run
 PREFETCHED_BYTES = 2**30  # in batches that wait for one process
 
 Address = tuple[int, int]  # (epoch, index of the image)
-# uint8 image [3, H, W], label, address; with views also (index of the image that was read, its `transforms.View`)
+# image [C, H, W], label, address; with views also (index of the image that was read, its `transforms.View`)
 Sample = tuple[Any, ...]
 
 
@@ -34,14 +34,15 @@ def open_images(
     split: str = "train",
     labelled: bool = False,
     max_bad_fraction: float = 0.0,
+    in_chans: int = 3,
     image_column: str | None = None,
     label_column: str | None = None,
 ) -> Images:
     """Returns the images of a split.
 
-    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. image_column,
-    label_column: of "hf". ImageError if, of a sample of the image headers, more than `max_bad_fraction` are bad.
-    ValueError if the data is missing or ambiguous.
+    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. in_chans: channels of
+    the images. image_column, label_column: of "hf". ImageError if, of a sample of the image headers, more than
+    `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
@@ -51,22 +52,27 @@ def open_images(
     if dataset in INATURALIST:
         images = INaturalistImages(data_path, split, INATURALIST[dataset])
     elif dataset in DOWNLOADED:
+        if in_chans != 3:
+            raise ValueError(f"--dataset {dataset} has images of 3 channels, but --in_chans is {in_chans}")
         images = CifarImages(dataset, data_path, split)
     elif dataset == "hf":
         images = open_hugging_face(data_path, split, labelled, image_column, label_column)
     else:
         choice = choose_tars(data_path, split, labelled)
         images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)
+    images.in_chans = in_chans
     images.check(max_bad_fraction)
     return images
 
 
 class AddressedDataset(torch.utils.data.Dataset):
-    """`dataset[(epoch, index)]` returns (img uint8 [3, H, W], label, (epoch, index)).
+    """`dataset[(epoch, index)]` returns (img [C, H, W], label, (epoch, index)).
 
-    transform: `transform(img uint8 [3, H, W], epoch, index)` returns uint8 [3, h, w]. Its random numbers are functions
-    of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the workers), and
-    the next readable one takes its place, with its own label.
+    Images have the type of their source: uint8, uint16 or float32.
+
+    transform: `transform(img [C, H, W], epoch, index)` returns [C, h, w] of the same type. Its random numbers are
+    functions of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the
+    workers), and the next readable one takes its place, with its own label.
 
     with_views: append (index, view) to the sample: the image that was read, and what the transform shows of it.
     """
@@ -169,7 +175,7 @@ def every_image_once(num_samples: int, batch_size: int, rank: int = 0, world_siz
 
 
 def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collates samples without a mask. Returns (imgs uint8 [B, 3, H, W], labels int64 [B])."""
+    """Collates samples without a mask. Returns (imgs [B, C, H, W], labels int64 [B])."""
     imgs, labels, _ = zip(*samples, strict=True)
     return torch.stack(imgs), torch.tensor(labels)
 

@@ -1,6 +1,6 @@
 """Folders of images: the names of splits, the entries that are ignored, the files that are read.
 
-Names, labels and order are those of torchvision's ImageFolder.
+Names, labels and order are those of torchvision's ImageFolder. Beside its extensions, `.npy` is one of an image.
 """
 
 import os
@@ -10,17 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import IMG_EXTENSIONS as TORCHVISION_EXTENSIONS
 
 from util.text import count_of, shorten
 
+ARRAY = ".npy"
+IMG_EXTENSIONS = (*TORCHVISION_EXTENSIONS, ARRAY)
 # Lower case. The same names count for folders, for folders inside tars and for the words in names of tars.
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 SYSTEM_FOLDERS = ("__MACOSX", "@eaDir")  # made by macOS and by Synology
 ARCHIVES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2", ".tbz2", ".tar.zst", ".tzst", ".zip")
 HIDDEN, LOOP = "hidden path", "looping link"  # kinds of ignored paths
 PACKING = ".packing"  # unfinished shards of pack_dataset.py
-OLD_INDEX = "prmim-index.json"  # of a packed format that is no longer read
+OLD_INDEX, OLD_ARRAY = "prmim-index.json", "prmim-index.npy"  # of a packed format that is no longer read
 LAYOUT = (
     "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg), images directly in ROOT, "
     f"or tars; extensions {', '.join(IMG_EXTENSIONS)}"
@@ -57,7 +59,13 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     """Whether a file's name has the extension of an image."""
-    return name.lower().endswith(IMG_EXTENSIONS)
+    return name.lower().endswith(IMG_EXTENSIONS) and name != OLD_ARRAY
+
+
+def drop_attached_arrays(images: Sequence[str]) -> list[str]:
+    """Returns the names of images without `.npy` files beside an image of the same stem: they are no images."""
+    stems = {os.path.splitext(name)[0] for name in images if name.lower().endswith(TORCHVISION_EXTENSIONS)}
+    return [name for name in images if not name.lower().endswith(ARRAY) or os.path.splitext(name)[0] not in stems]
 
 
 @dataclass
@@ -89,6 +97,7 @@ def list_folder(path: Path) -> Listing:
                 listing.tars.append(name)
             elif name.lower().endswith(ARCHIVES):
                 listing.archives.append(name)
+    listing.images = drop_attached_arrays(listing.images)
     return listing
 
 

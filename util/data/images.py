@@ -1,6 +1,7 @@
-"""Sources of images: `images.load(i)` returns (uint8 [H, W, 3], label). `util.data.datasets` adds the epoch.
+"""Sources of images: `images.load(i)` returns ([H, W, C], label). `util.data.datasets` adds the epoch.
 
-Classes are optional here, because pre-training needs none.
+All images of a source have one `PixelFormat`: RGB of 8 bits unless other files or another number of channels are
+wanted. Classes are optional here, because pre-training needs none.
 """
 
 import errno
@@ -10,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ import numpy as np
 import torchvision
 
 from util.data import folders
-from util.data.decode import PILLOW_ERRORS, check_header, decode
+from util.data.decode import PILLOW_ERRORS
+from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
 
 T = TypeVar("T")
 
@@ -57,11 +59,15 @@ class EncodedImages:
     """Images that are stored encoded. Subclasses set the attributes below and define `path` and `read`.
 
     labels: int64 [n]. names: bytes [n]. notes: sentences on what is ignored or replaced, for the log.
-    reference: decode everything by Pillow, as torchvision's ImageFolder does.
+    reference: decode everything by Pillow, as torchvision's ImageFolder does. in_chans: channels that are wanted.
+    pixel_format: of all images; `check` finds it out.
     """
 
     reference = False
+    in_chans: int = 3
+    pixel_format: PixelFormat = RGB8
     num_checked = 1000  # headers that `check` reads
+    num_decoded = 64  # of these, the images of floats that `check` decodes
     labels: np.ndarray
     names: np.ndarray
     classes: list[str]
@@ -88,32 +94,65 @@ class EncodedImages:
         return digest.hexdigest()
 
     def check(self, max_bad_fraction: float = 0.0) -> None:
-        """Reads the headers of up to `num_checked` evenly spaced images; ImageError if too many are no images.
+        """Reads the headers of up to `num_checked` evenly spaced images, and sets `pixel_format`.
 
-        A single bad image is accepted, unless the fraction is 0.
+        ImageError if too many are no images. A single bad image is accepted, unless the fraction is 0 or no other is
+        good. ImageError, too, if formats differ, cannot be used or do not have `in_chans` channels, or if floats are
+        not finite.
         """
-        problems = []
+        problems, good = [], list[int]()
+        formats: dict[PixelFormat, int] = {}  # of each format, the first image
         checked = np.unique(np.linspace(0, len(self) - 1, min(self.num_checked, len(self))).astype(int)).tolist()
         for i in checked:
             try:
-                check_header(self.source(i))
+                formats.setdefault(read_format(self.source(i), self.in_chans), i)
+                good.append(i)
             except ImageError as error:
                 problems.append(str(error))
+            except FormatError as error:
+                raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
             except PILLOW_ERRORS as error:
                 problems.append(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file")
-        if len(problems) > (max(1, max_bad_fraction * len(checked)) if max_bad_fraction else 0):
+        if not formats or len(problems) > (max(1, max_bad_fraction * len(checked)) if max_bad_fraction else 0):
             count = f"{len(problems)} of {len(checked)} checked images cannot be read: " if len(problems) > 1 else ""
             raise ImageError(count + "; ".join(problems[:10]))
+        self._set_format(formats)
+        if self.pixel_format.is_float:
+            for i in good[:: -(-len(good) // self.num_decoded)]:
+                self.load(i)
+
+    def _set_format(self, formats: Mapping[PixelFormat, int]) -> None:
+        """Sets the format of all images. ImageError names two files of different formats, or one that does not fit.
+
+        formats: those that were found, each with the first image that has it.
+        """
+        (found, i), *others = formats.items()
+        if others:
+            other, k = others[0]
+            raise ImageError(
+                f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images of a data set must have "
+                "the same channels and depth"
+            )
+        if found.channels != self.in_chans:
+            raise ImageError(
+                f"{self.path(i)!r} has {found}, but --in_chans is {self.in_chans}: give --in_chans {found.channels}"
+            )
+        self.pixel_format = found
+        if found == RGB8 and self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm")):
+            lost = note_on_rgb(self.source(i))
+            if lost:
+                note = f"note: {self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits"
+                self.notes = [*self.notes, note]
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""
         return io.BytesIO(self.read(i))
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns (uint8 [H, W, 3], label); ImageError names the file."""
+        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file."""
         data = self.read(i)
         try:
-            return decode(data, self.reference), int(self.labels[i])
+            return read_pixels(data, self.pixel_format, self.reference), int(self.labels[i])
         except PILLOW_ERRORS as error:
             raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove the file") from error
 
@@ -198,6 +237,9 @@ def _repeated(values: Iterable[T]) -> list[T]:
 
 class CifarImages:
     """torchvision's CIFAR-10 or CIFAR-100 in `data_path`. It is downloaded if it is not there."""
+
+    in_chans: int = 3
+    pixel_format = RGB8
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
         make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]

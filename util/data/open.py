@@ -18,9 +18,16 @@ from util.run.logging import RunLog, print_line
 OpenBatches = Callable[..., Generator[Any, None, None]]
 
 
-def open_everywhere(args: argparse.Namespace, split: str, labelled: bool = False, max_bad_fraction: float = 0.0) -> Any:
+def open_everywhere(
+    args: argparse.Namespace,
+    split: str,
+    labelled: bool = False,
+    max_bad_fraction: float = 0.0,
+    in_chans: int | None = None,
+) -> Any:
     """Calls `open_images` with the flags on every rank. Rank 0 downloads, converts or indexes first.
 
+    in_chans: of the images (default: the flag's).
     ValueError on all ranks if one of them fails, or if they see different data.
     """
     in_tars = args.dataset == "folder" and distributed.run_everywhere(
@@ -28,15 +35,18 @@ def open_everywhere(args: argparse.Namespace, split: str, labelled: bool = False
     )
     distributed.refuse_differences({"--data_path": "tars" if in_tars else "no tars"}, "kind of data")
 
+    channels = args.in_chans if in_chans is None else in_chans
+
     def open_split() -> Any:
-        columns = args.image_column, args.label_column
-        return open_images(args.dataset, args.data_path, split, labelled, max_bad_fraction, *columns)
+        options = max_bad_fraction, channels, args.image_column, args.label_column
+        return open_images(args.dataset, args.data_path, split, labelled, *options)
 
     # On nodes with a cache of their own, the processes of `datasets` wait for each other by a lock.
     if args.dataset in (*DOWNLOADED, "hf") or in_tars:
         distributed.run_on_rank0(lambda: bool(open_split()))
     images = distributed.run_everywhere(open_split)
     found = {"number of images": len(images), "names and labels": images.fingerprint()}
+    found["channels and depth"] = str(images.pixel_format)
     distributed.refuse_differences(found, f"{split} data")
     images.reference = args.loader == "reference"
     return images
@@ -77,7 +87,7 @@ def training_batches(
             plan.num_workers,
             plan.device == "cuda",
             log_from_any_rank,
-            batch_bytes=3 * img_size[0] * img_size[1] * plan.batch_size,
+            batch_bytes=images.pixel_format.pixel_bytes * img_size[0] * img_size[1] * plan.batch_size,
         )
 
     return open_batches, BadImages(images, dataset.bad, args.max_bad_fraction, log.info).report

@@ -17,9 +17,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from util.data.folders import is_hidden, is_image, readable_splits, refuse_two_names, split_of, stand_in_notes
+from util.data.folders import (
+    IMG_EXTENSIONS,
+    drop_attached_arrays,
+    is_hidden,
+    is_image,
+    readable_splits,
+    refuse_two_names,
+    split_of,
+    stand_in_notes,
+)
 from util.text import count_of, shorten
 
 MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
@@ -225,6 +233,8 @@ def _walk(
         tail = os.pread(file.fileno(), min(end - tar.offset, 1 << 16), tar.offset)
         if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
             raise tarfile.TarError("it has no end mark, or more behind it: it was cut short, or made of several tars")
+    kept = {*drop_attached_arrays([str(image.name) for image in images])}
+    images = [image for image in images if str(image.name) in kept]
     if numbers:  # in a WebDataset sample, `x.jpg` is the image, and `x.mask.png` is something else
         images = [image for image in images if image.name.name.count(".") == 1]
     return [image._replace(label=numbers.get(_key(image.name), label)) for image in images] + nested

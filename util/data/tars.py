@@ -27,7 +27,7 @@ from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
 COLUMNS = ("tar", "label", "offset", "size", "name")
-RULE = 3  # version of the rules for splits and labels; an index made by other rules is made again
+RULE = 4  # version of the rules for splits, labels and images; an index made by other rules is made again
 MOST_OPEN = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # tars that a process keeps open
 
 
@@ -138,7 +138,8 @@ class TarImages(EncodedImages):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process maps the index by itself."""
-        return TarImages, (self.index, self.root), {"reference": self.reference, "notes": self.notes}
+        state = {name: getattr(self, name) for name in ("reference", "notes", "in_chans", "pixel_format")}
+        return TarImages, (self.index, self.root), state
 
     def path(self, i: int) -> str:
         return f"{self.tars[self.rows['tar'][i]]}: {os.fsdecode(bytes(self.names[i]))}"

@@ -1,31 +1,57 @@
-"""Which pre-trained encoder a fine-tuning run began with, and whether a resumed run still means the same one."""
+"""Which pre-trained encoder a run began with, and whether a resumed run still means the same one.
+
+The flag is --finetune of fine-tuning, or --pretrained of pre-training.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from util.run import checkpoint
+from util.run.distributed import run_on_rank0
+from util.run.start import Start
 
 
-def find_encoder(finetune: str | None, is_resumed: bool) -> dict[str, Any] | None:
-    """Returns path, SHA-256 and progress of the checkpoint that --finetune means, or None.
+def choose_encoder(
+    given: str | None, start: Start, content: dict[str, Any] | None, flag: str = "finetune"
+) -> dict[str, Any] | None:
+    """Returns the identity of the encoder that a run begins with, or None, and adds remarks to `start`.
+
+    given: the value of `flag`. content: of the checkpoint of a resumed run, or None. ValueError if a resumed run began
+    with another encoder. All ranks must call it.
+    """
+    encoder = run_on_rank0(lambda: find_encoder(given, start.resume_path is not None, flag))
+    if content is None:
+        return encoder
+    encoder, remarks = resume_encoder(content["meta"], encoder, str(start.output_dir), flag)
+    start.remarks += remarks
+    return encoder
+
+
+def find_encoder(given: str | None, is_resumed: bool, flag: str = "finetune") -> dict[str, Any] | None:
+    """Returns path, SHA-256 and progress of the checkpoint that is `given` by a flag, or None.
 
     A resumed run no longer needs the file: the result is None if it is gone. ValueError if a new run does not find it.
     """
-    if finetune is None or (is_resumed and not Path(finetune).exists()):
+    if given is None or (is_resumed and not Path(given).exists()):
         return None
     try:
-        path = checkpoint.find_checkpoint_file(finetune)
+        path = checkpoint.find_checkpoint_file(given)
     except checkpoint.CheckpointError:  # an empty folder
         if is_resumed:
             return None
         raise
     if not path.is_file():
-        raise ValueError(f"--finetune {finetune!r} does not exist: give a checkpoint, or the folder of a run")
-    meta = checkpoint.read_record(path) or checkpoint.meta_of(checkpoint.read_checkpoint(path))
+        raise ValueError(f"--{flag} {given!r} does not exist: give a checkpoint, or the folder of a run")
+    meta = read_meta(path)
     encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
     if meta.get("settings", {}).get("epochs"):
         encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}
     return encoder
+
+
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """Returns the meta of a checkpoint, from its record if there is one."""
+    return checkpoint.read_record(Path(path)) or checkpoint.meta_of(checkpoint.read_checkpoint(path))
 
 
 def warn_if_unfinished(encoder: dict[str, Any]) -> list[str]:
@@ -39,15 +65,15 @@ def warn_if_unfinished(encoder: dict[str, Any]) -> list[str]:
 
 
 def resume_encoder(
-    meta: dict[str, Any], now: dict[str, Any] | None, output_dir: str
+    meta: dict[str, Any], now: dict[str, Any] | None, output_dir: str, flag: str = "finetune"
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Returns (the encoder that a resumed run began with, remarks).
 
-    meta: of the run's checkpoint. now: what --finetune means now. ValueError if that is another encoder. A pre-training
+    meta: of the run's checkpoint. now: what `flag` means now. ValueError if that is another encoder. A pre-training
     run that has gone on since is still the same one while this run trains. It is another one once this run has ended:
     otherwise its results would pass for those of the newer checkpoint.
     """
-    before = meta.get("encoder") or {"path": meta["settings"]["finetune"]}
+    before = meta.get("encoder") or {"path": meta["settings"].get(flag)}
     is_over = meta["epoch"] >= meta["settings"]["epochs"]
     remarks = _compare(before, now, is_over, output_dir)
     return (before if before["path"] else None), remarks

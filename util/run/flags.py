@@ -92,6 +92,15 @@ def add_data_flags(group: argparse._ArgumentGroup) -> None:
     add_loading_flags(group)
 
 
+def add_pixel_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds channels of the images, and the statistics that normalise them."""
+    flag = group.add_argument
+    flag("--in_chans", type=int, default=3, help="channels of the images; with 3 they become RGB")
+    default = "default: those of the checkpoint that the run starts from, ImageNet's for RGB, or the data's"
+    flag("--mean", type=float, nargs="+", help=f"mean of each channel, a fraction of the full range ({default})")
+    flag("--std", type=float, nargs="+", help="deviation of each channel, in the unit of --mean (default: as --mean)")
+
+
 def add_loading_flags(group: argparse._ArgumentGroup) -> None:
     """Adds unreadable images and workers."""
     flag = group.add_argument
@@ -210,7 +219,7 @@ def free_flags(plan: Plan, more: Iterable[str] = (), fixed: Iterable[str] = ()) 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag, or a pair of them, is out of range."""
     check_finite(args)
-    check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps")
+    check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps in_chans")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
     if not 0 < args.dist_timeout <= 1e6:
         raise ValueError(f"--dist_timeout must lie between 0 and a million seconds, got {args.dist_timeout}")
@@ -224,6 +233,19 @@ def check_flags(args: argparse.Namespace) -> None:
         check_epoch_flags(args)
     if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
+
+
+def check_pixel_flags(args: argparse.Namespace, channels: int | None = None) -> None:
+    """ValueError unless --mean and --std have a value for each channel, and all deviations are positive.
+
+    channels: of the images; None if they are not known yet.
+    """
+    for name in ("mean", "std"):
+        values = getattr(args, name)
+        if values is not None and channels is not None and len(values) != channels:
+            raise ValueError(f"--{name} must have a value for each of {channels} channels (--in_chans), got {values}")
+    if any(value <= 0 for value in args.std or ()):
+        raise ValueError(f"--std must be positive, got {args.std}")
 
 
 def check_epoch_flags(args: argparse.Namespace) -> None:

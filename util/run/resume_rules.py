@@ -46,6 +46,9 @@ def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: 
             paths = was.get("data_path"), settings.get("data_path")
             moved = f" (--data_path was {paths[0]} and now is {paths[1]})" if paths[0] != paths[1] else ""
             changes.append(f"the {what} had {had} and now has {has}: {consequence}{moved}")
+    was_stored, is_stored = (meta.get("pixels", "uint8") for meta in (before, now))
+    if was_stored != is_stored:
+        changes.append(f"the images had pixels of {was_stored} and now have {is_stored}")
     if before.get("teacher") != now.get("teacher"):
         changes.append("the teacher's weights have changed")
     return changes

@@ -1,0 +1,289 @@
+"""Whole runs on images of any channels and depth: pre-training, fine-tuning, evaluation, pictures, and rectangles."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.models import adapt_input_conv
+
+import main_finetune
+import main_pretrain
+from scripts import visualize
+from tests.conftest import write_photo
+from tests.test_main_finetune import PLAIN
+from tests.test_main_pretrain import assert_same_state
+from tests.util.data.test_pixel_format import pixels, write_tiff
+from util.data.datasets import open_images
+from util.data.pixel_format import PixelFormat
+from util.data.statistics import measure_statistics
+from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+
+SMALL = "--batch_size 4 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+SIZES = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)  # of the micro models
+
+
+def run(main, model, data_path, output_dir, *flags):
+    paths = ["--model", model, "--data_path", str(data_path), "--output_dir", str(output_dir)]
+    main.main([*SMALL.split(), *paths, *map(str, flags)])
+    return read_checkpoint(newest_checkpoint(output_dir)[0])
+
+
+def pretrain(data_path, output_dir, *flags, model="mae_vit_micro_patch4"):
+    return run(main_pretrain, model, data_path, output_dir, *flags)
+
+
+def finetune(data_path, output_dir, *flags, model="vit_micro_patch4"):
+    return run(main_finetune, model, data_path, output_dir, *flags)
+
+
+def evaluate(data_path, path, *flags):
+    argv = ["--eval", "--resume", str(path), "--data_path", str(data_path), "--device", "cpu", "--num_workers", "0"]
+    return main_finetune.main([*argv, *map(str, flags)])
+
+
+def fails(capsys, call, *arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        call(*arguments)
+    assert stop.value.code in (2, 4)
+    message = capsys.readouterr().err
+    assert "error: " in message and "Traceback" not in message and len(message) < 900
+    return message
+
+
+def make_data(root, dtype, channels=5):
+    """8 training images of two classes, and 4 to evaluate on: TIFFs of 16 bits, or arrays of floats."""
+    for split, count in (("train", 4), ("val", 2)):
+        for label, name in enumerate("ab"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                array = pixels(channels, dtype, size=(36 + i, 40), seed=100 * label + 10 * len(split) + i)
+                if dtype == "float32":
+                    np.save(root / split / name / f"{i}.npy", array)
+                else:
+                    write_tiff(root / split / name / f"{i}.tif", array)
+    return root
+
+
+@pytest.fixture(scope="module", params=["uint16", "float32"])
+def bands(request, tmp_path_factory):
+    """(folder of images with five bands, their format)"""
+    return make_data(tmp_path_factory.mktemp(request.param), request.param), PixelFormat(5, request.param)
+
+
+@pytest.fixture(scope="module")
+def encoder(bands, tmp_path_factory):
+    """The folder of a pre-training on `bands`."""
+    folder = tmp_path_factory.mktemp("encoder")
+    pretrain(bands[0], folder, "--in_chans", 5)
+    return folder
+
+
+def test_pre_training_on_five_bands(bands, encoder, tmp_path, capsys):
+    data_path, pixel_format = bands
+    content = read_checkpoint(newest_checkpoint(encoder)[0])
+    settings, own = content["meta"]["settings"], measure_statistics(open_images("folder", data_path, in_chans=5))[0]
+    assert [settings["mean"], settings["std"]] == [*own] and settings["in_chans"] == 5
+    assert content["meta"]["pixels"] == pixel_format.dtype
+    assert content["model"]["patch_embed.proj.weight"].shape == (96, 5, 4, 4)
+    assert content["model"]["decoder.pred.weight"].shape[0] == 5 * 4 * 4
+    pretrain(data_path, tmp_path / "parts", "--in_chans", 5, "--max_steps", 3)
+    assert f"measured on 8 images, {pixel_format}" in capsys.readouterr().out
+    resumed = pretrain(data_path, tmp_path / "parts", "--in_chans", 5)
+    assert "measured on" not in capsys.readouterr().out  # they are the checkpoint's
+    assert_same_state(resumed, content)
+
+
+def test_pictures_of_five_bands(bands, encoder, tmp_path, capsys):
+    out = tmp_path / "p.png"
+    visualize.main([str(encoder), "--images", str(bands[0] / "val"), "--out", str(out), "--rows", "2"])
+    assert np.asarray(Image.open(out)).std() > 10 and "masked MSE" in capsys.readouterr().out
+
+
+def test_fine_tuning_on_five_bands(bands, encoder, tmp_path, capsys):
+    data_path, pixel_format = bands
+    flags = ["--in_chans", 5, "--finetune", encoder]
+    content = finetune(data_path, tmp_path / "whole", *flags)
+    out = capsys.readouterr().out
+    assert "pixel mean and deviation are those of the encoder" in out and "measured on" not in out
+    assert f"note: --aa rand-m9-mstd0.5-inc1 is not applied, because the images have {pixel_format}" in out
+    base = read_checkpoint(newest_checkpoint(encoder)[0])["meta"]["settings"]
+    assert all(content["meta"]["settings"][name] == base[name] for name in ("mean", "std", "in_chans"))
+    finetune(data_path, tmp_path / "parts", *flags, "--max_steps", 3)
+    assert_same_state(finetune(data_path, tmp_path / "parts", *flags), content)
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert evaluate(data_path, tmp_path / "whole")["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
+    message = fails(capsys, evaluate, data_path, tmp_path / "whole", "--in_chans", 4)
+    assert "--in_chans 4, but the classifier at" in message and "has 5" in message
+
+
+def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photos, tmp_path, capsys):
+    data_path, pixel_format = bands
+    out, name = tmp_path / "out", "0.npy" if pixel_format.is_float else "0.tif"
+    files = f"{str(data_path / 'train' / 'a' / name)!r} has {pixel_format}, but --in_chans is"
+    assert f"{files} 3: give --in_chans 5" in fails(capsys, pretrain, data_path, out)
+    assert f"{files} 4: give --in_chans 5" in fails(capsys, finetune, data_path, out, "--in_chans", 4)
+    flags = ["--in_chans", 5, "--mean", 0.5, 0.5]
+    message = "--mean must have a value for each of 5 channels (--in_chans), got [0.5, 0.5]"
+    assert message in fails(capsys, pretrain, data_path, out, *flags)
+    assert message in fails(capsys, finetune, data_path, out, *flags)
+    assert "--in_chans must be at least 1, got 0" in fails(capsys, pretrain, data_path, out, "--in_chans", 0)
+    message = fails(capsys, finetune, data_path, out, "--in_chans", 5, "--aa", "rand-m9-mstd0.5-inc1")
+    assert f"--aa rand-m9-mstd0.5-inc1 is for RGB images of 8 bits, the data has {pixel_format}" in message
+    message = "holds an encoder of 5 channels, but --in_chans is 3: only encoders of 3 channels can be adapted"
+    (tmp_path / "labelled" / "val" / "cat").mkdir(parents=True)
+    (tmp_path / "labelled" / "train").symlink_to(photos / "train")
+    for name in ("cat", "dog"):
+        (tmp_path / "labelled" / "val" / name).mkdir(exist_ok=True)
+        write_photo(tmp_path / "labelled" / "val" / name / "0.png")
+    assert message in fails(capsys, finetune, tmp_path / "labelled", out, "--finetune", encoder)
+    assert message in fails(capsys, pretrain, photos, out, "--pretrained", encoder)
+    if pixel_format.is_float:  # a run does not go on with images of another kind
+        other = make_data(tmp_path / "other", "uint16")
+        message = fails(capsys, pretrain, other, encoder, "--in_chans", 5)
+        assert "the images of the run had pixels of float32, now 5 channels of uint16" in message
+        message = fails(capsys, visualize.main, [str(encoder), "--images", str(other / "val")])
+        assert "trained on pixels of float32, but the images have 5 channels of uint16" in message
+
+
+def test_one_grey_channel_of_8_bits(tmp_path):
+    for i in range(4):
+        (tmp_path / "grey").mkdir(exist_ok=True)
+        Image.fromarray(pixels(1, "uint8", seed=i)[:, :, 0]).save(tmp_path / "grey" / f"{i}.png")
+    content = pretrain(tmp_path / "grey", tmp_path / "out", "--in_chans", 1, "--max_steps", 1)
+    (mean,), (std,) = (content["meta"]["settings"][name] for name in ("mean", "std"))
+    values = np.concatenate([pixels(1, "uint8", seed=i).ravel() for i in range(4)]) / 255
+    assert mean == pytest.approx(values.mean(), rel=1e-12) and std == pytest.approx(values.std(), rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- from other weights
+
+
+def first_weights(content_of):
+    return {key: value for key, value in content_of["model"].items() if torch.is_tensor(value)}
+
+
+FREEZE = ["--lr", 0, "--min_lr", 0, "--weight_decay", 0, "--max_steps", 1]
+
+
+@pytest.fixture(scope="module")
+def rgb_encoder(photos, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rgb")
+    pretrain(photos, folder, "--max_steps", 1)
+    return folder
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5, 7])
+def test_rgb_weights_start_other_channels(rgb_encoder, tmp_path, capsys, channels):
+    data_path = make_data(tmp_path / "data", "uint16", channels)
+    theirs = first_weights(read_checkpoint(newest_checkpoint(rgb_encoder)[0]))
+    kernel = theirs["patch_embed.proj.weight"]
+    slow = torch.zeros(96, channels, 4, 4, dtype=torch.float64)
+    for c in range(channels):  # repeated in order; one channel is the sum
+        slow[:, c] = kernel[:, c % 3].double() * 3 / channels if channels > 1 else kernel.double().sum(dim=1)
+    tuned = finetune(data_path, tmp_path / "tuned", "--in_chans", channels, "--finetune", rgb_encoder, *FREEZE)
+    out = capsys.readouterr().out
+    flags = ["--in_chans", channels, "--pretrained", rgb_encoder, *FREEZE]
+    again = pretrain(data_path, tmp_path / "again", *flags)
+    out = [out, capsys.readouterr().out]
+    for content, printed in zip((tuned, again), out, strict=True):
+        ours = first_weights(content)
+        assert f"patch_embed.proj.weight adapted from 3 channels to {channels}" in printed
+        assert torch.equal(ours["patch_embed.proj.weight"], adapt_input_conv(channels, kernel))
+        torch.testing.assert_close(ours["patch_embed.proj.weight"].double(), slow, rtol=1e-5, atol=1e-6)
+        shared = ours.keys() & theirs.keys() - {"patch_embed.proj.weight", "decoder.pred.weight", "decoder.pred.bias"}
+        assert len(shared) > 50 and all(torch.equal(ours[key], theirs[key]) for key in shared)
+    assert any(key.startswith("decoder.blocks") for key in shared)
+    assert "2 missing (decoder.pred.weight, decoder.pred.bias)" in out[1]
+
+
+def test_a_pre_training_remembers_its_first_weights(photos, rgb_encoder, tmp_path, capsys):
+    """A resumed run does not read them again, and refuses others."""
+    base = tmp_path / "base"
+    base.mkdir()
+    content = read_checkpoint(newest_checkpoint(rgb_encoder)[0])
+    path = save_checkpoint(base, 1, {"model": content["model"]}, content["meta"])
+    other = save_checkpoint(tmp_path, 1, {"model": {**content["model"], "norm.bias": torch.ones(96)}}, content["meta"])
+    flags = ["--pretrained", path]
+    whole = pretrain(photos, tmp_path / "whole", *flags)
+    assert whole["meta"]["encoder"]["path"] == str(path) and whole["meta"]["step"] == 12
+    assert "0 missing" in capsys.readouterr().out
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 5)
+    message = fails(capsys, pretrain, photos, tmp_path / "parts", "--pretrained", other)
+    assert str(path) in message and "choose another --output_dir" in message
+    path.unlink()
+    resumed = pretrain(photos, tmp_path / "parts", *flags)
+    assert_same_state(resumed, whole)
+    assert resumed["meta"]["encoder"] == whole["meta"]["encoder"]
+    assert "does not exist" in fails(capsys, pretrain, photos, tmp_path / "new", *flags)
+
+
+@pytest.mark.parametrize("model", ["localmim_vit_micro_patch4", "mff_vit_micro_patch4", "crossmae_vit_micro_patch4"])
+def test_another_framework_takes_the_encoder(photos, rgb_encoder, tmp_path, capsys, model):
+    content = pretrain(photos, tmp_path / "out", "--pretrained", rgb_encoder, *FREEZE, model=model)
+    theirs, ours = first_weights(read_checkpoint(newest_checkpoint(rgb_encoder)[0])), first_weights(content)
+    encoder_keys = [key for key in theirs if key.startswith(("blocks.", "patch_embed.", "cls_token", "pos_embed"))]
+    assert len(encoder_keys) > 40 and all(torch.equal(ours[key], theirs[key]) for key in encoder_keys)
+    again = pretrain(photos, tmp_path / "again", "--pretrained", tmp_path / "out", *FREEZE, "--seed", 7, model=model)
+    assert all(torch.equal(value, ours[key]) for key, value in first_weights(again).items())
+
+
+def test_weights_of_another_size_are_refused(photos, rgb_encoder, tmp_path, capsys):
+    flags = ["--pretrained", rgb_encoder]
+    message = fails(capsys, lambda: pretrain(photos, tmp_path / "out", *flags, model="mae_vit_mini_patch4"))
+    assert "holds an encoder of width 96, this MaskedAutoencoderViT has width 192" in message
+    message = fails(capsys, lambda: pretrain(photos, tmp_path / "out", *flags, "--patch_size", 8))
+    assert "missing or of another shape: patch_embed.proj.weight" in message
+
+
+# ---------------------------------------------------------------------------------------------------------- rectangles
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    root = tmp_path_factory.mktemp("labelled")
+    for split, count in (("train", 4), ("val", 3)):
+        for label, name in enumerate("ab"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                write_photo(root / split / name / f"{i}.png", seed=100 * label + 10 * len(split) + i)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("framework", "model"),
+    [
+        ("mae_vit_micro_patch4", "vit_micro_patch4"),
+        ("simmim_vit_micro_patch4", "relative_vit_micro_patch4"),
+        ("amt_simmim_vit_micro_patch4", "absolute_vit_micro_patch4"),
+        ("greenmim_swin_micro_patch4_window4", "swin_micro_patch4_window4"),
+    ],
+)
+def test_rectangles_in_fine_tuning(labelled, tmp_path, capsys, framework, model):
+    """The encoder of squares is resized; what the run logs is what an evaluation of its file finds."""
+    few, width = ["--max_steps", 1], 64 if "swin" in model else 48  # windows of 4 must divide Swin's stages
+    sampling = "--sampling attention --attention_start 0 --attention_every 1 --epochs 3" if "amt" in framework else ""
+    pretrain(labelled, tmp_path / "encoder", *sampling.split(), *few, model=framework)
+    flags = ["--finetune", tmp_path / "encoder", "--input_size", 32, width, *PLAIN]
+    content = finetune(labelled, tmp_path / "out", *flags, model=model)
+    assert content["meta"]["settings"]["input_size"] == [32, width]
+    tables = {key: value.shape for key, value in content["model"].items() if key.endswith(("pos_embed", "bias_table"))}
+    resized = {"vit": (1, 97, 96), "abs": (1, 97, 96), "rel": (15 * 23 + 3, 3), "swi": (7 * 7, 2)}[model[:3]]
+    assert resized in tables.values()
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert evaluate(labelled, tmp_path / "out")["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
+    assert evaluate(labelled, tmp_path / "out", "--input_size", 32, width)["num_images"] == 6
+    message = fails(capsys, evaluate, labelled, tmp_path / "out", "--input_size", 32)
+    assert "--input_size 32, but the classifier at" in message and f"has [32, {width}]" in message
+
+
+def test_squares_are_recorded_as_one_number(labelled, tmp_path, capsys):
+    for size in ([], ["--input_size", 32], ["--input_size", 32, 32]):
+        content = finetune(labelled, tmp_path / "out", *PLAIN, *size, "--max_steps", 1)  # a resume of the same run
+        assert content["meta"]["settings"]["input_size"] == 32
+    message = fails(capsys, finetune, labelled, tmp_path / "new", "--input_size", 32, 48, 64)
+    assert "--input_size takes one or two numbers, got [32, 48, 64]" in message
+    message = fails(capsys, finetune, labelled, tmp_path / "new", "--input_size", 32, 50)
+    assert "img_size 32 x 50 is not divisible by patch_size 4" in message

@@ -1,0 +1,207 @@
+"""Images with any number of channels: formats of pixels, and files that are read with all channels and bits.
+
+With 3 channels, files that Pillow can open become RGB of 8 bits (`util.data.decode`). Here are all others: `.npy`
+arrays, TIFFs with several bands or float values (by tifffile), and images of 8 or 16 bits that are not made RGB.
+"""
+
+import io
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy_format
+from PIL import Image, TiffImagePlugin
+
+from util.data.decode import PILLOW_ERRORS, check_header, decode, has_16_bits, max_pixels, open_image
+from util.text import count_of
+
+try:
+    import tifffile  # TIFFs with bands that Pillow cannot read; optional
+except ImportError:
+    tifffile = None
+
+NPY = b"\x93NUMPY"
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
+RANGES = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
+# Modes of Pillow whose channels are taken as they are. All others become RGB.
+MODES = {"1": "L", "L": "L", "LA": "LA", "RGBA": "RGBA"}
+
+
+@dataclass(frozen=True)
+class PixelFormat:
+    """What all images of a source have in common. dtype: uint8, uint16 or float32."""
+
+    channels: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{count_of(self.channels, 'channel')} of {self.dtype}"
+
+    @property
+    def full_range(self) -> float:
+        """The largest integer value. Statistics of integers are fractions of it; those of floats are not scaled."""
+        return RANGES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether pixels have a unit of their own instead of a fixed range."""
+        return self.dtype == "float32"
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of a pixel with all its channels."""
+        return self.channels * np.dtype(self.dtype).itemsize
+
+
+RGB8 = PixelFormat(3, "uint8")
+
+
+class FormatError(ValueError):
+    """Files of this kind are never read. One of them is no damaged file, so it is not replaced by another image."""
+
+
+def read_format(source: str | BinaryIO, in_chans: int = 3) -> PixelFormat:
+    """Reads the format of an image from its header; one of `PILLOW_ERRORS` if it cannot be read.
+
+    in_chans: channels that are wanted. With 3, all that Pillow can open is RGB of 8 bits. The result may have another
+    number of channels.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        with open(source, "rb") as file:
+            return read_format(file, in_chans)
+    start = source.read(len(NPY))
+    source.seek(0)
+    if start == NPY:
+        return _npy_format(source, in_chans)
+    is_tiff = start.startswith(TIFF)
+    if in_chans == 3:
+        try:
+            check_header(source)
+            return RGB8
+        except PILLOW_ERRORS as error:
+            if not is_tiff:
+                raise
+            if tifffile is None:
+                raise ValueError(f"{error}; TIFFs of other bands need tifffile: pip install tifffile") from error
+            source.seek(0)
+            try:
+                return _tiff_format(source, in_chans)
+            except PILLOW_ERRORS:
+                raise error from None
+    if is_tiff:
+        return _tiff_format(source, in_chans)
+    with open_image(source) as img:
+        return PixelFormat(Image.getmodebands(_mode(img)), "uint16" if has_16_bits(img) else "uint8")
+
+
+def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> np.ndarray:
+    """Decodes a file to [H, W, C] in the `expected` format; one of `PILLOW_ERRORS` if that fails.
+
+    reference: see `decode`. ValueError if the file has another format, or if a float is not finite.
+    """
+    if expected == RGB8 and not data.startswith(NPY):
+        return decode(data, reference)
+    found = read_format(io.BytesIO(data), expected.channels)
+    if found != expected:
+        raise ValueError(f"it has {found}, other images have {expected}")
+    if data.startswith(NPY):
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+    elif data.startswith(TIFF):
+        array = _read_tiff(data, expected.channels)
+    else:
+        with open_image(io.BytesIO(data)) as img:
+            array = np.asarray(img if has_16_bits(img) else img.convert(_mode(img)))
+    array = array[:, :, None] if array.ndim == 2 else array
+    array = np.require(array, expected.dtype, ["C", "W"])  # in this machine's byte order
+    if expected.is_float:
+        refuse_not_finite(array)
+    return array
+
+
+def refuse_not_finite(array: np.ndarray) -> None:
+    """ValueError if a band of [H, W, C] holds NaN or infinite values."""
+    bad = np.flatnonzero(~np.isfinite(array).all(axis=(0, 1)))
+    if len(bad):
+        bands = ", ".join(map(str, bad[:10].tolist()))
+        raise ValueError(f"NaN or infinite values are in band {bands} (counted from 0): replace them")
+
+
+def _mode(img: Image.Image) -> str:
+    """Returns Pillow's mode in which the channels of an image are read."""
+    return "I;16" if has_16_bits(img) else MODES.get(img.mode, "RGB")
+
+
+def _checked(shape: tuple[int, ...], dtype: np.dtype) -> PixelFormat:
+    """Returns the format of an array [H, W] or [H, W, C]; ValueError if it is not one that can be read."""
+    name = dtype.newbyteorder("=").name if dtype.kind in "uf" else str(dtype)
+    if name not in RANGES:
+        raise FormatError(f"its values are {name}; only {', '.join(RANGES)} are read: convert it")
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise FormatError(f"its shape is {list(shape)}; expected is [H, W] or [H, W, C]")
+    if shape[0] * shape[1] > max_pixels():
+        raise ValueError(f"{shape[1]} x {shape[0]} pixels are more than {max_pixels()}")
+    return PixelFormat(shape[2] if len(shape) == 3 else 1, name)
+
+
+def _npy_format(file: BinaryIO, in_chans: int) -> PixelFormat:
+    """Reads the header of numpy's .npy."""
+    version = npy_format.read_magic(file)
+    read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    if len(shape) == 3 and shape[2] != in_chans and (shape[0] == in_chans or shape[0] < min(shape[1:])):
+        raise FormatError(
+            f"its shape is {list(shape)}, which looks like channels first; expected is [H, W, C]: save "
+            "numpy.moveaxis(array, 0, -1)"
+        )
+    return _checked(shape, dtype)
+
+
+@contextmanager
+def _open_tiff(source: BinaryIO) -> Any:
+    """Opens a TIFF and yields its first image. tifffile's errors become ValueError."""
+    if tifffile is None:
+        raise FormatError("TIFFs with any number of bands are read by tifffile: pip install tifffile")
+    try:
+        with tifffile.TiffFile(source) as tiff:
+            yield tiff.series[0]
+    except PILLOW_ERRORS:
+        raise
+    except Exception as error:  # of many types, for damaged files
+        raise ValueError(f"tifffile cannot read it ({type(error).__name__}: {error})") from error
+
+
+def _bands_last(shape: tuple[int, ...], axes: str, in_chans: int) -> bool:
+    """Whether an image of a TIFF is [H, W, C] instead of [C, H, W].
+
+    Bands come first if they are planes or pages. tifffile writes an array [H, W, C] as H pages if it is not told more.
+    """
+    return len(shape) == 3 and (axes.endswith("S") or (shape[2] == in_chans and shape[0] != in_chans))
+
+
+def _tiff_format(source: BinaryIO, in_chans: int) -> PixelFormat:
+    """Reads the headers of a TIFF."""
+    with _open_tiff(source) as image:
+        shape = image.shape
+        if len(shape) == 3 and not _bands_last(shape, image.axes, in_chans):
+            shape = (*shape[1:], shape[0])
+        return _checked(shape, image.dtype)
+
+
+def _read_tiff(data: bytes, in_chans: int) -> np.ndarray:
+    """Returns all bands of a TIFF [H, W] or [H, W, C]."""
+    with _open_tiff(io.BytesIO(data)) as image:
+        array = image.asarray()
+        is_planar = array.ndim == 3 and not _bands_last(image.shape, image.axes, in_chans)
+    return np.moveaxis(array, 0, -1) if is_planar else array
+
+
+def note_on_rgb(source: str | BinaryIO) -> str:
+    """Returns what an image has that is lost if it becomes RGB of 8 bits: 16 bits, or several pages; "" if nothing."""
+    with open_image(source) as img:
+        bits = max(getattr(img, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
+        if has_16_bits(img) or bits > 8:
+            return "16 bits"
+        is_tiff = isinstance(img, TiffImagePlugin.TiffImageFile)
+        return count_of(img.n_frames, "page") if is_tiff and img.n_frames > 1 else ""

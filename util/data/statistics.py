@@ -1,0 +1,129 @@
+"""Mean and standard deviation of a source's pixels, by which its images are normalised."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from util.data.images import ImageError, Images
+from util.data.pixel_format import RGB8, PixelFormat
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.run.distributed import run_on_rank0
+from util.run.encoder_origin import read_meta
+
+SAMPLE = 256  # images that statistics are computed from
+
+IMAGENET = [*IMAGENET_MEAN], [*IMAGENET_STD]
+Statistics = tuple[list[float], list[float]]  # mean and standard deviation of each channel
+
+
+def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statistics, int]:
+    """Measures the mean and standard deviation of each channel over all pixels of evenly spaced images, in float64.
+
+    Returns (statistics, number of images). Those of integers are fractions of the full range. Unreadable images are
+    skipped. ValueError if a channel is constant.
+    """
+    count, num_read = 0, 0
+    mean, squares = np.zeros(images.pixel_format.channels), np.zeros(images.pixel_format.channels)
+    for i in np.unique(np.linspace(0, len(images) - 1, min(num_images, len(images))).astype(int)).tolist():
+        try:
+            pixels = images.load(i)[0].reshape(-1, len(mean))
+        except ImageError:
+            continue
+        num_read += 1
+        own_mean = pixels.mean(axis=0, dtype=np.float64)
+        own_squares = np.array([np.square(pixels[:, c] - own_mean[c]).sum() for c in range(len(mean))])
+        # Chan et al.: sums of squared deviations of two sets, without the loss of digits of a sum of squares.
+        total = count + len(pixels)
+        shift = own_mean - mean
+        mean = mean + shift * len(pixels) / total
+        squares = squares + own_squares + shift**2 * count * len(pixels) / total
+        count = total
+    if not num_read:
+        raise ValueError(f"no pixel statistics: none of {num_images} images of {images.root} can be read")
+    std = np.sqrt(squares / count)
+    if not std.all():
+        constant = ", ".join(map(str, np.flatnonzero(std == 0).tolist()))
+        raise ValueError(
+            f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}: remove it, or "
+            "give --mean and --std"
+        )
+    full_range = images.pixel_format.full_range
+    return ((mean / full_range).tolist(), (std / full_range).tolist()), num_read
+
+
+def choose_statistics(
+    args: argparse.Namespace, images: Images, content: Mapping[str, Any] | None, encoder: Mapping[str, Any] | None
+) -> tuple[Statistics, list[str]]:
+    """Returns the statistics that a run normalises with, and remarks. All ranks must call it.
+
+    These are, in this order: --mean and --std, those of the resumed run, those of the pre-trained encoder if it has
+    some for such images, ImageNet's for RGB of 8 bits, or else those of the data, which rank 0 measures.
+
+    content: of the checkpoint of a resumed run. encoder: identity of the encoder, see `encoder_origin`. ValueError if
+    the flags do not fit.
+    """
+    pixels = images.pixel_format
+    if content and not same_kind(content["meta"], pixels):
+        raise ValueError(f"the images of the run had pixels of {content['meta'].get('pixels', 'uint8')}, now {pixels}")
+    settings = content["meta"]["settings"] if content else {}
+    meta = read_meta(encoder["path"]) if encoder and not content else {}
+    remarks: list[str] = []
+    if args.mean and args.std:
+        found = list(args.mean), list(args.std)
+    elif settings.get("mean"):
+        found = settings["mean"], settings["std"]
+    elif fits_encoder(meta, pixels):
+        found = meta["settings"]["mean"], meta["settings"]["std"]
+        remarks = ["note: pixel mean and deviation are those of the encoder"] if found != IMAGENET else []
+    elif pixels == RGB8:
+        found = IMAGENET
+    else:
+        found, number = run_on_rank0(lambda: measure_statistics(images))
+        values = [" ".join(f"{value:.6g}" for value in part) for part in found]
+        remarks = [f"pixel mean {values[0]}, deviation {values[1]}: measured on {number} images, {pixels}"]
+    mean, std = args.mean or found[0], args.std or found[1]
+    check_statistics(mean, std, pixels)
+    return (list(mean), list(std)), remarks
+
+
+def fits_encoder(meta: Mapping[str, Any], pixels: PixelFormat) -> bool:
+    """Whether a checkpoint has statistics of images with as many channels, and of the same kind, integer or float."""
+    settings = meta.get("settings", {})
+    return (
+        same_kind(meta, pixels) and len(settings.get("mean") or ()) == len(settings.get("std") or ()) == pixels.channels
+    )
+
+
+def same_kind(meta: Mapping[str, Any], pixels: PixelFormat) -> bool:
+    """Whether a run with this meta had integers if `pixels` are integers, or floats if they are floats."""
+    return (meta.get("pixels", "uint8") == "float32") == pixels.is_float
+
+
+def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelFormat) -> None:
+    """ValueError unless there is one mean and one positive deviation for each channel, in the unit of the pixels."""
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != pixels.channels:
+            raise ValueError(f"--{name} must have a value for each of {pixels.channels} channels, got {list(values)}")
+    if any(value <= 0 for value in std):
+        raise ValueError(f"--std must be positive, got {list(std)}")
+    if not pixels.is_float and not all(0 <= value <= 1 for value in mean):
+        raise ValueError(
+            f"--mean of {pixels.dtype} pixels is a fraction of their full range, from 0 to 1, got {list(mean)}: divide "
+            f"by {pixels.full_range:g}"
+        )
+
+
+def normalizer(settings: Mapping[str, Any], pixels: PixelFormat) -> Normalize:
+    """Returns the normalisation of a trained model for images of a format. settings: of its run, and the
+    type of its `pixels`.
+
+    Older runs have no statistics of their own; theirs are ImageNet's. ValueError for floats where the run had integers,
+    or the other way round.
+    """
+    if "pixels" in settings and not same_kind(settings, pixels):
+        raise ValueError(f"the model was trained on pixels of {settings['pixels']}, but the images have {pixels}")
+    mean, std = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
+    check_statistics(mean, std, pixels)
+    return Normalize(mean, std, pixels)
