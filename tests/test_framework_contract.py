@@ -18,8 +18,10 @@ from models_vit import VisionTransformer, ViTEncoder
 from prmim import TokenOrder
 from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
+from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize
 from util.encoder_weights import encoder_names, load_encoder
+from util.pictures import as_rgb
 from util.recompute import recompute_blocks
 from util.run.checkpoint import save_checkpoint
 
@@ -64,7 +66,7 @@ def a_batch(model, size=4, seed=0):
     """Returns images, token orders, and the further inputs that the model's planner makes."""
     _, _, *orders = model.collator("furthest", seed)([(torch.zeros(1), 0, (0, i)) for i in range(size)])
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 3, *model.img_size, generator=generator), *orders
+    return torch.randn(size, model.patch_embed.proj.in_channels, *model.img_size, generator=generator), *orders
 
 
 def total(losses):
@@ -179,6 +181,25 @@ def test_panels_and_errors_are_what_pictures_and_tables_need(name, arm):
     assert all(p.shape == imgs.shape and p.min() >= 0 and p.max() <= 1 and p.std() > 0 for p in panels.values())
     assert all(e.shape == ids.shape and (e[TokenOrder(ids, model.counts).mask] > 0).all() for e in errors.values())
     assert panels and errors
+
+
+@frameworks
+def test_images_may_have_five_channels(name):
+    """Every channel is an input, is a part of the target, and is predicted; pictures show the first three."""
+    model = build(name, in_chans=5)
+    imgs, ids, *plans = a_batch(model)
+    masked = pixels_of(model, TokenOrder(ids, model.counts).mask)
+    imgs.requires_grad_()
+    total(model(imgs, ids, *plans)).backward()
+    assert model.patch_embed.proj.weight.grad.abs().amax(dim=(0, 2, 3)).min() > 0
+    undo = Normalize((0.5,) * 5, (0.25,) * 5, PixelFormat(5, "uint8")).undo
+    panels = model.panels(imgs.detach(), ids, undo)
+    assert all(as_rgb(panel).shape == (len(imgs), 3, *model.img_size) for panel in panels.values())
+    if isinstance(model, PixelFramework):
+        assert (imgs.grad.abs() * masked).amax(dim=(0, 2, 3)).min() > 0  # masked pixels are the target alone
+        images, _ = model.reconstruct_image(imgs.detach(), ids)
+        masked = masked.expand_as(images)
+        assert torch.equal(images[~masked], imgs[~masked]) and (images - imgs).abs()[masked].median() > 0
 
 
 @frameworks

@@ -143,7 +143,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photo
     if pixel_format.is_float:  # a run does not go on with images of another kind
         other = make_data(tmp_path / "other", "uint16")
         message = fails(capsys, pretrain, other, encoder, "--in_chans", 5)
-        assert "the images of the run had pixels of float32, now 5 channels of uint16" in message
+        assert "the images of the run had 5 channels of float32 and now have 5 channels of uint16" in message
         message = fails(capsys, visualize.main, [str(encoder), "--images", str(other / "val")])
         assert "trained on pixels of float32, but the images have 5 channels of uint16" in message
 

@@ -5,6 +5,7 @@ import torch
 
 from models_mae_pr import mae_vit_micro_patch4
 from models_teacher import open_teacher
+from models_tec_pr import tec_vit_micro_patch4
 from models_vit import vit_micro_patch4, vit_mini_patch4
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from util.run.checkpoint import save_checkpoint
@@ -173,3 +174,27 @@ def test_unusable_teachers_are_refused(tmp_path, timm_gives):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no intact checkpoint"):
         open_teacher(str(tmp_path / "empty"), (32, 32), 4)
+
+
+@pytest.mark.parametrize("channels", [3, 5])
+def test_a_teacher_follows_the_normalisation_of_its_student(tmp_path, channels):
+    """Whatever statistics the student's images are normalised with, the teacher computes the features of its own."""
+    draw = lambda: [[0.1 + 0.8 * torch.rand(1).item() for _ in range(channels)] for _ in range(2)]  # noqa: E731
+    torch.manual_seed(3)
+    theirs, (own_mean, own_std), (mean, std) = timm_vit(in_chans=channels), draw(), draw()
+    settings = {"settings": {"mean": own_mean, "std": own_std, "input_size": 32, "patch_size": 4}}
+    path = save_checkpoint(tmp_path, 1, {"model": theirs.state_dict()}, settings)
+    student = tec_vit_micro_patch4(teacher=path, in_chans=channels)
+    images = torch.rand(2, channels, 32, 32)
+    normalised = lambda mean, std: (images - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)  # noqa: E731
+    expected, _ = theirs_and_ours(theirs, student.teacher, normalised(own_mean, own_std))
+    for statistics in ((mean, std), (own_mean, own_std), (mean, std), (mean, std)):
+        student.use_statistics(*statistics)
+        found = student.teacher.features(normalised(*statistics))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_teacher_of_other_channels_is_refused(tmp_path):
+    path = save_checkpoint(tmp_path, 1, {"model": timm_vit().state_dict()}, {})
+    with pytest.raises(ValueError, match="the teacher reads images of 3 channels, the student of 5"):
+        tec_vit_micro_patch4(teacher=path, in_chans=5)

@@ -57,3 +57,13 @@ def test_suffixes_that_pillow_cannot_write_are_refused(tmp_path, name):
     pictures.check_suffix(tmp_path / "P.JPG")
     with pytest.raises(ValueError, match="the name must end in .png, .jpg or the like"):
         pictures.check_suffix(tmp_path / name)
+
+
+def test_other_channels_are_shown_by_three():
+    imgs = torch.rand(2, 5, 4, 4)
+    assert torch.equal(pictures.as_rgb(imgs), imgs[:, :3]) and torch.equal(pictures.as_rgb(imgs[:, :4]), imgs[:, :3])
+    assert torch.equal(pictures.as_rgb(imgs[:, :1]), imgs[:, [0, 0, 0]])
+    assert (
+        torch.equal(pictures.as_rgb(imgs[:, :2])[:, :2], imgs[:, :2]) and not pictures.as_rgb(imgs[:, :2])[:, 2].any()
+    )
+    assert pictures.as_rgb(imgs[:, :3]).data_ptr() == imgs.data_ptr()

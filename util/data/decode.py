@@ -72,6 +72,8 @@ def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
     elif img.mode == "F" or (img.mode == "I" and not has_16_bits(img)):
         kind = "floating-point numbers" if img.mode == "F" else "signed or 32-bit integers"
         problem = ValueError(f"its pixels are {kind}, which have no fixed range: convert it to 8 or 16 bits, unsigned")
+        if img.mode == "F" and img.format == "TIFF":
+            problem = ValueError(f"{problem}; images of floats in one channel are read with --in_chans 1")
     if problem is not None:
         img.close()
         raise problem

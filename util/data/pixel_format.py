@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy_format
-from PIL import Image, TiffImagePlugin
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from util.data.decode import PILLOW_ERRORS, check_header, decode, has_16_bits, max_pixels, open_image
 from util.text import count_of
@@ -62,38 +62,39 @@ class FormatError(ValueError):
     """Files of this kind are never read. One of them is no damaged file, so it is not replaced by another image."""
 
 
-def read_format(source: str | BinaryIO, in_chans: int = 3) -> PixelFormat:
+def read_format(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) -> PixelFormat:
     """Reads the format of an image from its header; one of `PILLOW_ERRORS` if it cannot be read.
 
-    in_chans: channels that are wanted. With 3, all that Pillow can open is RGB of 8 bits. The result may have another
-    number of channels.
+    source: a path, or the bytes of a file. in_chans: channels that are wanted. With 3, all that Pillow can open is RGB
+    of 8 bits. The result may have another number of channels.
     """
-    if isinstance(source, (str, os.PathLike)):
-        with open(source, "rb") as file:
-            return read_format(file, in_chans)
-    start = source.read(len(NPY))
-    source.seek(0)
-    if start == NPY:
-        return _npy_format(source, in_chans)
-    is_tiff = start.startswith(TIFF)
-    if in_chans == 3:
+    with _opened(source) as file:
+        start = file.read(len(NPY))
+        file.seek(0)
+        if start == NPY:
+            return _npy_format(file, in_chans)
+        is_tiff = start.startswith(TIFF)
+        if is_tiff and in_chans != 3:
+            return _tiff_format(file, in_chans)
         try:
-            check_header(source)
-            return RGB8
-        except PILLOW_ERRORS as error:
+            if in_chans == 3:
+                check_header(file)
+                return RGB8
+            with open_image(file) as img:
+                dtype = "uint16" if has_16_bits(img) else "uint8"
+                return PixelFormat(Image.getmodebands(_mode(img)), dtype)
+        except UnidentifiedImageError as error:
             if not is_tiff:
                 raise
             if tifffile is None:
                 raise ValueError(f"{error}; TIFFs of other bands need tifffile: pip install tifffile") from error
-            source.seek(0)
-            try:
-                return _tiff_format(source, in_chans)
-            except PILLOW_ERRORS:
-                raise error from None
-    if is_tiff:
-        return _tiff_format(source, in_chans)
-    with open_image(source) as img:
-        return PixelFormat(Image.getmodebands(_mode(img)), "uint16" if has_16_bits(img) else "uint8")
+    with _opened(source) as file:  # Pillow may have closed the other one
+        return _tiff_format(file, in_chans)
+
+
+def _opened(source: str | os.PathLike[str] | io.BytesIO) -> BinaryIO:
+    """Opens a file for reading, or a copy of the bytes of one: Pillow closes what it cannot read."""
+    return io.BytesIO(source.getvalue()) if isinstance(source, io.BytesIO) else open(source, "rb")
 
 
 def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> np.ndarray:

@@ -65,9 +65,10 @@ def choose_statistics(
     the flags do not fit.
     """
     pixels = images.pixel_format
-    if content and not same_kind(content["meta"], pixels):
-        raise ValueError(f"the images of the run had pixels of {content['meta'].get('pixels', 'uint8')}, now {pixels}")
     settings = content["meta"]["settings"] if content else {}
+    if content and (not same_kind(content["meta"], pixels) or settings.get("in_chans", 3) != pixels.channels):
+        before = PixelFormat(settings.get("in_chans", 3), content["meta"].get("pixels", "uint8"))
+        raise ValueError(f"the images of the run had {before} and now have {pixels}; choose another --output_dir")
     meta = read_meta(encoder["path"]) if encoder and not content else {}
     remarks: list[str] = []
     if args.mean and args.std:
