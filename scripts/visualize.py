@@ -62,9 +62,7 @@ def show_run(args: argparse.Namespace) -> None:
         images = open_images("folder", args.images, "val", in_chans=channels)
     else:
         column = settings.get("image_column")
-        images = open_images(
-            settings["dataset"], settings["data_path"], "val", in_chans=channels, image_column=column
-        )
+        images = open_images(settings["dataset"], settings["data_path"], "val", in_chans=channels, image_column=column)
     normalize = normalizer(settings, images.pixel_format)
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
