@@ -5,6 +5,9 @@
 Each photograph is a class, and each image is a square crop of it. Crops in `train/` are from the left two thirds of the
 photograph, crops in `val/` from the right third, so they never share a pixel. The random seed is fixed: the same flags
 always write the same files. A smaller `--num_train` writes the first crops of each class, so it makes a subset.
+
+With `--bands`, an image is a TIFF of five bands with 16 bits: red, green, blue, and the gradients of the brightness
+down the columns and along the rows. It needs tifffile.
 """
 
 import os
@@ -46,6 +49,25 @@ def crop(
     return photo.crop((x, y, x + size, y + size)).resize((side, side), Image.BICUBIC)
 
 
+def five_bands(img: Image.Image) -> np.ndarray:
+    """Red, green, blue, and the gradients of their mean down the columns and along the rows, uint16 [H, W, 5].
+
+    A gradient of 0 is the middle of the range, one of 255 per pixel is its end.
+    """
+    colors = np.asarray(img, np.float64)
+    gradients = [(slope + 255) / 2 for slope in np.gradient(colors.mean(axis=2))]
+    return np.round(np.dstack([colors, *gradients]) * 257).astype(np.uint16)
+
+
+def save_bands(bands: np.ndarray, path: Path) -> None:
+    """Write [H, W, C] as a TIFF. ValueError if tifffile is not installed."""
+    try:
+        import tifffile
+    except ImportError as error:
+        raise ValueError("--bands writes TIFFs by tifffile, which is not installed: pip install tifffile") from error
+    tifffile.imwrite(path, bands, photometric="minisblack", planarconfig="contig")
+
+
 def photos_folder() -> Path:
     """The folder of scikit-image's photographs. ValueError if it is not installed."""
     try:
@@ -73,11 +95,12 @@ def write_photos(
     num_train: int = 100,
     num_val: int = 30,
     crop_sides: tuple[float, float] = (0.6, 1.0),
+    bands: bool = False,
 ) -> int:
     """Write train/ and val/ with crops of `side` pixels to `output_dir`. Returns the number of photographs.
 
     `num_train` and `num_val` count crops per photograph. `crop_sides` are the smallest and the largest crop, as shares
-    of the shorter side of the region from which they are cut.
+    of the shorter side of the region from which they are cut. `bands`: write `five_bands` instead of JPEGs.
     """
     if min(num_train, num_val) < 1:
         raise ValueError(f"--num_train and --num_val must be at least 1, got {num_train} and {num_val}")
@@ -95,7 +118,11 @@ def write_photos(
             folder.mkdir(parents=True, exist_ok=True)
             rng = np.random.default_rng([label, split == "val"])
             for i in range(count):
-                crop(photo, side, rng, left, right, crop_sides).save(folder / f"{i:03d}.jpg", quality=92)
+                img = crop(photo, side, rng, left, right, crop_sides)
+                if bands:
+                    save_bands(five_bands(img), folder / f"{i:03d}.tif")
+                else:
+                    img.save(folder / f"{i:03d}.jpg", quality=92)
     return len(PHOTOS)
 
 
@@ -113,10 +140,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar=("LOW", "HIGH"),
         help="smallest and largest side of a crop, as shares of the shorter side of its region",
     )
+    parser.add_argument("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
     args = parser.parse_args(argv)
     with user_errors(parser):
         num_photos = write_photos(
-            args.output_dir, num_train=args.num_train, num_val=args.num_val, crop_sides=tuple(args.crop_sides)
+            args.output_dir,
+            num_train=args.num_train,
+            num_val=args.num_val,
+            crop_sides=tuple(args.crop_sides),
+            bands=args.bands,
         )
     print(f"crops of {num_photos} photographs: {args.output_dir}/train and {args.output_dir}/val")
 

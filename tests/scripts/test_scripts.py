@@ -8,6 +8,7 @@ from PIL import Image
 
 import main_pretrain
 from scripts import export, plot_losses, sample_photos, visualize
+from util.data.images import FolderImages
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
@@ -89,6 +90,29 @@ def test_visualize_names_what_is_wrong(tmp_path, capsys, arguments, message):
         visualize.main([argument.format(tmp=tmp_path) for argument in arguments])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message.format(tmp=tmp_path) in error and len(error.splitlines()) == 2
+
+
+def test_five_bands_are_the_colours_and_the_slopes_of_their_mean():
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    bands = sample_photos.five_bands(Image.fromarray(pixels))
+    assert bands.dtype == np.uint16 and np.array_equal(bands[:, :, :3], pixels.astype(np.uint16) * 257)
+    grey = pixels.sum(axis=2) / 3
+    for i, j in ((1, 1), (2, 3)):  # central differences, from black to white: 0 to 65535
+        down, along = (grey[i + 1, j] - grey[i - 1, j]) / 2, (grey[i, j + 1] - grey[i, j - 1]) / 2
+        assert np.allclose(bands[i, j, 3:], [(slope / 510 + 0.5) * 65535 for slope in (down, along)], atol=0.51)
+
+
+def test_sample_photos_writes_bands(tmp_path, monkeypatch):
+    pytest.importorskip("tifffile")
+    monkeypatch.setattr(sample_photos, "PHOTOS", ("coffee.png",))
+    for flag in ([], ["--bands"]):
+        sample_photos.main([str(tmp_path / str(len(flag))), "--num_train", "1", "--num_val", "1", *flag])
+    images = FolderImages(tmp_path / "1")
+    images.in_chans = 5
+    images.check()
+    pixels, rgb = images.load(0)[0], FolderImages(tmp_path / "0").load(0)[0]
+    assert pixels.shape == (96, 96, 5) and pixels.dtype == np.uint16
+    assert np.abs(pixels[:, :, :3] / 257 - rgb).mean() < 6  # a JPEG of the same crop
 
 
 def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
