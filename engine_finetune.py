@@ -1,7 +1,6 @@
 """The training loop of fine-tuning and linear probing, and evaluation. It knows batches and logits, but no model."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
-from util.data.datasets import AddressedDataset, batches, every_image_once, stack
+from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run import checkpoint, distributed, shard
+from util.run import checkpoint, distributed
+from util.run.evaluation import evaluation_batches
 from util.run.loop import TrainLoop
 from util.run.run_folder import write_json
 from util.run.saving import CheckpointSaver
@@ -130,25 +129,11 @@ def evaluate_images(
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Calls `evaluate` on all of `images`, which the ranks share. `on_batch` is called before each batch."""
-    rank, world_size = distributed.rank_and_world_size()
-    device = normalize.mean.device
-    addresses = every_image_once(len(images), batch_size, rank, world_size)
-    stored = normalize.pixels.pixel_bytes * transform.size[0] * transform.size[1] * batch_size
-    dataset = AddressedDataset(images, transform)
-    loaded = batches(dataset, addresses, stack, num_workers, device.type == "cuda", batch_bytes=stored)
-    bar = tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=rank != 0 or not sys.stderr.isatty())
-
-    def stream() -> Iterator[Any]:
-        for batch in bar:
-            if on_batch is not None:
-                on_batch()
-            yield batch
-
-    shown = stream()
-    if shard.is_sharded(model):
-        most = len(every_image_once(len(images), batch_size, 0, world_size))  # rank 0 has the most
-        blank = torch.zeros(1, normalize.pixels.channels, *model.img_size, device=device)
-        shown = shard.pad_forward_passes(shown, most, model, blank, autocast)
+    dataset, everything = AddressedDataset(images, transform), range(len(images))
+    sizes = batch_size, num_workers
+    shown = evaluation_batches(
+        dataset, everything, model, model, autocast, normalize.mean.device, *sizes, on_batch=on_batch
+    )
     return evaluate(model, shown, len(images), normalize, autocast, columns)
 
 

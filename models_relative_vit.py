@@ -188,6 +188,13 @@ class RelativeViTEncoder(PatchEncoder):
             x = block(x, bias)
         return x
 
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm.
+
+        The fine-tune model has no norm here.
+        """
+        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
+
     def start(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
         x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)

@@ -166,7 +166,11 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def pad_forward_passes(
-    batches: Iterable[Batch], num_passes: int, model: nn.Module, blank: torch.Tensor, autocast: Autocast
+    batches: Iterable[Batch],
+    num_passes: int,
+    forward: Callable[[torch.Tensor], Any],
+    blank: torch.Tensor,
+    autocast: Autocast,
 ) -> Iterator[Batch]:
     """Yields `batches`, of which the caller runs one forward pass each, then runs passes of `blank` up to `num_passes`.
 
@@ -177,4 +181,4 @@ def pad_forward_passes(
         num_passes -= 1
     for _ in range(num_passes):
         with autocast():
-            model(blank)
+            forward(blank)
