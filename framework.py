@@ -29,9 +29,9 @@ class Framework(nn.Module):
     `planner`, the model also accepts its outputs, `model(imgs, ids_shuffle, *plans)`, but does not need them.
 
     A framework is a file `models_<framework>_pr.py` with a subclass of this class and of an encoder. The encoder has
-    the methods `cut`, which cuts images into patches, and `no_weight_decay`. The subclass sets the attributes below and
-    implements `forward`, `reconstruct`, `panels`, `token_errors` and `load_official(state_dict)`, which loads weights
-    under the names of the framework's release.
+    the methods `cut`, which cuts images into patches, `forward_features` and `no_weight_decay`. The subclass sets the
+    attributes below and implements `forward`, `reconstruct`, `panels`, `token_errors` and `load_official(state_dict)`,
+    which loads weights under the names of the framework's release.
 
     The file may also define two functions at module level:
 
@@ -91,6 +91,17 @@ class Framework(nn.Module):
         token_weights: for sampling by attention, see `MaskCollator`. By default all tokens have the same weight.
         """
         return MaskCollator(self.sampler(sampling), seed, self.shared_visible, self.planner, token_weights)
+
+    def monitor_features(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Computes one feature vector per whole image, by the encoder that is fine-tuned, in float32 or wider.
+
+        imgs: normalised images [B, C, H, W]. Returns {"mean": mean of the patch tokens [B, D], "cls": class token
+        [B, D]}, both after the encoder's final norm. Encoders without a class token return "mean" alone.
+        """
+        x = self.forward_features(imgs)  # [B, P + N, D]
+        x, P = x.to(torch.promote_types(x.dtype, torch.float32)), int(hasattr(self, "cls_token"))
+        features = {"mean": x[:, P:].mean(dim=1)}
+        return features | {"cls": x[:, 0]} if P else features
 
     def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N])."""

@@ -27,6 +27,7 @@ import models_vit
 from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack, steps_per_epoch
+from util.data.images import check_classes
 from util.data.open import data_settings, open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, normalizer
@@ -246,14 +247,6 @@ def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Modu
     for name in ("crop_pct", "mean", "std"):
         settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
     return model.eval(), settings, meta.get("classes")
-
-
-def check_classes(ours: Sequence[str], theirs: Sequence[str], what: str, whose: str) -> None:
-    """ValueError if the lists of classes differ. It names the first differences."""
-    if list(ours) != list(theirs):
-        odd = sorted(set(ours) ^ set(theirs))
-        difference = f"only one of them has {', '.join(odd[:5])}" if odd else "in another order"
-        raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; {difference}")
 
 
 def note_on_size(dataset: str, images: Any) -> list[str]:

@@ -28,6 +28,7 @@ import models_mae_pr
 import models_mff_pr
 import models_simmim_pr
 import models_tec_pr
+import monitor
 from engine_pretrain import compile_shapes, train_one_epoch
 from framework import Framework
 from prmim import SAMPLING, SpatialAggregation
@@ -149,6 +150,7 @@ def get_args_parser() -> Parser:
     run = parser.add_argument_group("run")
     add_run_flags(run)
     run.add_argument("--picture_every", type=int, default=10, help="epochs between pictures in TensorBoard; 0: none")
+    monitor.add_flags(run)
     parser.set_defaults(warmup_epochs=40, blr=1.5e-4, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
     return parser
 
@@ -252,7 +254,8 @@ def flags_free_to_change(model: Framework, plan: Plan) -> frozenset[str]:
     # Drop path draws by micro-batch and rank; a shared visible set is that of a micro-batch's first image.
     split_counts = model.shared_visible or any(isinstance(module, DropPath) for module in model.modules())
     # A teacher may move: the fingerprint of its weights is compared.
-    return free_flags(plan, {"picture_every", "teacher", "pretrained"}, SPLIT_FLAGS if split_counts else ())
+    machine_flags = {"picture_every", "teacher", "pretrained"} | monitor.FLAGS
+    return free_flags(plan, machine_flags, SPLIT_FLAGS if split_counts else ())
 
 
 def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
@@ -284,7 +287,7 @@ def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, c
     losses = [report["epoch_loss"] for report in loop.log.history() if "epoch_loss" in report]
     if losses:
         lines.append(f"  loss         {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in epoch {len(losses)}")
-    return "\n".join([*lines, *closing])
+    return "\n".join([*lines, *monitor.summary_lines(loop.log.history()), *closing])
 
 
 def compile_planned_shapes(
@@ -371,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, collator
         )
         phases = attention_phases.AttentionPhases(args, plan, start, model, images, run)
+        observer = monitor.Monitor(args, plan, start, model, images, run)
         announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images))
         del content  # weights and moments of the checkpoint
 
@@ -379,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         loop.stop = stop
         if args.compile:
             compile_planned_shapes(run.model, model, collator, loop, plan.batch_size)
+        observer.run_if_due()  # before the first step, or missing because the run was stopped meanwhile
         for steps in step_ranges(loop.step, loop.last_step, loop.steps_per_epoch, args.save_steps):
             stopped = not phases.begin(steps)  # only for sampling by attention: maps and batches of a new phase
             stopped = stopped or train_one_epoch(run.model, run.batches, steps, loop)
@@ -386,8 +391,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
             if picture_is_due(args.picture_every, loop):
                 draw_reconstructions(model, settings, images, loop, process.is_main)
             if stopped and loop.step < loop.last_step:
-                end_after_signal(loop, stop)
+                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
                 return False
+            observer.run_if_due()
         closing = closing_lines(start.output_dir, process.is_main)
         finish_run(loop, stop, summary_of_run(args, loop, len(images), closing))
     return True

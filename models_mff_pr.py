@@ -67,6 +67,13 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
                 levels.append(self.proj_layers[len(levels)](x))
         return (self.proj_weights.softmax(dim=0) * torch.stack(levels)).sum(dim=0)
 
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns token features [B, 1 + N, D] after the norm, of the last block alone, as the encoder is fine-tuned.
+
+        imgs: [B, C, H, W], normalised.
+        """
+        return self.norm(super().encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
+
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones. As in the release, not `proj_weights`."""
         return {"cls_token", "decoder.mask_token"}

@@ -3,7 +3,8 @@
     python scripts/plot_losses.py MAE=output/mae PR-MIM=output/prmim --out losses.svg
 
 A run is the folder of a run or its log.jsonl, with or without a label. For fine-tuning runs the loss on the validation
-images is a dashed line. A loss that was not finite leaves a gap.
+images is a dashed line. A loss that was not finite leaves a gap. If a run has kNN accuracies (--knn_every), a second
+panel shows them.
 """
 
 import json
@@ -24,11 +25,12 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 class Curves(NamedTuple):
-    """The curves of one run, as lists of (step, loss). A loss that was not finite is NaN."""
+    """The curves of one run, as lists of (step, loss), and (step, kNN top-1 in percent). NaN if it was not finite."""
 
     label: str
     train: list[tuple[int, float]]
     val: list[tuple[int, float]]
+    knn: list[tuple[int, float]]
 
 
 def split_label(run: str) -> tuple[str, Path]:
@@ -62,7 +64,7 @@ def read_curves(run: str) -> Curves:
     log = find_log(path)
     if not label:
         label = log.resolve().parent.name if log.name == "log.jsonl" else log.stem
-    curves = Curves(label, [], [])
+    curves = Curves(label, [], [], [])
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         try:
@@ -71,7 +73,7 @@ def read_curves(run: str) -> Curves:
             continue
         if not isinstance(report, dict) or not isinstance(report.get("step"), int):
             continue
-        for name, curve in (("loss", curves.train), ("val_loss", curves.val)):
+        for name, curve in (("loss", curves.train), ("val_loss", curves.val), ("knn_top1", curves.knn)):
             loss = report.get(name, "missing")
             if loss is None or isinstance(loss, (int, float)):
                 curve.append((report["step"], math.nan if loss is None else loss))
@@ -86,7 +88,10 @@ def read_curves(run: str) -> Curves:
 
 def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
     """Draw the curves to `path`. `plt` is matplotlib.pyplot."""
-    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    has_knn = any(run.knn for run in runs)
+    figure = plt.figure(figsize=(6, 5.4 if has_knn else 3.4), layout="constrained")
+    axes = figure.add_subplot(1 + has_knn, 1, 1)
+    accuracies = figure.add_subplot(2, 1, 2, sharex=axes) if has_knn else None
     for run in runs:
         color = None
         if run.train:
@@ -95,10 +100,16 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
         if run.val:
             marker = "o" if len(run.val) == 1 else None
             axes.plot(*zip(*run.val, strict=True), "--", label=f"{run.label}, val", lw=1.4, color=color, marker=marker)
+        if accuracies is not None and run.knn:
+            accuracies.plot(*zip(*run.knn, strict=True), label=run.label, lw=1.4, color=color, marker="o", ms=3)
     is_pretraining = not any(run.val for run in runs)
-    axes.set(xlabel="optimizer step", ylabel="loss (mean over supervised tokens)" if is_pretraining else "loss")
-    axes.grid(alpha=0.3, which="both")
+    axes.set(ylabel="loss (mean over supervised tokens)" if is_pretraining else "loss")
     axes.legend(frameon=False)
+    if accuracies is not None:
+        accuracies.set(ylabel="kNN top-1, %")
+    for panel in figure.axes:
+        panel.grid(alpha=0.3, which="both")
+    figure.axes[-1].set(xlabel="optimizer step")
     with replaced_file(path) as temporary:
         figure.savefig(temporary, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

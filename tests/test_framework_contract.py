@@ -320,6 +320,37 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
 
 
+@frameworks
+def test_monitor_features_are_those_of_the_encoder_that_is_fine_tuned(name, tmp_path):
+    """One pass of the encoder over all tokens, without the decoder."""
+    model = build(name).eval()
+    path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {})
+    kinds = (ViTEncoder, RelativeViTEncoder, AbsoluteViTEncoder, SwinEncoder)
+    kind = next(c for c in type(model).__mro__ if c in kinds)
+    encoder = kind(**(SWIN if kind is SwinEncoder else SIZES), **({"shared_bias": False} if kind in kinds[1:2] else {}))
+    if isinstance(model.norm, nn.Identity):
+        encoder.norm = nn.Identity()
+    load_encoder(encoder, path)
+    imgs, *_ = a_batch(model)
+    modules = [(n, m) for n, m in model.named_modules() if re.search(r"decoder|aggregation|head|proj_layers|adap", n)]
+    called = []
+    for inner, module in modules:
+        module.register_forward_hook(lambda *_, inner=inner: called.append(inner))
+    with torch.no_grad():
+        found, tokens = model.monitor_features(imgs), encoder.eval().forward_features(imgs)
+    assert not called
+    prefix = int(hasattr(encoder, "cls_token"))
+    expected = {"mean": tokens[:, prefix:].sum(dim=1) / (tokens.shape[1] - prefix)}
+    if prefix:
+        expected["cls"] = tokens[:, 0]
+    assert found.keys() == expected.keys()
+    for feature, value in expected.items():
+        torch.testing.assert_close(found[feature], value, rtol=1e-4, atol=1e-5)
+        assert value.std(dim=0).max() > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert {x.dtype for x in model.monitor_features(imgs).values()} == {torch.float32}
+
+
 VARIANTS = {
     "as it is": lambda model: None,
     "recomputed": recompute_blocks,

@@ -28,7 +28,17 @@ ALLOWED = {
     "models_teacher": {"prmim", "models_vit"},
     "engine_pretrain": set(),
     "engine_finetune": set(),
-    "main_pretrain": {"prmim", "framework", "reconstruction", "attention_phases", "engine_pretrain", "recipes"}
+    "engine_probe": set(),
+    "monitor": {"framework", "reconstruction", "engine_probe"},
+    "main_pretrain": {
+        "prmim",
+        "framework",
+        "reconstruction",
+        "attention_phases",
+        "engine_pretrain",
+        "recipes",
+        "monitor",
+    }
     | FRAMEWORKS,
     "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune", "engine_finetune"},

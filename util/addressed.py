@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 # One stream per purpose, so that the crop of a sample and its mask never share a number. Other values, other runs.
-SHUFFLE, AUGMENT, MASK, LIBRARY, STEP = 1, 2, 3, 4, 5
+SHUFFLE, AUGMENT, MASK, LIBRARY, STEP, BANK = 1, 2, 3, 4, 5, 6
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's counter
 

@@ -161,8 +161,23 @@ def test_curves_of_a_log(tmp_path):
         assert curves.label == label and curves.val == [(3, 1.2)]
         assert [step for step, _ in curves.train] == [1, 2, 3]
         assert [loss for _, loss in curves.train] == pytest.approx([2, float("nan"), 1], nan_ok=True)
+        assert curves.knn == []
     log.rename(tmp_path / "other.jsonl")
     assert plot_losses.read_curves(str(tmp_path / "other.jsonl")).label == "other"
+
+
+def test_knn_accuracies_have_a_panel_of_their_own(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    knn = [{"step": step, "knn_top1": value, "rankme": 3.0} for step, value in ((0, 12.5), (2, 25.0))]
+    write_log(tmp_path / "a" / "log.jsonl", knn[0], {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, knn[1])
+    write_log(tmp_path / "b" / "log.jsonl", {"step": 1, "loss": 2.0})
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    plot_losses.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "l.svg")])
+    losses, accuracies = figures[0].axes
+    assert [len(losses.lines), len(accuracies.lines)] == [2, 1] and accuracies.get_ylabel() == "kNN top-1, %"
+    assert list(accuracies.lines[0].get_xdata()) == [0, 2] and list(accuracies.lines[0].get_ydata()) == [12.5, 25.0]
+    assert accuracies.lines[0].get_color() == losses.lines[0].get_color()
 
 
 def test_the_committed_picture_of_patterns_is_today_s(tmp_path):

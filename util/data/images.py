@@ -275,3 +275,11 @@ class CifarImages:
 
 
 Images = EncodedImages | CifarImages
+
+
+def check_classes(ours: Sequence[str], theirs: Sequence[str], what: str, whose: str) -> None:
+    """ValueError if the lists of classes differ. It names the first differences."""
+    if list(ours) != list(theirs):
+        odd = sorted(set(ours) ^ set(theirs))
+        difference = f"only one of them has {', '.join(odd[:5])}" if odd else "in another order"
+        raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; {difference}")

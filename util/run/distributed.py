@@ -118,6 +118,17 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of all processes' tensors, which may differ in length, one process after another."""
+    if not dist.is_initialized():
+        return tensor
+    lengths = gather_objects(len(tensor))
+    padded = torch.cat([tensor, tensor.new_zeros(max(lengths) - len(tensor), *tensor.shape[1:])])
+    everyone = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(everyone, padded.contiguous())
+    return torch.cat([rows[:length] for rows, length in zip(everyone, lengths, strict=True)])
+
+
 def broadcast_buffers(model: torch.nn.Module) -> None:
     """Copies rank 0's buffers to all processes, whose running statistics differ during training."""
     if dist.is_initialized():

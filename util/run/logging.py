@@ -34,8 +34,9 @@ class RunLog:
             return
         output_dir = Path(output_dir)
         self.text = open(output_dir / "log.txt", "a", encoding="utf-8")
-        self.reports = ReportFile(output_dir / "log.jsonl", start_step)
-        self.tensorboard: SummaryWriter | None = SummaryWriter(output_dir / "tensorboard", purge_step=start_step + 1)
+        done = start_step or -1  # a new run repeats what an earlier one has reported at step 0
+        self.reports = ReportFile(output_dir / "log.jsonl", done)
+        self.tensorboard: SummaryWriter | None = SummaryWriter(output_dir / "tensorboard", purge_step=done + 1)
         # Some terminals report a size of 0 x 0.
         size = {"dynamic_ncols": True} if terminal_columns(sys.stderr) else {"ncols": 80, "nrows": 24}
         self.bar = tqdm(total=end_step, initial=start_step, unit="step", disable=not sys.stderr.isatty(), **size)

@@ -64,8 +64,9 @@ def shard(
     for module in [*blocks, model]:
         before = list(module.parameters())
         fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
-        if hasattr(module, "cls_attention"):  # gathers parameters as `forward` does
-            register_fsdp_forward_method(module, "cls_attention")
+        for method in ("cls_attention", "monitor_features"):  # gather parameters as `forward` does
+            if hasattr(module, method):
+                register_fsdp_forward_method(module, method)
         _replace_parameters(optimizer, before, module.parameters())
         del before  # the last reference to whole parameters
     if compiled:

@@ -1,0 +1,114 @@
+"""Features of a frozen encoder over all processes, and their k-nearest-neighbour accuracy. It knows no model.
+
+Each process encodes its share of the images. The bank of training features stays split: each process finds the
+neighbours among its own share, and the results are merged by similarity and image number.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from util.data.datasets import AddressedDataset
+from util.data.transforms import Normalize
+from util.knn import MOST_SIMILARITIES, Moments, best_of, nearest, rank_of_label, unit_rows, votes_of
+from util.run import distributed
+from util.run.evaluation import evaluation_batches
+
+Encode = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+class Features(NamedTuple):
+    """This rank's share of the features of some images, on the device."""
+
+    values: dict[str, torch.Tensor]  # {name of a feature: float32 [n, D]}
+    labels: torch.Tensor  # int64 [n]
+    numbers: torch.Tensor  # of the images in the data, int64 [n], ascending
+
+    def take(self, rows: torch.Tensor) -> "Features":
+        """Returns the features of the images at `rows`, a mask [n]."""
+        values = {name: x[rows] for name, x in self.values.items()}
+        return Features(values, self.labels[rows], self.numbers[rows])
+
+
+@torch.no_grad()
+def extract_features(
+    encode: Encode,
+    dataset: AddressedDataset,
+    indices: Sequence[int] | np.ndarray,
+    model: nn.Module,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    batch_size: int,
+    num_workers: int,
+    on_batch: Callable[[], None] | None = None,
+) -> Features:
+    """Encodes this rank's share of the images `indices`, which ascend. All ranks must call it.
+
+    encode: turns normalised images [B, C, H, W] into {name: features [B, D]}. model: its network, which is put into
+    eval mode for the time being. on_batch: called before each batch.
+    """
+    rank, world_size = distributed.rank_and_world_size()
+    device, was_training = normalize.mean.device, model.training
+    found: dict[str, list[torch.Tensor]] = {}
+    labels: list[torch.Tensor] = []
+    model.eval()
+    sizes = batch_size, num_workers
+    for imgs, targets in evaluation_batches(
+        dataset, indices, model, encode, autocast, device, *sizes, on_batch=on_batch
+    ):
+        with autocast():
+            features = encode(normalize(imgs.to(device, non_blocking=True)))
+        for name, x in features.items():
+            found.setdefault(name, []).append(x.float())
+        labels.append(targets.to(device, non_blocking=True))
+    model.train(was_training)
+    numbers = torch.as_tensor(np.asarray(indices)[rank::world_size], device=device)
+    return Features({name: torch.cat(parts) for name, parts in found.items()}, torch.cat(labels), numbers)
+
+
+def moments_of_all(features: torch.Tensor) -> Moments:
+    """Returns the moments of the features of all ranks. features: this rank's share [n, D]."""
+    own = Moments.of(features)
+    return Moments(*(distributed.all_reduce_sum(x) for x in (own.count, own.total, own.gram)))
+
+
+@torch.no_grad()
+def knn_accuracy(
+    bank: Features,
+    queries: Features,
+    name: str,
+    num_classes: int,
+    ks: Sequence[int] = (20,),
+    moments: Moments | None = None,
+    leave_one_out: bool = False,
+    on_chunk: Callable[[], None] | None = None,
+) -> dict[int, dict[str, float]]:
+    """Returns {k: {"top1", "top5"}} in percent, of the queries of all ranks against the bank of all ranks.
+
+    name: of the feature. moments: of the bank, to standardise each channel. leave_one_out: queries are images of the
+    bank and are not their own neighbours. on_chunk: called now and then. All ranks must call it.
+    """
+    own = unit_rows(bank.values[name], moments)
+    wanted = unit_rows(distributed.gather_rows(queries.values[name]), moments)
+    labels, numbers = (distributed.gather_rows(x) for x in (queries.labels, queries.numbers))
+    rows = max(1, MOST_SIMILARITIES // max(distributed.gather_objects(len(own))))
+    hits = {k: torch.zeros(2, dtype=torch.int64, device=own.device) for k in ks}
+    for first in range(0, len(wanted), rows):
+        part = slice(first, first + rows)
+        if on_chunk is not None:
+            on_chunk()
+        excluded = numbers[part] if leave_one_out else None
+        similarities, positions = nearest(wanted[part], own, bank.numbers, max(ks), excluded)
+        found = similarities, bank.numbers[positions], bank.labels[positions]
+        all_similarities, all_numbers, all_labels = (distributed.gather_rows(x.T.contiguous()).T for x in found)
+        similarities, their_labels = best_of(all_similarities, all_numbers, all_labels, max(ks))
+        for k in ks:
+            ranks = rank_of_label(votes_of(similarities[:, :k], their_labels[:, :k], num_classes), labels[part])
+            hits[k] += torch.stack([(ranks < 1).sum(), (ranks < 5).sum()])
+    return {
+        k: dict(zip(("top1", "top5"), (100 * x.double() / len(wanted)).tolist(), strict=True)) for k, x in hits.items()
+    }

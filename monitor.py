@@ -1,0 +1,198 @@
+"""A live signal during pre-training: k-nearest-neighbour accuracy and RankMe of the encoder, every few epochs.
+
+The bank holds training images, the queries are images of val/, both in the evaluation view. The evaluation draws no
+random numbers and leaves no state, so a run has the same weights with and without it. It comes after the checkpoint is
+saved: if the run is killed meanwhile, the next start makes up for it.
+"""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_probe import Features, extract_features, knn_accuracy, moments_of_all
+from framework import Framework
+from reconstruction import evenly_spaced
+from util.addressed import BANK, addressed_uniform
+from util.data.datasets import AddressedDataset
+from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
+from util.data.images import Images, check_classes
+from util.data.open import open_everywhere
+from util.data.transforms import ResizeCenterCrop
+from util.run.distributed import run_on_rank0
+from util.run.flags import Plan, check_least
+from util.run.setup import RunParts
+from util.run.start import Start
+from util.run.watchdog import DATA
+
+MOST_QUERIES = 10_000
+NEIGHBOURS = 20
+FLAGS = {"knn_every", "knn_train"}  # they may change between two starts of a run
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags of the evaluation."""
+    flag = group.add_argument
+    flag("--knn_every", type=int, default=0, help="epochs between kNN accuracies and RankMe of the encoder; 0: none")
+    flag("--knn_train", type=int, default=50_000, help="training images for them; 0: all")
+
+
+def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
+    """Returns the training images of the bank, int64, ascending: the same in each evaluation. num_wanted 0: all."""
+    order = addressed_uniform(BANK, seed, 0, [0], num_images)[0].argsort(kind="stable")
+    return np.sort(order[: num_wanted or num_images])
+
+
+def has_val(args: argparse.Namespace, images: Any) -> bool:
+    """Whether the data holds validation images. images: the training images."""
+    root = Path(args.data_path)
+    if args.dataset != "folder" or getattr(images, "content", {}).get("split_inside"):
+        return True
+    if not root.is_dir():  # a tar without splits
+        return False
+    listing = list_folder(root)
+    names = {split_of(name) for name in listing.folders} | {split_of_tar(name) for name in listing.tars}
+    return bool(names & set(readable_splits("val")))
+
+
+@dataclass
+class Monitor:
+    """Evaluates the encoder before the first step, after every `--knn_every` epochs and at the end of the schedule.
+
+    Without classes it computes RankMe alone, which needs no labels. Without val/ each query is an image of the bank,
+    without itself as a neighbour. What applies is added to `start.remarks`. ValueError if a flag is out of range, or if
+    val/ has other classes than train/.
+    """
+
+    args: argparse.Namespace
+    plan: Plan
+    start: Start
+    model: Framework
+    images: Images  # of training
+    run: RunParts
+    val_images: Images | None = field(init=False, default=None)
+    bank: np.ndarray = field(init=False)  # indices of the training images in the bank
+
+    def __post_init__(self) -> None:
+        args = self.args
+        check_least(args, 0, "knn_every knn_train")
+        if not args.knn_every:
+            return
+        self.bank = bank_images(len(self.images), args.knn_train, args.seed)
+        self.num_classes = len(self.images.classes) if len(self.images.classes) > 1 else 0
+        if not self.num_classes:
+            self.start.remarks.append(
+                "note: the training images have no classes, so --knn_every computes RankMe alone, which needs no labels"
+            )
+        elif not run_on_rank0(lambda: has_val(args, self.images)):
+            self.start.remarks.append(
+                "note: there is no val/, so --knn_every classifies images of train/ by the others (leave-one-out)"
+            )
+        else:
+            val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
+            check_classes(self.images.classes, val_images.classes, "--knn_every: the training data", "val/")
+            self.val_images = val_images
+            self.start.remarks += val_images.notes
+
+    def run_if_due(self) -> None:
+        """Evaluates the current step, if it is due and not in the log yet. All ranks must call it."""
+        if self.is_due() and not run_on_rank0(self.is_done):
+            self.evaluate()
+
+    def is_due(self) -> bool:
+        """Whether the current step is to be evaluated."""
+        loop = self.run.loop
+        epoch, rest = divmod(loop.step, loop.steps_per_epoch)
+        return self.args.knn_every > 0 and rest == 0 and (epoch % self.args.knn_every == 0 or epoch == self.args.epochs)
+
+    def is_done(self) -> bool:
+        """Whether the log holds the evaluation of the current step, on rank 0."""
+        loop = self.run.loop
+        return any(report["step"] == loop.step and "rankme" in report for report in loop.log.history())
+
+    def evaluate(self) -> None:
+        """Measures the encoder and logs the result."""
+        loop, begin = self.run.loop, time.perf_counter()
+        bank = self.extract(self.images, self.bank)
+        scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
+        moments = {name: moments_of_all(x) for name, x in bank.values.items()}
+        is_finite = all(bool(m.gram.isfinite().all()) for m in moments.values())
+        line = "the features of the encoder are not finite, so kNN and RankMe are missing"
+        if is_finite:
+            line = ""
+            if self.num_classes:
+                scalars |= self.accuracies(bank, moments)
+                line = describe(scalars) + "; "
+            scalars |= {"rankme": moments["mean"].rankme(), "rankme_centred": moments["mean"].rankme(centred=True)}
+            line += f"RankMe {scalars['rankme']:.1f}, centred {scalars['rankme_centred']:.1f}"
+        else:
+            scalars["rankme"] = None
+        scalars["knn_seconds"] = time.perf_counter() - begin
+        when = f"after epoch {scalars['epoch']}" if loop.step else "before training"
+        loop.log.report(loop.step, scalars, f"{when}: {line}; {scalars['knn_seconds']:.1f} s", line)
+
+    def extract(self, images: Images, indices: np.ndarray) -> Features:
+        """Encodes this rank's share of the images `indices`. Unreadable ones are replaced as in training."""
+        args, plan, loop = self.args, self.plan, self.run.loop
+        view = ResizeCenterCrop(self.model.img_size, reference=args.loader == "reference")
+        dataset = AddressedDataset(images, view, replace=args.max_bad_fraction > 0)
+        sizes = plan.batch_size, plan.num_workers
+        encode, model = self.model.monitor_features, self.model
+        return extract_features(
+            encode, dataset, indices, model, loop.normalize, loop.autocast, *sizes, on_batch=self.alive
+        )
+
+    def alive(self) -> None:
+        """Tells the watchdog that this process works."""
+        self.run.loop.reached(DATA)
+
+    def accuracies(self, bank: Features, moments: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the kNN accuracies by their names in the log. The headline is the mean of the patch tokens, z."""
+        if self.val_images is None:
+            numbers = self.bank[evenly_spaced(len(self.bank), MOST_QUERIES)]
+            queries = bank.take(torch.isin(bank.numbers, bank.numbers.new_tensor(numbers)))
+        else:
+            queries = self.extract(self.val_images, evenly_spaced(len(self.val_images), MOST_QUERIES))
+        found: dict[str, float] = {}
+        for name in bank.values:
+            for scaling, statistics in (("z", moments[name]), ("raw", None)):
+                (best,) = knn_accuracy(
+                    bank,
+                    queries,
+                    name,
+                    self.num_classes,
+                    (NEIGHBOURS,),
+                    statistics,
+                    leave_one_out=self.val_images is None,
+                    on_chunk=self.alive,
+                ).values()
+                if (name, scaling) == ("mean", "z"):
+                    found |= {"knn_top1": best["top1"], "knn_top5": best["top5"]}
+                else:
+                    found[f"knn_{name}_{scaling}_top1"] = best["top1"]
+        return found
+
+
+def describe(scalars: Mapping[str, float]) -> str:
+    """Returns the accuracies of one evaluation in words."""
+    text = f"kNN top-1 {scalars['knn_top1']:.2f} %, top-5 {scalars['knn_top5']:.2f} % (raw "
+    text += f"{scalars['knn_mean_raw_top1']:.2f} %"
+    if "knn_cls_z_top1" in scalars:
+        text += f"; class token {scalars['knn_cls_z_top1']:.2f} %, raw {scalars['knn_cls_raw_top1']:.2f} %"
+    return text + ")"
+
+
+def summary_lines(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns lines for the end of a run: the first and the last evaluation in its log."""
+    found = [report for report in history if report.get("rankme") is not None]
+    lines = []
+    for report in found[:1] + found[1:][-1:]:
+        when = f"after epoch {report['epoch']}" if report["step"] else "before training"
+        accuracy = f"top-1 {report['knn_top1']:.2f} %, " if "knn_top1" in report else ""
+        lines.append(f"  kNN          {accuracy}RankMe {report['rankme']:.1f} {when}")
+    return lines
