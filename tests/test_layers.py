@@ -30,6 +30,8 @@ ALLOWED = {
     "engine_finetune": set(),
     "engine_probe": set(),
     "monitor": {"framework", "reconstruction", "engine_probe"},
+    "models_probe": {*ENCODERS},
+    "main_probe": {"engine_probe", "models_probe"},
     "main_pretrain": {
         "prmim",
         "framework",
@@ -46,7 +48,7 @@ ALLOWED = {
     "timm_models": ENCODERS,
     "hubconf": {"encoders", "timm_models", *ENCODERS},
     "models_reference_mae": {"models_vit"},
-    "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness"},
+    "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness", "main_probe"},
 } | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
 ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
 ALLOWED["models_amt_pr"] = {"prmim", "framework", *ENCODERS, "models_mae_pr", "models_simmim_pr"}
