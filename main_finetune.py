@@ -27,7 +27,7 @@ import models_vit
 from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack, steps_per_epoch
-from util.data.images import check_classes
+from util.data.images import check_classes, check_splits
 from util.data.open import data_settings, open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, normalizer
@@ -355,11 +355,7 @@ def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     """Opens train/ and val/. ValueError unless both have the same classes, --nb_classes of them."""
     images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
     val_images = open_everywhere(args, "val", labelled=True)
-    if val_images.pixel_format != images.pixel_format:
-        raise ValueError(
-            f"the training images have {images.pixel_format}, the validation images {val_images.pixel_format}"
-        )
-    check_classes(images.classes, val_images.classes, "the training data", "the validation data")
+    check_splits(images, val_images)
     number = len(images.classes)
     if args.nb_classes not in (None, number):
         raise ValueError(f"--nb_classes {args.nb_classes}, but the data has {number} classes; leave the flag out")

@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from engine_probe import extract_features, knn_accuracy, moments_of_all
 from models_probe import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, open_encoder, open_timm_model
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
-from util.data.images import Images, check_classes
+from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
-from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
+from util.data.statistics import normalizer
+from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop
 from util.run import distributed
 from util.run.cli import Parser, run_program
 from util.run.code_version import code_version
@@ -106,11 +107,11 @@ def make_encoder(args: argparse.Namespace) -> FrozenEncoder:
     return encoder
 
 
-def open_data(args: argparse.Namespace) -> tuple[Images, Images]:
-    """Opens train/ and val/. ValueError unless both have the same classes."""
-    images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
-    val_images = open_everywhere(args, "val", labelled=True)
-    check_classes(images.classes, val_images.classes, "the training data", "the validation data")
+def open_data(args: argparse.Namespace, in_chans: int) -> tuple[Images, Images]:
+    """Opens train/ and val/. in_chans: of the encoder. ValueError unless both have the same classes and format."""
+    images = open_everywhere(args, "train", True, args.max_bad_fraction, in_chans)
+    val_images = open_everywhere(args, "val", True, in_chans=in_chans)
+    check_splits(images, val_images)
     return images, val_images
 
 
@@ -122,6 +123,7 @@ def protocol_of(
         "probes": [name for name in PROBES if name in args.probes],
         "blocks": encoder.blocks,
         "input_size": list(encoder.img_size),
+        "in_chans": encoder.in_chans,
         "mean": list(encoder.mean),
         "std": list(encoder.std),
         "precision": precision_name,
@@ -161,13 +163,13 @@ class ImageSubset:
     """Some of the images, renumbered from 0."""
 
     def __init__(self, images: Images, indices: np.ndarray) -> None:
-        self.images, self.indices = images, indices
+        self.images, self.indices, self.pixel_format = images, indices, images.pixel_format
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns (uint8 [H, W, 3], label)."""
+        """Returns ([H, W, C], label)."""
         return self.images.load(int(self.indices[i]))
 
 
@@ -223,7 +225,7 @@ class Evaluation:
     ) -> None:
         self.args, self.process, self.images, self.val_images = args, process, images, val_images
         self.encoder, self.autocast = encoder.to(process.device), numbers.autocast
-        self.normalize = Normalize(encoder.mean, encoder.std).to(process.device)
+        self.normalize = normalizer(encoder.pixel_settings(), images.pixel_format).to(process.device)
         self.batch_size, self.accum_iter, _ = split_batch(
             args.batch_size, None, args.total_batch_size, process.world_size, 128
         )
@@ -282,7 +284,7 @@ class Evaluation:
             stack,
             self.num_workers,
             process.device.type == "cuda",
-            batch_bytes=3 * math.prod(self.encoder.img_size) * self.batch_size,
+            batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(self.encoder.img_size) * self.batch_size,
         )
         begin = time.monotonic()
         for step in range(args.steps):
@@ -303,7 +305,7 @@ class Evaluation:
         stream.close()
 
     def encode(self, batch: Sequence[torch.Tensor]) -> tuple[dict[int, Any], torch.Tensor]:
-        """Returns (the encoder's tokens by block, labels) of uint8 images and labels."""
+        """Returns (the encoder's tokens by block, labels) of images as they are stored, and labels."""
         imgs, labels = (x.to(self.process.device, non_blocking=True) for x in batch)
         with self.autocast():
             return self.encoder(self.normalize(imgs)), labels
@@ -370,7 +372,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     process = distributed.init_process(args.device, timeout_minutes=240)
     refuse_different_starts(args)
     encoder = distributed.run_everywhere(lambda: make_encoder(args))
-    images, val_images = open_data(args)
+    images, val_images = open_data(args, encoder.in_chans)
     numbers = precision(args.precision, process.device)
     protocol = protocol_of(args, encoder, images, val_images, numbers.name)
     path = distributed.run_on_rank0(lambda: writable_folder(args.output_dir)) / RESULTS

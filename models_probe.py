@@ -6,7 +6,7 @@ grid of learning rates and weight decays are trained at once, on the same batche
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +14,13 @@ import timm
 import torch
 from torch import nn
 
-from models_absolute_vit import AbsoluteViTEncoder
-from models_relative_vit import RelativeViTEncoder
-from models_swin import SwinEncoder
-from models_vit import ViTEncoder, read_sizes
+from encoders import find_kind
+from models_vit import ViTEncoder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.encoder_weights import encoder_weights_of, fit_encoder, refuse_foreign
-from util.pos_embed import grid_from_settings
 from util.run import checkpoint
 from util.text import shorten
 
-BIAS_TABLE = "relative_position_bias_table"
 HEAD_CHANNELS = 64  # of a head of the attentive probe
 
 
@@ -41,7 +37,8 @@ class FrozenEncoder(nn.Module):
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
     num_prefix, num_cls: the first tokens that are no patches, and how many of these are class tokens, whose mean is
     taken.
-    img_size: (height, width). mean, std: of the pixels in [0, 1]. sha256: identifies the weights.
+    img_size: (height, width). in_chans, mean, std, pixels: channels of its images, their statistics, and their type.
+    sha256: identifies the weights.
     notes: what should be printed about the weights.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
@@ -55,18 +52,25 @@ class FrozenEncoder(nn.Module):
         img_size: tuple[int, int],
         num_prefix: int,
         num_cls: int,
+        in_chans: int,
         mean: Sequence[float],
         std: Sequence[float],
         sha256: str,
         notes: Sequence[str] = (),
+        pixels: str = "uint8",
     ) -> None:
         super().__init__()
         self.network, self.name, self.img_size, self.sha256, self.notes = network, name, img_size, sha256, [*notes]
-        self.num_prefix, self.num_cls, self.mean, self.std = num_prefix, num_cls, tuple(mean), tuple(std)
+        self.num_prefix, self.num_cls, self.in_chans = num_prefix, num_cls, in_chans
+        self.mean, self.std, self.pixels = tuple(mean), tuple(std), pixels
         self.dim: int = getattr(network, "num_features", None) or network.embed_dim
         self.depth = len(network.blocks) if num_prefix and hasattr(network, "blocks") else 0  # 0: unknown
         self.blocks = [self.depth]
         self.requires_grad_(False).eval()
+
+    def pixel_settings(self) -> dict[str, Any]:
+        """Returns the settings by which `util.data.statistics.normalizer` normalises its images."""
+        return {"mean": self.mean, "std": self.std, "pixels": self.pixels}
 
     def read_blocks(self, blocks: Sequence[int]) -> None:
         """Chooses the blocks whose outputs are returned. ValueError if the network has no such blocks."""
@@ -122,8 +126,12 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     """
     path = checkpoint.find_checkpoint_file(path)
     content, what = checkpoint.read_checkpoint(path), repr(str(path))
-    weights, settings = encoder_weights_of(content), checkpoint.meta_of(content).get("settings", {})
-    encoder = build_encoder(weights, settings, what, input_size)
+    weights, meta = encoder_weights_of(content), checkpoint.meta_of(content)
+    settings, kind = meta.get("settings", {}), find_kind(weights)
+    sizes = kind.read_sizes(weights, settings, what)
+    if input_size is not None:
+        sizes["img_size"] = (input_size, input_size)
+    encoder = kind.encoder(**sizes)
     if "norm.weight" not in weights:
         encoder.norm = nn.Identity()
     if isinstance(encoder, ViTEncoder):
@@ -131,61 +139,9 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     report = fit_encoder(encoder, content, what)
     cls = int(hasattr(encoder, "cls_token"))
     mean, std = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
-    digest = checkpoint.recorded_sha256(path)
-    return FrozenEncoder(encoder, str(path), encoder.img_size, cls, cls, mean, std, digest, [f"encoder: {report}"])
-
-
-def build_encoder(
-    weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any], what: str, input_size: int | None
-) -> nn.Module:
-    """Builds the encoder of a checkpoint, of the kind and the sizes that its weights show.
-
-    settings: of a checkpoint of this project, or {}. what: its name in errors. input_size: see `open_encoder`.
-    """
-    size = {} if input_size is None else {"img_size": (input_size, input_size)}
-    if any(".downsample." in key for key in weights):
-        return SwinEncoder(**{**read_swin_sizes(weights, settings), **size})
-    tables = [value for key, value in weights.items() if key.endswith(BIAS_TABLE)]
-    if not tables:
-        kind = AbsoluteViTEncoder if "blocks.0.gamma_1" in weights else ViTEncoder
-        return kind(**{**read_sizes(weights, settings, what), **size})
-    embed_dim, in_chans, patch_size, _ = weights["patch_embed.proj.weight"].shape
-    side = (round((len(tables[0]) - 3) ** 0.5) + 1) // 2  # of a square grid, whose table has (2 side - 1)^2 + 3 rows
-    rows, columns = grid_from_settings(settings, patch_size) or (side, side)
-    sizes = dict(
-        img_size=(rows * patch_size, columns * patch_size),
-        patch_size=patch_size,
-        in_chans=in_chans,
-        embed_dim=embed_dim,
-        depth=count_blocks(weights, "blocks."),
-        num_heads=tables[0].shape[1],
-        mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
-        shared_bias=False,
-    )
-    return RelativeViTEncoder(**{**sizes, **size})
-
-
-def read_swin_sizes(weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Infers the size arguments of `SwinEncoder`. Files that do not say their image size are for 224 px."""
-    embed_dim, in_chans, patch_size, _ = weights["patch_embed.proj.weight"].shape
-    stages = range(count_blocks(weights, "layers."))
-    tables = [weights[f"layers.{s}.blocks.0.attn.{BIAS_TABLE}"] for s in stages]
-    size = settings.get("input_size") or 224
-    return dict(
-        img_size=size if isinstance(size, int) else (size[0], size[-1]),
-        patch_size=patch_size,
-        in_chans=in_chans,
-        embed_dim=embed_dim,
-        depths=[count_blocks(weights, f"layers.{s}.blocks.") for s in stages],
-        num_heads=[table.shape[1] for table in tables],
-        window_size=max((round(len(table) ** 0.5) + 1) // 2 for table in tables),
-        mlp_ratio=len(weights["layers.0.blocks.0.mlp.fc1.weight"]) / embed_dim,
-    )
-
-
-def count_blocks(weights: Mapping[str, torch.Tensor], prefix: str) -> int:
-    """Returns how many numbers follow `prefix` in the keys."""
-    return len({key[len(prefix) :].partition(".")[0] for key in weights if key.startswith(prefix)})
+    statistics = sizes["in_chans"], mean, std, checkpoint.recorded_sha256(path)
+    notes, pixels = [f"encoder: {report}"], meta.get("pixels", "uint8")
+    return FrozenEncoder(encoder, str(path), encoder.img_size, cls, cls, *statistics, notes, pixels)
 
 
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
@@ -207,7 +163,9 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
             "without a network, download the weights elsewhere and give them as the first argument"
         ) from error
     config = network.pretrained_cfg
-    height, width = (input_size, input_size) if input_size else config["input_size"][1:]
+    in_chans, height, width = config["input_size"]
+    if input_size:
+        height = width = input_size
     prefix = getattr(network, "num_prefix_tokens", 0)
     registers = getattr(network, "reg_token", None)
     cls = prefix - (0 if registers is None else registers.shape[1])
@@ -215,7 +173,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     for tensor in network.state_dict().values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     mean, std = config["mean"], config["std"]
-    return FrozenEncoder(network, name, (height, width), prefix, cls, mean, std, digest.hexdigest())
+    return FrozenEncoder(network, name, (height, width), prefix, cls, in_chans, mean, std, digest.hexdigest())
 
 
 # --------------------------------------------------------------------------------------------------------------- heads

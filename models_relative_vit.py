@@ -200,13 +200,6 @@ class RelativeViTEncoder(PatchEncoder):
         x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
         return x, None if self.rel_pos_bias is None else self.rel_pos_bias(ids)
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm.
-
-        The fine-tune model has no norm here.
-        """
-        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
-
     def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
 

@@ -21,7 +21,7 @@ from reconstruction import evenly_spaced
 from util.addressed import BANK, addressed_uniform
 from util.data.datasets import AddressedDataset
 from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
-from util.data.images import Images, check_classes
+from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.run.distributed import run_on_rank0
@@ -95,7 +95,7 @@ class Monitor:
             )
         else:
             val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
-            check_classes(self.images.classes, val_images.classes, "--knn_every: the training data", "val/")
+            check_splits(self.images, val_images, "--knn_every: ")
             self.val_images = val_images
             self.start.remarks += val_images.notes
 

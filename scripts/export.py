@@ -48,6 +48,7 @@ from main_pretrain import load_run, own_flags
 from models_swin import SwinEncoder
 from timm_models import channels_of, data_config, is_classifier, largest_difference, timm_arguments, timm_weights
 from util.atomic import filled_folder, replaced_file
+from util.data.pixel_format import PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.encoder_weights import encoder_weights_of, rename_prefixes
 from util.run import checkpoint
@@ -188,7 +189,7 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     line = f"timm.create_model({json.dumps(location, ensure_ascii=False)}, pretrained=True)"
     card = model_card(
         Path(location.partition(":")[2]).name,
-        describe_model(model, name, config),
+        describe_model(model, name, config, meta.get("pixels", "uint8")),
         meta,
         source.parent,
         tuple(own_flags()),
@@ -210,8 +211,9 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     ]
 
 
-def describe_model(model: nn.Module, name: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The rows of the model card about the model itself."""
+def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], pixels: str) -> dict[str, str]:
+    """The rows of the model card about the model itself. pixels: type of the pixels that it was trained on."""
+    unit = "the unit of the data" if PixelFormat(channels_of(model), pixels).is_float else "fractions of the full range"
     channels, height, width = config["input_size"]
     if is_classifier(model):
         outputs = f"logits of {config['num_classes']} classes"
@@ -223,6 +225,7 @@ def describe_model(model: nn.Module, name: str, config: Mapping[str, Any]) -> di
         "output": outputs,
         "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
         "images": f"{channels} channels, {height} x {width} pixels, patches of {model.patch_size} x {model.patch_size}",
+        "pixels": f"{pixels}; mean and standard deviation are in {unit}",
         "pixel mean": ", ".join(f"{value:.6g}" for value in config["mean"]),
         "pixel standard deviation": ", ".join(f"{value:.6g}" for value in config["std"]),
     }

@@ -30,7 +30,7 @@ ALLOWED = {
     "engine_finetune": set(),
     "engine_probe": set(),
     "monitor": {"framework", "reconstruction", "engine_probe"},
-    "models_probe": {*ENCODERS},
+    "models_probe": {"encoders", "models_vit"},
     "main_probe": {"engine_probe", "models_probe"},
     "main_pretrain": {
         "prmim",

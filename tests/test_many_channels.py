@@ -10,6 +10,7 @@ from timm.models import adapt_input_conv
 
 import main_finetune
 import main_pretrain
+import main_probe
 from scripts import visualize
 from tests.conftest import write_photo
 from tests.test_main_finetune import PLAIN
@@ -100,6 +101,30 @@ def test_pictures_of_five_bands(bands, encoder, tmp_path, capsys):
     out = tmp_path / "p.png"
     visualize.main([str(encoder), "--images", str(bands[0] / "val"), "--out", str(out), "--rows", "2"])
     assert np.asarray(Image.open(out)).std() > 10 and "masked MSE" in capsys.readouterr().out
+
+
+def test_frozen_evaluation_of_five_bands(bands, encoder, tmp_path):
+    flags = [
+        "--steps",
+        "2",
+        "--total_batch_size",
+        "4",
+        "--num_workers",
+        "0",
+        "--device",
+        "cpu",
+        "--probes",
+        "knn",
+        "linear",
+    ]
+    main_probe.main([str(encoder), *flags, "--data_path", str(bands[0]), "--output_dir", str(tmp_path / "probe")])
+    rows = json.loads((tmp_path / "probe" / "probe.json").read_text())["results"]
+    offline = {(row.get("scaling"), row["feature"]): row["top1"] for row in rows if row.get("k") == 20}
+    pretrain(bands[0], tmp_path / "run", "--in_chans", 5, "--knn_every", 2)
+    reports = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    *_, last = (report for report in reports if "rankme" in report)
+    # The run on the way and the program afterwards see the same weights and the same normalised images.
+    assert last["knn_top1"] == offline["z", "mean"] and last["knn_cls_raw_top1"] == offline["raw", "cls"]
 
 
 def test_fine_tuning_on_five_bands(bands, encoder, tmp_path, capsys):

@@ -189,7 +189,9 @@ def test_other_classes_in_val_are_refused_before_the_first_step(data, tmp_path, 
     root = shutil.copytree(data, tmp_path / "data")
     (root / "val" / "dog").rename(root / "val" / "wolf")
     message = fails(capsys, root, tmp_path / "out", *KNN)
-    assert "--knn_every: the training data has 2 classes, val/ 2; only one of them has dog, wolf" in message
+    assert (
+        "--knn_every: the training data has 2 classes, the validation data 2; only one of them has dog, wolf" in message
+    )
     assert "--knn_every must be at least 0, got -1" in fails(capsys, data, tmp_path / "out", "--knn_every", -1)
     assert "--knn_train must be at least 0, got -5" in fails(capsys, data, tmp_path / "out", "--knn_train", -5)
     assert not list((tmp_path / "out").glob("checkpoint*"))

@@ -277,6 +277,15 @@ class CifarImages:
 Images = EncodedImages | CifarImages
 
 
+def check_splits(images: Any, val_images: Any, flag: str = "") -> None:
+    """ValueError, which begins with `flag`, unless training and validation images have the same classes and format."""
+    if val_images.pixel_format != images.pixel_format:
+        raise ValueError(
+            f"{flag}the training images have {images.pixel_format}, the validation images {val_images.pixel_format}"
+        )
+    check_classes(images.classes, val_images.classes, f"{flag}the training data", "the validation data")
+
+
 def check_classes(ours: Sequence[str], theirs: Sequence[str], what: str, whose: str) -> None:
     """ValueError if the lists of classes differ. It names the first differences."""
     if list(ours) != list(theirs):
