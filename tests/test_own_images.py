@@ -1,0 +1,52 @@
+"""The guide docs/own_images.md, from the first command to the last, on a few small images."""
+
+import importlib
+import json
+
+import pytest
+import torch
+
+from scripts import sample_photos
+from tests.test_documents import ROOT, blocks_of, commands_of, program_of
+
+GUIDE = ROOT / "docs" / "own_images.md"
+CPU = "--num_workers 0 --device cpu"
+SHORT = f"--epochs 1 --warmup_epochs 0 --total_batch_size 4 --batch_size 4 {CPU}"
+SMALL = {  # what is appended to the commands; later flags win
+    "scripts/sample_photos.py": "--num_train 3 --num_val 2",
+    "main_pretrain.py": f"--knn_every 1 {SHORT}",
+    "scripts/visualize.py": "--rows 2",
+    "main_probe.py": CPU,
+    "main_finetune.py": SHORT,
+    "scripts/export.py": "",
+}
+
+
+def test_the_guide_leads_from_a_folder_to_a_timm_model(tmp_path, monkeypatch):
+    pytest.importorskip("tifffile")
+    pytest.importorskip("skimage")
+    monkeypatch.setattr(sample_photos, "PHOTOS", ("coffee.png", "rocket.jpg"))
+    monkeypatch.chdir(tmp_path)
+    run = []
+    for command in commands_of(GUIDE):
+        found = program_of(command)
+        if found is None:
+            assert command.words[0] == "tensorboard"
+            continue
+        name, argv = found
+        importlib.import_module(name.removesuffix(".py").replace("/", ".")).main([*argv, *SMALL[name].split()])
+        run.append(name)
+    assert set(run) == SMALL.keys()
+
+    output = tmp_path / "output"
+    reports = [json.loads(line) for line in (output / "bands" / "log.jsonl").read_text().splitlines()]
+    watched = [report for report in reports if "rankme" in report]
+    assert [report["step"] for report in watched] == [0, 1] and all("knn_top1" in report for report in watched)
+    assert (output / "bands.png").exists() and (output / "bands_probe" / "probe.json").exists()
+    config = json.loads((tmp_path / "bands_encoder" / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [5, 64, 64]
+    (snippet,) = blocks_of(GUIDE, "python")
+    names: dict[str, object] = {"__name__": "snippet"}
+    exec(compile(snippet, "snippet", "exec"), names)
+    logits = names["logits"]
+    assert isinstance(logits, torch.Tensor) and logits.shape == (2, 2) and logits.isfinite().all()
