@@ -412,7 +412,8 @@ def open_on_both_ranks(rank, root):
         return prepare(*args, **kwargs)
 
     datasets.DatasetBuilder._download_and_prepare = counted
-    flags = dict(dataset="hf", data_path=str(Path(root) / "data"), loader="fast", image_column=None, label_column=None)
+    flags = dict(dataset="hf", data_path=str(Path(root) / "data"), loader="fast", in_chans=3)
+    flags |= dict(image_column=None, label_column=None)
     return len(open_everywhere(argparse.Namespace(**flags), "train")), bool(converted)
 
 
