@@ -80,7 +80,7 @@ DETECTION_RECIPES: dict[str, Recipe] = {
     "coco_mask_rcnn_vit_base_mae": MASK_RCNN_DEFAULTS
     | dict(model="vit_base_patch16", num_iters=184_375, total_batch_size=64, lr=1e-4, eval_every=18_437),
     # For one GPU: 12 epochs of 512-pixel images. There is no published number.
-    "coco_mask_rcnn_vit_base_short": MASK_RCNN_DEFAULTS
+    "short": MASK_RCNN_DEFAULTS
     | dict(model="vit_base_patch16", input_size=512, num_iters=88_000, total_batch_size=16, eval_every=8800)
     | dict(scale_range=(0.5, 1.5)),
     # Photographs pasted on photographs, written by downstream/detection/demo.py: minutes on a CPU.

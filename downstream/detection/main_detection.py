@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 8 downstream/detection/main_detection.py --recipe coco_mask_rcnn_vit_base \
         --data_path COCO --finetune output/prmim50_base --output_dir output/coco
-    python downstream/detection/main_detection.py --recipe coco_mask_rcnn_vit_base_short --finetune ... # for one GPU
+    python downstream/detection/main_detection.py --recipe short --finetune ... # for one GPU
     python downstream/detection/main_detection.py --eval --resume output/coco --data_path COCO
 
 If the objects have no segmentations, the model is Faster R-CNN. The same command again resumes the run at the step of
