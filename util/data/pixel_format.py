@@ -5,6 +5,7 @@ arrays, TIFFs with several bands or float values (by tifffile), and images of 8 
 """
 
 import io
+import itertools
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ except ImportError:
 NPY = b"\x93NUMPY"
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
 RANGES = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
+NEW_SUBFILE_TYPE, REDUCED, MASK = 254, 1, 4  # a tag of TIFF, and its bits
+ONE_PAGE = "save each image in one page: tifffile.imwrite(path, array, photometric='rgb') with an array [H, W, 3]"
 # Modes of Pillow whose channels are taken as they are. All others become RGB.
 MODES = {"1": "L", "L": "L", "LA": "LA", "RGBA": "RGBA"}
 
@@ -76,6 +79,9 @@ def read_format(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) 
         is_tiff = start.startswith(TIFF)
         if is_tiff and in_chans != 3:
             return _tiff_format(file, in_chans)
+        if is_tiff:
+            with _opened(source) as other:
+                _refuse_pages(other)
         try:
             if in_chans == 3:
                 check_header(file)
@@ -178,7 +184,50 @@ def _bands_last(shape: tuple[int, ...], axes: str, in_chans: int) -> bool:
 
     Bands come first if they are planes or pages. tifffile writes an array [H, W, C] as H pages if it is not told more.
     """
-    return len(shape) == 3 and (axes.endswith("S") or (shape[2] == in_chans and shape[0] != in_chans))
+    if len(shape) != 3 or axes.startswith("S"):
+        return False
+    return axes.startswith("YX") or (shape[2] == in_chans and shape[0] != in_chans)
+
+
+def _is_array_in_pages(pages: int, height: int, width: int) -> bool:
+    """Whether pages look like the rows of an array [H, W, C]: the last axis is shorter than both others."""
+    return width < min(pages, height)
+
+
+def _pages_error(pages: int, height: int, width: int) -> FormatError:
+    """Returns the error for pages whose meaning --in_chans does not tell. It names the number of channels that does."""
+    what = f"it has {pages} pages of {height} x {width} values (height x width)"
+    if not _is_array_in_pages(pages, height, width):
+        if pages == 3:
+            return FormatError(f"{what}: {ONE_PAGE}")
+        return FormatError(
+            f"{what}: give --in_chans {pages} if they are the channels of one image, otherwise save each page as a "
+            "file of its own"
+        )
+    what = f"{what}, which looks like an array [H, W, C] whose rows have become pages"
+    advice = ONE_PAGE if width == 3 else f"give --in_chans {width}"
+    return FormatError(f"{what}: {advice}. If each page is a channel, give --in_chans {pages}")
+
+
+def _refuse_pages(file: BinaryIO) -> None:
+    """FormatError if a TIFF has several pages of one size: Pillow would read the first as the whole image.
+
+    Thumbnails, overviews and masks do not count, and neither do pages that Pillow cannot read.
+    """
+    pages = 0
+    try:
+        with Image.open(file, formats=["TIFF"]) as img:
+            (width, height), samples = img.size, img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+            for page in itertools.count():
+                img.seek(page)  # EOFError after the last one
+                is_extra = img.tag_v2.get(NEW_SUBFILE_TYPE, 0) & (REDUCED | MASK)
+                pages += img.size == (width, height) and not is_extra
+    except Exception:  # of many types, for damaged files, which get their own message
+        pass
+    if pages > 1 and samples > 1:
+        raise FormatError(f"it has {pages} pages of {samples} channels: save each page as a file of its own")
+    if pages > 1:
+        raise _pages_error(pages, height, width)
 
 
 def _tiff_format(source: BinaryIO, in_chans: int) -> PixelFormat:
@@ -186,6 +235,8 @@ def _tiff_format(source: BinaryIO, in_chans: int) -> PixelFormat:
     with _open_tiff(source) as image:
         shape = image.shape
         if len(shape) == 3 and not _bands_last(shape, image.axes, in_chans):
+            if "S" not in image.axes and shape[0] != in_chans and _is_array_in_pages(*shape):
+                raise _pages_error(*shape)
             shape = (*shape[1:], shape[0])
         return _checked(shape, image.dtype)
 
@@ -199,10 +250,10 @@ def _read_tiff(data: bytes, in_chans: int) -> np.ndarray:
 
 
 def note_on_rgb(source: str | BinaryIO) -> str:
-    """Returns what an image has that is lost if it becomes RGB of 8 bits: 16 bits, or several pages; "" if nothing."""
+    """Returns what an image has that is lost if it becomes RGB of 8 bits: 16 bits, or other pages; "" if nothing."""
     with open_image(source) as img:
         bits = max(getattr(img, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
-        if has_16_bits(img) or bits > 8:
-            return "16 bits"
-        is_tiff = isinstance(img, TiffImagePlugin.TiffImageFile)
-        return count_of(img.n_frames, "page") if is_tiff and img.n_frames > 1 else ""
+        lost = ["16 bits"] if has_16_bits(img) or bits > 8 else []
+        if isinstance(img, TiffImagePlugin.TiffImageFile) and img.n_frames > 1:
+            lost.append(count_of(img.n_frames, "page"))
+        return " and ".join(lost)

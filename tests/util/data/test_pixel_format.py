@@ -169,6 +169,60 @@ def test_files_of_other_channels_are_named_with_the_flag_that_fits(tmp_path):
     assert refused(tmp_path, in_chans=5).endswith("has 3 channels of uint8, but --in_chans is 5: give --in_chans 3")
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_an_array_whose_rows_became_pages_is_named_with_its_channels(tmp_path, dtype):
+    """tifffile writes [H, W, C] as H pages of [W, C]. Its height is no number of channels, whatever is asked for."""
+    array = pixels(5, dtype)
+    tifffile.imwrite(tmp_path / "0.tif", array)
+    for in_chans in (1, 3, 4):
+        message = refused(tmp_path, in_chans=in_chans)
+        assert "it has 40 pages of 52 x 5 values (height x width), which looks like an array [H, W, C]" in message
+        assert message.endswith(": give --in_chans 5. If each page is a channel, give --in_chans 40")
+    assert np.array_equal(open_images("folder", tmp_path, in_chans=5).load(0)[0], array)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_pages_are_no_rgb_image(tmp_path, dtype):
+    (tmp_path / "0.tif").write_bytes(stored(pixels(5, dtype), "pages"))
+    assert "it has 5 pages of 40 x 52 values (height x width): give --in_chans 5 if they are" in refused(tmp_path)
+    assert refused(tmp_path, in_chans=4).endswith(f"has 5 channels of {dtype}, but --in_chans is 4: give --in_chans 5")
+    (tmp_path / "0.tif").write_bytes(stored(pixels(3, dtype), "pages"))
+    assert "save each image in one page: tifffile.imwrite(path, array, photometric='rgb')" in refused(tmp_path)
+    tifffile.imwrite(tmp_path / "0.tif", pixels(3, dtype), photometric="rgb")  # the advice
+    assert open_images("folder", tmp_path).pixel_format == (PixelFormat(3, "float32") if dtype == "float32" else RGB8)
+    tifffile.imwrite(tmp_path / "0.tif", np.stack([pixels(3, "uint8")] * 2), photometric="rgb")
+    assert "it has 2 pages of 3 channels: save each page as a file of its own" in refused(tmp_path)
+
+
+def test_thumbnails_overviews_and_masks_are_no_pages(tmp_path):
+    array, small = pixels(3, "uint8"), pixels(3, "uint8", size=(10, 13))
+    for flags in (dict(subfiletype=1), dict()):
+        with tifffile.TiffWriter(tmp_path / "0.tif") as file:
+            file.write(array, photometric="rgb", metadata=None)
+            file.write(small, photometric="rgb", metadata=None, **flags)
+        images = open_images("folder", tmp_path)
+        assert images.pixel_format == RGB8 and np.array_equal(images.load(0)[0], array)
+    with tifffile.TiffWriter(tmp_path / "0.tif") as file:
+        file.write(pixels(3, "uint16"), photometric="rgb", metadata=None)
+        file.write(small, photometric="rgb", metadata=None, subfiletype=1)
+    assert "has 16 bits and 2 pages, but with 3 channels" in open_images("folder", tmp_path).notes[0]
+    rest = [Image.fromarray(small), Image.fromarray(array[:, :, 0] > 128)]
+    for picture, kind in zip(rest, (1, 4), strict=True):
+        picture.encoderinfo = {"tiffinfo": {254: kind}}
+    Image.fromarray(array).save(tmp_path / "0.tif", save_all=True, append_images=rest)
+    with Image.open(tmp_path / "0.tif") as file:
+        file.seek(2)
+        assert file.size == (52, 40) and file.tag_v2[254] == 4
+    images = open_images("folder", tmp_path)
+    assert np.array_equal(images.load(0)[0], array) and "has 3 pages, but" in images.notes[0]
+
+
+def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
+    tifffile.imwrite(tmp_path / "0.tif", pixels(1, "uint16"))
+    assert refused(tmp_path, in_chans=5).endswith("has 1 channel of uint16, but --in_chans is 5: give --in_chans 1")
+    assert np.array_equal(open_images("folder", tmp_path, in_chans=1).load(0)[0], pixels(1, "uint16"))
+
+
 @pytest.mark.parametrize("other", [pixels(5, "float32"), pixels(4, "uint16")], ids=["depth", "channels"])
 def test_mixed_formats_name_two_files(tmp_path, other):
     for i in range(3):
