@@ -9,7 +9,6 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,15 @@ from framework import Framework
 from reconstruction import evenly_spaced
 from util.addressed import BANK, addressed_uniform
 from util.data.datasets import AddressedDataset
-from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
 from util.data.images import Images, check_splits
-from util.data.open import open_everywhere
+from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.run.distributed import run_on_rank0
 from util.run.flags import Plan, check_least
 from util.run.setup import RunParts
 from util.run.start import Start
 from util.run.watchdog import DATA
+from util.text import count_of
 
 MOST_QUERIES = 10_000
 NEIGHBOURS = 20
@@ -48,25 +47,31 @@ def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
     return np.sort(order[: num_wanted or num_images])
 
 
-def has_val(args: argparse.Namespace, images: Any) -> bool:
-    """Whether the data holds validation images. images: the training images."""
-    root = Path(args.data_path)
-    if args.dataset != "folder" or getattr(images, "content", {}).get("split_inside"):
-        return True
-    if not root.is_dir():  # a tar without splits
-        return False
-    listing = list_folder(root)
-    names = {split_of(name) for name in listing.folders} | {split_of_tar(name) for name in listing.tars}
-    return bool(names & set(readable_splits("val")))
+def missing_classes(images: Images) -> str:
+    """Returns why the training images cannot be classified, or "" if each has a class."""
+    if len(images.classes) < 2:
+        return "the training images have no classes"
+    missing = int(((images.labels < 0) | (images.labels >= len(images.classes))).sum())
+    return f"{missing} of {count_of(len(images), 'training image')} have no class" if missing else ""
+
+
+def open_val_images(args: argparse.Namespace, images: Images) -> Images:
+    """Opens the validation images. ValueError unless they have the classes and the format of the training `images`."""
+    try:
+        val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
+        check_splits(images, val_images)
+    except ValueError as error:
+        raise ValueError(f"--knn_every: {error}. Without --knn_every, the run reads no validation images") from error
+    return val_images
 
 
 @dataclass
 class Monitor:
     """Evaluates the encoder before the first step, after every `--knn_every` epochs and at the end of the schedule.
 
-    Without classes it computes RankMe alone, which needs no labels. Without val/ each query is an image of the bank,
-    without itself as a neighbour. What applies is added to `start.remarks`. ValueError if a flag is out of range, or if
-    val/ has other classes than train/.
+    Unless all training images have classes, it computes RankMe alone, which needs no labels. Without validation images
+    each query is an image of the bank, without itself as a neighbour. What applies is added to `start.remarks`.
+    ValueError if a flag is out of range, or if the validation images are unusable or have other classes.
     """
 
     args: argparse.Namespace
@@ -84,20 +89,23 @@ class Monitor:
         if not args.knn_every:
             return
         self.bank = bank_images(len(self.images), args.knn_train, args.seed)
-        self.num_classes = len(self.images.classes) if len(self.images.classes) > 1 else 0
-        if not self.num_classes:
-            self.start.remarks.append(
-                "note: the training images have no classes, so --knn_every computes RankMe alone, which needs no labels"
-            )
+        missing = missing_classes(self.images)
+        self.num_classes = 0 if missing else len(self.images.classes)
+        if missing:
+            self.start.remarks.append(f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels")
         elif not run_on_rank0(lambda: has_val(args, self.images)):
+            if len(self.bank) < 2:
+                raise ValueError(
+                    f"--knn_every: there are no validation images, and {count_of(len(self.bank), 'training image')} "
+                    "cannot be classified by the others: give --knn_train 2 or more"
+                )
             self.start.remarks.append(
-                "note: there is no val/, so --knn_every classifies images of train/ by the others (leave-one-out)"
+                "note: there is no validation split, so --knn_every classifies training images by the others "
+                "(leave-one-out)"
             )
         else:
-            val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
-            check_splits(self.images, val_images, "--knn_every: ")
-            self.val_images = val_images
-            self.start.remarks += val_images.notes
+            self.val_images = open_val_images(args, self.images)
+            self.start.remarks += self.val_images.notes
 
     def run_if_due(self) -> None:
         """Evaluates the current step, if it is due and not in the log yet. All ranks must call it."""

@@ -16,6 +16,7 @@ from engine_probe import Features, knn_accuracy, moments_of_all
 from tests.conftest import write_photo
 from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
+from tests.util.data.test_datasets import write_inaturalist
 from tests.util.test_knn import mean_and_std, slow_ranking, slow_rankme
 from tests.warm import run_by_torchrun
 from util.costs import count_gmac, forward_gmac
@@ -159,7 +160,11 @@ def test_the_watchdog_hears_every_batch(data, tmp_path, monkeypatch):
 
 def test_without_val_images_are_classified_by_the_others(photos, tmp_path, capsys):
     run(photos, tmp_path / "photos", *KNN, "--max_steps", 1)
-    assert "no val/, so --knn_every classifies images of train/ by the others" in capsys.readouterr().out
+    message = "no validation split, so --knn_every classifies training images by the others"
+    assert message in capsys.readouterr().out
+    assert "1 training image cannot be classified by the others: give --knn_train 2 or more" in fails(
+        capsys, photos, tmp_path / "one", *KNN, "--knn_train", 1
+    )
     same = {"cat": 0, "dog": 1}
     root = tmp_path / "twins"  # each image and a copy: its nearest neighbour is the copy, not itself
     for name in same:
@@ -195,6 +200,25 @@ def test_other_classes_in_val_are_refused_before_the_first_step(data, tmp_path, 
     assert "--knn_every must be at least 0, got -1" in fails(capsys, data, tmp_path / "out", "--knn_every", -1)
     assert "--knn_train must be at least 0, got -5" in fails(capsys, data, tmp_path / "out", "--knn_train", -5)
     assert not list((tmp_path / "out").glob("checkpoint*"))
+
+
+def test_val_without_classes_is_refused_by_the_name_of_the_flag(data, tmp_path, capsys):
+    shutil.copytree(data / "train", tmp_path / "data" / "train")
+    shutil.copytree(data / "val" / "cat", tmp_path / "data" / "val")
+    message = fails(capsys, tmp_path / "data", tmp_path / "out", *KNN)
+    assert f"error: --knn_every: {str(tmp_path / 'data' / 'val')!r} holds no class folders" in message
+    assert message.endswith("Without --knn_every, the run reads no validation images\n")
+    run(tmp_path / "data", tmp_path / "out", "--max_steps", 1)
+
+
+@pytest.mark.parametrize("has_val", [True, False])
+def test_inaturalist_with_and_without_val(tmp_path, capsys, has_val):
+    for split in ("train", "val")[: 1 + has_val]:
+        write_inaturalist(tmp_path / "data", split)
+    flags = ("--dataset", "inat19", *KNN, "--batch_size", 2, "--max_steps", 1)
+    run(tmp_path / "data", tmp_path / "out", *flags)
+    assert ("there is no validation split" in capsys.readouterr().out) is not has_val
+    assert "knn_top1" in evaluations(tmp_path / "out")[0]
 
 
 def test_unreadable_images_are_replaced(data, tmp_path):

@@ -43,6 +43,7 @@ class HuggingFaceImages(EncodedImages):
         pinned_path: str | None = None,
     ) -> None:
         self.root, self.notes, self.pinned_path = root, list[str](), pinned_path
+        self.splits: list[str] = []  # names of all splits of the data set
         if not len(dataset):
             raise ValueError(f"{root} has no rows")
         self.classes, self.labels = read_labels(dataset, root, label_column, labelled)
@@ -115,6 +116,7 @@ def open_hugging_face(
     root = f"{what}, split {name}" if name else what
     images = HuggingFaceImages(splits[name], root, labelled, image_column, label_column, pinned_path)
     images.notes += notes
+    images.splits = list(splits)
     return images
 
 

@@ -251,6 +251,7 @@ class CifarImages:
                 f"put torchvision's {make.base_folder} there, or choose another --data_path"
             ) from error
         self.classes: list[str] = self.images.classes
+        self.labels = np.array(self.images.targets, np.int64)
         self.root = f"{name}'s {split} split"
         self.notes: list[str] = []
 
@@ -277,13 +278,13 @@ class CifarImages:
 Images = EncodedImages | CifarImages
 
 
-def check_splits(images: Any, val_images: Any, flag: str = "") -> None:
-    """ValueError, which begins with `flag`, unless training and validation images have the same classes and format."""
+def check_splits(images: Any, val_images: Any) -> None:
+    """ValueError unless training and validation images have the same classes and format."""
     if val_images.pixel_format != images.pixel_format:
         raise ValueError(
-            f"{flag}the training images have {images.pixel_format}, the validation images {val_images.pixel_format}"
+            f"the training images have {images.pixel_format}, the validation images {val_images.pixel_format}"
         )
-    check_classes(images.classes, val_images.classes, f"{flag}the training data", "the validation data")
+    check_classes(images.classes, val_images.classes, "the training data", "the validation data")
 
 
 def check_classes(ours: Sequence[str], theirs: Sequence[str], what: str, whose: str) -> None:

@@ -3,12 +3,23 @@
 import argparse
 import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from util.data import decode
 from util.data.bad_images import BadImages
-from util.data.datasets import DOWNLOADED, AddressedDataset, StepBatchSampler, available_cores, batches, open_images
-from util.data.images import EncodedImages
+from util.data.datasets import (
+    DOWNLOADED,
+    INATURALIST,
+    AddressedDataset,
+    StepBatchSampler,
+    available_cores,
+    batches,
+    open_images,
+)
+from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
+from util.data.hugging_face import HuggingFaceImages
+from util.data.images import EncodedImages, Images
 from util.data.tars import find_tars
 from util.run import distributed
 from util.run.flags import Plan
@@ -50,6 +61,21 @@ def open_everywhere(
     distributed.refuse_differences(found, f"{split} data")
     images.reference = args.loader == "reference"
     return images
+
+
+def has_val(args: argparse.Namespace, images: Images) -> bool:
+    """Whether the data holds a split of validation images. It reads names alone. images: the training images."""
+    root, wanted = Path(args.data_path), set(readable_splits("val"))
+    if args.dataset in INATURALIST:
+        return (root / f"val{INATURALIST[args.dataset]}.json").is_file()
+    if isinstance(images, HuggingFaceImages):
+        return bool({split_of(name) for name in images.splits} & wanted)
+    if args.dataset in DOWNLOADED or getattr(images, "content", {}).get("split_inside"):
+        return True
+    if not root.is_dir():  # a tar without splits
+        return False
+    listing = list_folder(root)
+    return bool(({split_of(name) for name in listing.folders} | {split_of_tar(name) for name in listing.tars}) & wanted)
 
 
 def data_settings(images: Any) -> dict[str, str]:

@@ -120,6 +120,7 @@ def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
     images = CifarImages("cifar10", tmp_path)
     assert len(images) == 20 and images.load(2)[1] == 4
+    assert images.labels.tolist() == [3, 1, 4, 1] * 5
     assert np.array_equal(images.load(5)[0], pixels[1].reshape(3, 32, 32).transpose(1, 2, 0))
 
 
