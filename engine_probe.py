@@ -49,12 +49,12 @@ def extract_features(
     """Encodes this rank's share of the images `indices`, which ascend. All ranks must call it.
 
     encode: turns normalised images [B, C, H, W] into {name: features [B, D]}. model: its network, which is put into
-    eval mode for the time being. on_batch: called before each batch.
+    eval mode for the time being. on_batch: called before each batch. A rank without images has features [0, D].
     """
     rank, world_size = distributed.rank_and_world_size()
     device, was_training = normalize.mean.device, model.training
     found: dict[str, list[torch.Tensor]] = {}
-    labels: list[torch.Tensor] = []
+    labels = [torch.empty(0, dtype=torch.int64, device=device)]
     model.eval()
     sizes = batch_size, num_workers
     for imgs, targets in evaluation_batches(
@@ -67,7 +67,11 @@ def extract_features(
         labels.append(targets.to(device, non_blocking=True))
     model.train(was_training)
     numbers = torch.as_tensor(np.asarray(indices)[rank::world_size], device=device)
-    return Features({name: torch.cat(parts) for name, parts in found.items()}, torch.cat(labels), numbers)
+    # A rank without images learns the names and sizes of the features from the others.
+    sizes_of_ranks = distributed.gather_objects({name: parts[0].shape[1] for name, parts in found.items()})
+    dims = next(filter(None, sizes_of_ranks), {})
+    values = {name: torch.cat([torch.empty(0, dim, device=device), *found.get(name, [])]) for name, dim in dims.items()}
+    return Features(values, torch.cat(labels), numbers)
 
 
 def moments_of_all(features: torch.Tensor) -> Moments:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_pretrain
 import monitor
-from engine_probe import Features, knn_accuracy, moments_of_all
+from engine_probe import Features, extract_features, knn_accuracy, moments_of_all
 from tests.conftest import write_photo
 from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
-from tests.util.data.test_datasets import write_inaturalist
 from tests.util.test_knn import mean_and_std, slow_ranking, slow_rankme
 from tests.warm import run_by_torchrun
 from util.costs import count_gmac, forward_gmac
+from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 
 KNN = ("--knn_every", 1)
@@ -211,16 +212,6 @@ def test_val_without_classes_is_refused_by_the_name_of_the_flag(data, tmp_path, 
     run(tmp_path / "data", tmp_path / "out", "--max_steps", 1)
 
 
-@pytest.mark.parametrize("has_val", [True, False])
-def test_inaturalist_with_and_without_val(tmp_path, capsys, has_val):
-    for split in ("train", "val")[: 1 + has_val]:
-        write_inaturalist(tmp_path / "data", split)
-    flags = ("--dataset", "inat19", *KNN, "--batch_size", 2, "--max_steps", 1)
-    run(tmp_path / "data", tmp_path / "out", *flags)
-    assert ("there is no validation split" in capsys.readouterr().out) is not has_val
-    assert "knn_top1" in evaluations(tmp_path / "out")[0]
-
-
 def test_unreadable_images_are_replaced(data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
     for split in ("train", "val"):
@@ -283,6 +274,49 @@ def test_two_processes_score_as_one():
     assert len({value for name, value in one.items() if "top" in name}) > 6
     for two in run_in_two_processes(_scores):
         assert two == pytest.approx(one, rel=1e-6)
+
+
+def _score_few_images(rank, folder, num_bank, num_queries):
+    """Features and kNN accuracies of so few images that a process may have none."""
+    network = torch.nn.Linear(3 * 8 * 8, 5, bias=False)
+    with torch.no_grad():
+        network.weight.copy_(torch.linspace(-1, 1, network.weight.numel()).sin().view_as(network.weight))
+    dataset = AddressedDataset(open_images("folder", folder), ResizeCenterCrop((8, 8)))
+
+    def encode(imgs):
+        return {"first": network(imgs.flatten(1)), "second": imgs.mean(dim=(2, 3))}
+
+    bank, queries = (
+        extract_features(encode, dataset, indices, network, Normalize(), nullcontext, 4, 0)
+        for indices in (np.arange(3, 3 + num_bank), np.arange(23 - num_queries, 23))
+    )
+    found = {"share": len(bank.labels), "features": [*bank.values]}
+    for name, x in bank.values.items():
+        moments = moments_of_all(x)
+        found |= {f"{name} mean": moments.mean, f"{name} gram": moments.gram}
+        scores = knn_accuracy(bank, queries, name, 2, (1, 20), moments)
+        found |= {f"{name} {k} {top}": value for k, both in scores.items() for top, value in both.items()}
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (3, 1), (1, 1)])
+def test_a_process_without_images_takes_part(photos, sizes):
+    one = _score_few_images(0, photos, *sizes)
+    two = run_in_two_processes(_score_few_images, photos, *sizes)
+    assert one.pop("share") == sizes[0] and [found.pop("share") for found in two] == [-(-sizes[0] // 2), sizes[0] // 2]
+    for found in two:
+        assert found.pop("features") == ["first", "second"]
+        assert found == {name: pytest.approx(np.asarray(one[name]), rel=1e-5) for name in found}
+        assert len(found) == len(one) - 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
+def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path, flags):
+    flags = (*KNN, "--knn_train", 1, "--batch_size", 4, *flags)
+    code, out = run_by_torchrun("main_pretrain.py", *command(data, tmp_path / "two", *flags, "--max_steps", 1))
+    assert code == 0, out[-3000:]
+    (found,) = evaluations(tmp_path / "two")
+    assert found["knn_mean_raw_top1"] == 50 and found["rankme"] == pytest.approx(1, abs=1e-3)  # all are of one class
 
 
 @pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
