@@ -337,9 +337,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
         start.remarks += attention_phases.check_sampling(args, model)
         optimizer = make_optimizer(model, args, plan.lr)
 
-        images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         content = read_run(start, plan.total_batch_size)
         pretrained = choose_encoder(args.pretrained, start, content, "pretrained")
+        images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         if content is None and pretrained is not None:
             report = load_pretrained(model, pretrained["path"])
             start.remarks += [f"weights from {pretrained['path']}: {report}", *warn_if_unfinished(pretrained)]

@@ -88,7 +88,7 @@ def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, An
     encoder = distributed.run_on_rank0(lambda: find_encoder(args.finetune, start.resume_path is not None))
     if content is None:
         return encoder
-    encoder, remarks = resume_encoder(content["meta"], encoder, args.output_dir)
+    encoder, remarks = resume_encoder(content["meta"], encoder, start)
     start.remarks += remarks
     return encoder
 

@@ -245,6 +245,30 @@ def test_a_pre_training_remembers_its_first_weights(photos, rgb_encoder, tmp_pat
     assert "does not exist" in fails(capsys, pretrain, photos, tmp_path / "new", *flags)
 
 
+def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_path, capsys, monkeypatch):
+    """A run in a new folder that continues another run has the weights of that run."""
+    begun = newest_checkpoint(rgb_encoder)[0]
+    base = tmp_path / "base"
+    base.mkdir()
+    content = read_checkpoint(begun)
+    path = save_checkpoint(base, 1, {"model": {**content["model"], "norm.bias": torch.ones(96)}}, content["meta"])
+    flags = ["--resume", begun, "--pretrained", path]
+    with monkeypatch.context() as patch:
+        patch.setattr(main_pretrain, "open_everywhere", lambda *_, **__: pytest.fail("the data is read"))
+        message = fails(capsys, pretrain, photos, tmp_path / "new", *flags)
+    expected = (
+        f"error: --resume {str(begun)!r} holds a run of training from scratch, not of {str(path)!r}; --resume and "
+    )
+    assert expected in message
+    assert message.endswith(
+        "--pretrained exclude each other unless the run began with that encoder: leave one of them out\n"
+    )
+    pretrain(photos, tmp_path / "first", "--pretrained", path, "--max_steps", 5)
+    flags = ["--resume", newest_checkpoint(tmp_path / "first")[0], "--pretrained", path]
+    again = pretrain(photos, tmp_path / "again", *flags)  # the same weights are no contradiction
+    assert_same_state(again, pretrain(photos, tmp_path / "first", "--pretrained", path))
+
+
 @pytest.mark.parametrize("model", ["localmim_vit_micro_patch4", "mff_vit_micro_patch4", "crossmae_vit_micro_patch4"])
 def test_another_framework_takes_the_encoder(photos, rgb_encoder, tmp_path, capsys, model):
     content = pretrain(photos, tmp_path / "out", "--pretrained", rgb_encoder, *FREEZE, model=model)

@@ -22,7 +22,7 @@ def choose_encoder(
     encoder = run_on_rank0(lambda: find_encoder(given, start.resume_path is not None, flag))
     if content is None:
         return encoder
-    encoder, remarks = resume_encoder(content["meta"], encoder, str(start.output_dir), flag)
+    encoder, remarks = resume_encoder(content["meta"], encoder, start, flag)
     start.remarks += remarks
     return encoder
 
@@ -65,7 +65,7 @@ def warn_if_unfinished(encoder: dict[str, Any]) -> list[str]:
 
 
 def resume_encoder(
-    meta: dict[str, Any], now: dict[str, Any] | None, output_dir: str, flag: str = "finetune"
+    meta: dict[str, Any], now: dict[str, Any] | None, start: Start, flag: str = "finetune"
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Returns (the encoder that a resumed run began with, remarks).
 
@@ -75,11 +75,18 @@ def resume_encoder(
     """
     before = meta.get("encoder") or {"path": meta["settings"].get(flag)}
     is_over = meta["epoch"] >= meta["settings"]["epochs"]
-    remarks = _compare(before, now, is_over, output_dir)
+    holder, advice = repr(str(start.output_dir)), "choose another --output_dir"
+    if start.began_elsewhere:
+        holder = f"--resume {str(start.resume_path)!r}"
+        advice = (
+            f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one of them out"
+        )
+    remarks = _compare(before, now, is_over, holder, advice)
     return (before if before["path"] else None), remarks
 
 
-def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, output_dir: str) -> list[str]:
+def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, holder: str, advice: str) -> list[str]:
+    """Returns remarks on the encoder `now`; ValueError, which says that `holder` began with another, and `advice`."""
     if now is None or now["sha256"] == before.get("sha256"):
         return []
     was = Path(before["path"]).resolve() if before["path"] else None
@@ -94,6 +101,6 @@ def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, 
     what = "the results" if is_over else "a run"
     if was == new:
         changed = f"{str(new)!r}, which has changed since"
-        raise ValueError(f"{output_dir!r} holds {what} of an earlier {changed}; choose another --output_dir")
+        raise ValueError(f"{holder} holds {what} of an earlier {changed}; {advice}")
     origin = "training from scratch" if was is None else repr(str(was))
-    raise ValueError(f"{output_dir!r} holds {what} of {origin}, not of {str(new)!r}; choose another --output_dir")
+    raise ValueError(f"{holder} holds {what} of {origin}, not of {str(new)!r}; {advice}")
