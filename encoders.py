@@ -114,6 +114,21 @@ def find_kind(weights: Mapping[str, Any]) -> Kind:
     return ABSOLUTE if "blocks.0.attn.q_bias" in weights else PLAIN
 
 
+def head_of(weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Returns the matrix [classes, D] of a classifier's head, that of a linear probe included, or None."""
+    return weights.get("head.weight", weights.get("head.1.weight"))
+
+
+def read_encoder(content: Mapping[str, Any], what: str) -> tuple[Kind, Weights, dict[str, Any]]:
+    """Returns (kind, weights under this project's names, size arguments) of the encoder in a checkpoint's content.
+
+    what: name of the file in errors. Raises ValueError if it is of no known kind.
+    """
+    weights = encoder_weights_of(content)
+    kind = find_kind(weights)
+    return kind, weights, kind.read_sizes(weights, checkpoint.meta_of(content).get("settings", {}), what)
+
+
 def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     """Loads the encoder, or the classifier, that a checkpoint holds. Returns (model in eval mode, meta).
 
@@ -130,10 +145,8 @@ def build_model(content: Mapping[str, Any], what: str) -> nn.Module:
 
     A classifier has the attribute `head`. Each block of a `RelativeViTEncoder` has a bias table of its own.
     """
-    weights, settings = encoder_weights_of(content), checkpoint.meta_of(content).get("settings", {})
-    kind = find_kind(weights)
-    sizes = kind.read_sizes(weights, settings, what)
-    head = weights.get("head.weight", weights.get("head.1.weight"))
+    kind, weights, sizes = read_encoder(content, what)
+    head = head_of(weights)
     if head is None:
         model = kind.encoder(**sizes)
         # A table that all blocks share in pre-training is copied into each block.

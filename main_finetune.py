@@ -20,10 +20,12 @@ from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+import encoders
 import models_absolute_vit
 import models_relative_vit
 import models_swin
 import models_vit
+from encoders import head_of
 from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack, steps_per_epoch
@@ -222,28 +224,26 @@ def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Modu
     """
     path = checkpoint.find_checkpoint_file(path)
     content = checkpoint.read_checkpoint(path)
-    weights = encoder_weights_of(content)
-    head = weights.get("head.weight", weights.get("head.1.weight"))
+    weights, what = encoder_weights_of(content), repr(str(path))
+    head = head_of(weights)
     if head is None:
-        raise ValueError(
-            f"{str(path)!r} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune"
-        )
+        raise ValueError(f"{what} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune")
     meta = checkpoint.meta_of(content)
-    settings = {"in_chans": 3, "pixels": meta.get("pixels", "uint8"), **meta.get("settings", {})}
+    settings = {"in_chans": 3, **meta.get("settings", {}), **checkpoint.pixel_settings(meta)}
     settings["cls_token_mlp"] = False  # it is folded into the class token
-    if "model" not in settings:
-        sizes = models_vit.read_sizes(weights, settings, repr(str(path)))
+    if "model" in settings:
+        model = build_model(settings)
+        checkpoint.load_strict(model, weights, f"the weights in {what}")
+    else:
+        model = encoders.build_model(content, what)
         settings |= dict(
-            model=models_vit.find_factory(sizes["embed_dim"], sizes["depth"], repr(str(path)))[0],
-            input_size=plain_size(sizes["img_size"]),
-            patch_size=sizes["patch_size"],
-            in_chans=sizes["in_chans"],
-            global_pool="avg" if "fc_norm.weight" in weights else "token",
-            trainable_blocks=0 if "head.1.weight" in weights else None,
+            input_size=plain_size(model.img_size),
+            patch_size=model.patch_size,
+            in_chans=model.patch_embed.proj.in_channels,
             nb_classes=len(head),
         )
-    model = build_model(settings)
-    checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
+        if type(model) is models_vit.VisionTransformer:
+            settings["model"] = models_vit.find_factory(model.embed_dim, len(model.blocks), what)[0]
     for name in ("crop_pct", "mean", "std"):
         settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
     return model.eval(), settings, meta.get("classes")
@@ -456,7 +456,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, float]
     check_pixel_flags(args)
     model, settings, classes = load_classifier(args.resume, args)
     for name in ("model", "input_size", "patch_size", "in_chans"):
-        if name in given and getattr(args, name) != settings[name]:
+        if name in given and getattr(args, name) != settings.get(name, getattr(args, name)):
             raise ValueError(
                 f"--{name} {getattr(args, name)}, but the classifier at {args.resume!r} has {settings[name]}: "
                 f"leave the flag out"

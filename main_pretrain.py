@@ -40,7 +40,7 @@ from util.data.statistics import choose_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
 from util.encoder_weights import load_pretrained
 from util.run import distributed, shard
-from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, read_checkpoint
+from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, pixel_settings, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program
 from util.run.encoder_origin import choose_encoder, warn_if_unfinished
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
@@ -207,7 +207,7 @@ def load_run(path: str | Path, teacher: str | None = None) -> tuple[Framework, d
     content = read_checkpoint(path)
     meta = meta_of(content)
     check_pretrained(meta, path)
-    settings = {"pixels": meta.get("pixels", "uint8"), **meta["settings"]}
+    settings = {**meta["settings"], **pixel_settings(meta)}
     if teacher:
         settings["teacher"] = teacher
     model = build_model(settings)

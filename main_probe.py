@@ -28,7 +28,7 @@ from models_probe import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, ope
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
 from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
-from util.data.statistics import normalizer
+from util.data.statistics import complete_settings, normalizer
 from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop
 from util.run import distributed
 from util.run.cli import Parser, run_program
@@ -124,8 +124,8 @@ def protocol_of(
         "blocks": encoder.blocks,
         "input_size": list(encoder.img_size),
         "in_chans": encoder.in_chans,
-        "mean": list(encoder.mean),
-        "std": list(encoder.std),
+        "mean": encoder.pixel_settings["mean"],
+        "std": encoder.pixel_settings["std"],
         "precision": precision_name,
         "loader": args.loader,
         "train": [len(images), images.fingerprint()],
@@ -225,7 +225,7 @@ class Evaluation:
     ) -> None:
         self.args, self.process, self.images, self.val_images = args, process, images, val_images
         self.encoder, self.autocast = encoder.to(process.device), numbers.autocast
-        self.normalize = normalizer(encoder.pixel_settings(), images.pixel_format).to(process.device)
+        self.normalize = normalizer(encoder.pixel_settings, images.pixel_format).to(process.device)
         self.batch_size, self.accum_iter, _ = split_batch(
             args.batch_size, None, args.total_batch_size, process.world_size, 128
         )
@@ -373,6 +373,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     refuse_different_starts(args)
     encoder = distributed.run_everywhere(lambda: make_encoder(args))
     images, val_images = open_data(args, encoder.in_chans)
+    encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
     numbers = precision(args.precision, process.device)
     protocol = protocol_of(args, encoder, images, val_images, numbers.name)
     path = distributed.run_on_rank0(lambda: writable_folder(args.output_dir)) / RESULTS
@@ -387,7 +388,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if content is not None:
         evaluation.say(f"{path} holds these results already")
     else:
-        for note in [encoder.name, *encoder.notes, *images.notes, *val_images.notes]:
+        for note in [encoder.name, *encoder.notes, *remarks, *images.notes, *val_images.notes]:
             evaluation.say(note)
         begin = time.monotonic()
         rows: list[dict[str, Any]] = []

@@ -299,7 +299,7 @@ def identify(resume: str) -> tuple[Path, str]:
 def load_wnid_classifier(path: Path, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
     model, settings, classes = load_classifier(path, args)
-    pixels = PixelFormat(settings["in_chans"], settings["pixels"])
+    pixels = PixelFormat(settings["in_chans"], settings["pixels"] or RGB8.dtype)
     if pixels != RGB8:
         raise ValueError(f"{str(path)!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
     if settings["nb_classes"] != len(wnids):

@@ -6,7 +6,7 @@ grid of learning rates and weight decays are trained at once, on the same batche
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,9 @@ import timm
 import torch
 from torch import nn
 
-from encoders import find_kind
+from encoders import read_encoder
 from models_vit import ViTEncoder
-from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.encoder_weights import encoder_weights_of, fit_encoder, refuse_foreign
+from util.encoder_weights import fit_encoder, refuse_foreign
 from util.run import checkpoint
 from util.text import shorten
 
@@ -37,8 +36,9 @@ class FrozenEncoder(nn.Module):
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
     num_prefix, num_cls: the first tokens that are no patches, and how many of these are class tokens, whose mean is
     taken.
-    img_size: (height, width). in_chans, mean, std, pixels: channels of its images, their statistics, and their type.
+    img_size: (height, width). in_chans: channels of its images.
     sha256: identifies the weights.
+    pixel_settings: type and statistics of its images, see `util.run.checkpoint.pixel_settings`.
     notes: what should be printed about the weights.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
@@ -53,24 +53,18 @@ class FrozenEncoder(nn.Module):
         num_prefix: int,
         num_cls: int,
         in_chans: int,
-        mean: Sequence[float],
-        std: Sequence[float],
         sha256: str,
+        pixel_settings: Mapping[str, Any],
         notes: Sequence[str] = (),
-        pixels: str = "uint8",
     ) -> None:
         super().__init__()
         self.network, self.name, self.img_size, self.sha256, self.notes = network, name, img_size, sha256, [*notes]
         self.num_prefix, self.num_cls, self.in_chans = num_prefix, num_cls, in_chans
-        self.mean, self.std, self.pixels = tuple(mean), tuple(std), pixels
+        self.pixel_settings = dict(pixel_settings)
         self.dim: int = getattr(network, "num_features", None) or network.embed_dim
         self.depth = len(network.blocks) if num_prefix and hasattr(network, "blocks") else 0  # 0: unknown
         self.blocks = [self.depth]
         self.requires_grad_(False).eval()
-
-    def pixel_settings(self) -> dict[str, Any]:
-        """Returns the settings by which `util.data.statistics.normalizer` normalises its images."""
-        return {"mean": self.mean, "std": self.std, "pixels": self.pixels}
 
     def read_blocks(self, blocks: Sequence[int]) -> None:
         """Chooses the blocks whose outputs are returned. ValueError if the network has no such blocks."""
@@ -126,9 +120,7 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     """
     path = checkpoint.find_checkpoint_file(path)
     content, what = checkpoint.read_checkpoint(path), repr(str(path))
-    weights, meta = encoder_weights_of(content), checkpoint.meta_of(content)
-    settings, kind = meta.get("settings", {}), find_kind(weights)
-    sizes = kind.read_sizes(weights, settings, what)
+    kind, weights, sizes = read_encoder(content, what)
     if input_size is not None:
         sizes["img_size"] = (input_size, input_size)
     encoder = kind.encoder(**sizes)
@@ -138,10 +130,17 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
         refuse_foreign(encoder, weights, what)
     report = fit_encoder(encoder, content, what)
     cls = int(hasattr(encoder, "cls_token"))
-    mean, std = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
-    statistics = sizes["in_chans"], mean, std, checkpoint.recorded_sha256(path)
-    notes, pixels = [f"encoder: {report}"], meta.get("pixels", "uint8")
-    return FrozenEncoder(encoder, str(path), encoder.img_size, cls, cls, *statistics, notes, pixels)
+    return FrozenEncoder(
+        encoder,
+        str(path),
+        encoder.img_size,
+        cls,
+        cls,
+        sizes["in_chans"],
+        checkpoint.recorded_sha256(path),
+        checkpoint.pixel_settings(checkpoint.meta_of(content)),
+        [f"encoder: {report}"],
+    )
 
 
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
@@ -172,8 +171,8 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     digest = hashlib.sha256()
     for tensor in network.state_dict().values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    mean, std = config["mean"], config["std"]
-    return FrozenEncoder(network, name, (height, width), prefix, cls, in_chans, mean, std, digest.hexdigest())
+    pixels = {"pixels": "uint8", "mean": config["mean"], "std": config["std"]}
+    return FrozenEncoder(network, name, (height, width), prefix, cls, in_chans, digest.hexdigest(), pixels)
 
 
 # --------------------------------------------------------------------------------------------------------------- heads

@@ -42,7 +42,7 @@ ALLOWED = {
         "monitor",
     }
     | FRAMEWORKS,
-    "main_finetune": {"engine_finetune", "recipes", *ENCODERS},
+    "main_finetune": {"encoders", "engine_finetune", "recipes", *ENCODERS},
     "main_robustness": {"main_finetune", "engine_finetune"},
     "encoders": ENCODERS,
     "timm_models": ENCODERS,

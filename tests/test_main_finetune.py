@@ -282,6 +282,16 @@ def test_eval_of_foreign_files(labelled, tmp_path, pool):
         assert result["num_images"] == 7 and result["top1"] == pytest.approx(100 * right / 7)
 
 
+def test_eval_of_another_kind_of_encoder_without_settings(labelled, tmp_path):
+    torch.manual_seed(0)
+    model = main_finetune.MODELS["relative_vit_micro_patch4"](num_classes=2)
+    meta = {"settings": {"model": "relative_vit_micro_patch4", "nb_classes": 2, "input_size": 32, "patch_size": 4}}
+    meta["settings"] |= {"global_pool": "avg", "trainable_blocks": None, "crop_pct": 1.0}
+    known = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, meta)
+    torch.save({"model": model.state_dict()}, tmp_path / "bare.pth")
+    assert evaluate(labelled, tmp_path / "bare.pth", "--crop_pct", "1") == evaluate(labelled, known)
+
+
 def test_a_size_that_nobody_published_is_named(tmp_path, labelled, capsys):
     torch.save(
         VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).state_dict(),

@@ -53,7 +53,7 @@ def test_a_fine_tuned_classifier_opens_without_its_head(pool, tmp_path):
     model = vit_micro_patch4(num_classes=3, global_pool=pool).eval()
     save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {"settings": {"mean": [0.5] * 3, "std": [0.25] * 3}})
     encoder = open_encoder(tmp_path)
-    assert (encoder.mean, encoder.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert encoder.pixel_settings == {"pixels": None, "mean": [0.5] * 3, "std": [0.25] * 3}
     imgs = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         tokens = model.forward_features(imgs)  # with mean pooling there is no norm before it
@@ -106,7 +106,7 @@ def test_timm_s_files_open_here_and_by_timm(tmp_path):
             for block, cls, patches in ((3, inner[1][:, 0], inner[0]), (12, last[:, 0], last[:, 1:])):
                 torch.testing.assert_close(found[block].cls, cls, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(found[block].patches, patches, rtol=1e-4, atol=1e-4)
-    assert made.mean == (0.5, 0.5, 0.5) and made.img_size == (32, 32)
+    assert made.pixel_settings["mean"] == (0.5, 0.5, 0.5) and made.img_size == (32, 32)
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "swin_tiny_patch4_window7_224", "vit_small_patch16_dinov3.lvd1689m"])

@@ -9,8 +9,10 @@ import numpy as np
 from util.data.images import ImageError, Images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.run.checkpoint import pixel_settings
 from util.run.distributed import run_on_rank0
 from util.run.encoder_origin import read_meta
+from util.text import count_of
 
 SAMPLE = 256  # images that statistics are computed from
 
@@ -53,6 +55,13 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
     return ((mean / full_range).tolist(), (std / full_range).tolist()), num_read
 
 
+def measure_on_rank0(images: Images) -> tuple[Statistics, list[str]]:
+    """Returns the statistics of the data, which rank 0 measures, and a remark. All ranks must call it."""
+    found, number = run_on_rank0(lambda: measure_statistics(images))
+    values = [" ".join(f"{value:.6g}" for value in part) for part in found]
+    return found, [f"pixel mean {values[0]}, deviation {values[1]}: measured on {number} images, {images.pixel_format}"]
+
+
 def choose_statistics(
     args: argparse.Namespace, images: Images, content: Mapping[str, Any] | None, encoder: Mapping[str, Any] | None
 ) -> tuple[Statistics, list[str]]:
@@ -65,41 +74,44 @@ def choose_statistics(
     the flags do not fit.
     """
     pixels = images.pixel_format
-    settings = content["meta"]["settings"] if content else {}
-    if content and (not same_kind(content["meta"], pixels) or settings.get("in_chans", 3) != pixels.channels):
-        before = PixelFormat(settings.get("in_chans", 3), content["meta"].get("pixels", "uint8"))
+    settings = pixel_settings(content["meta"]) if content else {}
+    in_chans = content["meta"]["settings"].get("in_chans", 3) if content else pixels.channels
+    if not same_kind(settings, pixels) or in_chans != pixels.channels:
+        before = PixelFormat(in_chans, settings["pixels"])
         raise ValueError(f"the images of the run had {before} and now have {pixels}; choose another --output_dir")
-    meta = read_meta(encoder["path"]) if encoder and not content else {}
+    stored = pixel_settings(read_meta(encoder["path"]) if encoder and not content else {})
     remarks: list[str] = []
     if args.mean and args.std:
         found = list(args.mean), list(args.std)
     elif settings.get("mean"):
         found = settings["mean"], settings["std"]
-    elif fits_encoder(meta, pixels):
-        found = meta["settings"]["mean"], meta["settings"]["std"]
+    elif fits_encoder(stored, pixels):
+        found = stored["mean"], stored["std"]
         remarks = ["note: pixel mean and deviation are those of the encoder"] if found != IMAGENET else []
     elif pixels == RGB8:
         found = IMAGENET
     else:
-        found, number = run_on_rank0(lambda: measure_statistics(images))
-        values = [" ".join(f"{value:.6g}" for value in part) for part in found]
-        remarks = [f"pixel mean {values[0]}, deviation {values[1]}: measured on {number} images, {pixels}"]
+        found, remarks = measure_on_rank0(images)
     mean, std = args.mean or found[0], args.std or found[1]
     check_statistics(mean, std, pixels)
     return (list(mean), list(std)), remarks
 
 
-def fits_encoder(meta: Mapping[str, Any], pixels: PixelFormat) -> bool:
-    """Whether a checkpoint has statistics of images with as many channels, and of the same kind, integer or float."""
-    settings = meta.get("settings", {})
-    return (
-        same_kind(meta, pixels) and len(settings.get("mean") or ()) == len(settings.get("std") or ()) == pixels.channels
-    )
+def fits_encoder(stored: Mapping[str, Any], pixels: PixelFormat) -> bool:
+    """Whether a checkpoint has statistics of images with as many channels, and of the same kind, integer or float.
+
+    stored: its `pixel_settings`. If their type is unknown, integers are assumed.
+    """
+    known = {**stored, "pixels": stored["pixels"] or "uint8"}
+    return same_kind(known, pixels) and len(stored["mean"] or ()) == len(stored["std"] or ()) == pixels.channels
 
 
-def same_kind(meta: Mapping[str, Any], pixels: PixelFormat) -> bool:
-    """Whether a run with this meta had integers if `pixels` are integers, or floats if they are floats."""
-    return (meta.get("pixels", "uint8") == "float32") == pixels.is_float
+def same_kind(settings: Mapping[str, Any], pixels: PixelFormat) -> bool:
+    """Whether a model had integers if `pixels` are integers, or floats if they are floats, as far as this is known.
+
+    settings: hold the type of its `pixels`, None or nothing if it is unknown.
+    """
+    return not settings.get("pixels") or (settings["pixels"] == "float32") == pixels.is_float
 
 
 def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelFormat) -> None:
@@ -116,15 +128,40 @@ def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelF
         )
 
 
+def known_statistics(settings: Mapping[str, Any], pixels: PixelFormat) -> Statistics | None:
+    """Returns the statistics in the settings of a trained model for images of a format, or None if they are unknown.
+
+    Older runs and files of other projects have none of their own: for RGB integers they are ImageNet's.
+    """
+    mean, std = settings.get("mean"), settings.get("std")
+    if pixels.channels == 3 and not pixels.is_float:
+        mean, std = mean or IMAGENET_MEAN, std or IMAGENET_STD
+    return (list(mean), list(std)) if mean and std else None
+
+
+def complete_settings(settings: Mapping[str, Any], images: Images) -> tuple[dict[str, Any], list[str]]:
+    """Returns the pixel settings of a trained model with mean and deviation, and remarks. All ranks must call it.
+
+    Statistics that its file lacks are ImageNet's for RGB integers, or else those of the `images`.
+    """
+    found, remarks = known_statistics(settings, images.pixel_format), list[str]()
+    if found is None:
+        found, remarks = measure_on_rank0(images)
+    return {**settings, "mean": found[0], "std": found[1]}, remarks
+
+
 def normalizer(settings: Mapping[str, Any], pixels: PixelFormat) -> Normalize:
     """Returns the normalisation of a trained model for images of a format. settings: of its run, and the
     type of its `pixels`.
 
-    Older runs have no statistics of their own; theirs are ImageNet's. ValueError for floats where the run had integers,
-    or the other way round.
+    ValueError for floats where the run had integers, or the other way round, and if there are no statistics.
     """
-    if "pixels" in settings and not same_kind(settings, pixels):
+    if not same_kind(settings, pixels):
         raise ValueError(f"the model was trained on pixels of {settings['pixels']}, but the images have {pixels}")
-    mean, std = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
+    found = known_statistics(settings, pixels)
+    if found is None:
+        channels = count_of(pixels.channels, "channel")
+        raise ValueError(f"the checkpoint holds no pixel mean and deviation of its {channels}: give --mean and --std")
+    mean, std = found
     check_statistics(mean, std, pixels)
     return Normalize(mean, std, pixels)

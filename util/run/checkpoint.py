@@ -246,6 +246,16 @@ def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return meta if isinstance(meta, dict) else {}
 
 
+def pixel_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the meta of a checkpoint says about the images of its model. What is unknown is None.
+
+    pixels: their type, uint8, uint16 or float32. Runs that did not store it had uint8. mean, std: of each channel.
+    """
+    settings = meta.get("settings", {})
+    pixels = meta.get("pixels", "uint8" if "model" in settings else None)
+    return {"pixels": pixels, "mean": settings.get("mean"), "std": settings.get("std")}
+
+
 def _describe(error: Exception) -> str:
     """Returns the error of torch.load or safetensors in short, without the advice to load files that may run code."""
     if isinstance(error, pickle.UnpicklingError):
