@@ -6,7 +6,8 @@
     python scripts/export.py output/mae --format mae --out mae_full.pth
 
 The first argument is a checkpoint of this project or of MAE's releases, or the folder of a run (its newest intact
-checkpoint is used). All weights are float32.
+checkpoint is used). All weights are float32. Every file also holds the mean, the deviation and the type of the pixels,
+and the classes of a classifier. The programs of this project read them.
 
 --format timm   The encoder of a pre-trained checkpoint, or a whole fine-tuned classifier. The BatchNorm of a linear
                 probe is folded into its linear layer. The script prints the `timm.create_model` line that loads the
@@ -15,9 +16,9 @@ checkpoint is used). All weights are float32.
     FOLDER      An --out without suffix becomes a folder in timm's layout for the Hugging Face Hub: config.json,
                 model.safetensors, the model card README.md, and export.json, which records what this script has
                 written. For every encoder.
-    FILE        A .safetensors, or a .pth that holds {"model": weights}. For plain ViTs. MAE's scripts can fine-tune
-                such a .pth, too. Normalise images with the printed mean and deviation: timm's defaults for these model
-                names are different.
+    FILE        A .safetensors, or a .pth that holds {"model": weights, "meta": JSON string}. For plain ViTs. MAE's
+                scripts can fine-tune such a .pth, too; they ignore "meta". Normalise images with the printed mean and
+                deviation: timm's defaults for these model names are different.
 --format mae    A .pth file for MAE's scripts: encoder and decoder of a pre-trained MAE under the names of MAE's full
                 releases, or a fine-tuned classifier. MAE's decoder has no aggregation, so PR-MIM runs that throw tokens
                 are refused. Export their encoder with --format timm. The file is read back and compared bit for bit
@@ -43,13 +44,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_mae_pr
 import models_vit
-from encoders import PLAIN, build_model, find_kind
+from encoders import PLAIN, build_model, find_kind, head_of
 from main_pretrain import load_run, own_flags
 from models_swin import SwinEncoder
 from timm_models import channels_of, data_config, is_classifier, largest_difference, timm_arguments, timm_weights
 from util.atomic import filled_folder, replaced_file
-from util.data.pixel_format import PixelFormat
-from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.data.pixel_format import RGB8, PixelFormat
+from util.data.statistics import describe_pixels, known_statistics
 from util.encoder_weights import encoder_weights_of, rename_prefixes
 from util.run import checkpoint
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
@@ -163,16 +164,17 @@ def block_sizes(model: nn.Module) -> dict[str, int]:
     return dict(embed_dim=block.mlp.fc2.out_features, depth=len(model.blocks), num_heads=block.attn.num_heads)
 
 
-def write_weights(path: Path, state: Weights, metadata: dict[str, str]) -> None:
-    """Write the file that the suffix asks for: .pth holds {"model": state}, .safetensors also holds the metadata."""
+def write_weights(path: Path, state: Weights, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata."""
     path.unlink(missing_ok=True)
     path.touch()
     mode = path.stat().st_mode
     if path.suffix == ".safetensors":
-        safetensors.torch.save_file(state, path, metadata)
+        texts = {name: json.dumps(value) for name, value in facts.items()}
+        safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
         path.chmod(mode)  # safetensors may leave a file that only its owner can read
     else:
-        torch.save({"model": state}, path)
+        torch.save({"model": state, "meta": json.dumps(checkpoint.meta_of_facts(facts))}, path)
 
 
 def export_folder(source: Path, out: Path, location: str) -> list[str]:
@@ -184,20 +186,20 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     model, meta = build_model(content, repr(str(source))), checkpoint.meta_of(content)
     del content
     state, (name, options) = timm_weights(model), timm_arguments(model)
-    mean, std = pixel_statistics(meta.get("settings", {}), channels_of(model))
-    config = data_config(model, meta.get("settings", {}), mean, std)
+    facts = known_facts(model, meta)
+    config = data_config(model, meta.get("settings", {}), facts["mean"], facts["std"])
     line = f"timm.create_model({json.dumps(location, ensure_ascii=False)}, pretrained=True)"
     card = model_card(
         Path(location.partition(":")[2]).name,
-        describe_model(model, name, config, meta.get("pixels", "uint8")),
+        describe_model(model, name, config, facts),
         meta,
         source.parent,
         tuple(own_flags()),
         f"import timm\n\nmodel = {line}.eval()",
     )
     with filled_folder(out) as temporary:
-        write_config(temporary, name, options, config, meta.get("classes") if is_classifier(model) else None)
-        write_weights(temporary / WEIGHTS, state, {"format": "pt", "source": source.name})
+        write_config(temporary, name, options, config, facts.get("classes"))
+        write_weights(temporary / WEIGHTS, state, facts, {"source": source.name})
         difference = check_loads_folder(temporary, model)
         (temporary / CARD).write_text(card)
         files = {file: checkpoint.sha256(temporary / file) for file in (CONFIG, WEIGHTS, CARD)}
@@ -211,9 +213,8 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     ]
 
 
-def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], pixels: str) -> dict[str, str]:
-    """The rows of the model card about the model itself. pixels: type of the pixels that it was trained on."""
-    unit = "the unit of the data" if PixelFormat(channels_of(model), pixels).is_float else "fractions of the full range"
+def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of the model card about the model itself. facts: see `known_facts`."""
     channels, height, width = config["input_size"]
     if is_classifier(model):
         outputs = f"logits of {config['num_classes']} classes"
@@ -225,9 +226,9 @@ def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], pixel
         "output": outputs,
         "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
         "images": f"{channels} channels, {height} x {width} pixels, patches of {model.patch_size} x {model.patch_size}",
-        "pixels": f"{pixels}; mean and standard deviation are in {unit}",
-        "pixel mean": ", ".join(f"{value:.6g}" for value in config["mean"]),
-        "pixel standard deviation": ", ".join(f"{value:.6g}" for value in config["std"]),
+        "pixels": describe_pixels(facts.get("pixels")),
+        "pixel mean": ", ".join(f"{value:.6g}" for value in facts["mean"]),
+        "pixel standard deviation": ", ".join(f"{value:.6g}" for value in facts["std"]),
     }
 
 
@@ -265,19 +266,16 @@ def export_timm(source: Path, out: Path) -> list[str]:
     del content
     state = timm_weights(model)
     name, options = timm_arguments(model)
-    mean, std = pixel_statistics(meta.get("settings", {}), channels_of(model))
-    facts = {"timm": {"model_name": name, **options}, "mean": mean, "std": std}
-    if is_classifier(model) and meta.get("classes"):
-        facts["classes"] = meta["classes"]
-    metadata = {"format": "pt", "source": source.name, **{key: json.dumps(value) for key, value in facts.items()}}
+    facts = known_facts(model, meta)
+    metadata = {"source": source.name, "timm": json.dumps({"model_name": name, **options})}
     with replaced_file(out, durable=True) as temporary:
-        write_weights(temporary, state, metadata)
+        write_weights(temporary, state, facts, metadata)
         difference = check_loads(temporary, model, name, options)
     kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
     return [
         describe(kind, source, out, state),
         f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
-        f"images: pixels in [0, 1], normalised with mean {mean} and std {std}",
+        describe_images(facts),
         loading_line(name, options, out),
     ]
 
@@ -287,24 +285,24 @@ def export_mae(source: Path, out: Path) -> list[str]:
     if out.suffix != ".pth":
         raise ValueError(f"--format mae writes a .pth, which is what MAE's scripts read, got --out {str(out)!r}")
     content = checkpoint.read_checkpoint(source)
-    weights, settings = encoder_weights_of(content), checkpoint.meta_of(content).get("settings", {})
-    has_head = "head.weight" in weights or "head.1.weight" in weights
+    weights, meta = encoder_weights_of(content), checkpoint.meta_of(content)
+    has_head = head_of(weights) is not None
     if has_head:
         refuse_other_kinds(content, repr(str(source)))
         kind, model = "classifier", build_model(content, repr(str(source)))
         state, name = model.state_dict(), mae_name(model, None)
     else:
-        refuse_other_frameworks(weights, settings, repr(str(source)))
+        refuse_other_frameworks(weights, meta.get("settings", {}), repr(str(source)))
         kind, model = "encoder and decoder", load_mae(source)
         state, name = mae_weights(model), mae_name(model, model.decoder)
+    facts = known_facts(model, meta)
     with replaced_file(out, durable=True) as temporary:
-        write_weights(temporary, state, {})
+        write_weights(temporary, state, facts, {})
         check_reads_back(temporary, model)
-    mean, std = pixel_statistics(settings, channels_of(model))
     lines = [
         describe(kind, source, out, state),
         "read back from the file: the same weights, bit for bit",
-        f"images: pixels in [0, 1], normalised with mean {mean} and std {std}",
+        describe_images(facts),
         name,
     ]
     if not has_head and model.counts.num_thrown:
@@ -312,17 +310,28 @@ def export_mae(source: Path, out: Path) -> list[str]:
     return lines
 
 
-def pixel_statistics(settings: Mapping[str, Any], in_chans: int = 3) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation with which a run normalises its images. ValueError if they are unknown."""
-    mean, std = settings.get("mean"), settings.get("std")
-    if in_chans == 3:
-        mean, std = mean or IMAGENET_MEAN, std or IMAGENET_STD
-    if not mean or not std or {len(mean), len(std)} != {in_chans}:
+def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stored beside the weights: mean and std of the pixels, and their type and the classes if they are known.
+
+    meta: of the checkpoint. ValueError if the pixel statistics are unknown.
+    """
+    settings, in_chans = checkpoint.pixel_settings(meta), channels_of(model)
+    found = known_statistics(settings, PixelFormat(in_chans, settings["pixels"] or RGB8.dtype))
+    if found is None or {*map(len, found)} != {in_chans}:
         raise ValueError(
-            f"the checkpoint does not hold the pixel mean and deviation of its {in_chans} channels, got {mean} and "
-            f"{std}: give a checkpoint of a run that stores them"
+            f"the checkpoint does not hold the pixel mean and deviation of its {in_chans} channels, got "
+            f"{settings['mean']} and {settings['std']}: give a checkpoint of a run that stores them"
         )
-    return list(mean), list(std)
+    facts = {"mean": found[0], "std": found[1], "pixels": settings["pixels"]}
+    facts["classes"] = meta.get("classes") if is_classifier(model) else None
+    return {name: value for name, value in facts.items() if value}
+
+
+def describe_images(facts: Mapping[str, Any]) -> str:
+    """A line on the images of the model. facts: see `known_facts`."""
+    return (
+        f"images: {describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
+    )
 
 
 def describe(kind: str, source: Path, out: Path, state: Weights) -> str:

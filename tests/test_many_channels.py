@@ -11,7 +11,9 @@ from timm.models import adapt_input_conv
 import main_finetune
 import main_pretrain
 import main_probe
+import models_probe
 from scripts import visualize
+from scripts.export import export
 from tests.conftest import write_photo
 from tests.test_main_finetune import PLAIN
 from tests.test_main_pretrain import assert_same_state
@@ -19,7 +21,7 @@ from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.datasets import open_images
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import measure_statistics
-from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+from util.run.checkpoint import newest_checkpoint, pixel_settings, read_checkpoint, save_checkpoint
 
 SMALL = "--batch_size 4 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
 SIZES = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)  # of the micro models
@@ -142,6 +144,61 @@ def test_fine_tuning_on_five_bands(bands, encoder, tmp_path, capsys):
     assert evaluate(data_path, tmp_path / "whole")["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
     message = fails(capsys, evaluate, data_path, tmp_path / "whole", "--in_chans", 4)
     assert "--in_chans 4, but the classifier at" in message and "has 5" in message
+
+
+PROBE = ["--steps", "2", "--total_batch_size", "4", "--num_workers", "0", "--device", "cpu", "--probes", "knn"]
+
+
+def probe(path, data_path, output_dir):
+    main_probe.main([str(path), *PROBE, "--data_path", str(data_path), "--output_dir", str(output_dir)])
+    return json.loads((output_dir / "probe.json").read_text())
+
+
+def test_exported_files_have_the_pixels_of_the_run(bands, encoder, tmp_path, capsys):
+    data_path, pixel_format = bands
+    own = pixel_settings(read_checkpoint(newest_checkpoint(encoder)[0])["meta"])
+    unit = {"uint16": "pixels of uint16, divided by 65535", "float32": "pixels of float32 in the unit of the data"}
+    expected = probe(encoder, data_path, tmp_path / "p")
+    for name in ("e", "e.safetensors", "e.pth"):
+        lines = export(encoder, tmp_path / name)
+        path = tmp_path / name / "model.safetensors" if name == "e" else tmp_path / name
+        assert pixel_settings(read_checkpoint(path)["meta"]) == own and own["pixels"] == pixel_format.dtype
+        found = probe(path, data_path, tmp_path / f"p_{name}")
+        assert found["results"] == expected["results"] and found["protocol"] == expected["protocol"]
+        assert name == "e" or f"images: {unit[pixel_format.dtype]}, normalised with mean {own['mean']}" in lines[2]
+        export(path, tmp_path / f"again_{path.suffix[1:]}", overwrite=True)
+        for folder in ("e", f"again_{path.suffix[1:]}"):
+            card = (tmp_path / folder / "README.md").read_text()
+            assert f"| pixels | {unit[pixel_format.dtype]} |" in card and "image-feature-extraction" in card
+    capsys.readouterr()
+    torch.save({"model": read_checkpoint(tmp_path / "e.pth")["model"]}, tmp_path / "bare.pth")
+    found = probe(tmp_path / "bare.pth", data_path, tmp_path / "p_bare")
+    assert f"measured on 8 images, {pixel_format}" in capsys.readouterr().out  # the same data, so the same statistics
+    assert found["results"] == expected["results"]
+
+
+def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, tmp_path):
+    data_path, _ = bands
+    finetune(data_path, tmp_path / "run", "--in_chans", 5, "--max_steps", 1)
+    expected = evaluate(data_path, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "mae.pth", layout="mae")
+    export(tmp_path / "run", tmp_path / "folder")
+    for path in (tmp_path / "mae.pth", tmp_path / "folder" / "model.safetensors"):
+        assert evaluate(data_path, path)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    torch.save({"model": read_checkpoint(tmp_path / "mae.pth")["model"]}, tmp_path / "bare.pth")
+    settings = read_checkpoint(newest_checkpoint(tmp_path / "run")[0])["meta"]["settings"]
+    given = ["--mean", *settings["mean"], "--std", *settings["std"]]
+    assert evaluate(data_path, tmp_path / "bare.pth", *given)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_statistics_of_an_exported_rgb_encoder(photos, labelled, tmp_path, capsys):
+    pretrain(photos, tmp_path / "run", "--mean", 0.5, 0.25, 0.75, "--max_steps", 1)
+    export(tmp_path / "run", tmp_path / "e")
+    weights = tmp_path / "e" / "model.safetensors"
+    content = finetune(labelled, tmp_path / "f", "--finetune", weights, "--max_steps", 1)
+    assert content["meta"]["settings"]["mean"] == [0.5, 0.25, 0.75]
+    assert "note: pixel mean and deviation are those of the encoder" in capsys.readouterr().out
+    assert models_probe.open_encoder(weights).pixel_settings["mean"] == [0.5, 0.25, 0.75]
 
 
 def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photos, tmp_path, capsys):

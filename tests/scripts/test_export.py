@@ -64,7 +64,7 @@ def pretrained_run(folder, *flags):
 def weights_in(path):
     """The weights in a .pth, under the key "model" that MAE's scripts read."""
     content = torch.load(path, weights_only=True)
-    assert list(content) == ["model"]
+    assert list(content) == ["model", "meta"]
     return content["model"]
 
 
@@ -403,8 +403,8 @@ def test_a_file_that_reads_back_otherwise_is_removed(tmp_path, capsys, monkeypat
     path, _ = pretrained_run(tmp_path, "--throw_ratio", "0")
     write = export.write_weights
 
-    def damaged(path, state, metadata):
-        write(path, state | {"decoder_norm.bias": state["decoder_norm.bias"] + 1e-7}, metadata)
+    def damaged(path, state, *facts):
+        write(path, state | {"decoder_norm.bias": state["decoder_norm.bias"] + 1e-7}, *facts)
 
     monkeypatch.setattr(export, "write_weights", damaged)
     (tmp_path / "mae.pth").write_text("older")

@@ -139,6 +139,15 @@ def known_statistics(settings: Mapping[str, Any], pixels: PixelFormat) -> Statis
     return (list(mean), list(std)) if mean and std else None
 
 
+def describe_pixels(pixels: str | None) -> str:
+    """Returns in words what the pixels of a model are before mean and deviation are applied. None: unknown type."""
+    if pixels is None:
+        return "pixels of a type that is not recorded"
+    if PixelFormat(1, pixels).is_float:
+        return f"pixels of {pixels} in the unit of the data"
+    return f"pixels of {pixels}, divided by {PixelFormat(1, pixels).full_range:g}"
+
+
 def complete_settings(settings: Mapping[str, Any], images: Images) -> tuple[dict[str, Any], list[str]]:
     """Returns the pixel settings of a trained model with mean and deviation, and remarks. All ranks must call it.
 

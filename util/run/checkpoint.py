@@ -24,6 +24,8 @@ from safetensors import safe_open
 
 from util.text import shorten
 
+EXPORTED_FACTS = ("classes", "pixels", "mean", "std")  # what scripts/export.py stores beside the weights
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used for its purpose. The message is meant for the user."""
@@ -246,6 +248,12 @@ def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return meta if isinstance(meta, dict) else {}
 
 
+def meta_of_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the meta of an exported file. facts: those of EXPORTED_FACTS that are known."""
+    settings = {name: facts[name] for name in ("mean", "std") if name in facts}
+    return {"settings": settings} | {name: facts[name] for name in ("classes", "pixels") if name in facts}
+
+
 def pixel_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the meta of a checkpoint says about the images of its model. What is unknown is None.
 
@@ -272,8 +280,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    facts = {name: json.loads(metadata[name]) for name in ("classes", "mean", "std") if name in metadata}
-    return {"model": weights, "meta": {"classes": facts.pop("classes", None), "settings": facts}}
+    facts = {name: json.loads(metadata[name]) for name in EXPORTED_FACTS if name in metadata}
+    return {"model": weights, "meta": meta_of_facts(facts)}
 
 
 # ----------------------------------------------------------------------------------------------------------------- load
