@@ -16,6 +16,7 @@ from util.text import count_of
 
 SAMPLE = 256  # images that statistics are computed from
 
+NAMES = ("mean", "deviation")  # in messages
 IMAGENET = [*IMAGENET_MEAN], [*IMAGENET_STD]
 Statistics = tuple[list[float], list[float]]  # mean and standard deviation of each channel
 
@@ -55,11 +56,12 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
     return ((mean / full_range).tolist(), (std / full_range).tolist()), num_read
 
 
-def measure_on_rank0(images: Images) -> tuple[Statistics, list[str]]:
-    """Returns the statistics of the data, which rank 0 measures, and a remark. All ranks must call it."""
+def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Statistics, list[str]]:
+    """Returns the statistics of the data, which rank 0 measures, and a remark on those used. All ranks must call it."""
     found, number = run_on_rank0(lambda: measure_statistics(images))
-    values = [" ".join(f"{value:.6g}" for value in part) for part in found]
-    return found, [f"pixel mean {values[0]}, deviation {values[1]}: measured on {number} images, {images.pixel_format}"]
+    values = zip(NAMES, found, strict=True)
+    text = ", ".join(f"{name} {' '.join(f'{x:.6g}' for x in part)}" for name, part in values if name in used)
+    return found, [f"pixel {text}: measured on {number} images, {images.pixel_format}"]
 
 
 def choose_statistics(
@@ -81,17 +83,19 @@ def choose_statistics(
         raise ValueError(f"the images of the run had {before} and now have {pixels}; choose another --output_dir")
     stored = pixel_settings(read_meta(encoder["path"]) if encoder and not content else {})
     remarks: list[str] = []
-    if args.mean and args.std:
+    used = [name for name, given in zip(NAMES, (args.mean, args.std), strict=True) if not given]  # by default
+    if not used:
         found = list(args.mean), list(args.std)
     elif settings.get("mean"):
         found = settings["mean"], settings["std"]
     elif fits_encoder(stored, pixels):
         found = stored["mean"], stored["std"]
-        remarks = ["note: pixel mean and deviation are those of the encoder"] if found != IMAGENET else []
+        whose = "are those of the encoder" if len(used) == 2 else "is that of the encoder"
+        remarks = [f"note: pixel {' and '.join(used)} {whose}"] if found != IMAGENET else []
     elif pixels == RGB8:
         found = IMAGENET
     else:
-        found, remarks = measure_on_rank0(images)
+        found, remarks = measure_on_rank0(images, used)
     mean, std = args.mean or found[0], args.std or found[1]
     check_statistics(mean, std, pixels)
     return (list(mean), list(std)), remarks

@@ -418,7 +418,7 @@ def test_which_statistics_a_run_takes(tmp_path, photos):
     found, (remark,) = choose(images)
     assert found == own and f"measured on {count} images, 2 channels of uint16" in remark
     assert choose(rgb) == (([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), [])
-    assert choose(images, mean=[0.1, 0.2]) == ((([0.1, 0.2]), own[1]), [remark])
+    assert choose(images, mean=[0.1, 0.2])[0] == ([0.1, 0.2], own[1])
     resumed = {"meta": {"settings": {"in_chans": 2, "mean": [0.3, 0.4], "std": [0.1, 0.1]}, "pixels": "uint16"}}
     with pytest.raises(ValueError, match="the run had 2 channels of uint16 and now have 3 channels of uint8"):
         choose(rgb, resumed)

@@ -68,3 +68,18 @@ def test_an_encoder_of_unknown_pixels_fits_integers(tmp_path, pixels_of_encoder,
     path = save_checkpoint(tmp_path, 1, {}, {"settings": {"mean": stored[0], "std": stored[1]}})
     found, _ = choose(images, encoder={"path": str(path)})
     assert found == (stored if fits else measure_statistics(images)[0])
+
+
+def test_remarks_name_only_the_statistics_that_are_used(tmp_path):
+    images = open_arrays(tmp_path / "data")
+    mean, std = (" ".join(f"{value:.6g}" for value in part) for part in measure_statistics(images)[0])
+    tail = "measured on 3 images, 2 channels of uint16"
+    assert choose(images)[1] == [f"pixel mean {mean}, deviation {std}: {tail}"]
+    assert choose(images, mean=[0.3, 0.3])[1] == [f"pixel deviation {std}: {tail}"]
+    assert choose(images, std=[0.3, 0.3])[1] == [f"pixel mean {mean}: {tail}"]
+    assert choose(images, mean=[0.3, 0.3], std=[0.3, 0.3])[1] == []
+    meta = {"settings": {"mean": [0.25, 0.5], "std": [0.125, 0.25]}, "pixels": "uint16"}
+    encoder = {"path": str(save_checkpoint(tmp_path, 1, {}, meta))}
+    assert choose(images, encoder=encoder)[1] == ["note: pixel mean and deviation are those of the encoder"]
+    found, remarks = choose(images, encoder=encoder, mean=[0.3, 0.3])
+    assert found == ([0.3, 0.3], [0.125, 0.25]) and remarks == ["note: pixel deviation is that of the encoder"]
