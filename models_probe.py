@@ -146,21 +146,29 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
     """Makes a model of timm with the weights at `path`, or else with those that timm has in its cache or downloads.
 
-    ValueError if timm does not know the model, or if there are no weights for it.
+    path: a file, or the folder of a run or of an export. ValueError if timm does not know the model, or if there are no
+    weights for it.
     """
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:5])
         raise ValueError(f"--timm {name!r} is no model of timm{f'; close to it: {near}' if near else ''}")
+    file = None if path is None else checkpoint.find_checkpoint_file(path)
+    if file is not None and not file.is_file():
+        raise ValueError(f"no weights at {str(file)!r}: give the path of a file, or none for those of timm")
     size = {} if input_size is None else {"img_size": input_size}
+    missing: list[str] = []
     try:
-        network = timm.create_model(name, pretrained=path is None, num_classes=0, **size)
-        if path is not None and (missing := timm.models.load_checkpoint(network, path, strict=False).missing_keys):
-            raise ValueError(f"it lacks {shorten(missing, most=6)}")  # a head is not needed
+        network = timm.create_model(name, pretrained=file is None, num_classes=0, **size)
+        if file is not None:
+            missing = timm.models.load_checkpoint(network, str(file), strict=False).missing_keys
     except Exception as error:  # many types: no weights, no network, another kind of network
+        advice = "; without a network, download the weights elsewhere and give them as the first argument"
         raise ValueError(
-            f"timm could not make {name!r} with {'its pre-trained weights' if path is None else repr(path)}: {error}; "
-            "without a network, download the weights elsewhere and give them as the first argument"
+            f"timm could not make {name!r} with {'its pre-trained weights' if file is None else repr(str(file))}: "
+            f"{type(error).__name__}: {error}{advice if file is None else ''}"
         ) from error
+    if missing:  # of the features; a head is not needed
+        raise ValueError(f"{str(file)!r} holds no {name!r}: it lacks {shorten(missing, most=6)}")
     config = network.pretrained_cfg
     in_chans, height, width = config["input_size"]
     if input_size:

@@ -58,7 +58,7 @@ from util.run.code_version import code_version
 from util.run.model_card import model_card
 
 SUFFIXES = (".safetensors", ".pth")
-CONFIG, WEIGHTS, CARD, RECORD = "config.json", "model.safetensors", "README.md", "export.json"  # of a folder
+CONFIG, WEIGHTS, CARD, RECORD = "config.json", checkpoint.EXPORTED_WEIGHTS, "README.md", "export.json"  # of a folder
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
 MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
 INSTEAD = "export its encoder with --format timm; MAE's scripts can fine-tune that file"

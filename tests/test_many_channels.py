@@ -21,7 +21,13 @@ from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.datasets import open_images
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import measure_statistics
-from util.run.checkpoint import newest_checkpoint, pixel_settings, read_checkpoint, save_checkpoint
+from util.run.checkpoint import (
+    find_checkpoint_file,
+    newest_checkpoint,
+    pixel_settings,
+    read_checkpoint,
+    save_checkpoint,
+)
 
 SMALL = "--batch_size 4 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
 SIZES = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)  # of the micro models
@@ -161,12 +167,13 @@ def test_exported_files_have_the_pixels_of_the_run(bands, encoder, tmp_path, cap
     expected = probe(encoder, data_path, tmp_path / "p")
     for name in ("e", "e.safetensors", "e.pth"):
         lines = export(encoder, tmp_path / name)
-        path = tmp_path / name / "model.safetensors" if name == "e" else tmp_path / name
+        path = find_checkpoint_file(tmp_path / name)
+        assert path.suffix in (".safetensors", ".pth")
         assert pixel_settings(read_checkpoint(path)["meta"]) == own and own["pixels"] == pixel_format.dtype
-        found = probe(path, data_path, tmp_path / f"p_{name}")
+        found = probe(tmp_path / name, data_path, tmp_path / f"p_{name}")
         assert found["results"] == expected["results"] and found["protocol"] == expected["protocol"]
         assert name == "e" or f"images: {unit[pixel_format.dtype]}, normalised with mean {own['mean']}" in lines[2]
-        export(path, tmp_path / f"again_{path.suffix[1:]}", overwrite=True)
+        export(tmp_path / name, tmp_path / f"again_{path.suffix[1:]}", overwrite=True)
         for folder in ("e", f"again_{path.suffix[1:]}"):
             card = (tmp_path / folder / "README.md").read_text()
             assert f"| pixels | {unit[pixel_format.dtype]} |" in card and "image-feature-extraction" in card
@@ -194,11 +201,10 @@ def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, tmp_path):
 def test_statistics_of_an_exported_rgb_encoder(photos, labelled, tmp_path, capsys):
     pretrain(photos, tmp_path / "run", "--mean", 0.5, 0.25, 0.75, "--max_steps", 1)
     export(tmp_path / "run", tmp_path / "e")
-    weights = tmp_path / "e" / "model.safetensors"
-    content = finetune(labelled, tmp_path / "f", "--finetune", weights, "--max_steps", 1)
+    content = finetune(labelled, tmp_path / "f", "--finetune", tmp_path / "e", "--max_steps", 1)
     assert content["meta"]["settings"]["mean"] == [0.5, 0.25, 0.75]
     assert "note: pixel mean and deviation are those of the encoder" in capsys.readouterr().out
-    assert models_probe.open_encoder(weights).pixel_settings["mean"] == [0.5, 0.25, 0.75]
+    assert models_probe.open_encoder(tmp_path / "e").pixel_settings["mean"] == [0.5, 0.25, 0.75]
 
 
 def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photos, tmp_path, capsys):

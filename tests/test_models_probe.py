@@ -141,9 +141,21 @@ def test_what_cannot_be_opened_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(timm, "create_model", no_network)
     with pytest.raises(
-        ValueError, match="timm could not make 'vit_tiny_patch16_224' with its pre-trained weights: no r"
+        ValueError, match="with its pre-trained weights: OSError: no route to host; without a network, download"
     ):
         open_timm_model("vit_tiny_patch16_224")
+    with pytest.raises(
+        ValueError, match="^no weights at 'no.pth': give the path of a file, or none for those of timm$"
+    ):
+        open_timm_model("vit_tiny_patch16_224", "no.pth")
+    monkeypatch.undo()
+    (tmp_path / "text.pth").write_text("not a checkpoint")
+    with pytest.raises(ValueError, match=r"make 'vit_tiny_patch16_224' with '.*text.pth': \w+Error: ") as found:
+        open_timm_model("vit_tiny_patch16_224", str(tmp_path / "text.pth"))
+    assert "network" not in str(found.value)
+    torch.save({"a": torch.zeros(1)}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="a.pth' holds no 'vit_tiny_patch16_224': it lacks cls_token, pos_embed"):
+        open_timm_model("vit_tiny_patch16_224", str(tmp_path / "a.pth"))
     torch.save({"a": torch.zeros(1)}, tmp_path / "a.pth")
     with pytest.raises(ValueError, match="holds no Vision Transformer"):
         open_encoder(tmp_path / "a.pth")

@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 from util.text import shorten
 
+EXPORTED_WEIGHTS = "model.safetensors"  # in a folder of scripts/export.py
 EXPORTED_FACTS = ("classes", "pixels", "mean", "std")  # what scripts/export.py stores beside the weights
 
 
@@ -140,7 +141,7 @@ def newest_checkpoint(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def find_checkpoint_file(path: str | Path) -> Path:
-    """Returns `path` itself, or the newest intact checkpoint if `path` is the folder of a run.
+    """Returns `path` itself, the newest intact checkpoint of a run's folder, or the weights in an export's folder.
 
     Raises CheckpointError for a folder without an intact checkpoint and for other files of a run, such as log.jsonl.
     The message names the path that was probably meant.
@@ -155,6 +156,8 @@ def find_checkpoint_file(path: str | Path) -> Path:
     found, skipped = newest_checkpoint(path)
     if found is not None:
         return found
+    if not skipped and (path / EXPORTED_WEIGHTS).is_file():
+        return path / EXPORTED_WEIGHTS
     runs = sorted({str(checkpoint.parent) for checkpoint in path.glob("*/checkpoint-*.pth")})
     if skipped:
         reason = "; ".join(skipped)

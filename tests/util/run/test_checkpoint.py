@@ -178,6 +178,13 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty' holds no intact checkpoint"):
         find_checkpoint_file(tmp_path / "empty")
+    (tmp_path / "empty" / "model.safetensors").touch()  # a folder of scripts/export.py
+    assert find_checkpoint_file(tmp_path / "empty") == tmp_path / "empty" / "model.safetensors"
+    (tmp_path / "model.safetensors").touch()
+    assert find_checkpoint_file(tmp_path).name == "checkpoint-1.pth"
+    damage_flip(tmp_path / "checkpoint-1.pth")
+    with pytest.raises(ValueError, match="holds no intact checkpoint: checkpoint-2.pth: its SHA-256"):
+        find_checkpoint_file(tmp_path)
 
 
 def test_load_strict_reports_every_kind_at_once():
