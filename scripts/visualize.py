@@ -59,10 +59,10 @@ def show_run(args: argparse.Namespace) -> None:
     model, settings = load_run(args.run, args.teacher)
     channels = settings.get("in_chans", 3)
     if args.images:
-        images = open_images("folder", args.images, "val", in_chans=channels)
+        images = open_images("folder", args.images, "val", in_chans=channels, for_model=True)
     else:
-        column = settings.get("image_column")
-        images = open_images(settings["dataset"], settings["data_path"], "val", in_chans=channels, image_column=column)
+        column, source = settings.get("image_column"), (settings["dataset"], settings["data_path"])
+        images = open_images(*source, "val", in_chans=channels, image_column=column, for_model=True)
     normalize = normalizer(settings, images.pixel_format)
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))

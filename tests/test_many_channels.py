@@ -236,6 +236,23 @@ def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photo
         assert "trained on pixels of float32, but the images have 5 channels of uint16" in message
 
 
+def test_channels_of_a_trained_model_are_no_flag(bands, encoder, photos, labelled, tmp_path, capsys):
+    data_path, pixel_format = bands
+    message = "' has 3 channels of uint8, but the model takes 5 channels"
+    probing = [str(encoder), *PROBE, "--data_path", str(labelled), "--output_dir", str(tmp_path / "p")]
+    finetune(data_path, tmp_path / "run", "--in_chans", 5, "--max_steps", 1)
+    for error in (
+        fails(capsys, main_probe.main, probing),
+        fails(capsys, visualize.main, [str(encoder), "--images", str(photos)]),
+        fails(capsys, evaluate, labelled, tmp_path / "run"),
+    ):
+        assert message in error and "--in_chans" not in error
+    # Programs that take the channels from the model have no such flag.
+    assert "unrecognized arguments: --in_chans 3" in fails(capsys, main_probe.main, [*probing, "--in_chans", "3"])
+    with pytest.raises(ValueError, match="--dataset cifar10 has images of 3 channels, but the model takes 5 channels"):
+        open_images("cifar10", tmp_path, in_chans=5, for_model=True)
+
+
 def test_one_grey_channel_of_8_bits(tmp_path):
     for i in range(4):
         (tmp_path / "grey").mkdir(exist_ok=True)

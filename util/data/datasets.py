@@ -12,7 +12,7 @@ import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
 from util.data.hugging_face import open_hugging_face
-from util.data.images import CifarImages, FolderImages, ImageError, Images, INaturalistImages
+from util.data.images import CifarImages, FolderImages, ImageError, Images, INaturalistImages, wanted_channels
 from util.data.tars import choose_tars, open_tars
 from util.run.signals import ignore_in_worker, take_over_workers
 
@@ -37,12 +37,14 @@ def open_images(
     in_chans: int = 3,
     image_column: str | None = None,
     label_column: str | None = None,
+    for_model: bool = False,
 ) -> Images:
     """Returns the images of a split.
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. in_chans: channels of
-    the images. image_column, label_column: of "hf". ImageError if, of a sample of the image headers, more than
-    `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or ambiguous.
+    the images. image_column, label_column: of "hf". for_model: a trained model takes `in_chans`, so that no flag
+    changes them; for messages. ImageError if, of a sample of the image headers, more than `max_bad_fraction` are bad,
+    or if one has other channels. ValueError if the data is missing or ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
@@ -53,14 +55,15 @@ def open_images(
         images = INaturalistImages(data_path, split, INATURALIST[dataset])
     elif dataset in DOWNLOADED:
         if in_chans != 3:
-            raise ValueError(f"--dataset {dataset} has images of 3 channels, but --in_chans is {in_chans}")
+            message = f"--dataset {dataset} has images of 3 channels, but {wanted_channels(in_chans, for_model, 3)}"
+            raise ValueError(message)
         images = CifarImages(dataset, data_path, split)
     elif dataset == "hf":
         images = open_hugging_face(data_path, split, labelled, image_column, label_column)
     else:
         choice = choose_tars(data_path, split, labelled)
         images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)
-    images.in_chans = in_chans
+    images.in_chans, images.for_model = in_chans, for_model
     images.check(max_bad_fraction)
     return images
 

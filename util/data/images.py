@@ -21,6 +21,7 @@ import torchvision
 from util.data import folders
 from util.data.decode import PILLOW_ERRORS
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
+from util.text import count_of
 
 T = TypeVar("T")
 
@@ -55,16 +56,25 @@ def read_file(path: str) -> bytes:
         raise ImageError(f"{path!r} is not a readable image ({error}); replace or remove the file") from error
 
 
+def wanted_channels(in_chans: int, for_model: bool, found: int) -> str:
+    """Returns the end of a message about images that have `found` channels. See `EncodedImages` for the others."""
+    if for_model:
+        return f"the model takes {count_of(in_chans, 'channel')}"
+    return f"--in_chans is {in_chans}: give --in_chans {found}"
+
+
 class EncodedImages:
     """Images that are stored encoded. Subclasses set the attributes below and define `path` and `read`.
 
     labels: int64 [n]. names: bytes [n]. notes: sentences on what is ignored or replaced, for the log.
     reference: decode everything by Pillow, as torchvision's ImageFolder does. in_chans: channels that are wanted.
+    for_model: whether a trained model wants them, so that no flag changes them; for messages.
     pixel_format: of all images; `check` finds it out.
     """
 
     reference = False
     in_chans: int = 3
+    for_model = False
     pixel_format: PixelFormat = RGB8
     num_checked = 1000  # headers that `check` reads
     num_decoded = 64  # of these, the images of floats that `check` decodes
@@ -135,7 +145,7 @@ class EncodedImages:
             )
         if found.channels != self.in_chans:
             raise ImageError(
-                f"{self.path(i)!r} has {found}, but --in_chans is {self.in_chans}: give --in_chans {found.channels}"
+                f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans, self.for_model, found.channels)}"
             )
         self.pixel_format = found
         if found == RGB8 and self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm")):
@@ -239,6 +249,7 @@ class CifarImages:
     """torchvision's CIFAR-10 or CIFAR-100 in `data_path`. It is downloaded if it is not there."""
 
     in_chans: int = 3
+    for_model = False
     pixel_format = RGB8
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:

@@ -38,7 +38,7 @@ def open_everywhere(
 ) -> Any:
     """Calls `open_images` with the flags on every rank. Rank 0 downloads, converts or indexes first.
 
-    in_chans: of the images (default: the flag's).
+    in_chans: channels of a trained model's images (default: the flag's).
     ValueError on all ranks if one of them fails, or if they see different data.
     """
     in_tars = args.dataset == "folder" and distributed.run_everywhere(
@@ -49,7 +49,7 @@ def open_everywhere(
     channels = args.in_chans if in_chans is None else in_chans
 
     def open_split() -> Any:
-        options = max_bad_fraction, channels, args.image_column, args.label_column
+        options = max_bad_fraction, channels, args.image_column, args.label_column, in_chans is not None
         return open_images(args.dataset, args.data_path, split, labelled, *options)
 
     # On nodes with a cache of their own, the processes of `datasets` wait for each other by a lock.
