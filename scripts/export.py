@@ -197,14 +197,19 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
         tuple(own_flags()),
         f"import timm\n\nmodel = {line}.eval()",
     )
-    with filled_folder(out) as temporary:
+    with filled_folder(out, first=RECORD) as temporary:  # a killed export can be repeated
         write_config(temporary, name, options, config, facts.get("classes"))
         write_weights(temporary / WEIGHTS, state, facts, {"source": source.name})
         difference = check_loads_folder(temporary, model)
         (temporary / CARD).write_text(card)
         files = {file: checkpoint.sha256(temporary / file) for file in (CONFIG, WEIGHTS, CARD)}
-        record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
-        (temporary / RECORD).write_text(json.dumps(record | {"files": files}, indent=1) + "\n")
+        record: dict[str, Any] = {
+            "source": source.name,
+            "sha256": checkpoint.recorded_sha256(source),
+            "code": code_version(),
+        }
+        record |= {"files": files, "replaced": {file: checkpoint.sha256(out / file) for file in present_files(out)}}
+        (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
     return [
         f"{kind} of {source}: {out}{os.sep} with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}",
@@ -357,14 +362,24 @@ def check_out(path: Path, source: Path, overwrite: bool) -> None:
         refuse_files_of_others(path)
 
 
+def present_files(folder: Path) -> list[str]:
+    """The files in a folder that an export replaces, without its record."""
+    return [name for name in (CONFIG, WEIGHTS, CARD) if (folder / name).exists()]
+
+
 def refuse_files_of_others(folder: Path) -> None:
-    """Raise ValueError if a file that would be replaced was not written by this script, or was changed since."""
+    """Raise ValueError if a file that would be replaced was not written by this script, or was changed since.
+
+    The record is the first file that an export puts into a folder. If the export was killed then, some files are those
+    of the export before, which the record names as `replaced`.
+    """
     try:
-        written = json.loads((folder / RECORD).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        written = {}
-    names = [name for name in (CONFIG, WEIGHTS, CARD) if (folder / name).exists()]
-    others = [name for name in names if written.get(name) != checkpoint.sha256(folder / name)]
+        record = json.loads((folder / RECORD).read_text())
+        written, replaced = record["files"], record.get("replaced", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        written, replaced = {}, {}
+    hashes = {name: checkpoint.sha256(folder / name) for name in present_files(folder)}
+    others = [name for name, value in hashes.items() if value not in (written.get(name), replaced.get(name))]
     if (folder / RECORD).exists() and not written:
         others.append(RECORD)
     if others:

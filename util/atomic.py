@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,21 +47,24 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def filled_folder(path: str | os.PathLike[str], first: str = "") -> Iterator[Path]:
     """Yields a temporary folder for new files. They move into the folder `path` when the block ends without an error.
 
     A new `path` appears as a whole. In an existing one the files replace those of the same names one by one, and other
     files stay. If the block raises, nothing has changed. The files are on the disk before they are moved.
+
+    first: name of the file that is moved before the others.
     """
     target = Path(path).resolve()
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    temporary.mkdir()
+    outer = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))  # only its owner can read it
+    temporary = outer / target.name
     try:
+        temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():
             _sync(file)
         if target.exists():
-            for file in sorted(temporary.iterdir()):
+            for file in sorted(temporary.iterdir(), key=lambda file: (file.name != first, file.name)):
                 os.replace(file, target / file.name)
             _sync(target)
         else:
@@ -68,4 +72,4 @@ def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.rename(target)
         _sync(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(outer, ignore_errors=True)

@@ -28,6 +28,7 @@ from scripts import export
 from tests.scripts.test_export import CLOSE, refused, run
 from tests.scripts.test_export import shake as shake_parts
 from util.encoder_weights import load_encoder
+from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
 
 FILES = {"config.json", "model.safetensors", "README.md", "export.json"}
@@ -291,6 +292,33 @@ def test_files_of_the_user_are_never_replaced(tmp_path, capsys, changed):
     (out / "export.json").unlink()
     error = refused(capsys, path, "--out", out, "--overwrite")
     assert "config.json, model.safetensors, README.md there was not written by this script" in error
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_a_killed_export_can_be_repeated(tmp_path, capsys, monkeypatch, kept):
+    """A kill after `kept` of the four files were moved."""
+    out = tmp_path / "encoder"
+    run(capsys, pretrained(tmp_path / "a", VIT[0]), out)
+    other = pretrained(tmp_path / "b", VIT[0], img_size=64)
+    moves, replace = [], os.replace
+
+    def killed(source, target):
+        if target.parent == out:
+            if len(moves) == kept:
+                raise KeyboardInterrupt
+            moves.append(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export.export(other, out, overwrite=True)
+    monkeypatch.undo()
+    run(capsys, other, out, "--overwrite")
+    assert len(moves) == kept and load(out).patch_embed.img_size == (64, 64)
+    record = json.loads((out / "export.json").read_text())
+    assert record["files"] == {name: checkpoint.sha256(out / name) for name in FILES - {"export.json"}}
+    (out / "README.md").write_text("mine")
+    assert "README.md there was not written by" in refused(capsys, other, "--out", out, "--overwrite")
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -58,7 +58,10 @@ def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypa
 def test_a_new_folder_appears_as_a_whole(tmp_path):
     with filled_folder(tmp_path / "new") as temporary:
         (temporary / "a").write_text("1")
-        assert temporary.parent == tmp_path and not (tmp_path / "new").exists()
+        assert temporary.parent.parent == tmp_path and not (tmp_path / "new").exists()
+    (tmp_path / "usual").mkdir()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    (tmp_path / "usual").rmdir()
     assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new" / "a").read_text() == "1"
 
 
@@ -79,3 +82,12 @@ def test_files_of_an_existing_folder_stay(tmp_path):
         a="newer", b="newer", mine="older"
     )
     assert os.listdir(tmp_path) == ["old"]
+
+
+def test_the_first_file_is_moved_before_the_others(tmp_path, monkeypatch):
+    moved, replace = [], os.replace
+    monkeypatch.setattr(atomic.os, "replace", lambda a, b: (moved.append(b.name), replace(a, b)))
+    with filled_folder(tmp_path, first="m") as temporary:
+        for name in "zam":
+            (temporary / name).touch()
+    assert moved == ["m", "a", "z"] and sorted(os.listdir(tmp_path)) == ["a", "m", "z"]
