@@ -231,7 +231,7 @@ def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], facts
         "output": outputs,
         "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
         "images": f"{channels} channels, {height} x {width} pixels, patches of {model.patch_size} x {model.patch_size}",
-        "pixels": describe_pixels(facts.get("pixels")),
+        "input": describe_pixels(facts.get("pixels")),
         "pixel mean": ", ".join(f"{value:.6g}" for value in facts["mean"]),
         "pixel standard deviation": ", ".join(f"{value:.6g}" for value in facts["std"]),
     }

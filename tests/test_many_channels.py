@@ -176,7 +176,7 @@ def test_exported_files_have_the_pixels_of_the_run(bands, encoder, tmp_path, cap
         export(tmp_path / name, tmp_path / f"again_{path.suffix[1:]}", overwrite=True)
         for folder in ("e", f"again_{path.suffix[1:]}"):
             card = (tmp_path / folder / "README.md").read_text()
-            assert f"| pixels | {unit[pixel_format.dtype]} |" in card and "image-feature-extraction" in card
+            assert f"| input | {unit[pixel_format.dtype]} |" in card and "image-feature-extraction" in card
     capsys.readouterr()
     torch.save({"model": read_checkpoint(tmp_path / "e.pth")["model"]}, tmp_path / "bare.pth")
     found = probe(tmp_path / "bare.pth", data_path, tmp_path / "p_bare")
