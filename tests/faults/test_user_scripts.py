@@ -234,7 +234,7 @@ def test_export_to_mae_s_names_and_back(runs, tmp_path, record_property):
     content = torch.load(tmp_path / "mae.pth", weights_only=True)
     theirs = ReferenceMAE(img_size=32, patch_size=16, embed_dim=24, depth=1, num_heads=2).state_dict()
     names, expected = ({re.sub(r"\.\d+\.", ".N.", name) for name in names} for names in (content["model"], theirs))
-    assert list(content) == ["model"] and names == expected
+    assert list(content) == ["model", "meta"] and names == expected
     model = models_mae_pr.mae_vit_micro_patch4(throw_ratio=0)
     model.load_official(content)
     ours = read_checkpoint(newest_checkpoint(runs / "mae")[0])["model"]
