@@ -360,7 +360,7 @@ def fails(capsys, *arguments):
         ("--patch_size 0", "--patch_size must be at least 1, got 0"),
         ("--pretrain_size 0", "--pretrain_size must be at least 1, got 0"),
         ("--max_bad_fraction 0.1", "--max_bad_fraction is not for detection"),
-        ("--recipe coco", "unknown recipe 'coco'; close to it: coco_mask_rcnn_vit_base, coco_mask_rcnn_vit_base_mae,"),
+        ("--recipe coco", "unknown recipe 'coco'; close to it: coco_mask_rcnn_vit_base, coco_mask_rcnn_vit_base_mae "),
         ("--recipe cocoa", "(all of them: downstream/recipes.py)"),
         ("--warmup_iters 7", "--warmup_iters 7 must lie between 0 and --num_iters 5"),
         ("--layer_decay 0", "--layer_decay must lie in (0, 1], got 0.0"),
