@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
-from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, ViTEncoder
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
 from util.encoder_weights import rename_prefixes
 from util.run.checkpoint import load_strict
 
 __all__ = [
     "MaskedAutoencoderViT",
+    "mae_vit_nano_patch4",
     "mae_vit_micro_patch4",
     "mae_vit_mini_patch4",
     "mae_vit_tiny_patch16",
@@ -125,6 +126,11 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         """
         renamed = rename_prefixes(state_dict.get("model", state_dict), OFFICIAL_NAMES)
         load_strict(self, renamed, "MAE weights", optional="aggregation.")
+
+
+def mae_vit_nano_patch4(**kwargs: Any) -> MaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=64, decoder_depth=2)
+    return MaskedAutoencoderViT(**{**NANO, **decoder, **kwargs})
 
 
 def mae_vit_micro_patch4(**kwargs: Any) -> MaskedAutoencoderViT:

@@ -24,6 +24,7 @@ from util.pos_embed import grid_from_settings, sincos_pos_embed
 
 __all__ = [
     "VisionTransformer",
+    "vit_nano_patch4",
     "vit_micro_patch4",
     "vit_mini_patch4",
     "vit_tiny_patch16",
@@ -33,7 +34,8 @@ __all__ = [
     "vit_huge_patch14",
 ]
 
-# Encoder sizes by their usual names. "Micro" and "mini" are ours, for 32-px images: 64 tokens of 4 px.
+# Encoder sizes by their usual names. "Nano" to "mini" are ours, for 32-px images: 64 tokens of 4 px.
+NANO = dict(img_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=2)
 MICRO = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
 MINI = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
 TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
@@ -43,6 +45,7 @@ LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
 
 _SIZES_BY_FACTORY = {
+    "vit_nano_patch4": NANO,
     "vit_micro_patch4": MICRO,
     "vit_mini_patch4": MINI,
     "vit_tiny_patch16": TINY,
@@ -456,6 +459,10 @@ def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, 
             f"known (width, depth): {', '.join(map(str, known))}"
         )
     return known[embed_dim, depth]
+
+
+def vit_nano_patch4(**kwargs: Any) -> VisionTransformer:
+    return VisionTransformer(**{**NANO, **kwargs})
 
 
 def vit_micro_patch4(**kwargs: Any) -> VisionTransformer:
