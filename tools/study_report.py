@@ -8,7 +8,6 @@ is the mean over n seeds and its standard error. A difference is taken seed by s
 weights, crops and visible tokens.
 """
 
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,24 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.study_results import Results, mean_se, read_rows, spread, write_rows
 from util.plots import pyplot
 from util.run.cli import Parser, run_program, user_errors
-from util.tables import markdown_table, read_csv, write_csv
-
-COLUMNS = [
-    "arm",
-    "seed",
-    "status",
-    "top1",
-    "loss",
-    "mse_masked",
-    "mse_retained",
-    "mse_thrown",
-    "gmac",
-    "device",
-    "torch",
-]
-TEXT = ("arm", "status", "device", "torch")
+from util.tables import markdown_table
 
 RATIOS = (25, 50, 65)
 ABLATION = {  # {arm without its ratio: title}
@@ -99,54 +84,6 @@ PEERS = {  # {arm: its name} of the preset `peers`
     "crossmae_prmim50": "CrossMAE + PR-MIM",
     "scratch": "no pre-training",
 }
-
-
-def mean_se(values: Sequence[float]) -> tuple[Any, float | None, int]:
-    """Return (mean, standard error of the mean, n). The error needs two values, the mean one; otherwise it is None."""
-    n = len(values)
-    return (statistics.fmean(values) if n else None), (statistics.stdev(values) / n**0.5 if n > 1 else None), n
-
-
-class Results:
-    """The numbers of the finished runs, by arm and seed."""
-
-    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        self.rows = {(row["arm"], row["seed"]): row for row in rows}
-        self.arms = {arm for arm, _ in self.rows}
-
-    def values(self, arm: str, metric: str) -> dict[float, float]:
-        """{seed: value} of the runs that have one."""
-        return {s: row[metric] for (a, s), row in sorted(self.rows.items()) if a == arm and row[metric] is not None}
-
-    def differences(self, arm: str, reference: str, metric: str, relative: bool = False) -> list[float]:
-        """The differences of all seeds that both arms have; `relative`: in percent of the reference."""
-        left, right = self.values(arm, metric), self.values(reference, metric)
-        pairs = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
-        return [100 * (a / b - 1) if relative else a - b for a, b in pairs]
-
-    def effect(self, pairs: Iterable[tuple[str, str]]) -> list[float]:
-        """For each seed the mean difference of top-1 over several (arm, reference). Only seeds are independent."""
-        values = [(self.values(a, "top1"), self.values(b, "top1")) for a, b in pairs]
-        seeds = set.intersection(*[a.keys() & b.keys() for a, b in values])
-        return [statistics.fmean(a[seed] - b[seed] for a, b in values) for seed in sorted(seeds)]
-
-    def diverged(self, arm: str) -> list[float]:
-        """The seeds with which the arm diverged."""
-        return [seed for (a, seed), row in self.rows.items() if a == arm and row["status"] == "diverged"]
-
-    def cost(self, arm: str) -> float | None:
-        """Multiply-adds relative to MAE's, or None if one of them is unknown."""
-        ours, mae = (next(iter(self.values(a, "gmac").values()), None) for a in (arm, "mae"))
-        return ours / mae if ours and mae else None
-
-
-def spread(values: Sequence[float], sign: bool = False) -> str:
-    """Mean, standard error and number of the values, such as "47.10 ± 0.31 (3)"."""
-    mean, error, n = mean_se(values)
-    if n == 0:
-        return "–"
-    text = f"{mean:+.2f}" if sign else f"{mean:.2f}"
-    return f"{text} ({n})" if error is None else f"{text} ± {error:.2f} ({n})"
 
 
 def difference(results: Results, arm: str, reference: str, metric: str = "top1", relative: bool = False) -> str:
@@ -341,7 +278,7 @@ def replace_section(text: str, name: str, content: str) -> str:
 
 def render(path: str | Path, report: str | Path) -> str:
     """Write tables and plots of the CSV `path`, which is named NAME_PRESET.csv. Returns the tables."""
-    results, report = Results(read_csv(path, COLUMNS, TEXT)), Path(report)
+    results, report = Results(read_rows(path)), Path(report)
     preset = Path(path).stem.rpartition("_")[2]
     content = section(results, preset)
     old = report.read_text(encoding="utf-8") if report.exists() else "# The study\n"
@@ -362,7 +299,7 @@ def write(report: str | Path, preset: str, results: Iterable[dict[str, Any]]) ->
     report = Path(report)
     report.parent.mkdir(parents=True, exist_ok=True)
     path = report.with_name(f"study_{preset}.csv")
-    write_csv(path, COLUMNS, results)
+    write_rows(path, results)
     return render(path, report)
 
 

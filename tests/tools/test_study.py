@@ -11,6 +11,7 @@ from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.warm import Python
 from tools import study, study_job, study_report
+from tools.study_results import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = study.Preset(
@@ -97,7 +98,7 @@ def test_peers_differ_in_framework_and_method_alone():
 def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     arms = ["--arms", "mae", "plain50", "prmim50", "predictions", "scratch"]
     runs = run_study(*arms, "--seeds", "0")
-    rows = study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
+    rows = read_rows(tmp_path / "docs/study_cpu.csv")
     assert [(row["arm"], row["seed"]) for row in rows] == [(arm, 0) for arm in arms[1:]]
     found = {row["arm"]: row for row in rows}
     assert found["plain50"]["mse_thrown"] is None and found["plain50"]["mse_masked"] is None
@@ -117,9 +118,9 @@ def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     run_study(*arms, "--seeds", "0")
     assert "1 of 5 runs to do" in capsys.readouterr().out
     assert stamps() == before  # the checkpoints were found, so nothing was trained again
-    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT) == rows
+    assert read_rows(tmp_path / "docs/study_cpu.csv") == rows
     run_study("--arms", "mae", "--seeds", "0")  # the report still has the other runs
-    assert study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT) == rows
+    assert read_rows(tmp_path / "docs/study_cpu.csv") == rows
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
@@ -131,17 +132,14 @@ def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
     assert stop.value.code == 1
     out, err = capsys.readouterr()
     assert "mae seed 0 FAILED (exit code 2" in out and "1 run failed: mae seed 0" in err
-    assert [
-        row["arm"]
-        for row in study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
-    ] == ["scratch"]
+    assert [row["arm"] for row in read_rows(tmp_path / "docs/study_cpu.csv")] == ["scratch"]
 
 
 def test_divergence_is_a_result(run_study, monkeypatch, tmp_path):
     wild = TINY.pretrain | dict(lr=1e30, epochs=20)
     monkeypatch.setitem(study.PRESETS, "cpu", study.Preset(wild, TINY.finetune, labels_per_class=8, measured_images=4))
     run_study("--arms", "prmim50", "--seeds", "0")
-    (row,) = study_report.read_csv(tmp_path / "docs/study_cpu.csv", study_report.COLUMNS, study_report.TEXT)
+    (row,) = read_rows(tmp_path / "docs/study_cpu.csv")
     assert row["status"] == "diverged" and row["top1"] is None
     assert "diverged (seeds 0)" in (tmp_path / "docs/study.md").read_text()
 

@@ -3,11 +3,12 @@ import random
 import pytest
 
 from tools import study_report
-from tools.study_report import Results, mean_se, replace_section
+from tools.study_report import replace_section
+from tools.study_results import COLUMNS, Results, mean_se, read_rows
 
 
 def row(arm, seed, top1, mse=None, gmac=1.0, status="finished"):
-    empty = dict.fromkeys(study_report.COLUMNS)
+    empty = dict.fromkeys(COLUMNS)
     return empty | dict(
         arm=arm, seed=seed, status=status, top1=top1, mse_masked=mse, gmac=gmac, device="cpu", torch="2"
     )
@@ -88,7 +89,7 @@ def test_csv_and_plots(synthetic, tmp_path):
     report = tmp_path / "docs/study.md"
     tables = study_report.write(report, "cpu", synthetic)
     path = tmp_path / "docs/study_cpu.csv"
-    assert study_report.read_csv(path, study_report.COLUMNS, study_report.TEXT) == synthetic
+    assert read_rows(path) == synthetic
     figures = sorted((tmp_path / "docs/figures").iterdir())
     assert [f.name for f in figures] == ["study_cpu_ratios.svg", "study_cpu_variants.svg"]
     first = [f.read_text() for f in figures]

@@ -1,0 +1,83 @@
+"""The numbers of the study's runs: the CSV that holds them, and means and differences over seeds."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from util.atomic import replaced_file
+from util.tables import read_csv, write_csv
+
+COLUMNS = [
+    "arm",
+    "seed",
+    "status",
+    "top1",
+    "loss",
+    "mse_masked",
+    "mse_retained",
+    "mse_thrown",
+    "gmac",
+    "device",
+    "torch",
+]
+TEXT = ("arm", "status", "device", "torch")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the CSV `path` by these rows in one step. A crash leaves the old file or the new one."""
+    with replaced_file(path, durable=True) as temporary:
+        write_csv(temporary, COLUMNS, rows)
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Read a CSV of `write_rows`. Raises ValueError if it is none."""
+    return read_csv(path, COLUMNS, TEXT)
+
+
+def mean_se(values: Sequence[float]) -> tuple[Any, float | None, int]:
+    """Return (mean, standard error of the mean, n). The error needs two values, the mean one; otherwise it is None."""
+    n = len(values)
+    return (statistics.fmean(values) if n else None), (statistics.stdev(values) / n**0.5 if n > 1 else None), n
+
+
+class Results:
+    """The numbers of the finished runs, by arm and seed."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = {(row["arm"], row["seed"]): row for row in rows}
+        self.arms = {arm for arm, _ in self.rows}
+
+    def values(self, arm: str, metric: str) -> dict[float, float]:
+        """{seed: value} of the runs that have one."""
+        return {s: row[metric] for (a, s), row in sorted(self.rows.items()) if a == arm and row[metric] is not None}
+
+    def differences(self, arm: str, reference: str, metric: str, relative: bool = False) -> list[float]:
+        """The differences of all seeds that both arms have; `relative`: in percent of the reference."""
+        left, right = self.values(arm, metric), self.values(reference, metric)
+        pairs = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+        return [100 * (a / b - 1) if relative else a - b for a, b in pairs]
+
+    def effect(self, pairs: Iterable[tuple[str, str]]) -> list[float]:
+        """For each seed the mean difference of top-1 over several (arm, reference). Only seeds are independent."""
+        values = [(self.values(a, "top1"), self.values(b, "top1")) for a, b in pairs]
+        seeds = set.intersection(*[a.keys() & b.keys() for a, b in values])
+        return [statistics.fmean(a[seed] - b[seed] for a, b in values) for seed in sorted(seeds)]
+
+    def diverged(self, arm: str) -> list[float]:
+        """The seeds with which the arm diverged."""
+        return [seed for (a, seed), row in self.rows.items() if a == arm and row["status"] == "diverged"]
+
+    def cost(self, arm: str) -> float | None:
+        """Multiply-adds relative to MAE's, or None if one of them is unknown."""
+        ours, mae = (next(iter(self.values(a, "gmac").values()), None) for a in (arm, "mae"))
+        return ours / mae if ours and mae else None
+
+
+def spread(values: Sequence[float], sign: bool = False) -> str:
+    """Mean, standard error and number of the values, such as "47.10 ± 0.31 (3)"."""
+    mean, error, n = mean_se(values)
+    if n == 0:
+        return "–"
+    text = f"{mean:+.2f}" if sign else f"{mean:.2f}"
+    return f"{text} ({n})" if error is None else f"{text} ± {error:.2f} ({n})"
