@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools import study_comparisons
 from tools.study_results import Results, mean_se, read_rows, spread, write_rows
 from util.plots import pyplot
 from util.run.cli import Parser, run_program, user_errors
@@ -251,6 +252,10 @@ def plot_variants(results: Results, path: Path) -> None:
 
 def section(results: Results, preset: str) -> str:
     """The Markdown between the preset's two markers."""
+    if preset == "grid14":
+        return study_comparisons.section(results)
+    if preset == "tuning14":
+        return study_comparisons.arms_table(results, {arm: f"`{arm}`" for arm in sorted(results.arms)})
     if preset == "peers":
         return f"{peers_table(results)}\n\n![accuracy against cost](figures/study_peers.svg)"
     parts = ["### Ablation", ablation_table(results)]
@@ -287,18 +292,24 @@ def render(path: str | Path, report: str | Path) -> str:
     figures.mkdir(parents=True, exist_ok=True)
     if preset == "peers":
         plot_peers(results, figures / "study_peers.svg")
-    else:
+    elif preset == "grid14":
+        study_comparisons.plot_forest(results, figures / "study_grid14_forest.svg")
+    elif preset != "tuning14":
         plot_ratios(results, figures / f"study_{preset}_ratios.svg")
         plot_variants(results, figures / f"study_{preset}_variants.svg")
     report.write_text(text, encoding="utf-8")
     return content
 
 
+def csv_path(report: str | Path, preset: str) -> Path:
+    """The CSV of a preset, beside the report."""
+    return Path(report).with_name(f"study_{preset}.csv")
+
+
 def write(report: str | Path, preset: str, results: Iterable[dict[str, Any]]) -> str:
     """Write the CSV of `results` beside the report, and render it. Returns the tables."""
-    report = Path(report)
-    report.parent.mkdir(parents=True, exist_ok=True)
-    path = report.with_name(f"study_{preset}.csv")
+    path = csv_path(report, preset)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_rows(path, results)
     return render(path, report)
 

@@ -21,18 +21,28 @@ COLUMNS = [
     "device",
     "torch",
 ]
-TEXT = ("arm", "status", "device", "torch")
+# Columns that the CSVs of earlier studies lack.
+ADDED = [
+    "top1_each",  # of each fine-tuning, separated by spaces; top1 is their mean
+    "knn",
+    "ridge",
+    "code",
+    "job",  # hash of the run's settings
+]
+TEXT = ("arm", "status", "device", "torch", "top1_each", "code", "job")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace the CSV `path` by these rows in one step. A crash leaves the old file or the new one."""
     with replaced_file(path, durable=True) as temporary:
-        write_csv(temporary, COLUMNS, rows)
+        write_csv(temporary, COLUMNS + ADDED, rows)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Read a CSV of `write_rows`. Raises ValueError if it is none."""
-    return read_csv(path, COLUMNS, TEXT)
+    """Read a CSV of `write_rows`. Columns that an older one lacks are empty. Raises ValueError if it is none."""
+    empty: dict[str, Any] = {column: "" if column in TEXT else None for column in ADDED}
+    rows: list[dict[str, Any]] = [empty | row for row in read_csv(path, COLUMNS, TEXT)]
+    return [row | {"seed": int(row["seed"])} for row in rows]
 
 
 def mean_se(values: Sequence[float]) -> tuple[Any, float | None, int]:
@@ -58,9 +68,9 @@ class Results:
         pairs = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
         return [100 * (a / b - 1) if relative else a - b for a, b in pairs]
 
-    def effect(self, pairs: Iterable[tuple[str, str]]) -> list[float]:
-        """For each seed the mean difference of top-1 over several (arm, reference). Only seeds are independent."""
-        values = [(self.values(a, "top1"), self.values(b, "top1")) for a, b in pairs]
+    def effect(self, pairs: Iterable[tuple[str, str]], metric: str = "top1") -> list[float]:
+        """For each seed the mean difference over several (arm, reference). Only seeds are independent."""
+        values = [(self.values(a, metric), self.values(b, metric)) for a, b in pairs]
         seeds = set.intersection(*[a.keys() & b.keys() for a, b in values])
         return [statistics.fmean(a[seed] - b[seed] for a, b in values) for seed in sorted(seeds)]
 

@@ -1,0 +1,141 @@
+"""The comparisons of the second study: intervals, verdicts, tables and the forest plot."""
+
+import math
+import random
+
+import pytest
+
+from tests.tools.test_study_report import ROOT, row
+from tools import study_comparisons, study_report
+from tools.study_comparisons import Comparison, interval, verdict
+from tools.study_results import ADDED, COLUMNS, Results, read_rows, write_rows
+from util.tables import write_csv
+
+GAINS = {"mae": 0.0, "plain50": -1.2, "plain65": -2.2, "progressive50": -0.3, "progressive65": -0.7}
+GAINS |= {"prmim50": 0.1, "prmim65": -0.2, "prmim50_all": -0.5, "prmim50_masknorm": 0.1, "prmim50_gaussian": 1.1}
+GAINS |= {"prmim50_convnext": -0.9}
+
+
+def result(arm, seed, top1, **others):
+    return row(arm, seed, top1, mse=0.01, gmac=1.0 if arm == "mae" else 0.6) | others
+
+
+@pytest.fixture
+def rows():
+    """All arms and seeds. The seeds differ by points, the noise of a run is 0.01."""
+    rng = random.Random(0)
+    return [
+        result(
+            arm, seed, top1 := 50 + 3 * seed + gain + rng.gauss(0, 0.01),
+            top1_each=f"{top1 - 1} {top1} {top1 + 1}", knn=top1 / 2, ridge=top1 - 10,
+        )
+        for seed in study_comparisons.SEEDS for arm, gain in GAINS.items()
+    ]  # fmt: skip
+
+
+def test_interval_by_hand():
+    """Deviations from 3 are -2, -1, 0 and 3, so the variance is 14/3. Student's t for 3 degrees of freedom is 3.182."""
+    mean, half = interval([1.0, 2.0, 3.0, 6.0])
+    assert mean == 3.0 and half == pytest.approx(3.182 * math.sqrt(14 / 3) / 2)
+    assert study_comparisons.with_interval([1.0, 2.0, 3.0, 6.0]) == "+3.00 [-0.44, +6.44] (4)"
+    for values in ([], [1.0], [0.0] * 32):
+        with pytest.raises(ValueError, match=f"an interval needs 2 to 31 values, got {len(values)}"):
+            interval(values)
+
+
+def test_quantiles_of_student_s_t():
+    """The density's integral up to each quantile is .975, by Simpson's rule."""
+    assert len(study_comparisons.T_975) == 30
+    for df, quantile in enumerate(study_comparisons.T_975, 1):
+        scale = math.gamma((df + 1) / 2) / math.gamma(df / 2) / math.sqrt(math.pi * df)
+        steps = 2000
+        points = [scale * (1 + (i * quantile / steps) ** 2 / df) ** (-(df + 1) / 2) for i in range(steps + 1)]
+        total = points[0] + points[-1] + 4 * sum(points[1:-1:2]) + 2 * sum(points[2:-1:2])
+        assert 0.5 + total * quantile / steps / 3 == pytest.approx(0.975, abs=3e-5)  # quantiles have 3 decimals
+
+
+# Eight values with a standard deviation of 1: the standard error is .354, half the interval .836.
+UNIT = [(i - 3.5) / math.sqrt(6) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("claim", "bound", "mean", "said"),
+    [
+        ("higher", 0.5, 0.9, "confirmed"),
+        ("higher", 0.5, 0.8, "undecided"),
+        ("higher", 0.5, -0.4, "refuted"),
+        ("higher", 2.0, 0.9, "confirmed, but too small to matter"),
+        ("lower", 0.5, -0.9, "confirmed"),
+        ("lower", 0.5, 0.9, "refuted"),
+        ("lower", 0.5, 0.0, "undecided"),
+        ("level", 1.0, 0.1, "level"),
+        ("level", 1.0, -0.2, "undecided"),
+        ("level", 1.0, -1.9, "not level"),
+        ("level", 1.0, 1.9, "not level"),
+        ("differs", 0.5, -0.9, "differs"),
+        ("differs", 0.5, 0.8, "undecided"),
+        ("better", 0.5, 0.72, "better: new default"),
+        ("better", 0.5, 0.70, "default stays"),
+        ("better", 0.5, -2.0, "default stays"),
+    ],
+)
+def test_verdicts(claim, bound, mean, said):
+    assert interval(UNIT)[1] == pytest.approx(2.365 / math.sqrt(8))
+    assert verdict(Comparison("", (), claim, bound), [mean + value for value in UNIT]) == said
+
+
+def test_table_of_comparisons(rows):
+    """Both ratios are averaged first. Other seeds do not count."""
+    more = [result(arm, 100, 99.0 if arm == "plain50" else 0.0) for arm in GAINS]
+    text = study_comparisons.section(Results(rows + more))
+    found = {line.split("|")[1].strip(" *"): line for line in text.splitlines() if line.startswith("|")}
+    expected = {"1.": (-1.7, "confirmed"), "2.": (1.2, "confirmed"), "3.": (-0.05, "level"), "4.": (0.45, "confirmed")}
+    expected |= {"5.": (-0.6, "differs"), "6a": (0.0, ""), "6b": (-1.0, "default stays")}
+    expected |= {"6c": (1.0, "better: new default")}
+    for start, (value, said) in expected.items():
+        (line,) = (line for name, line in found.items() if name.startswith(start))
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert float(cells[1].split()[0]) == pytest.approx(value, abs=0.03)
+        assert float(cells[2].split()[0]) == pytest.approx(value / 2, abs=0.03)  # kNN
+        assert "(8)" in cells[1] and (cells[5] == said or not said), line
+    assert "| PR-MIM, ρ_d .50 |" in text and "0.600×" in text
+    assert "between fine-tunings of one encoder: 1.00 points" in text
+
+
+def test_no_verdict_without_all_seeds_or_with_a_diverged_run(rows):
+    text = study_comparisons.comparisons_table(Results(r for r in rows if (r["arm"], r["seed"]) != ("plain50", 3)))
+    assert text.count("7 of 8 seeds") == 2 and "| confirmed |" in text  # questions 1 and 2
+    lost = [r | dict(status="diverged", top1=None) if (r["arm"], r["seed"]) == ("mae", 0) else r for r in rows]
+    text = study_comparisons.comparisons_table(Results(lost))
+    assert text.count("none: an arm diverged") == 2 and text.count("| – | – | – |") == 2  # questions 1 and 3
+
+
+def test_section_and_forest_plot(rows, tmp_path):
+    report = tmp_path / "study.md"
+    tables = study_report.write(report, "grid14", rows)
+    assert tables in report.read_text() and read_rows(tmp_path / "study_grid14.csv") == rows
+    figures = [path.name for path in (tmp_path / "figures").iterdir()]
+    assert figures == ["study_grid14_forest.svg"] and f"figures/{figures[0]}" in tables
+    first = (tmp_path / "figures" / figures[0]).read_text()
+    study_report.main([str(tmp_path / "study_grid14.csv"), "--report", str(report)])
+    assert (tmp_path / "figures" / figures[0]).read_text() == first
+    write_rows(tmp_path / "study_grid14.csv", rows[:1])  # a study that has just begun
+    study_report.main([str(tmp_path / "study_grid14.csv"), "--report", str(report)])
+    assert report.read_text().count("0 of 8 seeds") == 8
+    assert (tmp_path / "figures" / figures[0]).read_text() != first
+
+
+def test_csvs_of_earlier_studies_are_read(tmp_path):
+    """Their numbers are what the files hold. What they lack is empty."""
+    for name in ("cpu", "peers"):
+        lines = (ROOT / f"docs/study_{name}.csv").read_text().splitlines()
+        found = read_rows(ROOT / f"docs/study_{name}.csv")
+        assert len(found) == len(lines) - 1
+        for line, read in zip(lines[1:], found, strict=True):
+            arm, seed, _, top1, *_ = line.split(",")
+            assert (read["arm"], str(read["seed"]), str(read["top1"])) == (arm, seed, top1)
+            assert read["knn"] is None and read["job"] == ""
+    write_csv(tmp_path / "old.csv", COLUMNS, found)
+    write_rows(tmp_path / "new.csv", read_rows(tmp_path / "old.csv"))
+    assert read_rows(tmp_path / "new.csv") == found
+    assert (tmp_path / "new.csv").read_text().splitlines()[0] == ",".join(COLUMNS + ADDED)
