@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # Encoder sizes by their usual names. "Nano" to "mini" are ours, for 32-px images: 64 tokens of 4 px.
-NANO = dict(img_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=2)
+NANO = dict(img_size=32, patch_size=4, embed_dim=64, depth=3, num_heads=2)
 MICRO = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
 MINI = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
 TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)

@@ -140,7 +140,7 @@ def test_ablation_arms_share_their_first_weights():
 @pytest.mark.parametrize("factory", [name for name in models_mae_pr.__all__ if name.islower()])
 def test_factories(factory):
     dims = {
-        "nano": (64, 4),
+        "nano": (64, 3),
         "micro": (96, 4),
         "mini": (192, 6),
         "tiny": (192, 12),
