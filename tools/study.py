@@ -1,27 +1,30 @@
 """Run a small-scale study of PR-MIM: pre-train and fine-tune all arms with the same images and steps, and report.
 
-    python tools/study.py --data_path CIFAR10                      # a small ViT, two cores, about two hours
+    python tools/study.py --data_path CIFAR10 --preset grid14      # the second study of docs/study.md, eight core-hours
     python tools/study.py --data_path CIFAR10 --preset gpu         # a longer one on the paper's 14 x 14 grid, one GPU
-    python tools/study.py --data_path CIFAR10 --arms mae plain50 prmim50 --seeds 0 1 2 3
-    python tools/study.py --data_path CIFAR10 --preset peers --report docs/results.md   # PR-MIM beside its peers
+    python tools/study.py --data_path CIFAR10 --report output/study.md                # the first study again
+    python tools/study.py --data_path CIFAR10 --report output/study.md --arms mae plain50 prmim50 --seeds 0 1 2 3
+    python tools/study.py --data_path CIFAR10 --preset peers --report output/study.md   # PR-MIM beside its peers
 
 CIFAR10 contains train/ and val/ with class folders of 32-px images. ARMS below holds what differs between the arms,
 PRESETS what they share, and tools/study_report.py what is compared. A seed determines the initial weights, crops and
 visible tokens of all arms, so arms are compared seed by seed.
 
-Runs start seed by seed, several at once, each in its own process. The same command continues an interrupted study. At
-the end, and after Ctrl-C, the script reports all finished runs: it writes this preset's section of --report, and beside
-it a CSV with the numbers of every run and the figures.
+Runs start seed by seed, several at once, each in its own process. The CSV beside --report gets the numbers of each run
+as soon as it has finished. The same command continues an interrupted study: it repeats no run of the CSV, even if the
+runs' folders are gone. It never replaces a CSV of other settings, so an independent repetition needs another --report.
+At the end, and after Ctrl-C, the script writes this preset's section of --report and the figures.
 """
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes import RECIPES
-from tools import study_report
+from tools import study_comparisons, study_report
+from tools.study_results import read_rows, write_rows
 from util.data.datasets import available_cores
 from util.run.cli import Parser, run_program, user_errors
 from util.text import count_of, duration
@@ -80,6 +84,21 @@ PEERS: dict[str, Flags | None] = {
     "crossmae_prmim50": PRMIM50 | _CROSSMAE,
     "scratch": None,
 }
+# The second study, on the paper's grid of 14 x 14 tokens.
+GRID14: dict[str, Flags | None] = {
+    "mae": ARMS["mae"],
+    **{f"{name}{ratio}": ARMS[f"{name}{ratio}"] for ratio in (50, 65) for name in ("plain", "progressive", "prmim")},
+    "prmim50_all": ARMS["all"],
+    "prmim50_masknorm": PRMIM50 | dict(reading="mask_normalised"),
+    "prmim50_convnext": ARMS["convnext"],
+    "prmim50_gaussian": PRMIM50 | dict(reading="gaussian"),
+}
+# Its learning rates, for MAE alone. "finetune" holds flags of main_finetune.py.
+TUNING14: dict[str, Flags | None] = {
+    f"mae_blr{blr:g}_finetune{finetune:g}": paper_arm("mae") | dict(blr=blr, finetune=dict(blr=finetune))
+    for blr in (1e-2, 2e-2, 4e-2)
+    for finetune in (8e-3, 1.6e-2)
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,9 @@ class Preset:
     finetune: Flags
     labels_per_class: int | None  # fine-tune on the first images of each class, by file name; None: on all
     arms: Mapping[str, Flags | None] = field(default_factory=lambda: ARMS)
-    pretrain_on_all: bool = True  # False: pre-train on the images of fine-tuning alone
+    pretrain_per_class: int | None = None  # pre-train on the first images of each class; None: on all
+    finetunes: int = 1  # fine-tunings of each encoder, with seeds of their own
+    frozen: bool = False  # also measure the frozen encoder, by kNN and ridge regression
     seeds: tuple[int, ...] = (0, 1)
     measured_images: int = 1000  # of val/, for the errors of reconstruction
     device: str = "cpu"
@@ -98,6 +119,22 @@ class Preset:
     scratch: Flags = field(default_factory=lambda: dict(layer_decay=1.0))  # extra fine-tuning flags of arm "scratch"
 
 
+_GRID14 = Preset(
+    pretrain=dict(
+        model="mae_vit_nano_patch4", input_size=56, epochs=1, warmup_epochs=0.1, total_batch_size=32, blr=2e-2,
+        mask_ratio=0.75, norm_pix_loss=True,
+    ),
+    finetune=dict(
+        recipe="finetune_cifar10", model="vit_nano_patch4", input_size=56, epochs=1, warmup_epochs=0.1,
+        total_batch_size=32, blr=1.6e-2,
+    ),
+    labels_per_class=500,
+    arms=GRID14,
+    pretrain_per_class=2500,
+    finetunes=3,
+    frozen=True,
+    seeds=study_comparisons.SEEDS,
+)  # fmt: skip
 PRESETS = {
     # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.
     "cpu": Preset(
@@ -123,7 +160,7 @@ PRESETS = {
         ),
         labels_per_class=1000,
         arms=PEERS,
-        pretrain_on_all=False,
+        pretrain_per_class=1000,
         seeds=(0, 1, 2),
     ),
     # 14 x 14 tokens, as in the paper: the images are enlarged to 56 px.
@@ -142,6 +179,9 @@ PRESETS = {
         device="cuda",
         gib_per_run=12.0,
     ),
+    # 14 x 14 tokens on two cores: 781 steps of pre-training, three times 156 of fine-tuning.
+    "grid14": _GRID14,
+    "tuning14": replace(_GRID14, arms=TUNING14, seeds=(100, 101)),
 }  # fmt: skip
 
 
@@ -157,6 +197,11 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.arm} seed {self.seed}"
+
+    @property
+    def job_hash(self) -> str:
+        """The first 12 digits of the SHA-256 of the job."""
+        return hashlib.sha256(json.dumps(self.job, sort_keys=True).encode()).hexdigest()[:12]
 
     def result(self) -> dict[str, Any] | None:
         """What the run measured, or None if it has not finished."""
@@ -186,9 +231,9 @@ def plan(
             if method is None:
                 reading, pretrain, finetune = None, None, preset.finetune | preset.scratch
             else:
-                own = {name: value for name, value in method.items() if name != "reading"}
+                own = {name: value for name, value in method.items() if name not in ("reading", "finetune")}
                 reading, pretrain = method.get("reading"), to_argv(preset.pretrain | own | dict(seed=seed))
-                finetune = preset.finetune
+                finetune = preset.finetune | method.get("finetune", {})
             job = dict(
                 reading=reading,
                 pretrain=pretrain,
@@ -196,9 +241,19 @@ def plan(
                 labels_per_class=preset.labels_per_class,
                 measured_images=preset.measured_images,
                 data=data,
-            )
+            ) | extra_measures(preset, seed)
             runs.append(Run(arm, seed, output_dir / "runs" / f"{arm}-seed{seed}", job))
     return runs
+
+
+def extra_measures(preset: Preset, seed: int) -> dict[str, Any]:
+    """The parts of a job that only some presets have. Without them, the jobs of the others are as they always were."""
+    job: dict[str, Any] = {}
+    if preset.pretrain_per_class not in (None, preset.labels_per_class):
+        job["pretrain_per_class"] = preset.pretrain_per_class
+    if preset.finetunes > 1:
+        job["finetune_seeds"] = [preset.finetunes * seed + i for i in range(preset.finetunes)]
+    return job | ({"frozen": True} if preset.frozen else {})
 
 
 def check_jobs(runs: Iterable[Run]) -> None:
@@ -253,6 +308,20 @@ def labelled_subset(data_path: str | Path, labels_per_class: int | None, folder:
     return folder
 
 
+def recorded_results(path: Path, preset: Preset, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the CSV `path`, none if it does not exist. ValueError if one comes from other settings."""
+    rows = read_rows(path) if path.exists() else []
+    for row in rows:
+        arm, seed = row["arm"], row["seed"]
+        same = arm in preset.arms and plan(preset, [arm], [seed], path.parent, data)[0].job_hash == row["job"]
+        if not same:
+            raise ValueError(
+                f"{str(path)!r} holds a run with other settings or of an older version ({arm} seed {seed}), and would "
+                "be replaced; choose another --report"
+            )
+    return rows
+
+
 def runs_at_once(preset: Preset, cores: int) -> int:
     """The number of runs for which the cores, and the free memory of the GPU, suffice."""
     if preset.device == "cpu":
@@ -270,12 +339,21 @@ def start_run(run: Run, jobs: int, machine: Mapping[str, Any]) -> subprocess.Pop
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
 
 
-def run_all(runs: Sequence[Run], jobs: int, machine: Mapping[str, Any], max_hours: float | None) -> list[Run]:
+def run_all(
+    runs: Sequence[Run],
+    jobs: int,
+    machine: Mapping[str, Any],
+    max_hours: float | None,
+    recorded: Collection[tuple[str, int]],
+    on_result: Callable[[], None],
+) -> list[Run]:
     """Run all runs without a result, up to `jobs` at once, and return the failed ones. No run starts after `max_hours`.
 
-    Ctrl-C and SIGTERM stop the running processes. After Ctrl-C the study still reports.
+    recorded: (arm, seed) of runs whose results are known though their folders may be gone. on_result: called after each
+    run that has finished. Ctrl-C and SIGTERM stop the running processes. After Ctrl-C the study still reports.
     """
-    waiting, failed = [run for run in runs if run.result() is None], []
+    waiting = [run for run in runs if run.result() is None and (run.arm, run.seed) not in recorded]
+    failed: list[Run] = []
     running: dict[subprocess.Popen, Run] = {}
     print(f"{len(waiting)} of {len(runs)} runs to do, {jobs} at once: {runs[0].folder.parent}", flush=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -296,6 +374,8 @@ def run_all(runs: Sequence[Run], jobs: int, machine: Mapping[str, Any], max_hour
                 print(f"{describe_end(run, process.returncode)}; {left} runs to go, about {eta}", flush=True)
                 if run.result() is None:
                     failed.append(run)
+                else:
+                    on_result()
     except KeyboardInterrupt:
         print("stopped; the same command continues the study")
     finally:
@@ -315,16 +395,17 @@ def describe_end(run: Run, exit_code: int) -> str:
     return f"{run.name}: " + (result["status"] if result["top1"] is None else f"top-1 {result['top1']:.2f} %")
 
 
-def finished_results(preset: Preset, output_dir: Path, data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The results of all finished runs of the preset, also of arms and seeds that this call does not run."""
+def finished_results(preset: Preset, output_dir: Path, data: Mapping[str, Any], csv: Path) -> list[dict[str, Any]]:
+    """The results of all finished runs of the preset, in folders or in the CSV, also of those that this call omits."""
+    results = {(row["arm"], row["seed"]): row for row in recorded_results(csv, preset, data)}
     seeds = {int(path.name.rpartition("-seed")[2]) for path in output_dir.glob("runs/*-seed*")}
-    results = []
     for run in plan(preset, preset.arms, sorted(seeds), output_dir, data):
         result = run.result()
         # A run of an older version of the preset has another job.
         if result is not None and json.loads((run.folder / "job.json").read_text()) == run.job:
-            results.append(dict(arm=run.arm, seed=run.seed) | result)
-    return results
+            results[run.arm, run.seed] = dict(arm=run.arm, seed=run.seed, job=run.job_hash) | result
+    arms = list(preset.arms)
+    return [results[key] for key in sorted(results, key=lambda key: (key[1], arms.index(key[0])))]
 
 
 def get_args_parser() -> Parser:
@@ -361,23 +442,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         if preset.device == "cuda" and not args.report_only and not torch.cuda.is_available():
             raise ValueError(f"--preset {args.preset} needs a CUDA device, and there is none; --preset cpu needs none")
         study_report.pyplot("study")  # fail before the runs if matplotlib is missing
-        data = describe_data(args.data_path, preset.labels_per_class)
+        data = describe_data(args.data_path, max(preset.labels_per_class or 0, preset.pretrain_per_class or 0))
         runs = plan(preset, args.arms or preset.arms, args.seeds or preset.seeds, output_dir, data)
         check_jobs(runs)
+        csv = study_report.csv_path(args.report, args.preset)
+        recorded = {(row["arm"], row["seed"]) for row in recorded_results(csv, preset, data)}
     failed: list[Run] = []
     if not args.report_only:
         jobs = args.jobs or runs_at_once(preset, available_cores())
         with user_errors(parser):
-            folder = output_dir / f"labelled_{preset.labels_per_class}"
-            labelled = labelled_subset(args.data_path, preset.labels_per_class, folder)
+            labelled, unlabelled = (
+                labelled_subset(args.data_path, number, output_dir / f"labelled_{number}")
+                for number in (preset.labels_per_class, preset.pretrain_per_class)
+            )
         machine = dict(
-            data_path=str((Path(args.data_path) if preset.pretrain_on_all else labelled).resolve()),
+            data_path=str(unlabelled.resolve()),
             labelled=str(labelled.resolve()),
             device=preset.device,
             num_workers=0 if preset.device == "cpu" else max(1, available_cores() // jobs - 1),
         )
-        failed = run_all(runs, jobs, machine, args.max_hours)
-    if results := finished_results(preset, output_dir, data):
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        failed = run_all(
+            runs,
+            jobs,
+            machine,
+            args.max_hours,
+            recorded,
+            on_result=lambda: write_rows(csv, finished_results(preset, output_dir, data, csv)),
+        )
+    if results := finished_results(preset, output_dir, data, csv):
         print(study_report.write(args.report, args.preset, results))
     if failed:
         names = ", ".join(run.name for run in failed)

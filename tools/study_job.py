@@ -10,25 +10,39 @@ READINGS are readings of the paper that the core does not follow. docs/study.md 
 
 import fcntl
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_finetune
 import main_pretrain
+from engine_probe import Features, extract_features, knn_accuracy
 from framework import Framework
+from models_probe import open_encoder
 from prmim import ProgressiveDecoder, SpatialAggregation, TokenOrder
 from reconstruction import evenly_spaced, measure
 from util.costs import forward_gmac
-from util.data.datasets import open_images
+from util.data.datasets import AddressedDataset, open_images
+from util.data.statistics import normalizer
+from util.data.transforms import ResizeCenterCrop
+from util.knn import Moments
 from util.run.cli import Parser, run_program, user_errors
+from util.run.code_version import code_version
 from util.run.run_folder import write_json
+
+NEIGHBOURS = 20
+RIDGE_PENALTY = 1e-2  # relative to the variance of a feature
+EVALUATION_BATCH = 32
 
 
 class AggregatesPredictions(ProgressiveDecoder):
@@ -63,7 +77,58 @@ def init_normal(model: Framework) -> None:
     nn.init.zeros_(convolution.bias)
 
 
-READINGS = {f.__name__: f for f in (predictions, init_average, init_normal)}
+class MaskNormalised(SpatialAggregation):
+    """Divides the convolution's sum, without its bias, by the share of kept cells under the window.
+
+    As in partial convolutions (Liu et al., ECCV 2018), cells outside the grid are not kept. The weights thus see the
+    same scale however many cells are kept. Without any kept cell the output is the bias.
+    """
+
+    def forward(self, x: torch.Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> torch.Tensor:
+        filled, num_kept, size = super().forward(x, order, grid_size), x.shape[1], self.operator.kernel_size[0]
+        kept = (~order.thrown).to(x.dtype).view(-1, 1, *grid_size)  # [B, 1, rows, columns]
+        share = F.avg_pool2d(kept, size, stride=1, padding=size // 2).flatten(1).unsqueeze(-1)  # [B, N, 1]
+        share = order.take(share, order.ids_thrown).clamp(min=size**-2)
+        bias = self.operator.bias
+        return torch.cat([filled[:, :num_kept], (filled[:, num_kept:] - bias) / share + bias], dim=1)
+
+
+class GaussianResidual(SpatialAggregation):
+    """Adds the mean of all kept cells, weighted by a fixed Gaussian of their distance, to the convolution's output.
+
+    So a thrown cell starts from a value on the scale of the kept ones, and the convolution learns the rest.
+    """
+
+    SIGMA = 1.0  # cells; about the distance to the nearest kept cell
+
+    def forward(self, x: torch.Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> torch.Tensor:
+        filled, num_kept = super().forward(x, order, grid_size), x.shape[1]
+        rows, columns = (self.weights(side, x) for side in grid_size)
+        kept = (~order.thrown).to(x.dtype).view(-1, *grid_size, 1)
+        total, weight = (
+            torch.einsum("ri,bijc,sj->brsc", rows, grid, columns).flatten(1, 2)
+            for grid in (order.restore(x).unflatten(1, grid_size), kept)
+        )  # [B, N, C], [B, N, 1]
+        mean = order.take(total, order.ids_thrown) / order.take(weight, order.ids_thrown)
+        return torch.cat([filled[:, :num_kept], filled[:, num_kept:] + mean], dim=1)
+
+    def weights(self, side: int, like: torch.Tensor) -> torch.Tensor:
+        """The Gaussian of the distance between any two of `side` cells in a row, [side, side]."""
+        cells = torch.arange(side, device=like.device, dtype=like.dtype)
+        return (-0.5 * ((cells[:, None] - cells) / self.SIGMA).square()).exp()
+
+
+def mask_normalised(model: Framework) -> None:
+    """Normalise the convolution by the share of kept cells."""
+    model.decoder.aggregation.__class__ = MaskNormalised  # the same parameters, another sum
+
+
+def gaussian(model: Framework) -> None:
+    """Let the convolution correct a Gaussian mean of the kept cells."""
+    model.decoder.aggregation.__class__ = GaussianResidual
+
+
+READINGS = {f.__name__: f for f in (predictions, init_average, init_normal, mask_normalised, gaussian)}
 
 
 def add_reading(model: str, reading: str) -> str:
@@ -108,23 +173,73 @@ def pretrain(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> dict
     return result | {"loss": reports[-1]["epoch_loss"], "gmac": forward_gmac(settings, main_pretrain.build_model)[0]}
 
 
-def finetune(job: dict[str, Any], machine: dict[str, Any], folder: Path, encoder: Path | None) -> dict[str, float]:
-    """Fine-tune. Returns the top-1 accuracy after the last epoch."""
-    argv = [*job["finetune"], "--dataset", "folder", "--data_path", machine["labelled"], "--output_dir", str(folder)]
+def ridge_scores(
+    features: torch.Tensor, labels: torch.Tensor, queries: torch.Tensor, num_classes: int, penalty: float
+) -> torch.Tensor:
+    """Scores of the classes [Q, num_classes] for queries [Q, D], by ridge regression of one-hot labels on features.
+
+    features: [n, D], with labels [n]. Features and queries are standardised by the moments of `features`. The penalty
+    is relative to n. The optimum is unique and has a closed form, so there are no steps, seeds or learning rates.
+    """
+    moments = Moments.of(features)
+    x, q = ((values.double() - moments.mean) / (moments.std + 1e-6) for values in (features, queries))
+    targets = F.one_hot(labels, num_classes).double()
+    mean = targets.mean(dim=0)
+    gram = x.T @ x / len(x) + penalty * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    return q @ torch.linalg.solve(gram, x.T @ (targets - mean) / len(x)) + mean
+
+
+def measure_frozen(machine: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Top-1 of kNN and of ridge regression on the frozen encoder's mean patch token, in percent of val/.
+
+    The labelled training images are the bank of kNN and fit the regression.
+    """
+    encoder, parts = open_encoder(folder).to(machine["device"]), []
+    view, name = ResizeCenterCrop(encoder.img_size), f"{encoder.depth} mean"
+    for split in ("train", "val"):
+        images = open_images("folder", machine["labelled"], split, labelled=True)
+        normalize = normalizer(encoder.pixel_settings(), images.pixel_format).to(machine["device"])
+        data, sizes = AddressedDataset(images, view), (EVALUATION_BATCH, machine["num_workers"])
+        indices = np.arange(len(images))
+        parts.append(extract_features(encoder.vectors, data, indices, encoder, normalize, nullcontext, *sizes))
+    bank, test = parts
+    return frozen_accuracies(bank, test, name, len(images.classes))
+
+
+def frozen_accuracies(bank: Features, test: Features, name: str, num_classes: int) -> dict[str, float]:
+    """Top-1 of kNN (standardised features, 20 neighbours) and ridge regression, in percent. name: of the feature."""
+    known, queries = bank.values[name], test.values[name]
+    scores = ridge_scores(known, bank.labels, queries, num_classes, RIDGE_PENALTY)
+    knn = knn_accuracy(bank, test, name, num_classes, (NEIGHBOURS,), Moments.of(known))
+    return {
+        "knn": knn[NEIGHBOURS]["top1"],
+        "ridge": 100 * (scores.argmax(dim=1) == test.labels).double().mean().item(),
+    }
+
+
+def finetune(job: dict[str, Any], machine: dict[str, Any], folder: Path, encoder: Path | None) -> dict[str, Any]:
+    """Fine-tune, once with each of the seeds. Returns the mean top-1 after the last epoch, and that of each."""
+    argv = [*job["finetune"], "--dataset", "folder", "--data_path", machine["labelled"]]
     if encoder is not None:
         argv += ["--finetune", str(encoder)]
-    run_main(main_finetune.main, argv, machine)
-    return {"top1": json.loads((folder / "results.json").read_text())["last"]["val_top1"]}
+    names = {f"finetune-{seed}": ["--seed", str(seed)] for seed in job.get("finetune_seeds", ())} or {"finetune": []}
+    accuracies = []
+    for name, seed in names.items():
+        run_main(main_finetune.main, [*argv, *seed, "--output_dir", str(folder / name)], machine)
+        accuracies.append(json.loads((folder / name / "results.json").read_text())["last"]["val_top1"])
+    return {"top1": statistics.fmean(accuracies), "top1_each": " ".join(map(str, accuracies))}
 
 
 def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
     """Do the job and write result.json. Returns False, and writes nothing, if a signal stops it."""
     result = dict.fromkeys(("top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"))
-    result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__}
+    result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__, "code": code_version()}
     try:
         if job["pretrain"]:
             result |= pretrain(job, machine, folder / "pretrain")
-        result |= finetune(job, machine, folder / "finetune", folder / "pretrain" if job["pretrain"] else None)
+            if job.get("frozen"):
+                result |= measure_frozen(machine, folder / "pretrain")
+        result |= finetune(job, machine, folder, folder / "pretrain" if job["pretrain"] else None)
     except Stopped:
         return False
     except SystemExit as stop:

@@ -1,17 +1,24 @@
 import fcntl
 import json
+import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import main_probe
+from engine_probe import Features
 from main_finetune import parse_args as parse_finetune_args
-from main_pretrain import MODELS, get_args_parser
+from main_pretrain import MODELS, build_model, get_args_parser
 from prmim import TokenOrder, TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.warm import Python
-from tools import study, study_job, study_report
+from tools import study, study_comparisons, study_job, study_report, study_results
 from tools.study_results import read_rows
+from util.costs import forward_gmac
+from util.run import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = study.Preset(
@@ -77,6 +84,53 @@ def test_presets_are_what_the_mains_take(name):
             assert pretrain.input_size == (finetune.input_size and [finetune.input_size])
 
 
+def test_arms_of_the_second_study():
+    """They differ from MAE in the method alone. Seeds of fine-tuning are those of one encoder in all arms."""
+    preset, parser = study.PRESETS["grid14"], get_args_parser()
+    assert set(preset.arms) == set(study_comparisons.ARMS)
+    assert {arm for c in study_comparisons.COMPARISONS for pair in c.pairs for arm in pair} == set(preset.arms)
+    runs = study.plan(preset, preset.arms, preset.seeds, Path("x"), {})
+    assert len(runs) == 88 and len({run.job_hash for run in runs}) == 88
+    settings = {run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.seed == 0}
+    for arm, ours in settings.items():
+        changed = {name for name in ours if ours[name] != settings["mae"][name]}
+        assert changed <= {*study.METHOD, "applies_to"}, arm
+    assert len({json.dumps(s) for s in settings.values()}) == 9  # two arms differ from PR-MIM by a reading
+    seeds = {run.seed: tuple(run.job["finetune_seeds"]) for run in runs}
+    assert all(tuple(run.job["finetune_seeds"]) == seeds[run.seed] for run in runs)
+    assert len({seed for of_run in seeds.values() for seed in of_run}) == 24
+
+
+def test_learning_rates_are_tuned_for_mae_on_other_seeds():
+    """All else is as in the study."""
+    preset, tuning = study.PRESETS["grid14"], study.PRESETS["tuning14"]
+    seeds = [
+        {
+            seed
+            for run in study.plan(p, p.arms, p.seeds, Path("x"), {})
+            for seed in [run.seed, *run.job["finetune_seeds"]]
+        }
+        for p in (preset, tuning)
+    ]
+    assert not seeds[0] & seeds[1]
+    (mae,) = study.plan(preset, ["mae"], [100], Path("x"), {})
+    rates = set()
+    for run in study.plan(tuning, tuning.arms, [100], Path("x"), {}):
+        found = []
+        for part, parse in (
+            ("pretrain", get_args_parser().parse_args),
+            ("finetune", lambda a: parse_finetune_args(a)[1]),
+        ):
+            ours, theirs = vars(parse(run.job[part])), vars(parse(mae.job[part]))
+            assert {name for name in ours if ours[name] != theirs[name]} <= {"blr"}
+            found.append(ours["blr"])
+        assert {k: v for k, v in run.job.items() if k not in ("pretrain", "finetune")} == {
+            k: v for k, v in mae.job.items() if k not in ("pretrain", "finetune")
+        }
+        rates.add(tuple(found))
+    assert len(rates) == len(tuning.arms) == 6
+
+
 def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
     compared = {f"{arm}{ratio}" for arm in study_report.ABLATION for ratio in study_report.RATIOS}
     compared |= {arm for names in study_report.VARIANTS.values() for arm in names} | {"mae", "scratch"}
@@ -115,12 +169,91 @@ def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     before = stamps()
     capsys.readouterr()
     (runs / "mae-seed0/result.json").unlink()
+    (tmp_path / "docs/study_cpu.csv").unlink()
     run_study(*arms, "--seeds", "0")
     assert "1 of 5 runs to do" in capsys.readouterr().out
     assert stamps() == before  # the checkpoints were found, so nothing was trained again
     assert read_rows(tmp_path / "docs/study_cpu.csv") == rows
     run_study("--arms", "mae", "--seeds", "0")  # the report still has the other runs
     assert read_rows(tmp_path / "docs/study_cpu.csv") == rows
+
+
+def test_the_csv_alone_continues_a_study(run_study, tmp_path, capsys, monkeypatch):
+    """Each finished run is in the CSV before the next one ends. No run of the CSV is repeated without its folder."""
+    lengths = []
+
+    def write_rows(path, rows):
+        study_results.write_rows(path, rows)
+        lengths.append(len(read_rows(path)))
+
+    monkeypatch.setattr(study, "write_rows", write_rows)
+    runs = run_study("--arms", "mae", "scratch", "--seeds", "1", "0", "--jobs", "1")
+    path = tmp_path / "docs/study_cpu.csv"
+    text, rows = path.read_text(), read_rows(path)
+    assert lengths == [1, 2, 3, 4]  # no row is lost when the next one comes
+    assert [(row["seed"], row["arm"]) for row in rows] == [(0, "mae"), (0, "scratch"), (1, "mae"), (1, "scratch")]
+    shutil.rmtree(runs)
+    capsys.readouterr()
+    run_study("--arms", "mae", "scratch", "--seeds", "0", "1")
+    assert "0 of 4 runs to do" in capsys.readouterr().out and not runs.exists()
+    assert path.read_text() == text
+    write_rows(path, rows[1:])
+    run_study("--arms", "mae", "--seeds", "0")
+    again = read_rows(path)
+    assert again[1:] == rows[1:]  # rows of arms and seeds that this call does not run
+    assert [again[0][name] for name in ("top1", "loss", "job")] == [rows[0][name] for name in ("top1", "loss", "job")]
+
+
+@pytest.mark.parametrize("kind", ["other settings", "no hash", "unknown arm"])
+def test_rows_of_other_settings_are_not_replaced(run_study, tmp_path, kind, capsys, monkeypatch):
+    run_study("--arms", "scratch", "--seeds", "0")
+    path = tmp_path / "docs/study_cpu.csv"
+    (row,) = read_rows(path)
+    changed = {"other settings": {}, "no hash": {"job": ""}, "unknown arm": {"arm": "old"}}[kind]
+    study_results.write_rows(path, [row | changed])
+    before = path.read_text()
+    shutil.rmtree(tmp_path / "output")
+    if kind == "other settings":
+        monkeypatch.setitem(study.PRESETS, "cpu", replace(TINY, finetune=TINY.finetune | dict(epochs=2)))
+    with pytest.raises(SystemExit):
+        run_study("--arms", "mae", "--seeds", "1")
+    assert "holds a run with other settings or of an older version" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_several_finetunings_and_the_frozen_encoder(run_study, images, tmp_path, monkeypatch):
+    preset = replace(TINY, finetunes=2, frozen=True, pretrain_per_class=10)
+    monkeypatch.setitem(study.PRESETS, "cpu", preset)
+    runs = run_study("--arms", "prmim50", "scratch", "--seeds", "3")
+    ours, scratch = read_rows(tmp_path / "docs/study_cpu.csv")
+    folder = runs / "prmim50-seed3"
+    accuracies = [json.loads((folder / f"finetune-{seed}/results.json").read_text()) for seed in (6, 7)]
+    accuracies = [content["last"]["val_top1"] for content in accuracies]
+    assert ours["top1_each"] == " ".join(map(str, accuracies))
+    assert ours["top1"] == pytest.approx(sum(accuracies) / 2)
+    assert scratch["knn"] is None and scratch["ridge"] is None and len(scratch["top1_each"].split()) == 2
+    seeds = {checkpoint_settings(folder / name)["seed"] for name in ("finetune-6", "finetune-7")}
+    assert seeds == {6, 7} and checkpoint_settings(folder / "pretrain")["seed"] == 3
+    data = Path(checkpoint_settings(folder / "pretrain")["data_path"])
+    assert sorted(path.name for path in data.glob("train/dog/*")) == [f"{i:02d}.jpg" for i in range(10)]
+    monkeypatch.undo()
+    # The same protocol by the program for probes.
+    main_probe.main(
+        [str(folder / "pretrain"), "--dataset", "folder", "--data_path", str(tmp_path / "output/cpu/labelled_8")]
+        + ["--probes", "knn", "--output_dir", str(tmp_path / "probe"), "--device", "cpu", "--num_workers", "0"]
+    )
+    (knn,) = (
+        row["top1"]
+        for row in json.loads((tmp_path / "probe/probe.json").read_text())["results"]
+        if (row["feature"], row["scaling"], row["k"]) == ("mean", "z", 20)
+    )
+    assert ours["knn"] == knn
+
+
+def checkpoint_settings(folder):
+    """The settings of a run."""
+    path = checkpoint.find_checkpoint_file(folder)
+    return checkpoint.meta_of(checkpoint.read_checkpoint(path))["settings"]
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(run_study, tmp_path, capsys):
@@ -281,3 +414,98 @@ def test_initialisations_change_the_convolution_alone(name):
         assert torch.allclose(weight.sum(dim=(1, 2, 3)), torch.ones(64)) and weight.min() == weight.max()
     else:
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["mask_normalised", "gaussian"])
+def test_aggregations_that_know_the_mask_against_a_loop(name):
+    """Both keep the retained tokens and the parameters of the default. A window may be empty."""
+    model = reading_model(name)
+    decoder, counts = model.decoder, model.counts
+    ids = torch.from_numpy(TokenOrderSampler((8, 8), counts)(addressed_noise(0, 0, [3], 64)))
+    # An order whose thrown cells fill the lower half: no kept cell is near the lowest row.
+    ids = torch.stack([ids[0], torch.arange(64)])
+    order = TokenOrder(ids, counts)
+    torch.manual_seed(0)
+    x = torch.randn(2, counts.num_kept, 64, dtype=torch.float64)
+    with torch.no_grad():
+        filled = decoder.aggregation(x, order, (8, 8))
+    weight, bias = decoder.aggregation.operator.weight.detach(), decoder.aggregation.operator.bias.detach()
+    empty = 0
+    for image in range(2):
+        cells = {divmod(token, 8): value for token, value in zip(ids[image].tolist(), x[image], strict=False)}
+        for rank, token in enumerate(ids[image].tolist()):
+            if rank < counts.num_kept:
+                assert torch.equal(filled[image, rank], x[image, rank])
+                continue
+            row, column = divmod(token, 8)
+            total, mean, mass, number = torch.zeros(64).double(), torch.zeros(64).double(), 0.0, 0
+            for (r, c), neighbour in cells.items():
+                gauss = math.exp(-((r - row) ** 2 + (c - column) ** 2) / 2)
+                mean, mass = mean + gauss * neighbour, mass + gauss
+                if max(abs(r - row), abs(c - column)) <= 3:
+                    total, number = total + weight[:, 0, r - row + 3, c - column + 3] * neighbour, number + 1
+            empty += number == 0
+            if name == "gaussian":
+                value = total + bias + mean / mass
+            else:
+                value = total / (number / 49) + bias if number else bias
+            assert torch.allclose(filled[image, rank], value, atol=1e-10)
+    assert empty == 8
+
+
+@pytest.mark.parametrize("name", ["mask_normalised", "gaussian"])
+def test_aggregations_that_know_the_mask_cost_little(name):
+    """At most 1.02 times the multiply-adds of the default, at the size of the second study. Parameters are equal."""
+    preset = study.PRESETS["grid14"]
+    (run,) = study.plan(preset, ["prmim50"], [0], Path("x"), {})
+    settings = vars(get_args_parser().parse_args(run.job["pretrain"]))
+
+    def build(changed):
+        def model(settings):
+            built = build_model(settings)
+            if changed:
+                study_job.READINGS[name](built)
+            return built
+
+        return model
+
+    default, ours = (forward_gmac(settings, build(changed))[0] for changed in (False, True))
+    assert default < ours <= 1.02 * default or (name == "mask_normalised" and ours == default)
+    torch.manual_seed(0)
+    plain = build(False)(settings).state_dict()
+    torch.manual_seed(0)
+    other = build(True)(settings).state_dict()
+    assert plain.keys() == other.keys() and all(torch.equal(plain[key], other[key]) for key in plain)
+
+
+# -------------------------------------------------------------------------------------------------- frozen encoders
+
+
+def test_ridge_regression_against_the_gradient():
+    """At the optimum the gradient of mean squared error plus penalty is zero, by autograd."""
+    torch.manual_seed(0)
+    features, queries = torch.randn(30, 4).double() * torch.tensor([1.0, 5, 0.2, 3]) + 2, torch.randn(7, 4).double()
+    labels, penalty = torch.randint(0, 3, (30,)), 0.3
+    scores = study_job.ridge_scores(features, labels, queries, 3, penalty)
+    mean, std = features.mean(dim=0), features.std(dim=0, correction=0) + 1e-6
+    x, q = (features - mean) / std, (queries - mean) / std
+    solution = torch.linalg.lstsq(torch.cat([q, torch.ones(7, 1).double()], dim=1), scores).solution
+    weight, offset = solution[:4].requires_grad_(), solution[4:].requires_grad_()
+    targets = torch.eye(3).double()[labels]
+    loss = (x @ weight + offset - targets).square().sum() / 30 + penalty * weight.square().sum()
+    for gradient in torch.autograd.grad(loss, [weight, offset]):
+        assert gradient.abs().max() < 1e-8
+
+
+def test_accuracies_of_frozen_features():
+    """Two clusters with one wrong label each. Six of eight queries lie in the cluster of their class."""
+    torch.manual_seed(0)
+    centres = torch.tensor([[4.0, 0, 1], [-4.0, 0, 1]])
+    labels = torch.arange(100) % 2
+    features = centres[labels] + 0.1 * torch.randn(100, 3)
+    labels[:2] = labels[:2].flip(0)
+    asked = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1])
+    queries = centres[asked] + 0.1 * torch.randn(8, 3)
+    asked[:2] = 1 - asked[:2]
+    bank, test = (Features({"4 mean": x}, y, torch.arange(len(x))) for x, y in ((features, labels), (queries, asked)))
+    assert study_job.frozen_accuracies(bank, test, "4 mean", 2) == {"knn": 75.0, "ridge": 75.0}
