@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
-from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, ViTEncoder, init_weights, layer_norm
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import SpatialAggregation, TokenCounts, TokenOrder
 from util.encoder_weights import rename_prefixes
 from util.pos_embed import sincos_pos_embed
@@ -26,6 +26,7 @@ from util.run.checkpoint import load_strict
 
 __all__ = [
     "CrossMaskedAutoencoderViT",
+    "crossmae_vit_nano_patch4",
     "crossmae_vit_micro_patch4",
     "crossmae_vit_mini_patch4",
     "crossmae_vit_small_patch16",
@@ -333,6 +334,11 @@ class CrossAggregation(SpatialAggregation):
             return levels.new_zeros(levels.shape[1], levels.shape[2] - 1, self.dim)
         mixture = mix_levels(self.visible_weights.unsqueeze(0), levels)[0, :, 1:]
         return self.visible_embed(self.visible_norm(mixture))
+
+
+def crossmae_vit_nano_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=64, decoder_depth=2)
+    return CrossMaskedAutoencoderViT(**{**NANO, **decoder, **kwargs})
 
 
 def crossmae_vit_micro_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
