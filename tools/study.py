@@ -56,7 +56,7 @@ def paper_arm(name: str) -> Flags:
 
 PRMIM50 = paper_arm("prmim50")
 PLAIN50 = paper_arm("plain50")
-# {arm: its flags of main_pretrain.py}. "reading" names a variant in tools/study_job.py. None: no pre-training.
+# {arm: its flags of main_pretrain.py}. "reading" names a variant in tools/readings.py. None: no pre-training.
 ARMS: dict[str, Flags | None] = {
     "mae": paper_arm("mae"),
     **{f"{name}{ratio}": paper_arm(f"{name}{ratio}") for ratio in (50, 25, 65) for name in study_report.ABLATION},
