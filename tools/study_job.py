@@ -109,7 +109,7 @@ def measure_frozen(machine: dict[str, Any], folder: Path) -> dict[str, float]:
     view, name = ResizeCenterCrop(encoder.img_size), f"{encoder.depth} mean"
     for split in ("train", "val"):
         images = open_images("folder", machine["labelled"], split, labelled=True)
-        normalize = normalizer(encoder.pixel_settings(), images.pixel_format).to(machine["device"])
+        normalize = normalizer(encoder.pixel_settings, images.pixel_format).to(machine["device"])
         data, sizes = AddressedDataset(images, view), (EVALUATION_BATCH, machine["num_workers"])
         indices = np.arange(len(images))
         parts.append(extract_features(encoder.vectors, data, indices, encoder, normalize, nullcontext, *sizes))
