@@ -35,6 +35,9 @@ ARMS = {  # {arm of the preset grid14: its name}
     "prmim50_masknorm": "PR-MIM .50, mask-normalised convolution",
     "prmim50_convnext": "PR-MIM .50, ConvNeXt block",
     "prmim50_gaussian": "PR-MIM .50, Gaussian mean and convolution",
+    "prmim50_cell": "PR-MIM .50, running cell instead of furthest sampling",
+    "crossmae": "CrossMAE",
+    "crossmae_prmim50": "CrossMAE + PR-MIM .50",
 }
 
 

@@ -13,7 +13,7 @@ from util.tables import write_csv
 
 GAINS = {"mae": 0.0, "plain50": -1.2, "plain65": -2.2, "progressive50": -0.3, "progressive65": -0.7}
 GAINS |= {"prmim50": 0.1, "prmim65": -0.2, "prmim50_all": -0.5, "prmim50_masknorm": 0.1, "prmim50_gaussian": 1.1}
-GAINS |= {"prmim50_convnext": -0.9}
+GAINS |= {"prmim50_convnext": -0.9, "prmim50_cell": 0.1, "crossmae": -0.5, "crossmae_prmim50": -0.6}
 
 
 def result(arm, seed, top1, **others):
