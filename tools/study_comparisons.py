@@ -1,6 +1,6 @@
 """The pre-registered comparisons of the second study: what is compared, by which interval, and what decides.
 
-docs/study.md registers them. tools/study_report.py writes their table and the forest plot.
+docs/study.md registers them. tools/study_report.py writes their table and plots.
 """
 
 import math
@@ -164,32 +164,64 @@ def noise_of_finetuning(results: Results) -> float | None:
     return math.sqrt(squares / sum(len(values) - 1 for values in runs))
 
 
-def plot_forest(results: Results, path: Path) -> None:
-    """Plot the differences of top-1 with their 95 % intervals, and the bounds of the claims."""
+DotRow = tuple[str, Sequence[float], Sequence[float], str]  # label, values, places of red marks, color
+
+
+def dot_plot(rows: Sequence[DotRow], path: Path, title: str) -> None:
+    """Plot the mean of each row's values with its 95 % interval, one below the other."""
     plt: Any = pyplot("study")
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.42 * len(COMPARISONS)), layout="constrained")
-    for row, comparison in enumerate(COMPARISONS):
-        values = differences(registered(results), comparison)
-        sides = {"lower": (-1,), "higher": (1,), "better": (1,)}.get(comparison.claim, (-1, 1))
-        axes.plot([side * comparison.bound for side in sides], [row] * len(sides), "|", color="#cc6677", ms=14)
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.36 * len(rows)), layout="constrained")
+    for row, (_, values, marks, color) in enumerate(rows):
+        axes.plot(marks, [row] * len(marks), "|", color="#cc3311", ms=12, mew=1.6)
         if len(values) > 1:
             mean, half = interval(values)
-            color = "#222222" if comparison.primary else "#4477aa"
-            axes.errorbar([mean], [row], xerr=[half], fmt="s", color=color, capsize=3)
+            axes.errorbar([mean], [row], xerr=[half], fmt="s", ms=5, color=color, capsize=3)
     axes.axvline(0, color="#222222", lw=0.8, ls=":")
-    axes.set_yticks(range(len(COMPARISONS)), [comparison.name for comparison in COMPARISONS])
+    axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("difference of top-1, points; bars: 95 % intervals; red: the difference that matters")
+    figure.supxlabel(title, fontsize="medium")  # under the labels of the rows, too
     axes.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
+def plot_comparisons(results: Results, path: Path) -> None:
+    """Plot the differences of the registered comparisons, and what would matter."""
+    rows = []
+    for comparison in COMPARISONS:
+        sides = {"lower": (-1,), "higher": (1,), "better": (1,)}.get(comparison.claim, (-1, 1))
+        marks = [side * comparison.bound for side in sides]
+        color = "#222222" if comparison.primary else "#4477aa"
+        rows.append((comparison.name, differences(registered(results), comparison), marks, color))
+    dot_plot(rows, path, "difference of top-1, points; red: what would matter")
+
+
+def plot_arms(results: Results, path: Path) -> None:
+    """Plot what each arm gains over MAE, with its multiply-adds."""
+    rows: list[DotRow] = []
+    for arm, name in ARMS.items():
+        if arm != "mae":
+            values, cost = (
+                differences(registered(results), Comparison("", ((arm, "mae"),), "differs", 0)),
+                results.cost(arm),
+            )
+            rows.append((name if cost is None else f"{name}: {cost:.2f}×", values, [], "#222222"))
+    dot_plot(rows, path, "top-1 − MAE's, points; ×: multiply-adds relative to MAE")
+
+
 def section(results: Results) -> str:
     """The Markdown of the results of the preset grid14."""
     chosen = registered(results)
-    parts = ["#### Comparisons", comparisons_table(chosen), "![95 % intervals](figures/study_grid14_forest.svg)"]
-    parts += ["#### Arms", arms_table(chosen, ARMS)]
+    parts = [
+        "#### Comparisons",
+        comparisons_table(chosen),
+        "![registered comparisons](figures/study_grid14_comparisons.svg)",
+    ]
+    parts += [
+        "#### Arms",
+        arms_table(chosen, ARMS),
+        "![difference to MAE](figures/study_grid14_arms.svg)",
+    ]
     if (noise := noise_of_finetuning(chosen)) is not None:
         parts.append(f"Standard deviation between fine-tunings of one encoder: {noise:.2f} points of top-1.")
     return "\n\n".join(parts)

@@ -293,7 +293,8 @@ def render(path: str | Path, report: str | Path) -> str:
     if preset == "peers":
         plot_peers(results, figures / "study_peers.svg")
     elif preset == "grid14":
-        study_comparisons.plot_forest(results, figures / "study_grid14_forest.svg")
+        study_comparisons.plot_comparisons(results, figures / "study_grid14_comparisons.svg")
+        study_comparisons.plot_arms(results, figures / "study_grid14_arms.svg")
     elif preset != "tuning14":
         plot_ratios(results, figures / f"study_{preset}_ratios.svg")
         plot_variants(results, figures / f"study_{preset}_variants.svg")

@@ -1,4 +1,4 @@
-"""The comparisons of the second study: intervals, verdicts, tables and the forest plot."""
+"""The comparisons of the second study: intervals, verdicts, tables and plots."""
 
 import math
 import random
@@ -110,19 +110,20 @@ def test_no_verdict_without_all_seeds_or_with_a_diverged_run(rows):
     assert text.count("none: an arm diverged") == 2 and text.count("| – | – | – |") == 2  # questions 1 and 3
 
 
-def test_section_and_forest_plot(rows, tmp_path):
+def test_section_and_plots(rows, tmp_path):
     report = tmp_path / "study.md"
     tables = study_report.write(report, "grid14", rows)
     assert tables in report.read_text() and read_rows(tmp_path / "study_grid14.csv") == rows
-    figures = [path.name for path in (tmp_path / "figures").iterdir()]
-    assert figures == ["study_grid14_forest.svg"] and f"figures/{figures[0]}" in tables
-    first = (tmp_path / "figures" / figures[0]).read_text()
+    figures = sorted((tmp_path / "figures").iterdir())
+    assert [path.name for path in figures] == ["study_grid14_arms.svg", "study_grid14_comparisons.svg"]
+    assert all(f"figures/{path.name}" in tables for path in figures)
+    first = [path.read_text() for path in figures]
     study_report.main([str(tmp_path / "study_grid14.csv"), "--report", str(report)])
-    assert (tmp_path / "figures" / figures[0]).read_text() == first
+    assert [path.read_text() for path in figures] == first
     write_rows(tmp_path / "study_grid14.csv", rows[:1])  # a study that has just begun
     study_report.main([str(tmp_path / "study_grid14.csv"), "--report", str(report)])
     assert report.read_text().count("0 of 8 seeds") == 8
-    assert (tmp_path / "figures" / figures[0]).read_text() != first
+    assert all(path.read_text() != before for path, before in zip(figures, first, strict=True))
 
 
 def test_csvs_of_earlier_studies_are_read(tmp_path):
