@@ -1,14 +1,14 @@
 """Run a small-scale study of PR-MIM: pre-train and fine-tune all arms with the same images and steps, and report.
 
-    python tools/study.py --data_path CIFAR10 --preset grid14      # the second study of docs/study.md, nine core-hours
+    python tools/study.py --data_path CIFAR10 --preset grid14      # the second study of docs/study.md, 11 core-hours
     python tools/study.py --data_path CIFAR10 --preset gpu         # a longer one on the paper's 14 x 14 grid, one GPU
     python tools/study.py --data_path CIFAR10 --report output/study.md                # the first study again
     python tools/study.py --data_path CIFAR10 --report output/study.md --arms mae plain50 prmim50 --seeds 0 1 2 3
     python tools/study.py --data_path CIFAR10 --preset peers --report output/study.md   # PR-MIM beside its peers
 
-CIFAR10 contains train/ and val/ with class folders of 32-px images. ARMS below holds what differs between the arms,
-PRESETS what they share, and tools/study_report.py what is compared. A seed determines the initial weights, crops and
-visible tokens of all arms, so arms are compared seed by seed.
+CIFAR10 contains train/ and val/ with class folders of 32-px images. tools/study_presets.py holds the arms and what they
+share, tools/study_report.py and tools/study_comparisons.py what is compared. A seed determines the initial weights,
+crops and visible tokens of all arms, so arms are compared seed by seed.
 
 Runs start seed by seed, several at once, each in its own process. The CSV beside --report gets the numbers of each run
 as soon as it has finished. The same command continues an interrupted study: it repeats no run of the CSV, even if the
@@ -16,15 +16,18 @@ runs' folders are gone. It never replaces a CSV of other settings, so an indepen
 At the end, and after Ctrl-C, the script writes this preset's section of --report and the figures.
 """
 
+import fcntl
+import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,156 +36,15 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes import RECIPES
-from tools import study_comparisons, study_report
+from tools import study_report
+from tools.study_presets import PRESETS, Flags, Preset
 from tools.study_results import read_rows, write_rows
 from util.data.datasets import available_cores
 from util.run.cli import Parser, run_program, user_errors
+from util.run.code_version import files_hash
 from util.text import count_of, duration
 
 ROOT = Path(__file__).resolve().parents[1]
-
-Flags = dict[str, Any]
-
-# The flags in which arms may differ. All other flags are the preset's.
-METHOD = ("throw_ratio", "progressive", "sampling", "kernel_size", "aggregation")
-
-
-def paper_arm(name: str) -> Flags:
-    """The method of a row of the paper's ViT-B tables in recipes.py."""
-    recipe = RECIPES[f"{name}_vit_base_100ep"]
-    return {key: recipe[key] for key in METHOD if key in recipe}
-
-
-PRMIM50 = paper_arm("prmim50")
-PLAIN50 = paper_arm("plain50")
-# {arm: its flags of main_pretrain.py}. "reading" names a variant in tools/readings.py. None: no pre-training.
-ARMS: dict[str, Flags | None] = {
-    "mae": paper_arm("mae"),
-    **{f"{name}{ratio}": paper_arm(f"{name}{ratio}") for ratio in (50, 25, 65) for name in study_report.ABLATION},
-    "all": PRMIM50 | dict(applies_to="all"),
-    "predictions": PRMIM50 | dict(reading="predictions"),
-    **{f"kernel{size}": paper_arm(f"kernel{size}") for size in (3, 5, 9, 11)},
-    **{kind: paper_arm(kind) for kind in ("avgpool", "transformer", "convnext")},
-    "avgpool_all": paper_arm("avgpool") | dict(applies_to="all"),
-    "init_average": PRMIM50 | dict(reading="init_average"),
-    "init_normal": PRMIM50 | dict(reading="init_normal"),
-    "scratch": None,
-}
-_CROSSMAE: Flags = dict(model="crossmae_vit_micro_patch4")
-_CROSSMAE14: Flags = dict(model="crossmae_vit_nano_patch4")
-# PR-MIM and its peers, with half of the tokens thrown.
-PEERS: dict[str, Flags | None] = {
-    **{name: ARMS[name] for name in ("mae", "plain50", "furthest50", "progressive50", "prmim50")},
-    "cell50": PLAIN50 | dict(sampling="running_cell"),
-    "attention50": PLAIN50 | dict(sampling="attention"),
-    "amt": PLAIN50 | dict(model="amt_vit_micro_patch4", mask_ratio=0.85, throw_ratio=0.4, sampling="attention"),
-    "crossmae": paper_arm("mae") | _CROSSMAE,
-    "crossmae_plain50": PLAIN50 | _CROSSMAE,
-    "crossmae_plain50_lr": PLAIN50
-    | _CROSSMAE
-    | dict(blr=1e-2 / 3),  # its release scales the rate by the predicted share
-    "crossmae_prmim50": PRMIM50 | _CROSSMAE,
-    "scratch": None,
-}
-# The second study, on the paper's grid of 14 x 14 tokens.
-GRID14: dict[str, Flags | None] = {
-    "mae": ARMS["mae"],
-    **{f"{name}{ratio}": ARMS[f"{name}{ratio}"] for ratio in (50, 65) for name in ("plain", "progressive", "prmim")},
-    "prmim50_all": ARMS["all"],
-    "prmim50_masknorm": PRMIM50 | dict(reading="mask_normalised"),
-    "prmim50_convnext": ARMS["convnext"],
-    "prmim50_gaussian": PRMIM50 | dict(reading="gaussian"),
-    "prmim50_cell": PRMIM50 | dict(sampling="running_cell"),
-    "crossmae": paper_arm("mae") | _CROSSMAE14,
-    "crossmae_prmim50": PRMIM50 | _CROSSMAE14,
-}
-# Its learning rate, for MAE alone.
-TUNING14: dict[str, Flags | None] = {f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (1e-2, 2e-2, 4e-2)}
-
-
-@dataclass(frozen=True)
-class Preset:
-    """What all arms share: flags of the mains, data, seeds, and the resources of a run."""
-
-    pretrain: Flags
-    finetune: Flags
-    labels_per_class: int | None  # fine-tune on the first images of each class, by file name; None: on all
-    arms: Mapping[str, Flags | None] = field(default_factory=lambda: ARMS)
-    pretrain_per_class: int | None = None  # pre-train on the first images of each class; None: on all
-    finetunes: int = 1  # fine-tunings of each encoder, with seeds of their own
-    frozen: bool = False  # also measure the frozen encoder, by kNN and ridge regression
-    seeds: tuple[int, ...] = (0, 1)
-    measured_images: int = 1000  # of val/, for the errors of reconstruction
-    device: str = "cpu"
-    gib_per_run: float = 1.0  # device memory, which limits the number of runs at once
-    scratch: Flags = field(default_factory=lambda: dict(layer_decay=1.0))  # extra fine-tuning flags of arm "scratch"
-
-
-_GRID14 = Preset(
-    pretrain=dict(
-        model="mae_vit_nano_patch4", input_size=56, epochs=1, warmup_epochs=0.1, total_batch_size=32, blr=2e-2,
-        mask_ratio=0.75, norm_pix_loss=True,
-    ),
-    finetune=dict(
-        recipe="finetune_cifar10", model="vit_nano_patch4", input_size=56, epochs=2, warmup_epochs=0.2,
-        total_batch_size=16, blr=3.2e-2,
-    ),
-    labels_per_class=500,
-    arms=GRID14,
-    pretrain_per_class=2500,
-    finetunes=2,
-    frozen=True,
-    seeds=study_comparisons.SEEDS,
-)  # fmt: skip
-PRESETS = {
-    # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.
-    "cpu": Preset(
-        pretrain=dict(
-            model="mae_vit_micro_patch4", epochs=1, warmup_epochs=0.1, total_batch_size=64, blr=1e-2, mask_ratio=0.75,
-            norm_pix_loss=True,
-        ),
-        finetune=dict(
-            recipe="finetune_cifar10", model="vit_micro_patch4", epochs=2, warmup_epochs=0.2, total_batch_size=64,
-            blr=8e-3,
-        ),
-        labels_per_class=1000,
-    ),
-    # As `cpu`, but five epochs of 10,000 images, because attention maps are refreshed between epochs: after each epoch.
-    "peers": Preset(
-        pretrain=dict(
-            model="mae_vit_micro_patch4", epochs=5, warmup_epochs=0.5, total_batch_size=64, blr=1e-2, mask_ratio=0.75,
-            norm_pix_loss=True, attention_start=0, attention_every=1,
-        ),
-        finetune=dict(
-            recipe="finetune_cifar10", model="vit_micro_patch4", epochs=2, warmup_epochs=0.2, total_batch_size=64,
-            blr=8e-3,
-        ),
-        labels_per_class=1000,
-        arms=PEERS,
-        pretrain_per_class=1000,
-        seeds=(0, 1, 2),
-    ),
-    # 14 x 14 tokens, as in the paper: the images are enlarged to 56 px.
-    "gpu": Preset(
-        pretrain=dict(
-            model="mae_vit_mini_patch4", input_size=56, epochs=100, warmup_epochs=10, total_batch_size=512,
-            batch_size=512, blr=1e-3, mask_ratio=0.75, norm_pix_loss=True,
-        ),
-        finetune=dict(
-            recipe="finetune_cifar10", model="vit_mini_patch4", input_size=56, epochs=30, warmup_epochs=3,
-            total_batch_size=512, batch_size=512, blr=2e-3, aa="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0,
-        ),
-        labels_per_class=None,
-        seeds=(0, 1, 2),
-        measured_images=10_000,
-        device="cuda",
-        gib_per_run=12.0,
-    ),
-    # 14 x 14 tokens on two cores: 781 steps of pre-training, twice 624 of fine-tuning.
-    "grid14": _GRID14,
-    "tuning14": replace(_GRID14, arms=TUNING14, seeds=(100, 101)),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,7 +93,7 @@ def plan(
             if method is None:
                 reading, pretrain, finetune = None, None, preset.finetune | preset.scratch
             else:
-                own = {name: value for name, value in method.items() if name != "reading"}
+                own = {name: value for name, value in method.items() if name not in ("reading", "pretrain_per_class")}
                 reading, pretrain = method.get("reading"), to_argv(preset.pretrain | own | dict(seed=seed))
                 finetune = preset.finetune
             job = dict(
@@ -241,16 +103,17 @@ def plan(
                 labels_per_class=preset.labels_per_class,
                 measured_images=preset.measured_images,
                 data=data,
-            ) | extra_measures(preset, seed)
+            ) | extra_settings(preset, method or {}, seed)
             runs.append(Run(arm, seed, output_dir / "runs" / f"{arm}-seed{seed}", job))
     return runs
 
 
-def extra_measures(preset: Preset, seed: int) -> dict[str, Any]:
+def extra_settings(preset: Preset, method: Flags, seed: int) -> dict[str, Any]:
     """The parts of a job that only some presets have. Without them, the jobs of the others are as they always were."""
     job: dict[str, Any] = {}
-    if preset.pretrain_per_class not in (None, preset.labels_per_class):
-        job["pretrain_per_class"] = preset.pretrain_per_class
+    per_class = method.get("pretrain_per_class", preset.pretrain_per_class)
+    if per_class not in (None, preset.labels_per_class):
+        job["pretrain_per_class"] = per_class
     if preset.finetunes > 1:
         job["finetune_seeds"] = [preset.finetunes * seed + i for i in range(preset.finetunes)]
     return job | ({"frozen": True} if preset.frozen else {})
@@ -308,10 +171,26 @@ def labelled_subset(data_path: str | Path, labels_per_class: int | None, folder:
     return folder
 
 
-def recorded_results(path: Path, preset: Preset, data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the CSV `path`, none if it does not exist. ValueError if one comes from other settings."""
+def images_hash(data_path: str | Path) -> str:
+    """The first 12 digits of the SHA-256 of the names and contents of all images in train/ and val/."""
+    folders = [path for split in ("train", "val") for path in (Path(data_path) / split).iterdir() if path.is_dir()]
+    return files_hash([image for folder in sorted(folders) for image in images_in(folder)], Path(data_path))
+
+
+def recorded_results(
+    path: Path, preset: Preset, data: Mapping[str, Any], images: str | None = None
+) -> list[dict[str, Any]]:
+    """The rows of the CSV `path`, none if it does not exist. ValueError if one comes from other settings or images.
+
+    images: their hash. None: it is not compared, as for rows without one.
+    """
     rows = read_rows(path) if path.exists() else []
     for row in rows:
+        if images and row["images"] not in ("", images):
+            raise ValueError(
+                f"{str(path)!r} holds runs on other images (hash {row['images']}) than those of --data_path (hash "
+                f"{images}); choose another --report"
+            )
         arm, seed = row["arm"], row["seed"]
         same = arm in preset.arms and plan(preset, [arm], [seed], path.parent, data)[0].job_hash == row["job"]
         if not same:
@@ -342,15 +221,16 @@ def start_run(run: Run, jobs: int, machine: Mapping[str, Any]) -> subprocess.Pop
 def run_all(
     runs: Sequence[Run],
     jobs: int,
-    machine: Mapping[str, Any],
+    machine: Callable[[Run], Mapping[str, Any]],
     max_hours: float | None,
     recorded: Collection[tuple[str, int]],
     on_result: Callable[[], None],
 ) -> list[Run]:
     """Run all runs without a result, up to `jobs` at once, and return the failed ones. No run starts after `max_hours`.
 
-    recorded: (arm, seed) of runs whose results are known though their folders may be gone. on_result: called after each
-    run that has finished. Ctrl-C and SIGTERM stop the running processes. After Ctrl-C the study still reports.
+    machine: the folders and the resources of a run. recorded: (arm, seed) of runs whose results are known though their
+    folders may be gone. on_result: called after each run that has finished. Ctrl-C and SIGTERM stop the running
+    processes. After Ctrl-C the study still reports.
     """
     waiting = [run for run in runs if run.result() is None and (run.arm, run.seed) not in recorded]
     failed: list[Run] = []
@@ -365,7 +245,7 @@ def run_all(
                 waiting.clear()
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                running[start_run(run, jobs, machine)] = run
+                running[start_run(run, jobs, machine(run))] = run
             time.sleep(0.2)
             for process in [process for process in running if process.poll() is not None]:
                 run, done = running.pop(process), done + 1
@@ -396,16 +276,30 @@ def describe_end(run: Run, exit_code: int) -> str:
 
 
 def finished_results(preset: Preset, output_dir: Path, data: Mapping[str, Any], csv: Path) -> list[dict[str, Any]]:
-    """The results of all finished runs of the preset, in folders or in the CSV, also of those that this call omits."""
+    """The results of all finished runs of the preset, in the CSV or in folders, also of those that this call omits."""
     results = {(row["arm"], row["seed"]): row for row in recorded_results(csv, preset, data)}
-    seeds = {int(path.name.rpartition("-seed")[2]) for path in output_dir.glob("runs/*-seed*")}
+    names = (re.fullmatch(r".*-seed(\d+)", path.name) for path in output_dir.glob("runs/*"))
+    seeds = {int(name[1]) for name in names if name}
     for run in plan(preset, preset.arms, sorted(seeds), output_dir, data):
         result = run.result()
         # A run of an older version of the preset has another job.
         if result is not None and json.loads((run.folder / "job.json").read_text()) == run.job:
-            results[run.arm, run.seed] = dict(arm=run.arm, seed=run.seed, job=run.job_hash) | result
+            results.setdefault((run.arm, run.seed), dict(arm=run.arm, seed=run.seed, job=run.job_hash) | result)
     arms = list(preset.arms)
     return [results[key] for key in sorted(results, key=lambda key: (key[1], arms.index(key[0])))]
+
+
+def update_csv(preset: Preset, output_dir: Path, data: Mapping[str, Any], csv: Path) -> None:
+    """Add the finished runs to the CSV. An error is printed and does not stop the study: the next run tries again."""
+    try:
+        folder = os.open(csv.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # another study may write the same CSV
+            write_rows(csv, finished_results(preset, output_dir, data, csv))
+        finally:
+            os.close(folder)
+    except (OSError, ValueError) as error:
+        print(f"{csv} was not updated: {error}", flush=True)
 
 
 def get_args_parser() -> Parser:
@@ -446,30 +340,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = plan(preset, args.arms or preset.arms, args.seeds or preset.seeds, output_dir, data)
         check_jobs(runs)
         csv = study_report.csv_path(args.report, args.preset)
-        recorded = {(row["arm"], row["seed"]) for row in recorded_results(csv, preset, data)}
+        images = images_hash(args.data_path)
+        recorded = {(row["arm"], row["seed"]) for row in recorded_results(csv, preset, data, images)}
     failed: list[Run] = []
     if not args.report_only:
         jobs = args.jobs or runs_at_once(preset, available_cores())
+        numbers = {preset.labels_per_class, preset.pretrain_per_class}
+        numbers |= {run.job["pretrain_per_class"] for run in runs if "pretrain_per_class" in run.job}
         with user_errors(parser):
-            labelled, unlabelled = (
-                labelled_subset(args.data_path, number, output_dir / f"labelled_{number}")
-                for number in (preset.labels_per_class, preset.pretrain_per_class)
+            folders = {n: labelled_subset(args.data_path, n, output_dir / f"labelled_{n}").resolve() for n in numbers}
+
+        def machine(run: Run) -> dict[str, Any]:
+            return dict(
+                data_path=str(folders[run.job.get("pretrain_per_class", preset.pretrain_per_class)]),
+                labelled=str(folders[preset.labels_per_class]),
+                images=images,
+                device=preset.device,
+                num_workers=0 if preset.device == "cpu" else max(1, available_cores() // jobs - 1),
             )
-        machine = dict(
-            data_path=str(unlabelled.resolve()),
-            labelled=str(labelled.resolve()),
-            device=preset.device,
-            num_workers=0 if preset.device == "cpu" else max(1, available_cores() // jobs - 1),
-        )
+
         csv.parent.mkdir(parents=True, exist_ok=True)
-        failed = run_all(
-            runs,
-            jobs,
-            machine,
-            args.max_hours,
-            recorded,
-            on_result=lambda: write_rows(csv, finished_results(preset, output_dir, data, csv)),
-        )
+        update = functools.partial(update_csv, preset, output_dir, data, csv)
+        failed = run_all(runs, jobs, machine, args.max_hours, recorded, update)
     if results := finished_results(preset, output_dir, data, csv):
         print(study_report.write(args.report, args.preset, results))
     if failed:

@@ -5,6 +5,7 @@ docs/study.md registers them. tools/study_report.py writes their table and plots
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from tools.study_results import Results, spread
 from util.plots import pyplot
 from util.tables import markdown_table
+from util.text import count_of
 
 SEEDS = tuple(range(8))
 # Student's t: 97.5 % quantiles for 1 to 30 degrees of freedom.
@@ -38,6 +40,8 @@ ARMS = {  # {arm of the preset grid14: its name}
     "prmim50_cell": "PR-MIM .50, running cell instead of furthest sampling",
     "crossmae": "CrossMAE",
     "crossmae_prmim50": "CrossMAE + PR-MIM .50",
+    "mae_short": "MAE, 446 of 781 steps",
+    "scratch": "no pre-training",
 }
 
 
@@ -48,13 +52,13 @@ class Comparison:
     claim: `lower` or `higher`: the interval lies on this side of 0, and a difference of `bound` would matter.
         `level`: the interval lies inside -+ `bound`. `differs`: the interval excludes 0. `better`: the mean exceeds two
         standard errors.
-    primary: whether it belongs to the four questions that the study was made for.
+    primary: whether it is one of the four questions that the study was made for, which are tested in this order.
     """
 
     name: str
     pairs: tuple[tuple[str, str], ...]
     claim: str
-    bound: float
+    bound: float | None = None
     primary: bool = False
 
 
@@ -67,11 +71,13 @@ COMPARISONS = (
     Comparison("2. recovery: progressive − plain", _both("progressive", "plain"), "higher", 0.5, True),
     Comparison("3. level with MAE: PR-MIM − MAE", _both("prmim", "mae"), "level", 0.6, True),
     Comparison("4. furthest sampling: PR-MIM − progressive", _both("prmim", "progressive"), "higher", 0.3, True),
-    Comparison("5. all cells − thrown cells", (("prmim50_all", "prmim50"),), "differs", 0.5),
-    Comparison("6a. mask-normalised − default", (("prmim50_masknorm", "prmim50"),), "better", 0.5),
-    Comparison("6b. ConvNeXt block − default", (("prmim50_convnext", "prmim50"),), "better", 0.5),
-    Comparison("6c. Gaussian mean − default", (("prmim50_gaussian", "prmim50"),), "better", 0.5),
+    Comparison("5. all cells − thrown cells", (("prmim50_all", "prmim50"),), "differs"),
+    Comparison("6a. mask-normalised − default", (("prmim50_masknorm", "prmim50"),), "better"),
+    Comparison("6b. ConvNeXt block − default", (("prmim50_convnext", "prmim50"),), "better"),
+    Comparison("6c. Gaussian mean − default", (("prmim50_gaussian", "prmim50"),), "better"),
+    Comparison("7. equal multiply-adds: PR-MIM − MAE", (("prmim50", "mae_short"),), "higher", 0.5),
 )
+YES = ("confirmed", "level")  # the verdicts that open the next primary question
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -85,21 +91,22 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def verdict(comparison: Comparison, values: Sequence[float]) -> str:
     """What the differences of all seeds say about the claim."""
     mean, half = interval(values)
-    low, high, bound = mean - half, mean + half, comparison.bound
-    if comparison.claim == "level":
-        if -bound < low and high < bound:
-            return "level"
-        return "not level" if low > bound or high < -bound else "undecided"
-    if comparison.claim == "differs":
-        return "differs" if low > 0 or high < 0 else "undecided"
     if comparison.claim == "better":
         error = statistics.stdev(values) / math.sqrt(len(values))
-        return "better: new default" if mean > 2 * error else "default stays"
+        return "candidate" if mean > 2 * error else "default stays"
+    low, high = mean - half, mean + half
+    if comparison.claim == "differs":
+        return "higher" if low > 0 else "lower" if high < 0 else "undecided"
+    assert comparison.bound is not None
+    if comparison.claim == "level":
+        if -comparison.bound < low and high < comparison.bound:
+            return "level"
+        return "not level" if low > comparison.bound or high < -comparison.bound else "undecided"
     if comparison.claim == "lower":
         low, high = -high, -low
     if low > 0:
-        return "confirmed" if high >= bound else "confirmed, but too small to matter"
-    return "refuted" if high < bound else "undecided"
+        return "confirmed" if high >= comparison.bound else "too small to matter"
+    return "refuted" if high < comparison.bound else "undecided"
 
 
 def registered(results: Results) -> Results:
@@ -123,9 +130,12 @@ def with_interval(values: Sequence[float]) -> str:
 
 
 def comparisons_table(results: Results) -> str:
-    """All comparisons. A verdict is given when all registered seeds are there."""
-    titles = ["comparison", *MEASURES.values(), "bound", "verdict"]
-    rows = []
+    """All comparisons. A verdict is given when all registered seeds are there.
+
+    After the first primary question without a yes, the verdicts of the later ones are exploratory.
+    """
+    titles = ["comparison", *MEASURES.values(), "minimum", "verdict"]
+    rows, is_open = [], True
     for comparison in COMPARISONS:
         cells = [with_interval(differences(results, comparison, measure)) for measure in MEASURES]
         values = differences(results, comparison)
@@ -135,22 +145,30 @@ def comparisons_table(results: Results) -> str:
             said = "none: an arm diverged"
         elif len(values) == len(SEEDS):
             said = verdict(comparison, values)
-        name = f"**{comparison.name}**" if comparison.primary else comparison.name
-        rows.append([name, *cells, f"{comparison.bound:g}", said])
+        name, bound = comparison.name, "–" if comparison.bound is None else f"{comparison.bound:g}"
+        if comparison.primary:
+            name, is_yes = f"**{name}**", said in YES
+            said += "" if is_open else " (exploratory)"
+            is_open = is_open and is_yes
+        rows.append([name, *cells, bound, said])
     return markdown_table(titles, rows)
 
 
 def arms_table(results: Results, names: dict[str, str]) -> str:
     """What each arm has measured. names: of the arms."""
-    titles = ["arm", "top-1, %", "kNN, %", "ridge regression, %", "masked error, 10⁻³", "multiply-adds", "diverged"]
+    columns = {"top-1, %": ("top1", 1), "kNN, %": ("knn", 1), "ridge regression, %": ("ridge", 1)}
+    columns |= {"validation loss, 10⁻²": ("val_loss", 100), "masked error, 10⁻³": ("mse_masked", 1000)}
+    titles = ["arm", *columns, "multiply-adds per image", "diverged"]
     rows = []
     for arm, name in names.items():
         if arm in results.arms:
-            measured = [spread(list(results.values(arm, measure).values())) for measure in MEASURES]
-            error = spread([1e3 * value for value in results.values(arm, "mse_masked").values()])
+            measured = [
+                [scale * x for x in results.values(arm, measure).values()] for measure, scale in columns.values()
+            ]
             ratio = results.cost(arm)
             cost = "–" if ratio is None else f"{ratio:.3f}×"
-            rows.append([name, *measured, error, cost, ", ".join(map(str, results.diverged(arm))) or "–"])
+            diverged = ", ".join(map(str, results.diverged(arm))) or "–"
+            rows.append([name, *map(spread, measured), cost, diverged])
     return markdown_table(titles, rows)
 
 
@@ -189,8 +207,8 @@ def plot_comparisons(results: Results, path: Path) -> None:
     """Plot the differences of the registered comparisons, and what would matter."""
     rows = []
     for comparison in COMPARISONS:
-        sides = {"lower": (-1,), "higher": (1,), "better": (1,)}.get(comparison.claim, (-1, 1))
-        marks = [side * comparison.bound for side in sides]
+        sides = {"lower": (-1,), "higher": (1,)}.get(comparison.claim, (-1, 1))
+        marks = [] if comparison.bound is None else [side * comparison.bound for side in sides]
         color = "#222222" if comparison.primary else "#4477aa"
         rows.append((comparison.name, differences(registered(results), comparison), marks, color))
     dot_plot(rows, path, "difference of top-1, points; red: what would matter")
@@ -201,10 +219,8 @@ def plot_arms(results: Results, path: Path) -> None:
     rows: list[DotRow] = []
     for arm, name in ARMS.items():
         if arm != "mae":
-            values, cost = (
-                differences(registered(results), Comparison("", ((arm, "mae"),), "differs", 0)),
-                results.cost(arm),
-            )
+            values = differences(registered(results), Comparison(name, ((arm, "mae"),), "differs"))
+            cost = results.cost(arm)
             rows.append((name if cost is None else f"{name}: {cost:.2f}×", values, [], "#222222"))
     dot_plot(rows, path, "top-1 − MAE's, points; ×: multiply-adds relative to MAE")
 
@@ -224,4 +240,11 @@ def section(results: Results) -> str:
     ]
     if (noise := noise_of_finetuning(chosen)) is not None:
         parts.append(f"Standard deviation between fine-tunings of one encoder: {noise:.2f} points of top-1.")
+    parts.append(f"Made with: {versions(chosen)}.")
     return "\n\n".join(parts)
+
+
+def versions(results: Results) -> str:
+    """Code, PyTorch and images of the runs, and how many runs have them."""
+    found = Counter(f"{row['code']}; torch {row['torch']}; images {row['images']}" for row in results.rows.values())
+    return ", ".join(f"{version} ({count_of(number, 'run')})" for version, number in found.items())

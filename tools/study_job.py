@@ -10,8 +10,10 @@ import fcntl
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.knn import Moments
 from util.run.cli import Parser, run_program, user_errors
-from util.run.code_version import code_version
+from util.run.code_version import code_version, files_hash
 from util.run.run_folder import write_json
 
 NEIGHBOURS = 20
@@ -134,17 +136,29 @@ def finetune(job: dict[str, Any], machine: dict[str, Any], folder: Path, encoder
     if encoder is not None:
         argv += ["--finetune", str(encoder)]
     names = {f"finetune-{seed}": ["--seed", str(seed)] for seed in job.get("finetune_seeds", ())} or {"finetune": []}
-    accuracies = []
+    last = []
     for name, seed in names.items():
         run_main(main_finetune.main, [*argv, *seed, "--output_dir", str(folder / name)], machine)
-        accuracies.append(json.loads((folder / name / "results.json").read_text())["last"]["val_top1"])
-    return {"top1": statistics.fmean(accuracies), "top1_each": " ".join(map(str, accuracies))}
+        last.append(json.loads((folder / name / "results.json").read_text())["last"])
+    accuracies, losses = ([values[name] for values in last] for name in ("val_top1", "val_loss"))
+    return {
+        "top1": statistics.fmean(accuracies),
+        "top1_each": " ".join(map(str, accuracies)),
+        "val_loss": statistics.fmean(losses),
+    }
+
+
+def study_version() -> str:
+    """The version of the code, and the hash of tools/, which defines readings and measures."""
+    tools = Path(__file__).parent
+    return f"{code_version()}, tools {files_hash(sorted(tools.glob('*.py')), tools)}"
 
 
 def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
     """Do the job and write result.json. Returns False, and writes nothing, if a signal stops it."""
     result = dict.fromkeys(("top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"))
-    result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__, "code": code_version()}
+    result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__}
+    result |= {"threads": torch.get_num_threads(), "images": machine["images"], "code": study_version()}
     try:
         if job["pretrain"]:
             result |= pretrain(job, machine, folder / "pretrain")
@@ -157,6 +171,10 @@ def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
         if stop.code != 3:  # the mains end with 3 if the loss is no longer finite: a result of the study
             raise
         result["status"] = "diverged"
+    result |= {
+        "cpu_seconds": round(time.process_time()),
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     write_json(folder / "result.json", result)
     return True
 
@@ -176,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     """Run the program; `argv` replaces the command line. Returns False if a signal stopped it."""
     parser = Parser("study_job.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the run; its job.json describes the job")
-    parser.add_argument("machine", help="JSON: data_path, labelled, device, num_workers")
+    parser.add_argument("machine", help="JSON: data_path, labelled, images (their hash), device, num_workers")
     args = parser.parse_args(argv)
     with user_errors(parser):
         machine = read_json(args.machine, "MACHINE")

@@ -26,10 +26,15 @@ ADDED = [
     "top1_each",  # of each fine-tuning, separated by spaces; top1 is their mean
     "knn",
     "ridge",
+    "val_loss",  # mean over the fine-tunings
+    "cpu_seconds",  # of the process, without those of earlier processes if the run was resumed
+    "threads",
+    "finished",  # UTC
     "code",
+    "images",  # hash of the images
     "job",  # hash of the run's settings
 ]
-TEXT = ("arm", "status", "device", "torch", "top1_each", "code", "job")
+TEXT = ("arm", "status", "device", "torch", "top1_each", "finished", "code", "images", "job")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

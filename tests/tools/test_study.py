@@ -11,7 +11,7 @@ from main_finetune import parse_args as parse_finetune_args
 from main_pretrain import get_args_parser
 from tests.conftest import write_photo
 from tests.warm import Python
-from tools import study, study_comparisons, study_report, study_results
+from tools import study, study_comparisons, study_presets, study_report, study_results
 from tools.study_results import read_rows
 from util.run import checkpoint
 
@@ -22,6 +22,8 @@ TINY = study.Preset(
     labels_per_class=8,
     measured_images=4,
 )
+
+TIMES = {"finished": "", "cpu_seconds": None}
 
 
 @pytest.fixture
@@ -52,8 +54,8 @@ def run_study(images, tmp_path, monkeypatch):
 
 
 def test_arms_differ_in_the_method_alone():
-    runs = study.plan(study.PRESETS["cpu"], study.ARMS, (0, 1), Path("x"), {})
-    assert [run.seed for run in runs] == [0] * len(study.ARMS) + [1] * len(study.ARMS)  # seed by seed
+    runs = study.plan(study.PRESETS["cpu"], study_presets.ARMS, (0, 1), Path("x"), {})
+    assert [run.seed for run in runs] == [0] * len(study_presets.ARMS) + [1] * len(study_presets.ARMS)  # seed by seed
     parser = get_args_parser()
     settings = {
         run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.job["pretrain"] and not run.seed
@@ -61,7 +63,7 @@ def test_arms_differ_in_the_method_alone():
     mae = settings["mae"]
     for arm, ours in settings.items():
         changed = {name for name in ours if ours[name] != mae[name]}
-        assert changed <= {*study.METHOD, "applies_to"}, arm
+        assert changed <= {*study_presets.METHOD, "applies_to"}, arm
     chosen = [(s["throw_ratio"], s["progressive"], s["sampling"]) for s in (settings["plain25"], settings["prmim65"])]
     assert chosen == [(0.25, False, "random"), (0.65, True, "furthest")]
     assert len({json.dumps(run.job) for run in runs}) == len(runs)
@@ -84,15 +86,19 @@ def test_arms_of_the_second_study():
     preset, parser = study.PRESETS["grid14"], get_args_parser()
     assert set(preset.arms) == set(study_comparisons.ARMS)
     compared = {arm for c in study_comparisons.COMPARISONS for pair in c.pairs for arm in pair}
-    peers = {"prmim50_cell", "crossmae", "crossmae_prmim50"}
+    peers = {"prmim50_cell", "crossmae", "crossmae_prmim50", "scratch"}
     assert compared == set(preset.arms) - peers
     runs = study.plan(preset, preset.arms, preset.seeds, Path("x"), {})
-    assert len(runs) == len({run.job_hash for run in runs}) == 112
-    settings = {run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.seed == 0}
+    assert len(runs) == len({run.job_hash for run in runs}) == 128
+    first = {run.arm: run.job for run in runs if run.seed == 0}
+    settings = {arm: vars(parser.parse_args(job["pretrain"])) for arm, job in first.items() if job["pretrain"]}
     for arm, ours in settings.items():
+        assert first[arm]["pretrain_per_class"] == (1430 if arm == "mae_short" else 2500)
         changed = {name for name in ours if ours[name] != settings["mae"][name]}
-        assert changed <= {*study.METHOD, "model" if arm.startswith("crossmae") else "applies_to"}, arm
-    assert len({json.dumps(s) for s in settings.values()}) == 12  # two arms differ from PR-MIM by a reading
+        assert changed <= {*study_presets.METHOD, "model" if arm.startswith("crossmae") else "applies_to"}, arm
+    assert (
+        len({json.dumps(s) for s in settings.values()}) == 12
+    )  # two arms differ from PR-MIM by a reading, one from MAE by its images
     seeds = {run.seed: tuple(run.job["finetune_seeds"]) for run in runs}
     assert all(tuple(run.job["finetune_seeds"]) == seeds[run.seed] for run in runs)
     assert len({seed for of_run in seeds.values() for seed in of_run}) == 16
@@ -123,8 +129,8 @@ def test_the_learning_rate_is_tuned_for_mae_on_other_seeds():
 def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
     compared = {f"{arm}{ratio}" for arm in study_report.ABLATION for ratio in study_report.RATIOS}
     compared |= {arm for names in study_report.VARIANTS.values() for arm in names} | {"mae", "scratch"}
-    assert compared == set(study.ARMS)
-    assert set(study_report.PEERS) == set(study.PEERS)
+    assert compared == set(study_presets.ARMS)
+    assert set(study_report.PEERS) == set(study_presets.PEERS)
 
 
 def test_peers_differ_in_framework_and_method_alone():
@@ -134,7 +140,11 @@ def test_peers_differ_in_framework_and_method_alone():
     settings = {run.arm: vars(parser.parse_args(run.job["pretrain"])) for run in runs if run.job["pretrain"]}
     for arm, ours in settings.items():
         changed = {name for name in ours if ours[name] != settings["mae"][name]}
-        assert changed <= {*study.METHOD, "model", "mask_ratio" if arm == "amt" else "blr" if "lr" in arm else ""}, arm
+        assert changed <= {
+            *study_presets.METHOD,
+            "model",
+            "mask_ratio" if arm == "amt" else "blr" if "lr" in arm else "",
+        }, arm
     assert settings["crossmae_plain50_lr"]["blr"] == pytest.approx(settings["mae"]["blr"] / 3)
 
 
@@ -162,9 +172,10 @@ def test_a_study_from_images_to_report_and_again(run_study, tmp_path, capsys):
     run_study(*arms, "--seeds", "0")
     assert "1 of 5 runs to do" in capsys.readouterr().out
     assert stamps() == before  # the checkpoints were found, so nothing was trained again
-    assert read_rows(tmp_path / "docs/study_cpu.csv") == rows
+    again = read_rows(tmp_path / "docs/study_cpu.csv")
+    assert [r | TIMES for r in again] == [r | TIMES for r in rows]
     run_study("--arms", "mae", "--seeds", "0")  # the report still has the other runs
-    assert read_rows(tmp_path / "docs/study_cpu.csv") == rows
+    assert read_rows(tmp_path / "docs/study_cpu.csv") == again
 
 
 def test_the_csv_alone_continues_a_study(run_study, tmp_path, capsys, monkeypatch):
@@ -208,6 +219,48 @@ def test_rows_of_other_settings_are_not_replaced(run_study, tmp_path, kind, caps
         run_study("--arms", "mae", "--seeds", "1")
     assert "holds a run with other settings or of an older version" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+def test_rows_of_other_images_are_not_continued(run_study, images, tmp_path, capsys):
+    """The number of images is the same, and one has other pixels."""
+    run_study("--arms", "scratch", "--seeds", "0")
+    before = (tmp_path / "docs/study_cpu.csv").read_text()
+    write_photo(images / "train/cat/00.jpg", (32, 32), seed=999)
+    with pytest.raises(SystemExit):
+        run_study("--arms", "scratch", "--seeds", "1")
+    assert "holds runs on other images" in capsys.readouterr().err
+    assert (tmp_path / "docs/study_cpu.csv").read_text() == before
+
+
+def test_a_row_of_the_csv_is_not_replaced_by_a_folder(run_study, tmp_path):
+    run_study("--arms", "scratch", "--seeds", "0")
+    path = tmp_path / "docs/study_cpu.csv"
+    (row,) = read_rows(path)
+    study_results.write_rows(path, [row | dict(top1=row["top1"] + 1)])  # measured elsewhere
+    (tmp_path / "output/cpu/runs/notes").mkdir()
+    run_study("--arms", "scratch", "--seeds", "0")
+    assert read_rows(path) == [row | dict(top1=row["top1"] + 1)]
+
+
+def test_a_csv_that_cannot_be_written_does_not_stop_the_study(run_study, tmp_path, capsys, monkeypatch):
+    def write_rows(path, rows):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "write_rows", write_rows)
+        run_study("--arms", "scratch", "--seeds", "0", "1", "--jobs", "1")
+    assert capsys.readouterr().out.count("study_cpu.csv was not updated: no space left on device") == 2
+    assert [row["seed"] for row in read_rows(tmp_path / "docs/study_cpu.csv")] == [0, 1]  # written at the end
+
+
+def test_an_arm_with_fewer_images(run_study, tmp_path, monkeypatch):
+    arms = {"mae": study_presets.ARMS["mae"], "short": study_presets.ARMS["mae"] | dict(pretrain_per_class=4)}
+    monkeypatch.setitem(study.PRESETS, "cpu", replace(TINY, arms=arms))
+    runs = run_study("--arms", "mae", "short", "--seeds", "0")
+    # 24 and 8 images, in batches of 8.
+    steps = {arm: max(runs.glob(f"{arm}-seed0/pretrain/checkpoint-*.pth")).stem for arm in arms}
+    assert steps == {"mae": "checkpoint-3", "short": "checkpoint-1"}
+    assert len(read_rows(tmp_path / "docs/study_cpu.csv")) == 2
 
 
 def test_several_finetunings_and_the_frozen_encoder(run_study, images, tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ from util.tables import write_csv
 
 GAINS = {"mae": 0.0, "plain50": -1.2, "plain65": -2.2, "progressive50": -0.3, "progressive65": -0.7}
 GAINS |= {"prmim50": 0.1, "prmim65": -0.2, "prmim50_all": -0.5, "prmim50_masknorm": 0.1, "prmim50_gaussian": 1.1}
-GAINS |= {"prmim50_convnext": -0.9, "prmim50_cell": 0.1, "crossmae": -0.5, "crossmae_prmim50": -0.6}
+GAINS |= {"prmim50_convnext": -0.9, "prmim50_cell": 0.1, "crossmae": -0.5, "crossmae_prmim50": -0.6, "mae_short": -0.9}
+GAINS |= {"scratch": -5.0}
 
 
 def result(arm, seed, top1, **others):
@@ -64,7 +65,8 @@ UNIT = [(i - 3.5) / math.sqrt(6) for i in range(8)]
         ("higher", 0.5, 0.9, "confirmed"),
         ("higher", 0.5, 0.8, "undecided"),
         ("higher", 0.5, -0.4, "refuted"),
-        ("higher", 2.0, 0.9, "confirmed, but too small to matter"),
+        ("higher", 0.5, -2.0, "refuted"),  # the wrong sign
+        ("higher", 2.0, 0.9, "too small to matter"),
         ("lower", 0.5, -0.9, "confirmed"),
         ("lower", 0.5, 0.9, "refuted"),
         ("lower", 0.5, 0.0, "undecided"),
@@ -72,11 +74,12 @@ UNIT = [(i - 3.5) / math.sqrt(6) for i in range(8)]
         ("level", 1.0, -0.2, "undecided"),
         ("level", 1.0, -1.9, "not level"),
         ("level", 1.0, 1.9, "not level"),
-        ("differs", 0.5, -0.9, "differs"),
-        ("differs", 0.5, 0.8, "undecided"),
-        ("better", 0.5, 0.72, "better: new default"),
-        ("better", 0.5, 0.70, "default stays"),
-        ("better", 0.5, -2.0, "default stays"),
+        ("differs", None, -0.9, "lower"),
+        ("differs", None, 0.9, "higher"),
+        ("differs", None, 0.8, "undecided"),
+        ("better", None, 0.72, "candidate"),
+        ("better", None, 0.70, "default stays"),
+        ("better", None, -2.0, "default stays"),
     ],
 )
 def test_verdicts(claim, bound, mean, said):
@@ -90,8 +93,8 @@ def test_table_of_comparisons(rows):
     text = study_comparisons.section(Results(rows + more))
     found = {line.split("|")[1].strip(" *"): line for line in text.splitlines() if line.startswith("|")}
     expected = {"1.": (-1.7, "confirmed"), "2.": (1.2, "confirmed"), "3.": (-0.05, "level"), "4.": (0.45, "confirmed")}
-    expected |= {"5.": (-0.6, "differs"), "6a": (0.0, ""), "6b": (-1.0, "default stays")}
-    expected |= {"6c": (1.0, "better: new default")}
+    expected |= {"5.": (-0.6, "lower"), "7.": (1.0, "confirmed"), "6a": (0.0, ""), "6b": (-1.0, "default stays")}
+    expected |= {"6c": (1.0, "candidate")}
     for start, (value, said) in expected.items():
         (line,) = (line for name, line in found.items() if name.startswith(start))
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -102,12 +105,27 @@ def test_table_of_comparisons(rows):
     assert "between fine-tunings of one encoder: 1.00 points" in text
 
 
+def verdicts(rows):
+    lines = study_comparisons.comparisons_table(Results(rows)).splitlines()[2:]
+    return [line.strip("|").split("|")[-1].strip() for line in lines]
+
+
 def test_no_verdict_without_all_seeds_or_with_a_diverged_run(rows):
-    text = study_comparisons.comparisons_table(Results(r for r in rows if (r["arm"], r["seed"]) != ("plain50", 3)))
-    assert text.count("7 of 8 seeds") == 2 and "| confirmed |" in text  # questions 1 and 2
+    said = verdicts(r for r in rows if (r["arm"], r["seed"]) != ("progressive65", 3))
+    assert said[:4] == ["confirmed", "7 of 8 seeds", "level (exploratory)", "7 of 8 seeds (exploratory)"]
     lost = [r | dict(status="diverged", top1=None) if (r["arm"], r["seed"]) == ("mae", 0) else r for r in rows]
-    text = study_comparisons.comparisons_table(Results(lost))
-    assert text.count("none: an arm diverged") == 2 and text.count("| – | – | – |") == 2  # questions 1 and 3
+    said = verdicts(lost)
+    assert said[0] == "none: an arm diverged" and said[2] == "none: an arm diverged (exploratory)"
+    assert study_comparisons.comparisons_table(Results(lost)).count("| – | – | – |") == 2  # questions 1 and 3
+
+
+def test_a_primary_question_is_exploratory_after_one_without_a_yes(rows):
+    assert not any("exploratory" in said for said in verdicts(rows))
+    gains = {"progressive50": -1.2 + 0.3, "progressive65": -2.2 + 0.3}  # a sure gain, but not of half a point
+    small = [r | dict(top1=r["top1"] + gains[r["arm"]] - GAINS[r["arm"]]) if r["arm"] in gains else r for r in rows]
+    said = verdicts(small)
+    assert said[:4] == ["confirmed", "too small to matter", "level (exploratory)", "confirmed (exploratory)"]
+    assert not any("exploratory" in later for later in said[4:])  # these are secondary
 
 
 def test_section_and_plots(rows, tmp_path):
@@ -122,7 +140,7 @@ def test_section_and_plots(rows, tmp_path):
     assert [path.read_text() for path in figures] == first
     write_rows(tmp_path / "study_grid14.csv", rows[:1])  # a study that has just begun
     study_report.main([str(tmp_path / "study_grid14.csv"), "--report", str(report)])
-    assert report.read_text().count("0 of 8 seeds") == 8
+    assert report.read_text().count("0 of 8 seeds") == 9
     assert all(path.read_text() != before for path, before in zip(figures, first, strict=True))
 
 

@@ -5,13 +5,13 @@ import pytest
 
 from tools import study_report
 from tools.study_report import replace_section
-from tools.study_results import ADDED, COLUMNS, Results, mean_se, read_rows
+from tools.study_results import ADDED, COLUMNS, TEXT, Results, mean_se, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(arm, seed, top1, mse=None, gmac=1.0, status="finished"):
-    empty = dict.fromkeys(COLUMNS + ADDED) | dict(top1_each="", code="", job="")
+    empty = dict.fromkeys(COLUMNS + ADDED) | dict.fromkeys(TEXT, "")
     return empty | dict(
         arm=arm, seed=seed, status=status, top1=top1, mse_masked=mse, gmac=gmac, device="cpu", torch="2"
     )

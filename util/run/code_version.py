@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,9 +17,14 @@ def source_files(root: Path = ROOT) -> list[Path]:
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """The first 12 digits of the SHA-256 of the names and contents of `source_files`."""
+    """The hash of `source_files`."""
+    return files_hash(source_files(root), root)
+
+
+def files_hash(paths: Iterable[Path], root: Path) -> str:
+    """The first 12 digits of the SHA-256 of the files' names, relative to `root`, and contents."""
     digest = hashlib.sha256()
-    for path in source_files(root):
+    for path in paths:
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

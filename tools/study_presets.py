@@ -1,0 +1,153 @@
+"""The arms and presets of the studies: what differs between runs, and what they share. tools/study.py runs them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from recipes import RECIPES
+from tools import study_comparisons, study_report
+
+Flags = dict[str, Any]
+
+# The flags in which arms may differ. All other flags are the preset's.
+METHOD = ("throw_ratio", "progressive", "sampling", "kernel_size", "aggregation")
+
+
+def paper_arm(name: str) -> Flags:
+    """The method of a row of the paper's ViT-B tables in recipes.py."""
+    recipe = RECIPES[f"{name}_vit_base_100ep"]
+    return {key: recipe[key] for key in METHOD if key in recipe}
+
+
+PRMIM50 = paper_arm("prmim50")
+PLAIN50 = paper_arm("plain50")
+# {arm: its flags of main_pretrain.py}. "reading" names a variant in tools/readings.py, "pretrain_per_class" replaces
+# the preset's. None: no pre-training.
+ARMS: dict[str, Flags | None] = {
+    "mae": paper_arm("mae"),
+    **{f"{name}{ratio}": paper_arm(f"{name}{ratio}") for ratio in (50, 25, 65) for name in study_report.ABLATION},
+    "all": PRMIM50 | dict(applies_to="all"),
+    "predictions": PRMIM50 | dict(reading="predictions"),
+    **{f"kernel{size}": paper_arm(f"kernel{size}") for size in (3, 5, 9, 11)},
+    **{kind: paper_arm(kind) for kind in ("avgpool", "transformer", "convnext")},
+    "avgpool_all": paper_arm("avgpool") | dict(applies_to="all"),
+    "init_average": PRMIM50 | dict(reading="init_average"),
+    "init_normal": PRMIM50 | dict(reading="init_normal"),
+    "scratch": None,
+}
+_CROSSMAE: Flags = dict(model="crossmae_vit_micro_patch4")
+_CROSSMAE14: Flags = dict(model="crossmae_vit_nano_patch4")
+# PR-MIM and its peers, with half of the tokens thrown.
+PEERS: dict[str, Flags | None] = {
+    **{name: ARMS[name] for name in ("mae", "plain50", "furthest50", "progressive50", "prmim50")},
+    "cell50": PLAIN50 | dict(sampling="running_cell"),
+    "attention50": PLAIN50 | dict(sampling="attention"),
+    "amt": PLAIN50 | dict(model="amt_vit_micro_patch4", mask_ratio=0.85, throw_ratio=0.4, sampling="attention"),
+    "crossmae": paper_arm("mae") | _CROSSMAE,
+    "crossmae_plain50": PLAIN50 | _CROSSMAE,
+    "crossmae_plain50_lr": PLAIN50
+    | _CROSSMAE
+    | dict(blr=1e-2 / 3),  # its release scales the rate by the predicted share
+    "crossmae_prmim50": PRMIM50 | _CROSSMAE,
+    "scratch": None,
+}
+# The second study, on the paper's grid of 14 x 14 tokens.
+GRID14: dict[str, Flags | None] = {
+    "mae": ARMS["mae"],
+    **{f"{name}{ratio}": ARMS[f"{name}{ratio}"] for ratio in (50, 65) for name in ("plain", "progressive", "prmim")},
+    "prmim50_all": ARMS["all"],
+    "prmim50_masknorm": PRMIM50 | dict(reading="mask_normalised"),
+    "prmim50_convnext": ARMS["convnext"],
+    "prmim50_gaussian": PRMIM50 | dict(reading="gaussian"),
+    "prmim50_cell": PRMIM50 | dict(sampling="running_cell"),
+    "crossmae": paper_arm("mae") | _CROSSMAE14,
+    "crossmae_prmim50": PRMIM50 | _CROSSMAE14,
+    "mae_short": paper_arm("mae") | dict(pretrain_per_class=1430),  # the multiply-adds of prmim50
+    "scratch": None,
+}
+# Its learning rate, for MAE alone.
+TUNING14: dict[str, Flags | None] = {f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (1e-2, 2e-2, 4e-2)}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What all arms share: flags of the mains, data, seeds, and the resources of a run."""
+
+    pretrain: Flags
+    finetune: Flags
+    labels_per_class: int | None  # fine-tune on the first images of each class, by file name; None: on all
+    arms: Mapping[str, Flags | None] = field(default_factory=lambda: ARMS)
+    pretrain_per_class: int | None = None  # pre-train on the first images of each class; None: on all
+    finetunes: int = 1  # fine-tunings of each encoder, with seeds of their own
+    frozen: bool = False  # also measure the frozen encoder, by kNN and ridge regression
+    seeds: tuple[int, ...] = (0, 1)
+    measured_images: int = 1000  # of val/, for the errors of reconstruction
+    device: str = "cpu"
+    gib_per_run: float = 1.0  # device memory, which limits the number of runs at once
+    scratch: Flags = field(default_factory=lambda: dict(layer_decay=1.0))  # extra fine-tuning flags of arm "scratch"
+
+
+_GRID14 = Preset(
+    pretrain=dict(
+        model="mae_vit_nano_patch4", input_size=56, epochs=1, warmup_epochs=0.1, total_batch_size=32, blr=2e-2,
+        mask_ratio=0.75, norm_pix_loss=True,
+    ),
+    finetune=dict(
+        recipe="finetune_cifar10", model="vit_nano_patch4", input_size=56, epochs=2, warmup_epochs=0.2,
+        total_batch_size=16, blr=3.2e-2,
+    ),
+    labels_per_class=500,
+    arms=GRID14,
+    pretrain_per_class=2500,
+    finetunes=2,
+    frozen=True,
+    seeds=study_comparisons.SEEDS,
+)  # fmt: skip
+PRESETS = {
+    # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.
+    "cpu": Preset(
+        pretrain=dict(
+            model="mae_vit_micro_patch4", epochs=1, warmup_epochs=0.1, total_batch_size=64, blr=1e-2, mask_ratio=0.75,
+            norm_pix_loss=True,
+        ),
+        finetune=dict(
+            recipe="finetune_cifar10", model="vit_micro_patch4", epochs=2, warmup_epochs=0.2, total_batch_size=64,
+            blr=8e-3,
+        ),
+        labels_per_class=1000,
+    ),
+    # As `cpu`, but five epochs of 10,000 images, because attention maps are refreshed between epochs: after each epoch.
+    "peers": Preset(
+        pretrain=dict(
+            model="mae_vit_micro_patch4", epochs=5, warmup_epochs=0.5, total_batch_size=64, blr=1e-2, mask_ratio=0.75,
+            norm_pix_loss=True, attention_start=0, attention_every=1,
+        ),
+        finetune=dict(
+            recipe="finetune_cifar10", model="vit_micro_patch4", epochs=2, warmup_epochs=0.2, total_batch_size=64,
+            blr=8e-3,
+        ),
+        labels_per_class=1000,
+        arms=PEERS,
+        pretrain_per_class=1000,
+        seeds=(0, 1, 2),
+    ),
+    # 14 x 14 tokens, as in the paper: the images are enlarged to 56 px.
+    "gpu": Preset(
+        pretrain=dict(
+            model="mae_vit_mini_patch4", input_size=56, epochs=100, warmup_epochs=10, total_batch_size=512,
+            batch_size=512, blr=1e-3, mask_ratio=0.75, norm_pix_loss=True,
+        ),
+        finetune=dict(
+            recipe="finetune_cifar10", model="vit_mini_patch4", input_size=56, epochs=30, warmup_epochs=3,
+            total_batch_size=512, batch_size=512, blr=2e-3, aa="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0,
+        ),
+        labels_per_class=None,
+        seeds=(0, 1, 2),
+        measured_images=10_000,
+        device="cuda",
+        gib_per_run=12.0,
+    ),
+    # 14 x 14 tokens on two cores: 781 steps of pre-training, twice 624 of fine-tuning.
+    "grid14": _GRID14,
+    "tuning14": replace(_GRID14, arms=TUNING14, seeds=(100, 101)),
+}  # fmt: skip
