@@ -109,6 +109,8 @@ def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> 
     reference: see `decode`. ValueError if the file has another format, or if a float is not finite.
     """
     if expected == RGB8 and not data.startswith(NPY):
+        if data.startswith(TIFF):
+            _refuse_pages(io.BytesIO(data))
         return decode(data, reference)
     found = read_format(io.BytesIO(data), expected.channels)
     if found != expected:

@@ -194,6 +194,19 @@ def test_pages_are_no_rgb_image(tmp_path, dtype):
     assert "it has 2 pages of 3 channels: save each page as a file of its own" in refused(tmp_path)
 
 
+def test_pages_that_the_check_has_not_seen_are_no_rgb_image(tmp_path):
+    """The check at the start reads a sample of the headers. The same error comes when the image is loaded."""
+    for name in ("0", "2"):
+        Image.fromarray(pixels(3, "uint8")).save(tmp_path / f"{name}.tif")
+    (tmp_path / "1.tif").write_bytes(stored(pixels(5, "uint8"), "pages"))
+    images = FolderImages(tmp_path)
+    images.num_checked = 2
+    images.check()
+    assert np.array_equal(images.load(0)[0], pixels(3, "uint8"))
+    with pytest.raises(ImageError, match="1.tif' cannot be decoded: it has 5 pages of 40 x 52 values"):
+        images.load(1)
+
+
 def test_thumbnails_overviews_and_masks_are_no_pages(tmp_path):
     array, small = pixels(3, "uint8"), pixels(3, "uint8", size=(10, 13))
     for flags in (dict(subfiletype=1), dict()):
