@@ -2,14 +2,15 @@
 
     python tools/gradient_gap.py output/mae --images IMAGENET/train --out docs/figures/gradient_gap.svg
     python tools/gradient_gap.py mae_pretrain_vit_base_full.pth --model mae_vit_base_patch16 --images IMAGENET/train
+    python tools/gradient_gap.py output/mae --images IMAGENET/train --methods progressive progressive_convnext
     python tools/gradient_gap.py --from_csv docs/gradient_gap.csv --out docs/figures/gradient_gap.svg
 
 All methods use the same weights, images and visible tokens. The gradient of each method's own loss with respect to all
 encoder parameters is one float32 vector, which is compared with the gradient of MAE's loss. There are two protocols:
 
-    mae    a run with throw_ratio 0: its encoder and decoder serve all throw ratios. Only the convolution is trained
-           before, so the protocol isolates the estimator of the gradient
-    own    a run that throws: its encoder, decoder and convolution are used with its own throw ratio and sampling
+    mae    a run with throw_ratio 0: its encoder and decoder serve all methods and throw ratios. Only the aggregation
+           is trained before, so the protocol isolates the estimator of the gradient
+    own    a run that throws: its encoder, decoder and aggregation are used with its own throw ratio and sampling
 
 For each batch the thrown tokens are drawn several times. This splits the expected squared difference into three parts:
 the squared bias (of the mean over batches, corrected for their number), the variance over batches, and the variance
@@ -20,6 +21,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from framework import Framework
 from main_pretrain import MODELS, build_model, load_run, make_augmentation
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrderSampler, addressed_noise
+from tools.readings import READINGS
 from util.data.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.data.datasets import batches as load_batches
 from util.data.transforms import Normalize
@@ -41,7 +44,6 @@ from util.run import checkpoint
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
 from util.tables import markdown_table, read_csv, write_csv
 
-METHODS = ("plain", "prmim")
 COLUMNS = [
     *("weights", "protocol", "method", "sampling", "throw_ratio", "difference", "difference_se", "cosine", "bias"),
     *("sd_batches", "sd_draws", "mae_norm", "batch_size", "batches", "draws", "conv_steps", "conv_loss"),
@@ -51,6 +53,30 @@ TEXT = ("weights", "protocol", "method", "sampling")
 Settings = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is compared with MAE: flags of main_pretrain.py, a reading of tools/readings.py, and a look in the plot."""
+
+    flags: Settings
+    reading: str | None
+    title: str
+    color: str
+
+
+CONVOLUTION = dict(progressive=True, aggregation="dwconv", applies_to="thrown")
+METHODS = {
+    "plain": Method(dict(progressive=False), None, "plain", "#aa3377"),
+    "progressive": Method(dict(progressive=True), None, "progressive", "#4477aa"),  # with the run's aggregation
+    "progressive_all": Method(CONVOLUTION | dict(applies_to="all"), None, "all cells", "#66ccee"),
+    "progressive_convnext": Method(CONVOLUTION | dict(aggregation="convnext"), None, "ConvNeXt block", "#ccbb44"),
+    "progressive_masknorm": Method(CONVOLUTION, "mask_normalised", "mask-normalised", "#228833"),
+    "progressive_gaussian": Method(CONVOLUTION, "gaussian", "Gaussian mean", "#ee6677"),
+}
+OWN_METHODS = ("plain", "progressive")  # those of a run that throws, which has its own aggregation; the default
+SAMPLINGS = {"random": ("--", "s"), "furthest": ("-", "o"), "running_cell": (":", "^")}  # line style, marker
+OLD_NAMES = {"prmim": "progressive"}  # {method in older CSVs: its name}
 
 
 def encoder_gradient(model: Framework, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> torch.Tensor:
@@ -155,14 +181,17 @@ class Batches:
 
 
 def variant(
-    settings: Settings, weights: Weights, throw_ratio: float, progressive: bool, shared: Framework | None = None
+    settings: Settings, weights: Weights, throw_ratio: float, method: str, shared: Framework | None = None
 ) -> Framework:
-    """Build a model with `weights` and this throw ratio. If they hold no convolution, it is initialised.
+    """Build a model with `weights`, this throw ratio and this method. If they hold no aggregation, it is initialised.
 
     The model uses the parameters of `shared` wherever it has the same ones, which saves memory.
     """
     torch.manual_seed(0)
-    model = build_model(settings | dict(throw_ratio=throw_ratio, progressive=progressive))
+    model = build_model(settings | METHODS[method].flags | dict(throw_ratio=throw_ratio))
+    reading = METHODS[method].reading
+    if reading is not None and model.decoder.aggregation is not None:
+        READINGS[reading](model)
     own = model.state_dict()
     weights = {k: v for k, v in weights.items() if k in own or not k.startswith("decoder.aggregation.")}
     checkpoint.load_strict(model, weights, "the checkpoint's weights", optional="aggregation.")
@@ -173,10 +202,10 @@ def variant(
     return model.eval()
 
 
-def train_convolutions(
+def train_aggregations(
     models: Sequence[tuple[Framework, str]], batches: Batches, steps: int, first_batch: int
 ) -> list[float]:
-    """Train only the convolution of each (model, sampling), on the same batches from `first_batch` on.
+    """Train only the aggregation of each (model, sampling), on the same batches from `first_batch` on.
 
     Returns the mean loss of each model over the last tenth of the steps.
     """
@@ -197,7 +226,7 @@ def train_convolutions(
             schedules[i].step()
             losses[i].append(loss.detach())
         if (b + 1 - first_batch) % max(1, steps // 10) == 0:
-            print(f"{len(models)} convolutions: step {b + 1 - first_batch} of {steps}", flush=True)
+            print(f"{len(models)} aggregations: step {b + 1 - first_batch} of {steps}", flush=True)
     for model, _ in models:
         for name, p in model.named_parameters():
             p.requires_grad_(not name.endswith("pos_embed"))
@@ -214,21 +243,21 @@ def compared_models(
     found = []
     for throw_ratio in ratios:
         for sampling in samplings:
-            for method in METHODS:
+            for method in args.methods:
                 row = {"protocol": protocol, "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
-                found.append((row, variant(settings, weights, throw_ratio, method == "prmim", mae).to(args.device)))
+                found.append((row, variant(settings, weights, throw_ratio, method, mae).to(args.device)))
     return found
 
 
 def measure(settings: Settings, weights: Weights, label: str, images: Any, args: argparse.Namespace) -> list[Row]:
     """Measure one checkpoint. Returns its rows."""
-    mae = variant(settings, weights, 0.0, True).to(args.device)
+    mae = variant(settings, weights, 0.0, "plain").to(args.device)
     batches = Batches(images, mae, settings, args, args.device)
     compared = [(row, model, Gap()) for row, model in compared_models(settings, weights, args, mae)]
     untrained = [(r, m) for r, m, _ in compared if r["protocol"] == "mae" and m.decoder.aggregation is not None]
     if untrained:
         models = [(model, row["sampling"]) for row, model in untrained]
-        losses = train_convolutions(models, batches, args.conv_steps, first_batch=args.batches)
+        losses = train_aggregations(models, batches, args.conv_steps, first_batch=args.batches)
         for (row, _), loss in zip(untrained, losses, strict=True):
             row |= {"conv_steps": args.conv_steps, "conv_loss": loss}
     for b, imgs in batches.load(0, args.batches):
@@ -254,39 +283,91 @@ def measure_all(loaded: Sequence[tuple[str, Settings, Weights]], images: Any, ar
     return rows
 
 
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a CSV of this script. Methods of older ones get the names of today."""
+    rows = read_csv(path, COLUMNS, TEXT)
+    for row in rows:
+        row["method"] = OLD_NAMES.get(row["method"], row["method"])
+        for column, known in (("method", METHODS), ("sampling", SAMPLINGS)):
+            if row[column] not in known:
+                raise ValueError(f"unknown {column} {row[column]!r} in {str(path)!r}, known are {', '.join(known)}")
+    return rows
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot difference, bias and standard deviation over draws against the throw ratio."""
+    """Plot difference, bias and standard deviation over draws.
+
+    The throw ratio is the x-axis of lines. With one or two throw ratios above 0, each method is a row of points.
+    """
     plt = pyplot("gradient_gap")
-    has_several = len({row["weights"] for row in rows}) > 1
     panels = {
         "difference": "‖difference to MAE‖ / ‖MAE‖",
         "bias": "bias (over batches and draws)",
         "sd_draws": "standard deviation over draws",
     }
-    styles = {"plain": ("#aa3377", "plain"), "prmim": ("#4477aa", "progressive")}
-    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
+    as_lines = len({row["throw_ratio"] for row in rows} - {0}) not in (1, 2)
+    draw = draw_lines if as_lines else draw_points
+    height = 3.6 if as_lines else 1.4 + 0.22 * len(point_rows(rows))
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, height), layout="constrained", sharey=not as_lines)
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        lines: dict[tuple[str, ...], list[Row]] = {}
-        for row in rows:
-            line = lines.setdefault(tuple(row[name] for name in TEXT), [])
-            if row[column] is not None:
-                line.append(row)
-        for (weights, protocol, method, sampling), line in lines.items():
-            line.sort(key=lambda row: row["throw_ratio"])
-            color, name = styles[method]
-            label = f"{weights}: {name}, {sampling}" if has_several else f"{name}, {sampling}"
-            xs, ys = [row["throw_ratio"] for row in line], [row[column] for row in line]
-            errors = [row["difference_se"] or 0 for row in line] if column == "difference" else None
-            marker, ls = {"mae": "o", "own": "D"}[protocol], "-" if sampling == "furthest" else "--"
-            ax.errorbar(xs, ys, errors, color=color, marker=marker, ms=4, lw=1.4, ls=ls, capsize=2, label=label)
-        ax.set(xlabel="throw ratio ρ_d", title=title)
-        ax.set_ylim(bottom=0)
+        draw(ax, rows, column)
+        ax.set(title=title)
         ax.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    axes[0].legend(unique.values(), unique.keys(), frameon=False, fontsize=8)
+    if as_lines and len(unique) <= 6:
+        axes[0].legend(unique.values(), unique.keys(), frameon=False, fontsize=8)
+    else:
+        figure.legend(unique.values(), unique.keys(), frameon=False, fontsize=8, loc="outside right center")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     plt.close(figure)
+
+
+def draw_lines(ax: Any, rows: Sequence[Row], column: str) -> None:
+    """Draw the column against the throw ratio: one line for each method and sampling of each checkpoint."""
+    has_several = len({row["weights"] for row in rows}) > 1
+    lines: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row[name] for name in TEXT), [])
+        if row[column] is not None:
+            line.append(row)
+    for (weights, protocol, method, sampling), line in lines.items():
+        line.sort(key=lambda row: row["throw_ratio"])
+        color, name = METHODS[method].color, METHODS[method].title
+        label = f"{weights}: {name}, {sampling}" if has_several else f"{name}, {sampling}"
+        xs, ys = [row["throw_ratio"] for row in line], [row[column] for row in line]
+        errors = [row["difference_se"] or 0 for row in line] if column == "difference" else None
+        marker, ls = {"mae": "o", "own": "D"}[protocol], SAMPLINGS[sampling][0]
+        ax.errorbar(xs, ys, errors, color=color, marker=marker, ms=4, lw=1.4, ls=ls, capsize=2, label=label)
+    ax.set(xlabel="throw ratio ρ_d")
+    ax.set_ylim(bottom=0)
+
+
+def point_rows(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
+    """The rows of `draw_points` from top to bottom, each (weights, throw ratio, method)."""
+    present = {(row["weights"], row["throw_ratio"], row["method"]) for row in rows if row["throw_ratio"]}
+    return sorted(present, key=lambda place: (*place[:2], list(METHODS).index(place[2])))
+
+
+def draw_points(ax: Any, rows: Sequence[Row], column: str) -> None:
+    """Draw the column as one row of points for each checkpoint, throw ratio and method. Markers tell the samplings."""
+    has_several = len({row["weights"] for row in rows}) > 1
+    places = point_rows(rows)
+    for row in rows:
+        if row["throw_ratio"] and row[column] is not None:
+            y = places.index((row["weights"], row["throw_ratio"], row["method"]))
+            error = row["difference_se"] if column == "difference" else None
+            color, marker = METHODS[row["method"]].color, SAMPLINGS[row["sampling"]][1]
+            ax.errorbar(row[column], y, xerr=error, color=color, capsize=2)
+            ax.plot(row[column], y, color=color, marker=marker, ms=6, mfc="none", ls="none")
+    for sampling in sorted({row["sampling"] for row in rows}, key=list(SAMPLINGS).index):
+        ax.plot([], [], color="black", marker=SAMPLINGS[sampling][1], mfc="none", ls="none", label=sampling)
+    names = [f"{METHODS[method].title}, ρ_d {throw_ratio:g}" for _, throw_ratio, method in places]
+    if has_several:
+        names = [f"{weights}: {name}" for (weights, *_), name in zip(places, names, strict=True)]
+    ax.set_yticks(range(len(places)), names)
+    ax.set_ylim(len(places) - 0.5, -0.5)
+    ax.set_xlim(left=0)
 
 
 def get_args_parser() -> Parser:
@@ -299,13 +380,14 @@ def get_args_parser() -> Parser:
     group("--images", help="class folders, or a flat folder of images")
     ratios = [0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7]
     group("--throw_ratios", type=float, nargs="+", default=ratios, help="for runs with throw_ratio 0")
-    samplings = ("random", "furthest")
-    group("--sampling", nargs="+", default=list(samplings), choices=samplings, help="for runs with throw_ratio 0")
+    group("--methods", nargs="+", default=list(OWN_METHODS), choices=METHODS, help="what is compared with MAE")
+    samplings = ["random", "furthest"]
+    group("--sampling", nargs="+", default=samplings, choices=SAMPLINGS, help="for runs with throw_ratio 0")
     group = parser.add_argument_group("how").add_argument
     group("--batch_size", type=int, default=256, help="images per batch")
     group("--batches", type=int, default=64, help="number of batches")
     group("--draws", type=int, default=4, help="draws of the thrown tokens per batch")
-    group("--conv_steps", type=int, default=2000, help="training steps of the convolution, for runs with throw_ratio 0")
+    group("--conv_steps", type=int, default=2000, help="training steps of the aggregation, for runs with throw_ratio 0")
     group("--seed", type=int, default=0, help="of images, crops and tokens")
     group("--num_workers", type=int, default=min(16, available_cores() - 1), help="processes that load images")
     group("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
@@ -321,6 +403,19 @@ def defaults(*flags: str) -> Settings:
     return vars(main_pretrain.get_args_parser().parse_args(flags))
 
 
+def check_own_protocol(path: str | Path, settings: Settings, methods: Sequence[str]) -> None:
+    """ValueError if the run at `path`, which throws tokens, cannot be measured by these methods."""
+    if not settings["progressive"]:
+        raise ValueError(f"{path!r} is plain partial reconstruction without an aggregation; give an MAE or PR-MIM run")
+    if settings["sampling"] not in SAMPLINGS:
+        raise ValueError(f"sampling must be one of {', '.join(SAMPLINGS)}, but {path!r} uses {settings['sampling']!r}")
+    if others := [name for name in methods if name not in OWN_METHODS]:
+        raise ValueError(
+            f"--methods {' '.join(others)} need an MAE run, but {path!r} throws tokens and is measured with its own "
+            f"aggregation: choose from {', '.join(OWN_METHODS)}"
+        )
+
+
 def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]:
     """Load (settings, weights) of a run of main_pretrain.py, or of a full MAE release with --model."""
     if args.model is None:
@@ -333,8 +428,8 @@ def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]
         raise ValueError(f"gradients are compared for MAE and MFF, not for {settings['model']}")
     if args.model is not None:
         model.load_official(checkpoint.read_checkpoint(path))
-    if settings["throw_ratio"] and not settings["progressive"]:
-        raise ValueError(f"{path!r} is plain partial reconstruction without a convolution; give an MAE or a PR-MIM run")
+    if settings["throw_ratio"]:
+        check_own_protocol(path, settings, args.methods)
     if not settings["throw_ratio"]:
         for throw_ratio in args.throw_ratios:
             TokenCounts.from_ratios(model.num_tokens, settings["mask_ratio"], throw_ratio)
@@ -382,7 +477,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if reason := why_not_writable(path):
                 raise ValueError(f"{str(path)!r} cannot be written: {reason}")
         if args.from_csv:
-            plot(read_csv(args.from_csv, COLUMNS, TEXT), args.out)
+            plot(read_rows(args.from_csv), args.out)
             return
         loaded, images = check_and_load(args)
         rows = measure_all(loaded, images, args)

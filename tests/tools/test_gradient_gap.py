@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import main_pretrain
-from tools import gradient_gap
+from tests.scripts.programs import ROOT
+from tools import gradient_gap, readings
 
 FLAGS = (
     "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
@@ -16,6 +17,17 @@ GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --dev
 def pretrain(photos, output_dir, *flags):
     main_pretrain.main([*FLAGS.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *flags])
     return str(output_dir)
+
+
+# {method: (flags of main_pretrain.py, reading)}
+METHODS = {
+    "plain": ("--no-progressive", None),
+    "progressive": ("", None),
+    "progressive_all": ("--applies_to all", None),
+    "progressive_convnext": ("--aggregation convnext", None),
+    "progressive_masknorm": ("", "mask_normalised"),
+    "progressive_gaussian": ("", "gaussian"),
+}
 
 
 def flags(*argv):
@@ -34,7 +46,7 @@ def rows(mae, photos):
         [mae, "--images", str(photos), "--throw_ratios", "0", "0.25", "0.5", "0.7", *GAP.split(), "--out", str(out)]
     )
     assert "<svg" in out.read_text()
-    return gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
+    return gradient_gap.read_rows(out.with_suffix(".csv"))
 
 
 def of(rows, column, **where):
@@ -54,9 +66,77 @@ def test_the_plain_difference_grows_with_what_is_thrown(rows):
         assert len(differences) == 4 and all(a < b for a, b in itertools.pairwise(differences))
 
 
+def test_each_method_is_the_model_of_its_flags_and_reading(photos, mae):
+    """The gradient is that of a model built from flags of main_pretrain.py. It differs between any two methods."""
+    settings, weights = gradient_gap.load(mae, flags())
+    first = gradient_gap.variant(settings, weights, 0.0, "plain")
+    images, gradients = gradient_gap.open_images("folder", photos), {}
+    batches = gradient_gap.Batches(images, first, settings, flags("--batch_size", "4"), "cpu")
+    imgs = next(batches.load(0, 1))[1]
+    assert METHODS.keys() == gradient_gap.METHODS.keys()
+    for method, (argv, reading) in METHODS.items():
+        ours = gradient_gap.variant(settings, weights, 0.5, method, shared=first)
+        args = main_pretrain.parse_args([*FLAGS.split(), "--throw_ratio", "0.5", *argv.split()])[1]
+        model = main_pretrain.build_model(vars(args))
+        if reading:
+            readings.READINGS[reading](model)
+        own = {name: value for name, value in ours.state_dict().items() if name.startswith("decoder.aggregation.")}
+        assert bool(own) == (method != "plain")
+        model.eval().load_state_dict(weights | own)
+        order = batches.token_order(0, model.counts, "furthest", 0)
+        model(imgs, order)["pixel"].backward()
+        encoder = [p for name, p in model.named_parameters() if p.requires_grad and "decoder" not in name]
+        expected = torch.cat([p.grad.flatten() for p in encoder])
+        gradients[method] = gradient_gap.encoder_gradient(ours, imgs, order)
+        assert torch.equal(gradients[method], expected)
+    for one, other in itertools.combinations(gradients.values(), 2):
+        assert (one - other).norm() > 0.01 * one.norm()
+
+
+def test_all_methods_are_measured_and_agree_where_nothing_is_thrown(photos, mae, tmp_path):
+    out = tmp_path / "gap.svg"
+    wanted = ["--methods", *METHODS, "--sampling", "furthest", "running_cell", "--throw_ratios", "0", "0.5"]
+    gradient_gap.main([mae, "--images", str(photos), *wanted, *GAP.split(), "--out", str(out)])
+    rows = gradient_gap.read_rows(out.with_suffix(".csv"))
+    for throw_ratio, sampling in itertools.product((0, 0.5), ("furthest", "running_cell")):
+        found = [row for row in rows if (row["throw_ratio"], row["sampling"]) == (throw_ratio, sampling)]
+        assert [row["method"] for row in found] == list(METHODS)
+        trained = [row["conv_steps"] for row in found]
+        if throw_ratio == 0:
+            assert all(row["difference"] == row["bias"] == row["sd_draws"] == 0 for row in found)
+            assert trained == [None] * 6
+        else:
+            assert len({row["difference"] for row in found}) == 6 and all(row["difference"] > 0 for row in found)
+            assert trained == [None, 3, 3, 3, 3, 3]
+    # With one throw ratio above 0 the plot has a row for each method, and a marker for each sampling.
+    for text in ("all cells, ρ_d 0.5", "Gaussian mean, ρ_d 0.5", "running_cell"):
+        assert f"<!-- {text} -->" in out.read_text()
+
+
+def test_an_older_csv_is_read_and_plotted(tmp_path):
+    """Progressive reconstruction had another name there. All figures of the documents can be drawn again."""
+    rows = gradient_gap.read_rows(ROOT / "docs/gradient_gap.csv")
+    assert {row["method"] for row in rows} == {"plain", "progressive"}
+    older = tmp_path / "older.csv"
+    gradient_gap.write_csv(
+        older, gradient_gap.COLUMNS, [row | {"method": row["method"].replace("progressive", "prmim")} for row in rows]
+    )
+    assert ",prmim," in older.read_text() and ",progressive," not in older.read_text()
+    assert gradient_gap.read_rows(older) == rows
+    for path in (older, *(ROOT / "docs").glob("gradient_gap*.csv")):
+        out = tmp_path / f"{path.stem}.svg"
+        gradient_gap.main(["--from_csv", str(path), "--out", str(out)])
+        assert "<svg" in out.read_text()
+    assert "<!-- progressive, furthest -->" in (tmp_path / "older.svg").read_text()
+    rows[0]["method"] = "reversed"
+    gradient_gap.write_csv(older, gradient_gap.COLUMNS, rows)
+    with pytest.raises(ValueError, match="unknown method 'reversed' in .*older.csv', known are plain, progressive, "):
+        gradient_gap.read_rows(older)
+
+
 def test_the_encoder_gradient_against_finite_differences(photos, mae):
     settings, weights = gradient_gap.load(mae, flags())
-    model = gradient_gap.variant(settings, weights, 0.5, True).double()
+    model = gradient_gap.variant(settings, weights, 0.5, "progressive").double()
     batches = gradient_gap.Batches(
         gradient_gap.open_images("folder", photos), model, settings, flags("--batch_size", "2"), "cpu"
     )
@@ -109,23 +189,26 @@ def test_bias_and_spread_of_known_noise():
 
 def test_batches_are_the_same_for_every_method(photos, mae):
     settings, weights = gradient_gap.load(mae, flags())
-    models = {r: gradient_gap.variant(settings, weights, r, True) for r in (0.0, 0.25, 0.5)}
+    models = {r: gradient_gap.variant(settings, weights, r, "progressive") for r in (0.0, 0.25, 0.5)}
     batches = gradient_gap.Batches(
         gradient_gap.open_images("folder", photos), models[0.0], settings, flags("--batch_size", "3"), "cpu"
     )
     visible = [
         batches.token_order(1, model.counts, sampling, draw)[:, : model.counts.num_visible]
-        for model, sampling, draw in itertools.product(models.values(), ("random", "furthest"), (0, 1))
+        for model, sampling, draw in itertools.product(models.values(), gradient_gap.SAMPLINGS, (0, 1))
     ]
     assert all(torch.equal(visible[0], other) for other in visible)
     draws = [batches.token_order(1, models[0.5].counts, "random", draw) for draw in (0, 1)]
     assert not torch.equal(*draws)
+    lattice = batches.token_order(1, models[0.5].counts, "running_cell", 0)
+    cells = lattice[:, 16:32] // 8 % 2 * 2 + lattice[:, 16:32] % 2  # slots in the 2 x 2 cells of the 16 retained tokens
+    assert all(len(set(slots.tolist())) <= 2 for slots in cells)
     assert not np.array_equal(visible[0], batches.token_order(0, models[0.5].counts, "random", 0)[:, :16])
 
 
 def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
     settings, weights = gradient_gap.load(mae, flags())
-    model = gradient_gap.variant(settings, weights, 0.0, True)
+    model = gradient_gap.variant(settings, weights, 0.0, "plain")
     images = gradient_gap.open_images("folder", photos)
     batches = gradient_gap.Batches(images, model, settings, flags("--batch_size", "8"), "cpu")
     addresses = [batches.address(b) for b in range(6)]
@@ -137,8 +220,8 @@ def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
 
 def test_models_share_all_but_the_convolution(photos, mae):
     settings, weights = gradient_gap.load(mae, flags())
-    first = gradient_gap.variant(settings, weights, 0.0, True)
-    second = gradient_gap.variant(settings, weights, 0.5, True, shared=first)
+    first = gradient_gap.variant(settings, weights, 0.0, "plain")
+    second = gradient_gap.variant(settings, weights, 0.5, "progressive", shared=first)
     theirs = dict(first.named_parameters())
     own = [name for name, p in second.named_parameters() if p is not theirs.get(name)]
     assert own == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
@@ -146,12 +229,12 @@ def test_models_share_all_but_the_convolution(photos, mae):
 
 def test_only_the_convolution_is_trained(photos, mae):
     settings, weights = gradient_gap.load(mae, flags())
-    model = gradient_gap.variant(settings, weights, 0.5, True)
+    model = gradient_gap.variant(settings, weights, 0.5, "progressive")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batches = gradient_gap.Batches(
         gradient_gap.open_images("folder", photos), model, settings, flags("--batch_size", "4"), "cpu"
     )
-    gradient_gap.train_convolutions([(model, "furthest")], batches, 2, 0)
+    gradient_gap.train_aggregations([(model, "furthest")], batches, 2, 0)
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
     assert model.blocks[0].mlp.fc1.weight.requires_grad and not model.pos_embed.requires_grad
@@ -161,14 +244,19 @@ def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path
     run = pretrain(photos, tmp_path / "run", "--throw_ratio", "0.5", "--sampling", "random")
     out = tmp_path / "gap.png"
     gradient_gap.main([f"ours={run}", "--images", str(photos), *GAP.split(), "--out", str(out)])
-    rows = gradient_gap.read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
+    rows = gradient_gap.read_rows(out.with_suffix(".csv"))
     assert [
         (r["weights"], r["protocol"], r["method"], r["sampling"], r["throw_ratio"], r["conv_loss"]) for r in rows
-    ] == [("ours", "own", method, "random", 0.5, None) for method in ("plain", "prmim")]
+    ] == [("ours", "own", method, "random", 0.5, None) for method in ("plain", "progressive")]
     assert out.read_bytes().startswith(b"\x89PNG")
     before = out.with_suffix(".csv").read_text()
     gradient_gap.main(["--from_csv", str(out.with_suffix(".csv")), "--out", str(tmp_path / "again.svg")])
     assert "<svg" in (tmp_path / "again.svg").read_text() and out.with_suffix(".csv").read_text() == before
+    with pytest.raises(ValueError, match="--methods progressive_all need an MAE run, but .* choose from plain, progr"):
+        gradient_gap.load(run, flags("--methods", "plain", "progressive_all"))
+    settings = {"progressive": True, "sampling": "attention"}
+    with pytest.raises(ValueError, match="sampling must be one of random, furthest, running_cell, but 'run' uses 'att"):
+        gradient_gap.check_own_protocol("run", settings, ["plain"])
 
 
 def test_a_run_of_before_a_flag_existed(mae, monkeypatch):
