@@ -38,7 +38,7 @@ from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from tools.readings import READINGS
 from util.data.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.data.datasets import batches as load_batches
-from util.data.transforms import Normalize
+from util.data.statistics import normalizer
 from util.plots import pyplot
 from util.run import checkpoint
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
@@ -151,7 +151,8 @@ class Batches:
         augmentation = make_augmentation(argparse.Namespace(**settings | {"seed": args.seed}), model.img_size)
         self.dataset = AddressedDataset(images, augmentation)
         self.orders: dict[int, np.ndarray] = {}  # {epoch: permutation of the images}
-        self.grid_size, self.normalize, self.device = model.grid_size, Normalize().to(device), device
+        self.normalize = normalizer(settings, images.pixel_format).to(device)
+        self.grid_size, self.device = model.grid_size, device
         self.batch_size, self.seed, self.num_workers = args.batch_size, args.seed, args.num_workers
 
     def address(self, b: int) -> list[tuple[int, int]]:

@@ -218,6 +218,18 @@ def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
     assert labels.count({0, 1}) >= 5 and addresses[0] != [(0, index) for _, index in addresses[3]]
 
 
+def test_images_are_normalised_as_in_the_run(photos, tmp_path):
+    own = ("--mean", "0.1", "0.2", "0.3", "--std", "0.5", "0.6", "0.7")
+    run = pretrain(photos, tmp_path / "run", "--throw_ratio", "0", "--max_steps", "1", *own)
+    settings, weights = gradient_gap.load(run, flags())
+    images = gradient_gap.open_images("folder", photos)
+    model = gradient_gap.variant(settings, weights, 0.0, "plain")
+    batches = gradient_gap.Batches(images, model, settings, flags("--batch_size", "2"), "cpu")
+    pixels = torch.stack([torch.as_tensor(batches.dataset[address][0]) for address in batches.address(0)]) / 255
+    mean, std = torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.6, 0.7]]).view(2, 3, 1, 1)
+    assert torch.allclose(next(batches.load(0, 1))[1], (pixels - mean) / std, atol=1e-6)
+
+
 def test_models_share_all_but_the_convolution(photos, mae):
     settings, weights = gradient_gap.load(mae, flags())
     first = gradient_gap.variant(settings, weights, 0.0, "plain")
