@@ -34,7 +34,7 @@ import main_pretrain
 from framework import Framework
 from main_pretrain import MODELS, build_model, load_run, make_augmentation
 from models_mae_pr import MaskedAutoencoderViT
-from prmim import TokenCounts, TokenOrderSampler, addressed_noise
+from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from tools.readings import READINGS
 from util.data.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.data.datasets import batches as load_batches
@@ -183,13 +183,14 @@ class Batches:
 
 def variant(
     settings: Settings, weights: Weights, throw_ratio: float, method: str, shared: Framework | None = None
-) -> Framework:
+) -> MaskedAutoencoderViT:
     """Build a model with `weights`, this throw ratio and this method. If they hold no aggregation, it is initialised.
 
     The model uses the parameters of `shared` wherever it has the same ones, which saves memory.
     """
     torch.manual_seed(0)
     model = build_model(settings | METHODS[method].flags | dict(throw_ratio=throw_ratio))
+    assert isinstance(model, MaskedAutoencoderViT)  # `load` refuses others
     reading = METHODS[method].reading
     if reading is not None and model.decoder.aggregation is not None:
         READINGS[reading](model)
@@ -204,11 +205,12 @@ def variant(
 
 
 def train_aggregations(
-    models: Sequence[tuple[Framework, str]], batches: Batches, steps: int, first_batch: int
+    models: Sequence[tuple[MaskedAutoencoderViT, str]], batches: Batches, steps: int, first_batch: int
 ) -> list[float]:
     """Train only the aggregation of each (model, sampling), on the same batches from `first_batch` on.
 
-    Returns the mean loss of each model over the last tenth of the steps.
+    The models share all other parameters. So models with equal throw ratio and sampling also share the output of the
+    blocks. Returns the mean loss of each model over the last tenth of the steps.
     """
     optimizers, schedules = [], []
     for model, _ in models:
@@ -219,8 +221,17 @@ def train_aggregations(
         schedules.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[-1], steps))
     losses: list[list[torch.Tensor]] = [[] for _ in models]
     for b, imgs in batches.load(first_batch, steps):
+        latent: torch.Tensor | None = None  # of the visible tokens, which are the same for all models
+        decoded: dict[tuple[TokenCounts, str], torch.Tensor] = {}
         for i, (model, sampling) in enumerate(models):
-            loss = sum(model(imgs, batches.token_order(b, model.counts, sampling, draw=0)).values())
+            key, patches = (model.counts, sampling), model.cut(imgs)
+            order = TokenOrder(batches.token_order(b, model.counts, sampling, draw=0), model.counts)
+            if latent is None:
+                latent = model.forward_encoder(patches, order)
+            if key not in decoded:
+                decoded[key] = model.decoder.decode(latent, order)
+            pred = model.decoder.predict(model.decoder.aggregate(decoded[key], order)[:, model.counts.num_visible :])
+            loss = model.error(pred, patches, order).square().mean()
             optimizers[i].zero_grad(set_to_none=True)
             loss.backward()
             optimizers[i].step()
@@ -236,7 +247,7 @@ def train_aggregations(
 
 def compared_models(
     settings: Settings, weights: Weights, args: argparse.Namespace, mae: Framework
-) -> list[tuple[Row, Framework]]:
+) -> list[tuple[Row, MaskedAutoencoderViT]]:
     """The models that are compared with `mae` at these weights, each with the first columns of its row."""
     protocol, ratios, samplings = "mae", args.throw_ratios, args.sampling
     if settings["throw_ratio"] > 0:
@@ -307,11 +318,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         "sd_draws": "standard deviation over draws",
     }
     as_lines = len({row["throw_ratio"] for row in rows} - {0}) not in (1, 2)
-    draw = draw_lines if as_lines else draw_points
     height = 3.6 if as_lines else 1.4 + 0.22 * len(point_rows(rows))
     figure, axes = plt.subplots(1, len(panels), figsize=(11, height), layout="constrained", sharey=not as_lines)
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        draw(ax, rows, column)
+        (draw_lines if as_lines else draw_points)(ax, rows, column)
         ax.set(title=title)
         ax.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -340,8 +350,7 @@ def draw_lines(ax: Any, rows: Sequence[Row], column: str) -> None:
         errors = [row["difference_se"] or 0 for row in line] if column == "difference" else None
         marker, ls = {"mae": "o", "own": "D"}[protocol], SAMPLINGS[sampling][0]
         ax.errorbar(xs, ys, errors, color=color, marker=marker, ms=4, lw=1.4, ls=ls, capsize=2, label=label)
-    ax.set(xlabel="throw ratio ρ_d")
-    ax.set_ylim(bottom=0)
+    ax.set(xlabel="throw ratio ρ_d", ylim=(0, None))
 
 
 def point_rows(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
@@ -367,8 +376,7 @@ def draw_points(ax: Any, rows: Sequence[Row], column: str) -> None:
     if has_several:
         names = [f"{weights}: {name}" for (weights, *_), name in zip(places, names, strict=True)]
     ax.set_yticks(range(len(places)), names)
-    ax.set_ylim(len(places) - 0.5, -0.5)
-    ax.set_xlim(left=0)
+    ax.set(xlim=(0, None), ylim=(len(places) - 0.5, -0.5))
 
 
 def get_args_parser() -> Parser:

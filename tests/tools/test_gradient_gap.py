@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -250,6 +251,39 @@ def test_only_the_convolution_is_trained(photos, mae):
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["decoder.aggregation.operator.weight", "decoder.aggregation.operator.bias"]
     assert model.blocks[0].mlp.fc1.weight.requires_grad and not model.pos_embed.requires_grad
+
+
+def test_models_that_are_trained_together_end_as_if_trained_alone(photos, mae):
+    """Against whole forward passes, model by model. The models differ in throw ratio, sampling and aggregation."""
+    settings, weights = gradient_gap.load(mae, flags())
+    first = gradient_gap.variant(settings, weights, 0.0, "plain")
+    images = gradient_gap.open_images("folder", photos)
+    batches = gradient_gap.Batches(images, first, settings, flags("--batch_size", "4"), "cpu")
+    compared = [
+        (throw_ratio, sampling, method)
+        for throw_ratio, sampling in ((0.5, "furthest"), (0.5, "random"), (0.25, "furthest"))
+        for method in ("progressive", "progressive_all", "progressive_convnext")
+    ]
+
+    def build(throw_ratio, sampling, method, shared):
+        return gradient_gap.variant(settings, weights, throw_ratio, method, shared), sampling
+
+    together = [build(*names, first) for names in compared]
+    steps = 3
+    losses = gradient_gap.train_aggregations(together, batches, steps, 1)
+    for names, (ours, _), loss in zip(compared, together, losses, strict=True):
+        model, sampling = build(*names, None)
+        parameters = list(model.decoder.aggregation.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
+        for step, (b, imgs) in enumerate(batches.load(1, steps)):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / steps))
+            optimizer.zero_grad()
+            value = model(imgs, batches.token_order(b, model.counts, sampling, 0))["pixel"]
+            value.backward(inputs=parameters)
+            optimizer.step()
+        assert loss == pytest.approx(value.item(), rel=1e-5)
+        for one, other in zip(ours.decoder.aggregation.parameters(), parameters, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path):
