@@ -11,7 +11,7 @@ from engine_probe import Features
 from tools import study_job
 
 JOB = {"pretrain": ["--model", "mae_vit_micro_patch4"], "finetune": [], "reading": None, "measured_images": 4}
-MACHINE = {"data_path": "data", "labelled": "data", "device": "cpu", "num_workers": 0}
+MACHINE = {"data_path": "data", "labelled": "data", "images": "", "device": "cpu", "num_workers": 0}
 
 
 @pytest.mark.parametrize("stopped", ["pretrain", "finetune"])
