@@ -298,7 +298,7 @@ def test_a_size_that_nobody_published_is_named(tmp_path, labelled, capsys):
         tmp_path / "w.pth",
     )
     message = fails(capsys, "--eval", "--resume", tmp_path / "w.pth", "--data_path", labelled)
-    assert "none is known for width 48 and depth 2; known (width, depth): (96, 4), (192, 6)" in message
+    assert "none is known for width 48 and depth 2; known (width, depth): (64, 3), (96, 4)" in message
 
 
 def test_an_exported_classifier_keeps_its_classes_and_statistics(labelled, tmp_path, capsys):
