@@ -26,7 +26,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def plan(
         for arm in arms:
             method = preset.arms[arm]
             if method is None:
-                reading, pretrain, finetune = None, None, preset.finetune | preset.scratch
+                reading, pretrain, finetune = None, None, preset.finetune | dict(layer_decay=1.0)
             else:
                 own = {name: value for name, value in method.items() if name not in ("reading", "pretrain_per_class")}
                 reading, pretrain = method.get("reading"), to_argv(preset.pretrain | own | dict(seed=seed))
@@ -124,7 +125,8 @@ def check_jobs(runs: Iterable[Run]) -> None:
     for run in runs:
         path = run.folder / "job.json"
         if path.exists() and (before := json.loads(path.read_text())) != run.job:
-            changed = ", ".join(f"{k}: {before.get(k)} -> {v}" for k, v in run.job.items() if before.get(k) != v)
+            keys = [key for key in {**before, **run.job} if before.get(key) != run.job.get(key)]
+            changed = ", ".join(f"{key}: {before.get(key)} -> {run.job.get(key)}" for key in keys)
             raise ValueError(
                 f"{str(run.folder)!r} holds a run with other settings ({changed}); choose another --output_dir"
             )
@@ -289,15 +291,23 @@ def finished_results(preset: Preset, output_dir: Path, data: Mapping[str, Any], 
     return [results[key] for key in sorted(results, key=lambda key: (key[1], arms.index(key[0])))]
 
 
+@contextmanager
+def locked_folder(csv: Path) -> Iterator[None]:
+    """Waits until no other study reads and writes the CSVs of this folder."""
+    csv.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(csv.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def update_csv(preset: Preset, output_dir: Path, data: Mapping[str, Any], csv: Path) -> None:
     """Add the finished runs to the CSV. An error is printed and does not stop the study: the next run tries again."""
     try:
-        folder = os.open(csv.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # another study may write the same CSV
+        with locked_folder(csv):
             write_rows(csv, finished_results(preset, output_dir, data, csv))
-        finally:
-            os.close(folder)
     except (OSError, ValueError) as error:
         print(f"{csv} was not updated: {error}", flush=True)
 
@@ -359,11 +369,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 num_workers=0 if preset.device == "cpu" else max(1, available_cores() // jobs - 1),
             )
 
-        csv.parent.mkdir(parents=True, exist_ok=True)
         update = functools.partial(update_csv, preset, output_dir, data, csv)
         failed = run_all(runs, jobs, machine, args.max_hours, recorded, update)
-    if results := finished_results(preset, output_dir, data, csv):
-        print(study_report.write(args.report, args.preset, results))
+    with locked_folder(csv):
+        if results := finished_results(preset, output_dir, data, csv):
+            print(study_report.write(args.report, args.preset, results))
     if failed:
         names = ", ".join(run.name for run in failed)
         parser.exit(1, f"study.py: error: {count_of(len(failed), 'run')} failed: {names}\n")

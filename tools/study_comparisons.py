@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.study_results import Results, spread
+from tools.study_presets import SEEDS
+from tools.study_results import Results, mean_se, spread
 from util.plots import pyplot
 from util.tables import markdown_table
 from util.text import count_of
 
-SEEDS = tuple(range(8))
-# Student's t: 97.5 % quantiles for 1 to 30 degrees of freedom.
-T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+# Student's t: 97.5 % quantiles for 1 to 7 degrees of freedom.
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 
 MEASURES = {"top1": "top-1, points", "knn": "kNN", "ridge": "ridge regression"}
 ARMS = {  # {arm of the preset grid14: its name}
@@ -33,14 +29,14 @@ ARMS = {  # {arm of the preset grid14: its name}
     "plain65": "plain, ρ_d .65",
     "progressive65": "progressive, ρ_d .65",
     "prmim65": "PR-MIM, ρ_d .65",
-    "prmim50_all": "PR-MIM .50, convolution's output for all cells",
-    "prmim50_masknorm": "PR-MIM .50, mask-normalised convolution",
+    "prmim50_all": "PR-MIM .50, all cells",
+    "prmim50_masknorm": "PR-MIM .50, mask-normalised",
     "prmim50_convnext": "PR-MIM .50, ConvNeXt block",
-    "prmim50_gaussian": "PR-MIM .50, Gaussian mean and convolution",
-    "prmim50_cell": "PR-MIM .50, running cell instead of furthest sampling",
+    "prmim50_gaussian": "PR-MIM .50, Gaussian mean",
+    "prmim50_cell": "PR-MIM .50, running cell",
     "crossmae": "CrossMAE",
     "crossmae_prmim50": "CrossMAE + PR-MIM .50",
-    "mae_short": "MAE, 446 of 781 steps",
+    "mae_short": "MAE, 446 of 781 steps",  # the multiply-adds of prmim50
     "scratch": "no pre-training",
 }
 
@@ -51,13 +47,13 @@ class Comparison:
 
     claim: `lower` or `higher`: the interval lies on this side of 0, and a difference of `bound` would matter.
         `level`: the interval lies inside -+ `bound`. `differs`: the interval excludes 0. `better`: the mean exceeds two
-        standard errors.
+        standard errors. None: not registered, so nothing is decided.
     primary: whether it is one of the four questions that the study was made for, which are tested in this order.
     """
 
     name: str
     pairs: tuple[tuple[str, str], ...]
-    claim: str
+    claim: str | None = None
     bound: float | None = None
     primary: bool = False
 
@@ -68,33 +64,38 @@ def _both(arm: str, reference: str) -> tuple[tuple[str, str], ...]:
 
 COMPARISONS = (
     Comparison("1. throwing costs: plain − MAE", _both("plain", "mae"), "lower", 0.5, True),
-    Comparison("2. recovery: progressive − plain", _both("progressive", "plain"), "higher", 0.5, True),
+    Comparison("2. reconstructing the thrown: progressive − plain", _both("progressive", "plain"), "higher", 0.5, True),
     Comparison("3. level with MAE: PR-MIM − MAE", _both("prmim", "mae"), "level", 0.6, True),
     Comparison("4. furthest sampling: PR-MIM − progressive", _both("prmim", "progressive"), "higher", 0.3, True),
     Comparison("5. all cells − thrown cells", (("prmim50_all", "prmim50"),), "differs"),
     Comparison("6a. mask-normalised − default", (("prmim50_masknorm", "prmim50"),), "better"),
     Comparison("6b. ConvNeXt block − default", (("prmim50_convnext", "prmim50"),), "better"),
     Comparison("6c. Gaussian mean − default", (("prmim50_gaussian", "prmim50"),), "better"),
-    Comparison("7. equal multiply-adds: PR-MIM − MAE", (("prmim50", "mae_short"),), "higher", 0.5),
+    Comparison("7. equal multiply-adds: PR-MIM .50 − MAE, 446 steps", (("prmim50", "mae_short"),), "higher", 0.5),
+    Comparison("PR-MIM − plain", _both("prmim", "plain")),
+    Comparison("equal multiply-adds: plain .50 − MAE, 446 steps", (("plain50", "mae_short"),)),
 )
 YES = ("confirmed", "level")  # the verdicts that open the next primary question
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of the values and half the width of its 95 % interval, by Student's t. It needs 2 to 31 values."""
-    if not 2 <= len(values) <= len(T_975) + 1:
-        raise ValueError(f"an interval needs 2 to {len(T_975) + 1} values, got {len(values)}")
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), T_975[len(values) - 2] * error
+    """Mean of the values and half the width of its 95 % interval, by Student's t. It needs 2 to 8 values."""
+    mean, error, n = mean_se(values)
+    if error is None or n > len(T_975) + 1:
+        raise ValueError(f"an interval needs 2 to {len(T_975) + 1} values, got {n}")
+    return mean, T_975[n - 2] * error
 
 
 def verdict(comparison: Comparison, values: Sequence[float]) -> str:
     """What the differences of all seeds say about the claim."""
     mean, half = interval(values)
-    if comparison.claim == "better":
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        return "candidate" if mean > 2 * error else "default stays"
     low, high = mean - half, mean + half
+    if comparison.claim is None:
+        return "not registered"
+    if comparison.claim == "better":
+        error = mean_se(values)[1]
+        assert error is not None
+        return "candidate" if mean > 2 * error else "default stays"
     if comparison.claim == "differs":
         return "higher" if low > 0 else "lower" if high < 0 else "undecided"
     assert comparison.bound is not None
@@ -109,16 +110,54 @@ def verdict(comparison: Comparison, values: Sequence[float]) -> str:
     return "refuted" if high < comparison.bound else "undecided"
 
 
+def verdicts(results: Results) -> list[str]:
+    """The verdict of each comparison, or why it has none. A verdict needs all seeds of arms that did not diverge.
+
+    Of several aggregations that are better, the one with the highest mean is the candidate.
+    """
+    said: list[str] = []
+    candidates: dict[int, float] = {}
+    for place, comparison in enumerate(COMPARISONS):
+        values = results.effect(comparison.pairs)
+        if any(results.diverged(arm) for pair in comparison.pairs for arm in pair):
+            said.append("none: an arm diverged")
+        elif len(values) < len(SEEDS):
+            said.append(f"{len(values)} of {len(SEEDS)} seeds")
+        else:
+            said.append(verdict(comparison, values))
+            if said[-1] == "candidate":
+                candidates[place] = statistics.fmean(values)
+    for place, mean in candidates.items():
+        if mean < max(candidates.values()):
+            said[place] = "better, but not the best"
+    return said
+
+
+def exploratory(said: Sequence[str]) -> list[bool]:
+    """For each verdict, whether it is exploratory: that of a primary question after the first one without a yes."""
+    marks, is_open = [], True
+    for comparison, answer in zip(COMPARISONS, said, strict=True):
+        is_final = not answer.endswith(" seeds")
+        marks.append(comparison.primary and is_final and not is_open)
+        if comparison.primary and is_final and answer not in YES:
+            is_open = False
+    return marks
+
+
+def recovery(results: Results) -> str:
+    """Whether PR-MIM recovers what throwing costs: questions 1 to 3 have a yes, and plain itself is not level."""
+    if any(len(results.effect(c.pairs)) < len(SEEDS) for c in COMPARISONS[:3]):
+        return "not known yet"
+    if any(answer not in YES for answer in verdicts(results)[:3]):
+        return "not shown, because one of the questions 1 to 3 has no yes"
+    cost, _, level = COMPARISONS[:3]
+    plain = verdict(level, results.effect(cost.pairs))
+    return "yes" if plain == "not level" else f"not shown, because plain itself is {plain} by the rule of question 3"
+
+
 def registered(results: Results) -> Results:
     """The runs with the registered seeds."""
     return Results(row for row in results.rows.values() if row["seed"] in SEEDS)
-
-
-def differences(results: Results, comparison: Comparison, measure: str = "top1") -> list[float]:
-    """The differences of the seeds that all arms have. None if an arm diverged: the other seeds would be too good."""
-    if any(results.diverged(arm) for pair in comparison.pairs for arm in pair):
-        return []
-    return results.effect(comparison.pairs, measure)
 
 
 def with_interval(values: Sequence[float]) -> str:
@@ -130,45 +169,36 @@ def with_interval(values: Sequence[float]) -> str:
 
 
 def comparisons_table(results: Results) -> str:
-    """All comparisons. A verdict is given when all registered seeds are there.
-
-    After the first primary question without a yes, the verdicts of the later ones are exploratory.
-    """
-    titles = ["comparison", *MEASURES.values(), "minimum", "verdict"]
-    rows, is_open = [], True
-    for comparison in COMPARISONS:
-        cells = [with_interval(differences(results, comparison, measure)) for measure in MEASURES]
-        values = differences(results, comparison)
-        diverged = any(results.diverged(arm) for pair in comparison.pairs for arm in pair)
-        said = f"{len(values)} of {len(SEEDS)} seeds"
-        if diverged:
-            said = "none: an arm diverged"
-        elif len(values) == len(SEEDS):
-            said = verdict(comparison, values)
-        name, bound = comparison.name, "–" if comparison.bound is None else f"{comparison.bound:g}"
-        if comparison.primary:
-            name, is_yes = f"**{name}**", said in YES
-            said += "" if is_open else " (exploratory)"
-            is_open = is_open and is_yes
-        rows.append([name, *cells, bound, said])
-    return markdown_table(titles, rows)
+    """All comparisons and their verdicts."""
+    rows, said = [], verdicts(results)
+    for comparison, answer, is_exploratory in zip(COMPARISONS, said, exploratory(said), strict=True):
+        cells = [with_interval(results.effect(comparison.pairs, measure)) for measure in MEASURES]
+        name = f"**{comparison.name}**" if comparison.primary else comparison.name
+        bound = "–" if comparison.bound is None else f"{comparison.bound:g}"
+        rows.append([name, *cells, bound, f"{answer} (exploratory)" if is_exploratory else answer])
+    return markdown_table(["comparison", *MEASURES.values(), "minimum", "verdict"], rows)
 
 
 def arms_table(results: Results, names: dict[str, str]) -> str:
     """What each arm has measured. names: of the arms."""
     columns = {"top-1, %": ("top1", 1), "kNN, %": ("knn", 1), "ridge regression, %": ("ridge", 1)}
     columns |= {"validation loss, 10⁻²": ("val_loss", 100), "masked error, 10⁻³": ("mse_masked", 1000)}
-    titles = ["arm", *columns, "multiply-adds per image", "diverged"]
+    has_mae, any_diverged = "mae" in results.arms, any(map(results.diverged, names))
+    titles = ["arm", *columns]
+    if has_mae:
+        titles += ["top-1 − MAE", "multiply-adds per image"]
+    if any_diverged:
+        titles.append("diverged")
     rows = []
     for arm, name in names.items():
         if arm in results.arms:
-            measured = [
-                [scale * x for x in results.values(arm, measure).values()] for measure, scale in columns.values()
-            ]
-            ratio = results.cost(arm)
-            cost = "–" if ratio is None else f"{ratio:.3f}×"
-            diverged = ", ".join(map(str, results.diverged(arm))) or "–"
-            rows.append([name, *map(spread, measured), cost, diverged])
+            cells = [spread([scale * x for x in results.values(arm, m).values()]) for m, scale in columns.values()]
+            if has_mae:
+                cells.append("–" if arm == "mae" else with_interval(results.effect([(arm, "mae")])))
+                cells.append(results.cost_text(arm, digits=3))
+            if any_diverged:
+                cells.append(", ".join(map(str, results.diverged(arm))) or "–")
+            rows.append([name, *cells])
     return markdown_table(titles, rows)
 
 
@@ -186,14 +216,16 @@ DotRow = tuple[str, Sequence[float], Sequence[float], str]  # label, values, pla
 
 
 def dot_plot(rows: Sequence[DotRow], path: Path, title: str) -> None:
-    """Plot the mean of each row's values with its 95 % interval, one below the other."""
+    """Plot the mean of each row's values with its 95 % interval, one below the other, and print both at the right."""
     plt: Any = pyplot("study")
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.36 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.36 * len(rows)), layout="constrained")
     for row, (_, values, marks, color) in enumerate(rows):
         axes.plot(marks, [row] * len(marks), "|", color="#cc3311", ms=12, mew=1.6)
         if len(values) > 1:
             mean, half = interval(values)
             axes.errorbar([mean], [row], xerr=[half], fmt="s", ms=5, color=color, capsize=3)
+            text, place = with_interval(values), axes.get_yaxis_transform()  # x in shares of the width, y in rows
+            axes.text(1.01, row, text, transform=place, va="center", fontsize="small")
     axes.axvline(0, color="#222222", lw=0.8, ls=":")
     axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
     axes.invert_yaxis()
@@ -204,25 +236,24 @@ def dot_plot(rows: Sequence[DotRow], path: Path, title: str) -> None:
 
 
 def plot_comparisons(results: Results, path: Path) -> None:
-    """Plot the differences of the registered comparisons, and what would matter."""
+    """Plot the differences of all comparisons, and what would matter."""
     rows = []
     for comparison in COMPARISONS:
-        sides = {"lower": (-1,), "higher": (1,)}.get(comparison.claim, (-1, 1))
+        sides = {"lower": (-1,), "higher": (1,)}.get(comparison.claim or "", (-1, 1))
         marks = [] if comparison.bound is None else [side * comparison.bound for side in sides]
-        color = "#222222" if comparison.primary else "#4477aa"
-        rows.append((comparison.name, differences(registered(results), comparison), marks, color))
-    dot_plot(rows, path, "difference of top-1, points; red: what would matter")
+        color = "#222222" if comparison.primary else "#4477aa" if comparison.claim else "#999999"
+        rows.append((comparison.name, registered(results).effect(comparison.pairs), marks, color))
+    title = "difference of top-1, points, 95 % interval (right: the first is better); red: what would matter"
+    dot_plot(rows, path, title)
 
 
 def plot_arms(results: Results, path: Path) -> None:
-    """Plot what each arm gains over MAE, with its multiply-adds."""
+    """Plot what each arm gains over MAE. Without pre-training is left out: it would squeeze all others."""
     rows: list[DotRow] = []
     for arm, name in ARMS.items():
-        if arm != "mae":
-            values = differences(registered(results), Comparison(name, ((arm, "mae"),), "differs"))
-            cost = results.cost(arm)
-            rows.append((name if cost is None else f"{name}: {cost:.2f}×", values, [], "#222222"))
-    dot_plot(rows, path, "top-1 − MAE's, points; ×: multiply-adds relative to MAE")
+        if arm not in ("mae", "scratch"):
+            rows.append((name, registered(results).effect([(arm, "mae")]), [], "#222222"))
+    dot_plot(rows, path, "top-1 − MAE's, points, 95 % interval (right: better); no verdicts")
 
 
 def section(results: Results) -> str:
@@ -230,16 +261,20 @@ def section(results: Results) -> str:
     chosen = registered(results)
     parts = [
         "#### Comparisons",
+        "a [b, c] (n): mean of the differences, paired by seed, its 95 % interval, and the number of seeds. Above 0, "
+        "the first arm is better. Only top-1 decides. The intervals of kNN and ridge regression are not corrected for "
+        "their number.",
         comparisons_table(chosen),
-        "![registered comparisons](figures/study_grid14_comparisons.svg)",
-    ]
-    parts += [
+        f"Does PR-MIM recover what throwing costs? Answer: {recovery(chosen)}.",
+        "![all comparisons](figures/study_grid14_comparisons.svg)",
         "#### Arms",
+        "a ± b (n): mean over n seeds and its standard error. Arms share their seeds, so paired differences are more "
+        "precise than the two errors suggest.",
         arms_table(chosen, ARMS),
         "![difference to MAE](figures/study_grid14_arms.svg)",
     ]
     if (noise := noise_of_finetuning(chosen)) is not None:
-        parts.append(f"Standard deviation between fine-tunings of one encoder: {noise:.2f} points of top-1.")
+        parts.append(f"Standard deviation between the fine-tunings of one run: {noise:.2f} points of top-1.")
     parts.append(f"Made with: {versions(chosen)}.")
     return "\n\n".join(parts)
 

@@ -5,12 +5,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipes import RECIPES
-from tools import study_comparisons, study_report
 
 Flags = dict[str, Any]
 
 # The flags in which arms may differ. All other flags are the preset's.
 METHOD = ("throw_ratio", "progressive", "sampling", "kernel_size", "aggregation")
+SEEDS = tuple(range(8))  # of the second study
+ABLATION = {  # {arm without its ratio: title}
+    "plain": "plain partial reconstruction",
+    "progressive": "+ progressive reconstruction",
+    "furthest": "+ furthest sampling",
+    "prmim": "+ both: PR-MIM",
+}
 
 
 def paper_arm(name: str) -> Flags:
@@ -25,7 +31,7 @@ PLAIN50 = paper_arm("plain50")
 # the preset's. None: no pre-training.
 ARMS: dict[str, Flags | None] = {
     "mae": paper_arm("mae"),
-    **{f"{name}{ratio}": paper_arm(f"{name}{ratio}") for ratio in (50, 25, 65) for name in study_report.ABLATION},
+    **{f"{name}{ratio}": paper_arm(f"{name}{ratio}") for ratio in (50, 25, 65) for name in ABLATION},
     "all": PRMIM50 | dict(applies_to="all"),
     "predictions": PRMIM50 | dict(reading="predictions"),
     **{f"kernel{size}": paper_arm(f"kernel{size}") for size in (3, 5, 9, 11)},
@@ -84,7 +90,6 @@ class Preset:
     measured_images: int = 1000  # of val/, for the errors of reconstruction
     device: str = "cpu"
     gib_per_run: float = 1.0  # device memory, which limits the number of runs at once
-    scratch: Flags = field(default_factory=lambda: dict(layer_decay=1.0))  # extra fine-tuning flags of arm "scratch"
 
 
 _GRID14 = Preset(
@@ -101,7 +106,7 @@ _GRID14 = Preset(
     pretrain_per_class=2500,
     finetunes=2,
     frozen=True,
-    seeds=study_comparisons.SEEDS,
+    seeds=SEEDS,
 )  # fmt: skip
 PRESETS = {
     # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.

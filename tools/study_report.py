@@ -16,18 +16,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import study_comparisons
+from tools.study_presets import ABLATION
 from tools.study_results import Results, mean_se, read_rows, spread, write_rows
 from util.plots import pyplot
 from util.run.cli import Parser, run_program, user_errors
 from util.tables import markdown_table
 
 RATIOS = (25, 50, 65)
-ABLATION = {  # {arm without its ratio: title}
-    "plain": "plain partial reconstruction",
-    "progressive": "+ progressive reconstruction",
-    "furthest": "+ furthest sampling",
-    "prmim": "+ both: PR-MIM",
-}
 # ImageNet top-1 of ViT-B/16 after 100 epochs, from the paper.
 _PLAIN = {"plain25": 81.4, "plain50": 81.1, "plain65": 80.3}
 _PROGRESSIVE = {"progressive25": 81.7, "progressive50": 81.6, "progressive65": 81.5}
@@ -91,9 +86,7 @@ def difference(results: Results, arm: str, reference: str, metric: str = "top1",
     """The cell of a difference between two arms."""
     if arm == reference:
         return "reference"
-    if results.diverged(arm) or results.diverged(reference):
-        return "–"  # the mean of the other seeds would be too good
-    text = spread(results.differences(arm, reference, metric, relative), sign=True)
+    text = spread(results.effect([(arm, reference)], metric, relative), sign=True)
     return text.replace(" (", " % (") if relative else text
 
 
@@ -111,12 +104,6 @@ def masked_error(results: Results, arm: str) -> str:
     return spread([1e3 * value for value in results.values(arm, "mse_masked").values()])
 
 
-def cost(results: Results, arm: str) -> str:
-    """The cell of an arm's multiply-adds."""
-    ratio = results.cost(arm)
-    return "–" if ratio is None else f"{ratio:.2f}×"
-
-
 def ablation_table(results: Results) -> str:
     """The steps from plain partial reconstruction to PR-MIM, for each throw ratio."""
     titles = ["ρ_d", "arm", "top-1, %", "− MAE", "− plain", "masked error, 10⁻³", "multiply-adds", "paper: top-1"]
@@ -127,7 +114,7 @@ def ablation_table(results: Results) -> str:
             "reference",
             "–",
             masked_error(results, "mae"),
-            cost(results, "mae"),
+            results.cost_text("mae"),
             PAPER["mae"],
         ]
         rows.append(["0", "MAE", *cells])
@@ -136,7 +123,7 @@ def ablation_table(results: Results) -> str:
             arm = f"{prefix}{ratio}"
             if arm in results.arms:
                 against = [difference(results, arm, other) for other in ("mae", f"plain{ratio}")]
-                cells = [top1(results, arm), *against, masked_error(results, arm), cost(results, arm), PAPER[arm]]
+                cells = [top1(results, arm), *against, masked_error(results, arm), results.cost_text(arm), PAPER[arm]]
                 rows.append([f".{ratio}", name, *cells])
     if "scratch" in results.arms:
         against_mae = difference(results, "scratch", "mae")
@@ -165,7 +152,7 @@ def variants_table(results: Results, title: str) -> str:
             paper = PAPER.get(arm, "fails to converge" if arm.startswith("avgpool") else "–")
             accuracy = [top1(results, arm), difference(results, arm, DEFAULT)]
             error = [masked_error(results, arm), difference(results, arm, DEFAULT, "mse_masked", relative=True)]
-            rows.append([name, *accuracy, *error, cost(results, arm), paper])
+            rows.append([name, *accuracy, *error, results.cost_text(arm), paper])
     return markdown_table(titles, rows)
 
 
@@ -176,7 +163,7 @@ def peers_table(results: Results) -> str:
     for arm, name in PEERS.items():
         if arm in results.arms:
             cells = [top1(results, arm), difference(results, arm, "mae"), masked_error(results, arm)]
-            rows.append([name, *cells, cost(results, arm)])
+            rows.append([name, *cells, results.cost_text(arm)])
     return markdown_table(titles, rows)
 
 
@@ -230,13 +217,12 @@ def plot_variants(results: Results, path: Path) -> None:
     arms = []
     for title, names in VARIANTS.items():
         for arm, name in names.items():
-            is_measured = results.differences(arm, DEFAULT, "mse_masked") and not results.diverged(arm)
-            if arm != DEFAULT and is_measured:
+            if arm != DEFAULT and results.effect([(arm, DEFAULT)], "mse_masked"):
                 arms.append((title, arm, f"kernel {name}" if title == "Kernel size" else name))
     figure, panels = plt.subplots(1, 2, figsize=(9, 0.6 + 0.32 * max(1, len(arms))), sharey=True, layout="constrained")
     for axes, metric, relative in ((panels[0], "top1", False), (panels[1], "mse_masked", True)):
         for row, (title, arm, _) in enumerate(arms):
-            mean, error, n = mean_se(results.differences(arm, DEFAULT, metric, relative))
+            mean, error, n = mean_se(results.effect([(arm, DEFAULT)], metric, relative))
             if n:
                 color = ("#4477aa", "#ddaa33", "#aa3377")[list(VARIANTS).index(title)]
                 axes.errorbar([mean], [row], xerr=[error or 0], fmt="o", color=color, capsize=3)

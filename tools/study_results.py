@@ -67,17 +67,19 @@ class Results:
         """{seed: value} of the runs that have one."""
         return {s: row[metric] for (a, s), row in sorted(self.rows.items()) if a == arm and row[metric] is not None}
 
-    def differences(self, arm: str, reference: str, metric: str, relative: bool = False) -> list[float]:
-        """The differences of all seeds that both arms have; `relative`: in percent of the reference."""
-        left, right = self.values(arm, metric), self.values(reference, metric)
-        pairs = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
-        return [100 * (a / b - 1) if relative else a - b for a, b in pairs]
+    def effect(self, pairs: Iterable[tuple[str, str]], metric: str = "top1", relative: bool = False) -> list[float]:
+        """For each seed of all arms the mean difference over several (arm, reference). Only seeds are independent.
 
-    def effect(self, pairs: Iterable[tuple[str, str]], metric: str = "top1") -> list[float]:
-        """For each seed the mean difference over several (arm, reference). Only seeds are independent."""
+        relative: in percent of the reference. Empty if an arm diverged: the mean of its other seeds would be too good.
+        """
+        pairs = list(pairs)
+        if any(self.diverged(arm) for pair in pairs for arm in pair):
+            return []
         values = [(self.values(a, metric), self.values(b, metric)) for a, b in pairs]
-        seeds = set.intersection(*[a.keys() & b.keys() for a, b in values])
-        return [statistics.fmean(a[seed] - b[seed] for a, b in values) for seed in sorted(seeds)]
+        seeds = sorted(set.intersection(*[a.keys() & b.keys() for a, b in values]))
+        if relative:
+            return [statistics.fmean(100 * (a[seed] / b[seed] - 1) for a, b in values) for seed in seeds]
+        return [statistics.fmean(a[seed] - b[seed] for a, b in values) for seed in seeds]
 
     def diverged(self, arm: str) -> list[float]:
         """The seeds with which the arm diverged."""
@@ -87,6 +89,11 @@ class Results:
         """Multiply-adds relative to MAE's, or None if one of them is unknown."""
         ours, mae = (next(iter(self.values(a, "gmac").values()), None) for a in (arm, "mae"))
         return ours / mae if ours and mae else None
+
+    def cost_text(self, arm: str, digits: int = 2) -> str:
+        """The cell of an arm's multiply-adds relative to MAE's."""
+        ratio = self.cost(arm)
+        return "–" if ratio is None else f"{ratio:.{digits}f}×"
 
 
 def spread(values: Sequence[float], sign: bool = False) -> str:

@@ -127,7 +127,7 @@ def test_the_learning_rate_is_tuned_for_mae_on_other_seeds():
 
 
 def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
-    compared = {f"{arm}{ratio}" for arm in study_report.ABLATION for ratio in study_report.RATIOS}
+    compared = {f"{arm}{ratio}" for arm in study_presets.ABLATION for ratio in study_report.RATIOS}
     compared |= {arm for names in study_report.VARIANTS.values() for arm in names} | {"mae", "scratch"}
     assert compared == set(study_presets.ARMS)
     assert set(study_report.PEERS) == set(study_presets.PEERS)

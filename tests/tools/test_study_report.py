@@ -57,10 +57,10 @@ def test_differences_are_paired_by_seed():
         row("b", 0, 40.0),
         row("b", 2, 0.0),
     ]
-    differences = Results(rows).differences("a", "b", "top1")
+    differences = Results(rows).effect([("a", "b")])
     assert differences == pytest.approx([1.0, 1.2])  # seeds 2 and 3 have no partner
     assert mean_se(differences)[1] == pytest.approx(0.1)
-    assert Results(rows).differences("a", "b", "top1", relative=True) == pytest.approx([2.5, 2.4])
+    assert Results(rows).effect([("a", "b")], relative=True) == pytest.approx([2.5, 2.4])
 
 
 def test_effects_average_over_ratios_before_seeds():
@@ -72,6 +72,8 @@ def test_effects_average_over_ratios_before_seeds():
         row("x50", 2, 9.0),
     ]  # y50 has not finished, so seed 2 does not count
     assert Results(rows).effect([("x25", "y25"), ("x50", "y50")]) == pytest.approx([1.5, 0.5])
+    rows.append(row("x50", 3, None, status="diverged"))  # the other seeds would be too good
+    assert Results(rows).effect([("x25", "y25"), ("x50", "y50")]) == []
 
 
 def test_tables_of_synthetic_numbers(synthetic):
