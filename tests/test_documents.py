@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import torchvision
 from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
@@ -49,7 +50,7 @@ RECIPES_OF = {
     "downstream/detection/main_detection.py": DETECTION_RECIPES,
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*\w")
-OTHER_FLAGS = {"--help", EXAMPLE_FLAG}
+OTHER_FLAGS = {"--help", "--signal", EXAMPLE_FLAG}  # --signal: of sbatch
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class SmallCIFAR10:
+    """In the place of torchvision's, which is downloaded."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, root: str, train: bool, download: bool) -> None:
+        self.items = [(Image.new("RGB", (32, 32)), label) for label in (0, 1)]
+
+    def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
+        return iter(self.items)
+
+
 @pytest.mark.parametrize("snippet", snippets())
 def test_python_snippets_run_as_pasted(snippet: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", SmallCIFAR10)
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
 
 
