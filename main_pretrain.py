@@ -281,12 +281,13 @@ def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dic
 
 
 def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, closing: Sequence[str]) -> str:
-    """Returns what the run did, from its whole log, so that a finished run can say it again."""
+    """Returns a summary of the whole run, made from its log. A finished run that is started again prints it again."""
     progress = describe_progress(loop, num_images, args.epochs * loop.steps_per_epoch)
     lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {progress}"]
-    losses = [report["epoch_loss"] for report in loop.log.history() if "epoch_loss" in report]
+    finite = [report for report in loop.log.history() if report.get("epoch_loss") is not None]
+    losses = [f"{report['epoch_loss']:.4f} in epoch {report['epoch']}" for report in finite[:1] + finite[1:][-1:]]
     if losses:
-        lines.append(f"  loss         {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in epoch {len(losses)}")
+        lines.append(f"  loss         {', '.join(losses)}")
     return "\n".join([*lines, *monitor.summary_lines(loop.log.history()), *closing])
 
 

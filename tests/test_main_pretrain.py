@@ -87,7 +87,7 @@ def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys, arm):
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [e.step for e in events.Images("reconstruction")] == [6]
     out = capsys.readouterr().out
-    assert "epoch 1, step 6/6: loss" in out and "in the first epoch" in out
+    assert "epoch 1, step 6/6: loss" in out and re.search(r"loss +[\d.]+ in epoch 0, [\d.]+ in epoch 1\n", out)
     assert (tmp_path / "out" / "log.txt").read_text().count("epoch 0, step") == 3
 
 
@@ -290,8 +290,27 @@ def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
     capsys.readouterr()
     before = sorted(os.listdir(tmp_path / "out"))
     run(photos, tmp_path / "out")
-    assert "in the first epoch" in capsys.readouterr().out
+    assert "in epoch 0, " in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path / "out")) == before and len(reports(tmp_path / "out")) == 6
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ({0: 0.7, 1: 0.6, 2: 0.5}, "0.7000 in epoch 0, 0.5000 in epoch 2"),
+        ({0: None, 1: 0.6, 2: 0.5, 3: None}, "0.6000 in epoch 1, 0.5000 in epoch 2"),  # None: no step was finite
+        ({4: 0.6, 5: 0.5}, "0.6000 in epoch 4, 0.5000 in epoch 5"),  # it began at --resume PATH
+        ({4: 0.6}, "0.6000 in epoch 4"),
+        ({0: None}, None),
+    ],
+)
+def test_the_summary_names_the_epochs_of_the_losses(losses, said):
+    history = [{"step": 3, "loss": 1.0}]
+    history += [{"step": 3 * e + 3, "epoch": e, "loss": 1.0, "epoch_loss": loss} for e, loss in losses.items()]
+    loop = argparse.Namespace(step=18, steps_per_epoch=3, log=argparse.Namespace(history=lambda: history))
+    args = argparse.Namespace(model="a", throw_ratio=0.5, epochs=6)
+    _, *lines = main_pretrain.summary_of_run(args, loop, 24, []).splitlines()
+    assert lines == ([] if said is None else [f"  loss         {said}"])
 
 
 def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch):

@@ -125,6 +125,11 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in named if re.fullmatch(r"checkpoint-\d+", path.stem)), key=_step_of)
 
 
+def list_finished(output_dir: str | Path) -> list[Path]:
+    """Returns the paths of `list_checkpoints` that have a record. Their hashes are not computed."""
+    return [path for path in list_checkpoints(output_dir) if path.with_suffix(".json").exists()]
+
+
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("checkpoint-"))
 

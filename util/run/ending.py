@@ -41,13 +41,14 @@ def describe_progress(loop: TrainLoop, num_images: int, total: int) -> str:
 
     total: steps of the whole schedule.
     """
-    done, images = count_of(loop.last_step, "step"), count_of(num_images, "image")
-    if loop.last_step == total:
+    done, images = count_of(loop.step, "step"), count_of(num_images, "image")
+    if loop.step >= total:
         return f"for {done} on {images}"
     return f"for {done} of {total} on {images}; the same command without --max_steps goes on"
 
 
 def closing_lines(output_dir: Path, is_main: bool) -> list[str]:
     """Returns where the newest checkpoint and TensorBoard's files are."""
-    newest, _ = checkpoint.newest_checkpoint(output_dir) if is_main else (None, None)
-    return [f"  checkpoint   {newest}", f"  TensorBoard  tensorboard --logdir {output_dir / 'tensorboard'}"]
+    finished = checkpoint.list_finished(output_dir) if is_main else []  # unhashed: this run has just written the newest
+    lines = [f"  checkpoint   {path}" for path in finished[-1:]]
+    return [*lines, f"  TensorBoard  tensorboard --logdir {output_dir / 'tensorboard'}"]
