@@ -2,9 +2,9 @@
 
 The output folder of a run holds pairs of files. `checkpoint-<step>.pth` holds tensors, plain Python values and the
 JSON string `meta`. `checkpoint-<step>.json`, its record, holds the size and the SHA-256 of the former and the same
-meta. Each file is written under a temporary name, synced and renamed. The record is written last, so a checkpoint
-without a record is incomplete and is not used. The newest checkpoint is computed from the files in the folder. No link
-points to it.
+meta. Each file is written under a temporary name, synced and renamed. The record is written last. A checkpoint without
+a record is not used, unless `adopt_checkpoint` can read it. The newest checkpoint is computed from the files in the
+folder. No link points to it.
 
 Weights of other key names or sizes are fitted into an encoder by `util.encoder_weights`.
 """
@@ -57,33 +57,43 @@ def save_checkpoint(
             raise OSError(f"torch.save failed: {error}") from error
 
     _write_atomically(path, write)
-    record = {"size": path.stat().st_size, "sha256": sha256(path), "keep": keep, "meta": meta}
     try:
-        _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
+        _write_record(path, meta, keep)
     except OSError:
         path.unlink()
         raise
     return path
 
 
+def adopt_checkpoint(path: Path) -> str | None:
+    """Writes the record of a checkpoint that has none, if it can be read. Returns why not, or None.
+
+    Its save was interrupted, or it was copied without its record. It is marked as kept, as it may be the only copy.
+    """
+    try:
+        content = read_checkpoint(path)
+    except ValueError as error:
+        return str(error)
+    meta = meta_of(content)
+    if "optimizer" not in content or meta.get("step") != _step_of(path):
+        return f"{str(path)!r} does not hold step {_step_of(path)} of a run"
+    _write_record(path, meta, keep=True)
+    return None
+
+
 def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None:
     """Deletes older checkpoints that are no longer needed. To be called after a save.
 
     good_steps: steps of the checkpoints that are known to be good and are kept; the last one was just saved. Also kept
-    are checkpoints that are marked as kept, that have an unreadable record, or that belong to a later step. Incomplete
-    files of killed processes are deleted if they belong to earlier steps.
+    are checkpoints that are marked as kept, that have no readable record, or that belong to a later step. Temporary
+    files of killed processes are deleted.
     """
-    present = [path for path in list_checkpoints(output_dir) if _step_of(path) <= good_steps[-1]]
-    complete = [path for path in present if path.with_suffix(".json").exists()]
-    for path in complete:
-        record = _read_whole_record(path)
-        if _step_of(path) not in good_steps and record is not None and not is_kept(record):
+    for path in list_finished(output_dir):
+        record, is_older = _read_whole_record(path), _step_of(path) < good_steps[-1]
+        if is_older and _step_of(path) not in good_steps and record is not None and not is_kept(record):
             path.with_suffix(".json").unlink()
             path.unlink()
-    incomplete = []
-    if complete:
-        incomplete = [path for path in present[: present.index(complete[-1])] if path not in complete]
-    for path in [*incomplete, *Path(output_dir).glob(".checkpoint-*.tmp-*")]:
+    for path in Path(output_dir).glob(".checkpoint-*.tmp-*"):
         path.unlink()
 
 
@@ -94,6 +104,12 @@ def is_kept(record: Mapping[str, Any]) -> bool:
     meta = record["meta"]
     save_every = meta.get("settings", {}).get("save_every")
     return save_every is None or meta.get("epoch", 0) % save_every == 0
+
+
+def _write_record(path: Path, meta: Mapping[str, Any], keep: bool) -> None:
+    """Writes the record of the checkpoint at `path`, which is read to compute its hash."""
+    record = {"size": path.stat().st_size, "sha256": sha256(path), "keep": keep, "meta": meta}
+    _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
 
 
 def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -196,7 +212,7 @@ def _find_damage(path: Path) -> str | None:
     try:
         record = json.loads(path.with_suffix(".json").read_text())
     except FileNotFoundError:
-        return "its .json is missing, so it was never finished"
+        return "its .json is missing: the save was interrupted, or the file was copied without it"
     except ValueError:
         return "its .json is not readable"
     if not isinstance(record, dict) or not {"size", "sha256"} <= record.keys():
@@ -228,7 +244,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Returns the content of a `.pth` or `.safetensors` file on the CPU, with `meta` decoded.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
-    releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind.
+    releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
+    OSError if the storage fails.
     """
     path = Path(path)
     if not path.is_file():
@@ -241,7 +258,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             return _read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except (OSError, MemoryError):
+        raise
     except Exception as error:  # torch raises many types for files that it has not written
+        sha256(path)  # OSError if the storage fails, in whose place torch may raise another type
         raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_describe(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")

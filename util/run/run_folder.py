@@ -68,11 +68,13 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     A folder with checkpoints resumes from its newest good one, whatever `resume` says, so that the same command can be
     started again at any time. `resume` says where a run starts whose folder is empty: the path of a checkpoint, the
     folder of a run (its newest good checkpoint), or "auto" or "none" for a run from scratch. Raises CheckpointError if
-    the folder holds checkpoints but no good one.
+    the folder holds finished checkpoints but no good one.
+
+    A checkpoint without its .json gets one, if it can be read. Otherwise it is not used, and it is not deleted.
     """
-    present = checkpoint.list_checkpoints(output_dir)
+    remarks = adopt_unfinished(output_dir)
     path, skipped = checkpoint.newest_checkpoint(output_dir)
-    remarks = [f"skipped a checkpoint, {reason}" for reason in skipped]
+    remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
         began_at = (checkpoint.read_record(path) or {}).get("started_from")
@@ -85,15 +87,24 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
                 f"to start anew or from another checkpoint, choose another --output_dir"
             )
         return path, remarks
-    # A kill during the first save leaves one checkpoint without a record.
-    first_save = len(present) == 1 and not present[0].with_suffix(".json").exists()
-    if present and not first_save:
+    if checkpoint.list_finished(output_dir):
         raise CheckpointError(
             f"no checkpoint in {str(output_dir)!r} is intact ({'; '.join(skipped)}); remove them to start over"
         )
     if named in (None, Path(output_dir).resolve()):
-        return None, remarks
+        return None, remarks + (["warning: the run starts from step 0"] if skipped else [])
     return checkpoint.find_checkpoint_file(resume), remarks
+
+
+def adopt_unfinished(output_dir: str | Path) -> list[str]:
+    """Writes the records of all checkpoints that have none and can be read. Returns remarks for the log."""
+    finished, remarks = checkpoint.list_finished(output_dir), []
+    for path in checkpoint.list_checkpoints(output_dir):
+        if path not in finished:
+            problem = checkpoint.adopt_checkpoint(path)
+            what = f"not used: {problem}" if problem else "it can be read, so one is written, and it is kept for good"
+            remarks.append(f"warning: {path.name} had no .json; {what}")
+    return remarks
 
 
 def write_json(path: Path, content: object) -> None:

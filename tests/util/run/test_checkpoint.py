@@ -1,14 +1,19 @@
+import errno
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from util.run import checkpoint
 from util.run.checkpoint import (
+    CheckpointError,
     find_checkpoint_file,
     newest_checkpoint,
     prune_checkpoints,
@@ -131,13 +136,14 @@ def test_pruning_keeps_the_last_two_and_those_marked_as_kept(tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 
-def test_pruning_ignores_and_deletes_incomplete_checkpoints(tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path, step, epoch=step)
-    (tmp_path / "checkpoint-2.json").unlink()
+def test_pruning_never_deletes_a_checkpoint_without_a_record(tmp_path):
+    for step in range(1, 5):
+        save_checkpoint(tmp_path, step, {}, {"step": step})
+    (tmp_path / "checkpoint-2.json").unlink()  # copied by the user, or killed between file and record
     (tmp_path / ".checkpoint-2.pth.tmp-1").touch()
-    prune_checkpoints(tmp_path, [1, 3])
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == ["checkpoint-1.pth", "checkpoint-3.pth"]
+    prune_checkpoints(tmp_path, [3, 4])
+    left = ["checkpoint-2.pth", "checkpoint-3.pth", "checkpoint-4.pth"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == left
 
 
 class Payload:
@@ -166,6 +172,46 @@ def test_unreadable_files_are_named(tmp_path):
     damage_flip(path)
     with pytest.raises(ValueError, match="damaged: its SHA-256"):
         read_checkpoint(path)
+
+
+@pytest.mark.parametrize("cut", ["zip", "legacy", "safetensors"])
+def test_a_file_that_ends_too_early_is_a_damaged_checkpoint(tmp_path, cut):
+    """Wherever it ends: none of the errors of torch and safetensors passes for one of the storage."""
+    path = tmp_path / ("a.safetensors" if cut == "safetensors" else "a.pth")
+    if cut == "safetensors":
+        save_file({"w": torch.zeros(100)}, path)
+    else:
+        torch.save({"w": torch.zeros(100)}, path, _use_new_zipfile_serialization=cut == "zip")
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 1, 23):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="cannot be read as a checkpoint of tensors"):
+            read_checkpoint(path)
+
+
+class FailingFile(io.FileIO):
+    """A file whose storage fails after the first read. torch's zip reader replaces the error by another one."""
+
+    def readinto(self, buffer):
+        if self.tell():
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(buffer)
+
+
+def test_a_failing_storage_is_no_damaged_checkpoint(tmp_path, monkeypatch):
+    """The run would otherwise end with the exit code of a damaged checkpoint, and would not be started again."""
+    torch.save({"w": torch.zeros(100_000)}, tmp_path / "a.pth")
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", lambda path, *_, **__: io.BufferedReader(FailingFile(path), 4096))
+        with pytest.raises(OSError, match="Input/output error"):
+            read_checkpoint(tmp_path / "a.pth")
+    for error, kind in ((OSError(errno.EIO, "x"), OSError), (MemoryError(), MemoryError)):
+        monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+        with pytest.raises(kind):
+            read_checkpoint(tmp_path / "a.pth")
+    monkeypatch.setattr(torch, "load", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(CheckpointError, match="a.pth' cannot be read: Permission denied"):  # it stays so
+        read_checkpoint(tmp_path / "a.pth")
 
 
 def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(tmp_path):

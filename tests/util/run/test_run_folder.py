@@ -1,0 +1,88 @@
+"""Which checkpoint a run resumes from if the record of one is missing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from util.run.checkpoint import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
+from util.run.run_folder import find_checkpoint
+
+
+def save(folder, step, value=0.0):
+    """A checkpoint with all that a run saves."""
+    folder.mkdir(exist_ok=True)
+    state = {"model": {"w": torch.full((9,), value)}, "optimizer": {}}
+    return save_checkpoint(folder, step, state, {"step": step, "settings": {"epochs": 3}})
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_that_was_copied_without_its_record_is_used_and_never_deleted(tmp_path):
+    """The record is that of a normal save, but for the mark that keeps the file."""
+    saved, out = save(tmp_path / "first", 7, 3.5), tmp_path / "out"
+    out.mkdir()
+    copy = shutil.copy(saved, out / saved.name)
+    path, remarks = find_checkpoint(out, "auto")
+    assert path == copy and len(remarks) == 1 and "checkpoint-7.pth had no .json; it can be read" in remarks[0]
+    ours, theirs = (json.loads(file.with_suffix(".json").read_text()) for file in (path, saved))
+    assert ours == theirs | {"keep": True} and theirs["keep"] is False
+    assert find_checkpoint(out, "auto") == (path, [])
+    for step in (8, 9, 10):
+        save(out, step)
+        prune_checkpoints(out, [step - 1, step])
+    assert read_checkpoint(copy)["model"]["w"][0] == 3.5 and "checkpoint-8.pth" not in names(out)
+
+
+def test_two_kills_while_the_first_checkpoints_are_hashed_lose_nothing(tmp_path):
+    for step in (3, 6):
+        save(tmp_path, step).with_suffix(".json").unlink()
+    assert find_checkpoint(tmp_path, "auto")[0] == tmp_path / "checkpoint-6.pth"
+    assert names(tmp_path) == ["checkpoint-3.json", "checkpoint-3.pth", "checkpoint-6.json", "checkpoint-6.pth"]
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def of_another_step(path):
+    shutil.copy(save(path.parent / "other", 8), path)
+
+
+def of_another_project(path):
+    torch.save({"model": {}, "optimizer": {}, "epoch": 7}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (cut_off, "cannot be read as a checkpoint of tensors"),
+        (of_another_step, "does not hold step 7 of a run"),
+        (of_another_project, "does not hold step 7 of a run"),
+    ],
+)
+def test_what_cannot_be_used_without_a_record_is_named_and_stays(tmp_path, spoil, reason):
+    out = tmp_path / "out"
+    spoil(save(out, 7))
+    (out / "checkpoint-7.json").unlink()
+    before = (out / "checkpoint-7.pth").read_bytes()
+    path, remarks = find_checkpoint(out, "auto")
+    assert path is None and remarks[0].startswith("warning: checkpoint-7.pth had no .json; not used: ")
+    assert reason in remarks[0] and remarks[-1] == "warning: the run starts from step 0"
+    assert "its .json is missing: the save was interrupted, or the file was copied without it" in remarks[1]
+    start = save(tmp_path / "start", 2)
+    path, remarks = find_checkpoint(out, str(start))
+    assert path == start and not any("starts from step 0" in remark for remark in remarks)
+    older = save(out, 5)
+    assert find_checkpoint(out, "auto")[0] == older
+    assert (out / "checkpoint-7.pth").read_bytes() == before and not (out / "checkpoint-7.json").exists()
+
+
+def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scratch(tmp_path):
+    cut_off(save(tmp_path, 3))
+    torch.save({}, tmp_path / "checkpoint-6.pth")
+    with pytest.raises(CheckpointError, match="is intact .*checkpoint-6.pth: its .json is missing.*remove them"):
+        find_checkpoint(tmp_path, "auto")
