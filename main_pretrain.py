@@ -181,8 +181,10 @@ def build_model(settings: Mapping[str, Any]) -> Framework:
         options["img_size"] = (height, *(width or [height]))
     model = MODELS[name](**options)
     if model.counts.num_visible == 0:
+        tokens = count_of(model.counts.num_tokens, "token")
         raise ValueError(
-            f"--mask_ratio {settings['mask_ratio']} leaves none of {model.counts.num_tokens} tokens visible; lower it"
+            f"--mask_ratio {settings['mask_ratio']} leaves none of {tokens} visible: lower it, or use larger images or "
+            "smaller patches"
         )
     return model
 

@@ -246,3 +246,14 @@ def available_cores() -> int:
         return min(cores, max(1, int(quota) // int(period)))
     except (OSError, ValueError):  # there is no limit: the file is missing, or the quota is "max"
         return cores
+
+
+def cores_per_process(local_world_size: int) -> int:
+    """Returns this process's share of the cores, at least 1. local_world_size: processes on this node.
+
+    The tasks of srun may be bound to cores of their own. Each then sees only its --cpus-per-task, and does not share
+    them.
+    """
+    cores, allotted = available_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    own = int(allotted) if allotted.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ else 1
+    return min(cores, max(cores // local_world_size, own))

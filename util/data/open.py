@@ -13,8 +13,8 @@ from util.data.datasets import (
     INATURALIST,
     AddressedDataset,
     StepBatchSampler,
-    available_cores,
     batches,
+    cores_per_process,
     open_images,
 )
 from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
@@ -121,7 +121,7 @@ def training_batches(
 
 def data_hint(plan: Plan, process: distributed.Process, images: Any) -> str:
     """Returns what would most likely help a run that waits for these images, or "" on a CPU that loads its own data."""
-    cores = max(1, available_cores() // process.local_world_size)
+    cores = cores_per_process(process.local_world_size)
     if plan.num_workers == 0:
         return "" if process.device.type == "cpu" else "no worker loads ahead; set --num_workers"
     hints = []

@@ -146,10 +146,20 @@ class TarImages(EncodedImages):
 
     def read(self, i: int) -> bytes:
         tar, offset, size = (int(self.rows[name][i]) for name in ("tar", "offset", "size"))
-        data = retry_io(lambda: os.pread(self._file(tar).fileno(), size, offset))
+        data = retry_io(lambda: self._read_at(tar, size, offset))
         if len(data) != size:
             raise ImageError(f"{str(self.tars[tar])!r} was cut short: it ends before {self.path(i)!r} does")
         return data
+
+    def _read_at(self, tar: int, size: int, offset: int) -> bytes:
+        """Reads from a tar. After an error it is opened again, because an open file of NFS may be stale."""
+        try:
+            return os.pread(self._file(tar).fileno(), size, offset)
+        except OSError:
+            if tar in self._files:
+                with suppress(OSError):
+                    self._files.pop(tar).close()
+            raise
 
     def _file(self, tar: int) -> BinaryIO:
         """Returns an open tar. Forked workers may share it, because `pread` has no position in the file."""

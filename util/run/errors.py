@@ -1,6 +1,7 @@
 """How errors end a program: one paragraph on stderr and an exit code that says whether to start again."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -24,7 +25,7 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "sta
     """Ends the program with one paragraph and the error's `exit_code`. advice: what to do after an I/O error."""
     message = str(error).strip()
     if "Traceback" in message:  # an error of a DataLoader worker
-        message = message.splitlines()[-1].partition("Error: ")[2]
+        message = " ".join(re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)[-1].split())
     if isinstance(error, OSError):
         message += f"; {advice}"
     distributed.drain_gloo_threads()

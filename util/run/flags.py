@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from util.attention import KERNELS
-from util.data.datasets import DATASETS, available_cores
+from util.data.datasets import DATASETS, cores_per_process
 from util.lr_sched import SCHEDULES, Schedule
 from util.run.distributed import Process
 from util.run.precision import PRECISIONS, precision
@@ -262,7 +262,7 @@ def num_workers(args: argparse.Namespace, process: Process) -> int:
     """Returns --num_workers, or this process's share of the cores less one, which is the trainer's; 16 at most."""
     if args.num_workers is not None:
         return args.num_workers
-    return min(16, max(1, available_cores() // process.local_world_size - 1))
+    return min(16, max(1, cores_per_process(process.local_world_size) - 1))
 
 
 def check_finite(args: argparse.Namespace) -> None:
@@ -292,14 +292,18 @@ def split_batch(
         batch_size, accum_iter = batch_size or 64, accum_iter or 1
         return batch_size, accum_iter, batch_size * accum_iter * world_size
     per_process, rest = divmod(total, world_size)
+    processes = count_of(world_size, "process")
     if rest:
-        raise ValueError(f"a total batch of {total} cannot be split over {world_size} processes: change one of them")
+        raise ValueError(f"a total batch of {total} cannot be split over {processes}: change one of them")
+    if batch_size is None and accum_iter is not None and per_process % accum_iter:
+        images = count_of(per_process, "image")
+        raise ValueError(f"--accum_iter {accum_iter} must divide the {images} that each process has per step")
     most = batch_size or (per_process // accum_iter if accum_iter else default)
     fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
     if batch_size not in (None, fitting):
-        split = f"--batch_size {batch_size} on {world_size} processes"
+        split = f"--batch_size {batch_size} on {processes}"
         raise ValueError(f"a total batch of {total} cannot be split into {split}: try --batch_size {fitting}")
     if accum_iter not in (None, per_process // fitting):
-        split = f"--batch_size {fitting} on {world_size} processes takes {per_process // fitting}"
+        split = f"--batch_size {fitting} on {processes} takes {per_process // fitting}"
         raise ValueError(f"--accum_iter {accum_iter}, but a total batch of {total} with {split}")
     return fitting, per_process // fitting, total

@@ -1,7 +1,9 @@
+import errno
 import io
 import os
 import shutil
 import tarfile
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -392,3 +394,23 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
     with pytest.raises(ValueError, match=r"data/secret\.tar' is missing"):
         TarImages(index, tmp_path / "data")
     assert len(open_tars([path])) == 2
+
+
+def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
+    """NFS: every read by the open file fails (ESTALE) until the file is opened again. Then all handles are good."""
+    images = open_tars([webdataset(tmp_path / "train.tar", [0, 1])])
+    assert images.read(0) == photo(0)
+    stale, pread = images._file(0), os.pread
+
+    def faulty(descriptor, size, offset):
+        if not stale.closed and descriptor == stale.fileno():
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return pread(descriptor, size, offset)
+
+    slept = []
+    monkeypatch.setattr(os, "pread", faulty)
+    monkeypatch.setattr("util.data.images.time.sleep", slept.append)
+    assert images.read(1) == photo(1) and slept == [0.1] and stale.closed
+    monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):  # for good
+        images.read(0)

@@ -1,0 +1,68 @@
+"""What follows from the flags: the split of the total batch, and the number of workers."""
+
+import argparse
+
+import pytest
+import torch
+
+import main_pretrain
+from util.data import datasets
+from util.run.distributed import Process
+from util.run.flags import make_plan, num_workers
+
+
+@pytest.mark.parametrize(
+    ("total", "world_size", "batch_size", "accum_iter"),
+    [(4096, 8, 64, 8), (4096, 1, 64, 64), (96, 3, 32, 1), (None, 2, 64, 1), (134, 1, 2, 67)],
+)
+def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size, batch_size, accum_iter):
+    args = main_pretrain.get_args_parser().parse_args([] if total is None else ["--total_batch_size", str(total)])
+    plan = make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+    assert (plan.batch_size, plan.accum_iter) == (batch_size, accum_iter)
+    assert plan.total_batch_size == batch_size * accum_iter * world_size
+
+
+@pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
+def test_a_total_that_the_processes_cannot_share_is_refused():
+    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
+    with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
+        make_plan(args, Process(torch.device("cpu"), world_size=3))
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "said"),
+    [
+        ("--accum_iter 3", 1, "--accum_iter 3 must divide the 64 images that each process has per step"),
+        ("--accum_iter 64", 2, "--accum_iter 64 must divide the 32 images that each process has per step"),
+        ("--batch_size 24", 1, "cannot be split into --batch_size 24 on 1 process: try --batch_size 16"),
+        ("--batch_size 8 --accum_iter 3", 2, "a total batch of 64 with --batch_size 8 on 2 processes takes 4"),
+    ],
+)
+def test_a_split_that_is_refused_names_what_was_given(flags, world_size, said):
+    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "64", *flags.split()])
+    with pytest.raises(ValueError, match=f"{said}$"):
+        make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "environment", "share"),
+    [
+        (64, 8, {}, 8),
+        (4, 8, {}, 1),
+        (10, 8, {"SLURM_CPUS_PER_TASK": "10"}, 10),  # each task is bound to its own cores
+        (6, 8, {"SLURM_CPUS_PER_TASK": "5"}, 5),  # to whole cores of two threads
+        (80, 8, {"SLURM_CPUS_PER_TASK": "10"}, 10),  # no binding: all tasks see all cores of the job
+        (64, 2, {"SLURM_CPUS_PER_TASK": "4"}, 32),  # or of the node
+        (64, 8, {"SLURM_CPUS_PER_TASK": "64", "TORCHELASTIC_RUN_ID": "none"}, 8),  # torchrun in one task
+        (64, 8, {"SLURM_CPUS_PER_TASK": "?"}, 8),
+    ],
+)
+def test_the_cores_of_a_process(monkeypatch, visible, processes, environment, share):
+    for name in ("SLURM_CPUS_PER_TASK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(datasets, "available_cores", lambda: visible)
+    assert datasets.cores_per_process(processes) == share
+    args = argparse.Namespace(num_workers=None)
+    assert num_workers(args, argparse.Namespace(local_world_size=processes)) == max(1, share - 1) if share < 18 else 16
