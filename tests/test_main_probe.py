@@ -161,7 +161,7 @@ def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys
         ("--total_batch_size 23", "nine tenths of the training set are 22 images, fewer than one batch of 23"),
         (
             "--total_batch_size 8 --batch_size 3",
-            "cannot be split into --batch_size 3 on 1 processes",
+            "cannot be split into --batch_size 3 on 1 process",
         ),
         ("--input_size 30", "30 x 30 is not divisible by patch_size 4"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),

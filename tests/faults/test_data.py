@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
+from tests.faults.runs import finish, losses, state
 from tests.test_main_pretrain import assert_same_state, fails, run
 from util.data import images
 from util.run.checkpoint import newest_checkpoint
@@ -44,6 +45,24 @@ def test_a_broken_image_is_replaced_by_the_next_and_two_of_24_are_too_many(photo
     assert run(tmp_path / "photos", tmp_path / "two", *flags, "--max_bad_fraction", 0.1)["meta"]["step"] == 6
     message = fails(capsys, tmp_path / "photos", tmp_path / "none", *flags, "--max_bad_fraction", 0)
     assert "7.jpg' is not a readable image" in message
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_step_is_lost_if_too_many_images_are_broken(photos, tmp_path, processes):
+    """All steps before are good, and the user only has to raise the flag."""
+    shutil.copytree(photos, tmp_path / "photos")
+    for name in ("5.jpg", "7.jpg"):
+        damage(tmp_path / "photos" / "train" / "cat" / name)
+    options = dict(processes=processes)
+    finish(tmp_path / "photos", tmp_path / "whole", "--max_bad_fraction", 0.1, **options)
+    out = finish(tmp_path / "photos", tmp_path / "out", code=2 if processes == 1 else 1, **options)
+    assert "2 of 24 images cannot be read, more than --max_bad_fraction 0.01" in out
+    step = len(losses(tmp_path / "out"))
+    assert 0 < step < 9 and state(tmp_path / "out")["meta"]["step"] == step
+    out = finish(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1, **options)
+    assert f"checkpoint-{step}.pth at step {step}" in out
+    assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -11,6 +11,10 @@ from util.text import count_of
 MOST_NAMED = 10  # in one message
 
 
+class TooManyBadImages(ImageError):
+    """More images than --max_bad_fraction cannot be read. All ranks raise it at the same step."""
+
+
 class BadImages:
     """Reports the images that the workers of all processes have marked as bad.
 
@@ -24,7 +28,7 @@ class BadImages:
         self.known: set[int] = set()
 
     def report(self) -> None:
-        """Logs the images that are newly bad; ImageError in every process if there are too many. Collective."""
+        """Logs the images that are newly bad; TooManyBadImages in every process if so. Collective."""
         if self.flags is None:
             return
         bad = set[int]().union(*gather_objects(self.flags.nonzero().flatten().tolist()))
@@ -32,7 +36,9 @@ class BadImages:
         message = f"{len(bad)} of {count_of(len(self.images), 'image')} cannot be read"
         if new and len(bad) > max(1, int(self.max_fraction * len(self.images))):
             limit = f"more than --max_bad_fraction {self.max_fraction:g}"
-            raise ImageError(f"{message}, {limit}: {self._reasons(sorted(bad))}. Repair the data, or raise the flag")
+            raise TooManyBadImages(
+                f"{message}, {limit}: {self._reasons(sorted(bad))}. Repair the data, or raise the flag"
+            )
         if new:
             self.log(f"warning: {message} and are replaced by the next ones. New: {self._reasons(new)}")
 

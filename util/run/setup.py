@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from util import attention
+from util.data.bad_images import TooManyBadImages
 from util.data.open import OpenBatches, data_hint, training_batches
 from util.data.transforms import Normalize
 from util.recompute import recompute_blocks
@@ -111,10 +113,20 @@ def assemble(
         watchdog=watchdog,
     )
     loop.load_state(content, first_step)
-    open_batches, loop.on_report = training_batches(args, plan, process, images, transform, log, model.img_size)
+    open_batches, report = training_batches(args, plan, process, images, transform, log, model.img_size)
     batches = open_batches(range(first_step, last_step), collator)
     saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, schedule, first_step)
+    loop.on_report = partial(report_bad_images, report, saver)
     return RunParts(wrapped, loop, batches, open_batches, saver, watchdog)
+
+
+def report_bad_images(report: Callable[[], None], saver: CheckpointSaver) -> None:
+    """Calls `report`. Saves the current step before a TooManyBadImages ends the run: all its steps are good."""
+    try:
+        report()
+    except TooManyBadImages:
+        saver.save(required=False)
+        raise
 
 
 def announce(
