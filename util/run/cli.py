@@ -16,8 +16,9 @@ LONG_CHOICES = 50  # characters
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of every flag that has one. Long choices stand once, in the flag's help, or are only counted.
+    """Shows the default of every flag that has one.
 
+    A long list of choices appears once, in the flag's help. If it has more than 12 entries, only their number is shown.
     Any unknown name, such as "list", prints all choices.
     """
 

@@ -69,9 +69,10 @@ def resume_encoder(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Returns (the encoder that a resumed run began with, remarks).
 
-    meta: of the run's checkpoint. now: what `flag` means now. ValueError if that is another encoder. A pre-training
-    run that has gone on since is still the same one while this run trains. It is another one once this run has ended:
-    otherwise its results would pass for those of the newer checkpoint.
+    meta: of the run's checkpoint. now: what `flag` means now. ValueError if that is another encoder.
+
+    If the pre-training run has saved newer checkpoints since, an unfinished fine-tuning run keeps its first encoder and
+    ignores them. A finished run is refused instead, because its results would look like those of the newer checkpoint.
     """
     before = meta.get("encoder") or {"path": meta["settings"].get(flag)}
     is_over = meta["epoch"] >= meta["settings"]["epochs"]
@@ -86,7 +87,10 @@ def resume_encoder(
 
 
 def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, holder: str, advice: str) -> list[str]:
-    """Returns remarks on the encoder `now`; ValueError, which says that `holder` began with another, and `advice`."""
+    """Returns remarks on the encoder `now`.
+
+    Raises ValueError if the run began with another encoder; the message contains `holder` and `advice`.
+    """
     if now is None or now["sha256"] == before.get("sha256"):
         return []
     was = Path(before["path"]).resolve() if before["path"] else None

@@ -27,7 +27,7 @@ from util.run.watchdog import BACKWARD, BETWEEN, DATA, FORWARD, PHASES, Watchdog
 from util.text import duration
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
-MAX_BAD_STEPS = 20  # so many steps in a row that are not finite, as seen at a report, end the run
+MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the next report
 
 
 class Meter:
@@ -115,7 +115,7 @@ class TrainLoop:
 
     parameters: the trained parameters, in the model's order.
     learning_rate: function (step, lr_scale) that returns the rate of a parameter group with that `lr_scale`.
-    normalize: turns uint8 images into normalised float images on the device.
+    normalize: turns images as stored (uint8, uint16 or float32) into normalised float images on the device.
     images_per_step: images of one optimizer step over all ranks.
     last_step: the step after which the run ends.
     clip_grad: bound on the norm of the whole gradient, or None.

@@ -16,9 +16,9 @@ from util.run.run_folder import write_progress
 
 
 def step_ranges(start: int, last: int, *periods: int) -> Iterator[range]:
-    """Yields ranges of optimizer steps from `start` to `last`. Each ends at a multiple of one of `periods`; 0: none.
+    """Splits the steps from `start` to `last` into ranges that end at each multiple of a period.
 
-    Periods are the steps of an epoch, or the steps between checkpoints or evaluations.
+    A period of 0 is ignored. Periods are the steps of an epoch, or the steps between checkpoints or evaluations.
     """
     while start < last:
         ends = [last, *((start // period + 1) * period for period in periods if period)]

@@ -130,8 +130,8 @@ def take_over_workers(workers: Iterable[BaseProcess]) -> None:
     """Removes the SIGCHLD handler of a DataLoader that has just started `workers`, and kills these at exit.
 
     The handler would raise in the middle of a step or a save. The loader finds a dead worker without it, within five
-    seconds of waiting for its next batch. Workers are killed at exit because they ignore TERM, with which
-    multiprocessing would end them, and it then waits for them without end.
+    seconds of waiting for its next batch. At exit, multiprocessing sends TERM to the workers and joins them without a
+    timeout. Workers ignore TERM, so they are killed first.
     """
     atexit.unregister(kill_workers)  # registered once, however many loaders there are
     atexit.register(kill_workers)
