@@ -36,8 +36,18 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of sampling by attention."""
     flag = group.add_argument
     start, every, crop = DEFAULTS.values()
-    flag("--attention_start", type=int, default=start, help="first epoch, from 0, after which maps may be made")
-    flag("--attention_every", type=int, default=every, help="maps are made after each epoch that this number divides")
+    flag(
+        "--attention_start",
+        type=int,
+        default=start,
+        help="no maps are made before the end of this epoch (epochs count from 0)",
+    )
+    flag(
+        "--attention_every",
+        type=int,
+        default=every,
+        help="maps are made after every epoch whose number is a multiple of this",
+    )
     flag(
         "--attention_crop",
         default=crop,
@@ -98,8 +108,7 @@ def compute_maps(
 
     It does not finish if a signal stops the run. All ranks must call it. Each has a contiguous share of the images. The
     last image is repeated where a share is too long, so all ranks make the same number of forward passes. The model
-    sees whole images, squashed to its size, in eval mode. replace: use the next image instead of an unreadable one.
-    FloatingPointError if a map is not finite.
+    sees whole images, squashed to its size, in eval mode. FloatingPointError if a map is not finite.
     """
     rank, world_size = rank_and_world_size()
     (rows, columns), device, was_training = model.grid_size, loop.device, model.training
@@ -145,9 +154,9 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
 class AttentionPhases:
     """Makes the maps of each phase and opens its batches. For any other sampling it does nothing.
 
-    When a run is resumed inside a phase, the file of the phase's maps is used: that of the output folder, or else the
-    one beside the checkpoint that the run starts from. ValueError if it belongs to another run. At the first step of a
-    phase the maps are always made, so a file that an earlier run has left there is never used.
+    When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
+    another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
+    step of a phase the maps are always made, so a file that an earlier run has left there is never used.
     """
 
     args: argparse.Namespace
@@ -191,10 +200,8 @@ class AttentionPhases:
         run.batches = run.open_batches(phase, collator, with_views=maps is not None)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         how = "at random" if maps is None else f"by the attention after epoch {refresh}"
-        counts = self.model.counts
-        kinds = f"{counts.num_visible} visible + {counts.num_retained} retained + {counts.num_thrown} thrown"
         epochs = f"epoch {epoch}" if epoch == last else f"epochs {epoch} to {last}"
-        loop.log.info(f"{epochs}: tokens are drawn {how}, {kinds}")
+        loop.log.info(f"{epochs}: tokens are drawn {how}, {self.model.counts}")
         return True
 
     def refresh_before(self, step: int) -> int | None:

@@ -57,7 +57,6 @@ from util.run.flags import (
 from util.run.loop import TrainLoop
 from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.resume_rules import SPLIT_FLAGS
 from util.run.saving import step_ranges
 from util.run.setup import announce, assemble, build_device
 from util.run.signals import StopSignal
@@ -412,9 +411,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         start.remarks += images.notes
         if content is not None:
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
-            free = free_flags(plan, {"finetune", "eval", "eval_every"}, SPLIT_FLAGS)
+            free = free_flags(plan, {"finetune", "eval", "eval_every"})
             content["meta"]["settings"] = VIT_FLAGS | content["meta"]["settings"]
-            restore(content, start, record, model, optimizer, free, args.allow_changes)
+            restore(content, start, record, model, optimizer, free, args.allow_changes, split_changes_draws=True)
         schedule = schedule_by_epochs(args, plan, epoch_steps)
         run = assemble(
             args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from timm.layers import DropPath
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
@@ -33,8 +32,9 @@ from engine_pretrain import compile_shapes, train_one_epoch
 from framework import Framework
 from prmim import SAMPLING, SpatialAggregation
 from recipes import RECIPES
-from reconstruction import crops, evenly_spaced, reconstruction_picture
+from reconstruction import crops, reconstruction_picture
 from util.data.datasets import steps_per_epoch
+from util.data.images import evenly_spaced
 from util.data.open import data_settings, open_everywhere
 from util.data.statistics import choose_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
@@ -57,8 +57,7 @@ from util.run.flags import (
     schedule_by_epochs,
 )
 from util.run.loop import TrainLoop
-from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.resume_rules import SPLIT_FLAGS
+from util.run.resume import RunRecord, has_drop_path, json_settings, read_run, restore
 from util.run.saving import step_ranges
 from util.run.setup import announce, assemble, build_device
 from util.run.signals import StopSignal
@@ -77,6 +76,8 @@ FRAMEWORKS = (
 )
 FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
+# May differ between two starts of a run. A teacher may move: the fingerprint of its weights is compared.
+FREE_FLAGS = {"picture_every", "teacher", "pretrained"} | monitor.FLAGS
 PROGRAM = "main_pretrain.py"
 
 
@@ -190,7 +191,10 @@ def build_model(settings: Mapping[str, Any]) -> Framework:
 
 
 def add_newer_settings(settings: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Adds to the settings of an older run the flags `own` of its framework that did not exist yet: their defaults."""
+    """Adds flags that did not exist when the run began, with their defaults, to its `settings`.
+
+    own: the framework's flags now.
+    """
     if own.keys() - settings.keys():
         with torch.device("meta"):
             defaults = build_model({**settings, "teacher": None}).own_settings()
@@ -251,15 +255,6 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
 
 
-def flags_free_to_change(model: Framework, plan: Plan) -> frozenset[str]:
-    """Returns the flags that may differ between two starts of a run without changing what it computes."""
-    # Drop path draws by micro-batch and rank; a shared visible set is that of a micro-batch's first image.
-    split_counts = model.shared_visible or any(isinstance(module, DropPath) for module in model.modules())
-    # A teacher may move: the fingerprint of its weights is compared.
-    machine_flags = {"picture_every", "teacher", "pretrained"} | monitor.FLAGS
-    return free_flags(plan, machine_flags, SPLIT_FLAGS if split_counts else ())
-
-
 def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
     """Returns a note if the micro-batch is not that of the recipe, for recipes whose results depend on it."""
     size = RECIPES[args.recipe].get("batch_size", plan.batch_size) if args.recipe else plan.batch_size
@@ -274,10 +269,9 @@ def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     counts, size = model.counts, sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    kinds = f"{counts.num_visible} visible + {counts.num_retained} retained + {counts.num_thrown} thrown"
     return {
         "model": f"{args.model}, {size:.1f} M trainable parameters",
-        "tokens": f"{counts.num_tokens} = {kinds}",
+        "tokens": f"{counts.num_tokens} = {counts}",
         "data": f"{count_of(len(images), 'image')} in {images.root}",
     }
 
@@ -368,10 +362,11 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if content is not None:
             if content["meta"]["settings"]["model"] == args.model:
                 add_newer_settings(content["meta"]["settings"], model.own_settings())
-            # All images of a micro-batch share one visible set.
+            # All images of a micro-batch may share one visible set. Drop path draws by micro-batch and rank.
             fixed = frozenset({"batch_size"} if model.shared_visible else ())
-            free = flags_free_to_change(model, plan)
-            restore(content, start, record, model, optimizer, free, args.allow_changes, fixed)
+            split_changes_draws = model.shared_visible or has_drop_path(model)
+            free = free_flags(plan, FREE_FLAGS)
+            restore(content, start, record, model, optimizer, free, args.allow_changes, split_changes_draws, fixed)
         schedule = schedule_by_epochs(args, plan, epoch_steps)
         run = assemble(
             args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, collator

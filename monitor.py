@@ -16,10 +16,9 @@ import torch
 
 from engine_probe import Features, extract_features, knn_accuracy, moments_of_all
 from framework import Framework
-from reconstruction import evenly_spaced
 from util.addressed import BANK, addressed_uniform
 from util.data.datasets import AddressedDataset
-from util.data.images import Images, check_splits
+from util.data.images import Images, check_splits, evenly_spaced
 from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.run.distributed import run_on_rank0
@@ -38,7 +37,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of the evaluation."""
     flag = group.add_argument
     flag("--knn_every", type=int, default=0, help="epochs between kNN accuracies and RankMe of the encoder; 0: none")
-    flag("--knn_train", type=int, default=50_000, help="training images for them; 0: all")
+    flag("--knn_train", type=int, default=50_000, help="number of training images that serve as neighbours; 0: all")
 
 
 def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:

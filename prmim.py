@@ -50,6 +50,9 @@ class TokenCounts:
         if min(self.num_visible, self.num_thrown) < 0 or self.num_retained < 1:
             raise ValueError(f"visible and thrown must be >= 0 and retained >= 1, got {self}")
 
+    def __str__(self) -> str:
+        return f"{self.num_visible} visible + {self.num_retained} retained + {self.num_thrown} thrown"
+
     @classmethod
     def from_ratios(cls, num_tokens: int, mask_ratio: float, throw_ratio: float) -> "TokenCounts":
         """Returns the counts for `num_tokens` tokens. Both ratios are shares of all tokens.
@@ -229,8 +232,7 @@ class ProgressiveDecoder(nn.Module):
         Returns [B, P + num_kept, C]: the class token, then the kept tokens in token order, all with positions.
         """
         x, P = self.embed(x), self.num_prefix
-        tokens = order.append_mask_tokens(x[:, P:], self.mask_token)  # [B, num_kept, C]
-        tokens = tokens + order.take_kept(self.pos_embed[:, P:])
+        tokens = order.append_mask_tokens(x[:, P:], self.mask_token) + order.take_kept(self.pos_embed[:, P:])
         return torch.cat([x[:, :P] + self.pos_embed[:, :P], tokens], dim=1)
 
     def aggregate(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
@@ -342,8 +344,7 @@ def furthest_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     [B, num_retained], in the order picked. Raises ValueError unless 1 <= num_retained <= M.
 
     The first pick is position 0, and ties go to the lowest position. The shuffled order makes both unbiased. In raster
-    order every tie would go to the top left: on a 14x14 grid at throw_ratio 0.25, the upper half would retain twice as
-    many tokens as the lower half.
+    order, the upper half of a 14x14 grid would retain twice as many tokens as the lower half at throw_ratio 0.25.
 
     Algorithm 1 recomputes all distances at each step. A running minimum gives the same picks, and so do squared
     distances. As integers, equal distances are exactly equal.
@@ -387,8 +388,7 @@ class TokenOrderSampler:
     """A pure function from noise to token orders: `sampler(noise [B, N])` returns `ids_shuffle`, int64 [B, N].
 
     Each row lists the raster ids of an image's tokens as [visible | retained | thrown], ascending inside each segment.
-    Sorting the noise shuffles the tokens. The first ones are visible, as in MAE. The rest is the list of masked tokens
-    that the sampling function receives.
+    Sorting the noise shuffles the tokens. The first are visible, as in MAE. The sampling function gets the others.
 
     grid_size, counts: (rows, columns) of the tokens or one side of a square, and how many tokens of each kind.
     sampling: name in `SAMPLING` of the function that picks the retained tokens.
@@ -465,8 +465,8 @@ class TokenOrderSampler:
 class MaskCollator:
     """Collates samples and draws their token orders, once per batch and in the DataLoader worker.
 
-    A sample is `(img uint8 [C, H, W], label, (epoch, index))`, followed by its view if `token_weights` needs it. A
-    batch is `(imgs uint8 [B, C, H, W], labels [B], ids_shuffle int64 [B, N])`, followed by the planner's tensors.
+    A sample is `(img [C, H, W], label, (epoch, index))`, and its view if `token_weights` needs it. A batch is `(imgs
+    [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`, and the planner's tensors.
 
     sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
     shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.

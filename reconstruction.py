@@ -9,18 +9,12 @@ import torch
 from framework import Framework
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
-from util.data.images import CifarImages, EncodedImages
+from util.data.images import Images
 from util.data.statistics import normalizer
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.pictures import panel_grid
 
-Images = EncodedImages | CifarImages
 Indices = Sequence[int] | np.ndarray
-
-
-def evenly_spaced(length: int, most: int) -> np.ndarray:
-    """Up to `most` evenly spaced indices below `length`."""
-    return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
 
 
 def crops(

@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from framework import PixelFramework
 from main_pretrain import load_run
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
-from reconstruction import crops, evenly_spaced, measure, reconstruction_picture
+from reconstruction import crops, measure, reconstruction_picture
 from util import pictures
 from util.data.datasets import open_images
+from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
 

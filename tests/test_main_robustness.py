@@ -343,7 +343,7 @@ def _evaluate_as(rank, argv):
     args = main_robustness.get_args_parser().parse_args(argv)
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        place = Process(torch.device("cpu"), rank, rank, 2, 2)
+        place = Process(torch.device("cpu"), rank, 2, 2)
         patch.setattr(main_robustness.distributed, "init_process", lambda *_, **__: place)
         patch.setattr(main_robustness.distributed, "shut_down", lambda: None)
         try:

@@ -26,6 +26,7 @@ def test_counts_of_the_paper(throw_ratio, visible, retained, thrown):
     counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
     assert (counts.num_visible, counts.num_retained, counts.num_thrown) == (visible, retained, thrown)
     assert (counts.num_tokens, counts.num_masked, counts.num_kept) == (196, 147, visible + retained)
+    assert str(counts) == f"49 visible + {retained} retained + {thrown} thrown"
 
 
 @pytest.mark.parametrize(

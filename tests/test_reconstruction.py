@@ -1,6 +1,5 @@
 """Errors of reconstructions, and the images that they are measured on."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,10 +29,3 @@ def test_masked_errors_against_a_loop(photos, tmp_path):
     assert measured == {
         "masked MSE": pytest.approx({name: torch.stack(v).mean().item() for name, v in sums.items()}, rel=1e-4)
     }
-
-
-@pytest.mark.parametrize(
-    ("length", "most", "expected"), [(5, 9, range(5)), (5, 5, range(5)), (9, 3, [0, 4, 8]), (3, 1, [0])]
-)
-def test_evenly_spaced_indices(length, most, expected):
-    np.testing.assert_array_equal(reconstruction.evenly_spaced(length, most), list(expected))

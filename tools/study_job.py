@@ -28,10 +28,11 @@ import main_pretrain
 from engine_probe import Features, extract_features, knn_accuracy
 from framework import Framework
 from models_probe import open_encoder
-from reconstruction import evenly_spaced, measure
+from reconstruction import measure
 from tools.readings import READINGS
 from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset, open_images
+from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.knn import Moments

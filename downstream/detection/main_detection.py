@@ -316,7 +316,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, {"encoder": encoder})
         if content is not None:
             free = free_flags(plan, FREE_FLAGS)
-            restore(content, start, record, model, optimizer, free, args.allow_changes, FIXED_FLAGS)
+            resumed = content, start, record, model, optimizer, free, args.allow_changes
+            restore(*resumed, split_changes_draws=False, fixed_flags=FIXED_FLAGS)
         decay = StepDecay(args.num_iters, args.warmup_iters, plan.lr, tuple(args.lr_drops))
         schedule = schedule_by_iterations(args, plan, epoch_steps, decay)
         jitter = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks)

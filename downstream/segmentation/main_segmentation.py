@@ -76,7 +76,6 @@ from util.run.flags import (
 )
 from util.run.precision import precision
 from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.resume_rules import SPLIT_FLAGS
 from util.run.setup import announce, assemble
 from util.run.start import enter_folder, join_processes
 from util.text import count_of
@@ -310,8 +309,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         extra = {"encoder": encoder, "class_names": classes[0], "class_colors": classes[1].tolist()}
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
         if content is not None:
-            free = free_flags(plan, FREE_FLAGS, SPLIT_FLAGS)
-            restore(content, start, record, model, optimizer, free, args.allow_changes, FIXED_FLAGS)
+            free = free_flags(plan, FREE_FLAGS)
+            resumed = content, start, record, model, optimizer, free, args.allow_changes
+            restore(*resumed, split_changes_draws=True, fixed_flags=FIXED_FLAGS)
         schedule = schedule_by_iterations(args, plan, epoch_steps)
         transform = SegmentationAugment(*crop)
         run = assemble(

@@ -169,7 +169,7 @@ def _no_data(rank, photos, folder):
 
 def _error_of(argv):
     rank = dist.get_rank()
-    distributed.init_process = lambda *_: distributed.Process(torch.device("cpu"), rank, rank, 2, 2)  # of this child
+    distributed.init_process = lambda *_: distributed.Process(torch.device("cpu"), rank, 2, 2)  # of this child
     found = []
     errors.refuse = lambda parser, error: found.append(str(error)) or sys.exit(2)
     distributed.shut_down = lambda: None

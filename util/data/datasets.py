@@ -42,9 +42,9 @@ def open_images(
     """Returns the images of a split.
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. in_chans: channels of
-    the images. image_column, label_column: of "hf". for_model: a trained model takes `in_chans`, so that no flag
-    changes them; for messages. ImageError if, of a sample of the image headers, more than `max_bad_fraction` are bad,
-    or if one has other channels. ValueError if the data is missing or ambiguous.
+    the images. image_column, label_column: of "hf". for_model: `in_chans` comes from a trained model, not from
+    --in_chans. It affects error messages only. ImageError if, of a sample of the image headers, more than
+    `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")

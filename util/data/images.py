@@ -34,6 +34,11 @@ class ImageError(ValueError):
 FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
+def evenly_spaced(length: int, most: int) -> np.ndarray:
+    """Returns up to `most` evenly spaced indices below `length`."""
+    return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
+
+
 def retry_io(read: Callable[[], T]) -> T:
     """Returns `read()`. Tries four times within 11 seconds if the storage fails."""
     for seconds in (0.1, 1.0, 10.0):
@@ -68,7 +73,7 @@ class EncodedImages:
 
     labels: int64 [n]. names: bytes [n]. notes: sentences on what is ignored or replaced, for the log.
     reference: decode everything by Pillow, as torchvision's ImageFolder does. in_chans: channels that are wanted.
-    for_model: whether a trained model wants them, so that no flag changes them; for messages.
+    for_model: `in_chans` comes from a trained model, not from --in_chans. It affects error messages only.
     pixel_format: of all images; `check` finds it out.
     """
 
@@ -112,7 +117,7 @@ class EncodedImages:
         """
         problems, good = [], list[int]()
         formats: dict[PixelFormat, int] = {}  # of each format, the first image
-        checked = np.unique(np.linspace(0, len(self) - 1, min(self.num_checked, len(self))).astype(int)).tolist()
+        checked = evenly_spaced(len(self), self.num_checked).tolist()
         for i in checked:
             try:
                 formats.setdefault(read_format(self.source(i), self.in_chans), i)

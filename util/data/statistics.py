@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from util.data.images import ImageError, Images
+from util.data.images import ImageError, Images, evenly_spaced
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run.checkpoint import pixel_settings
@@ -29,7 +29,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
     """
     count, num_read = 0, 0
     mean, squares = np.zeros(images.pixel_format.channels), np.zeros(images.pixel_format.channels)
-    for i in np.unique(np.linspace(0, len(images) - 1, min(num_images, len(images))).astype(int)).tolist():
+    for i in evenly_spaced(len(images), num_images).tolist():
         try:
             pixels = images.load(i)[0].reshape(-1, len(mean))
         except ImageError:

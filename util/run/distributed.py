@@ -23,7 +23,6 @@ class Process:
 
     device: torch.device
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     store: dist.Store | None = None  # key-value store that all processes share
@@ -77,7 +76,7 @@ def init_process(device: str = "auto", timeout_minutes: float = 30) -> Process:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A separate connection, so that the watchdog never blocks behind another request.
     own = store.clone() if hasattr(store, "clone") else store
-    return Process(place, rank, local_rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
+    return Process(place, rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,8 @@ def add_batch_flags(group: argparse._ArgumentGroup) -> None:
     flag(
         "--batch_size",
         type=int,
-        help="images per process and micro-batch (default: 64, or the largest that divides the total)",
+        help="images per process and micro-batch (default: 64; with --total_batch_size the largest that divides a "
+        "process's share, up to 64, or 512 for a linear probe)",
     )
     flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what --total_batch_size needs)")
     flag("--total_batch_size", type=int, help="images per step over all processes; --accum_iter follows from it")
@@ -96,7 +97,7 @@ def add_pixel_flags(group: argparse._ArgumentGroup) -> None:
     """Adds channels of the images, and the statistics that normalise them."""
     flag = group.add_argument
     flag("--in_chans", type=int, default=3, help="channels of the images; with 3 they become RGB")
-    default = "default: those of the checkpoint that the run starts from, ImageNet's for RGB, or the data's"
+    default = "default: those of the checkpoint that the run starts from, ImageNet's for 8-bit RGB, or the data's"
     flag("--mean", type=float, nargs="+", help=f"mean of each channel, a fraction of the full range ({default})")
     flag("--std", type=float, nargs="+", help="deviation of each channel, in the unit of --mean (default: as --mean)")
 
@@ -113,7 +114,7 @@ def add_loading_flags(group: argparse._ArgumentGroup) -> None:
     flag(
         "--num_workers",
         type=int,
-        help="loader processes per process (default: its share of the cores less one, at most 16)",
+        help="DataLoader workers per process (default: the process's share of the CPU cores minus one, from 1 to 16)",
     )
 
 
@@ -151,7 +152,7 @@ def add_run_flags(group: argparse._ArgumentGroup, unit: str = "epochs") -> None:
         "--save_every",
         type=int,
         default=20,
-        help=f"{unit} between checkpoints that are kept for good; the last two always are",
+        help=f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay",
     )
     what = "epoch" if unit == "epochs" else "evaluation"
     help_text = f"steps between checkpoints, beside those after each {what}; 0: none"
@@ -209,9 +210,9 @@ def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: in
     return RunSchedule(steps_per_epoch, num_steps, keep_every, learning_rate, summary)
 
 
-def free_flags(plan: Plan, more: Iterable[str] = (), fixed: Iterable[str] = ()) -> frozenset[str]:
-    """Returns the flags that may differ between two starts of a run: MACHINE_FLAGS and `more`, without `fixed`."""
-    free = MACHINE_FLAGS.union(more).difference(fixed)
+def free_flags(plan: Plan, more: Iterable[str] = ()) -> frozenset[str]:
+    """Returns the flags that may differ between two starts of a run: MACHINE_FLAGS and `more`."""
+    free = MACHINE_FLAGS.union(more)
     # On GPUs sharded blocks also round their norms to bfloat16.
     return free - {"shard"} if plan.precision == "bf16" and plan.device == "cuda" else free
 

@@ -10,6 +10,7 @@ from util.run import checkpoint
 from util.run.distributed import Process
 from util.run.resume_rules import find_changes, find_notes
 from util.run.start import Start
+from util.text import count_of
 
 
 @dataclass
@@ -40,7 +41,7 @@ class RunRecord:
 
 
 def json_settings(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Merges dicts of settings, later ones first in rank, with tuples as lists: as they come back from JSON."""
+    """Merges dicts of settings. Later dicts override earlier ones. Tuples become lists, as after reading JSON."""
     merged = {name: value for part in parts for name, value in part.items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in merged.items()}
 
@@ -69,8 +70,8 @@ def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
     before = meta["settings"]["total_batch_size"]
     if before != total_batch_size:
         raise ValueError(
-            f"the run's total batch was {before} and now is {total_batch_size}, so its steps would no longer mean "
-            f"the same: give --total_batch_size {before}"
+            f"the run's total batch was {before} and now is {total_batch_size}, but the schedule counts steps of "
+            f"{count_of(before, 'image')}: give --total_batch_size {before}"
         )
     return content
 
@@ -83,21 +84,22 @@ def restore(
     optimizer: torch.optim.Optimizer,
     machine_flags: frozenset[str],
     allow_changes: bool,
+    split_changes_draws: bool,
     fixed_flags: frozenset[str] = frozenset(),
 ) -> None:
     """Loads weights and optimizer state, and adds to `start.remarks` what differs from the run so far.
 
-    fixed_flags: see `find_changes`. ValueError if settings or data have changed in a way that changes results, unless
-    `allow_changes`.
+    split_changes_draws: see `find_notes`. fixed_flags: see `find_changes`. ValueError if settings or data have changed
+    in a way that changes results, unless `allow_changes`.
     """
     meta = content["meta"]
     now = record.meta(meta["step"])
     changes = find_changes(meta, now, machine_flags, fixed_flags)
-    notes = find_notes(meta, now, machine_flags, has_drop_path(model))
+    notes = find_notes(meta, now, has_drop_path(model), split_changes_draws)
     record.origin["started_from"] = str(start.resume_path) if start.began_elsewhere else meta.get("started_from")
     if changes and not allow_changes:
         raise ValueError(
-            f"{str(start.resume_path)!r} would go on with other results than it has so far: {'; '.join(changes)}. "
+            f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
             f"Undo that, choose another --output_dir, or accept it by --allow_changes. If a newer recipe changed a "
             f"flag, give its former value"
         )

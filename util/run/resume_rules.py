@@ -28,12 +28,11 @@ PROCESS_FLAGS = frozenset(("num_workers", "data_path", "teacher"))
 def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: Set[str] = frozenset()) -> list[str]:
     """Returns a sentence for each difference between a checkpoint's meta and this start's that changes results.
 
-    machine_flags: flags that may differ. fixed_flags: flags of SPLIT_FLAGS that may not. A setting that only one of
-    them has is no change. The default of a new flag keeps the former behaviour.
+    machine_flags: flags that may differ. fixed_flags: those of them that may not. A setting that only one of the two
+    has is no change. The default of a new flag keeps the former behaviour.
     """
     was, settings = before["settings"], now["settings"]
-    free = (machine_flags | set(SPLIT_FLAGS)) - fixed_flags
-    names = sorted(was.keys() & settings.keys() - free)
+    names = sorted(was.keys() & settings.keys() - (machine_flags - fixed_flags))
     changes = [f"--{name} was {was[name]} and now is {settings[name]}" for name in names if was[name] != settings[name]]
     for what, count, fingerprint, consequence in (
         ("data", "num_images", "data", "the images would come in another order"),
@@ -54,17 +53,18 @@ def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: 
     return changes
 
 
-def find_notes(before: Meta, now: Meta, machine_flags: Set[str], has_dropout: bool) -> list[str]:
+def find_notes(before: Meta, now: Meta, has_dropout: bool, split_changes_draws: bool) -> list[str]:
     """Returns a note for each difference that is allowed and may affect rounding, random draws or the code.
 
-    has_dropout: whether the model draws random numbers in its forward pass.
+    has_dropout: whether the model draws random numbers in its forward pass. split_changes_draws: whether random draws
+    or statistics depend on how the total batch is split.
     """
     was, settings, notes = before["settings"], now["settings"], []
     split = {name: (was[name], settings[name]) for name in sorted(SPLIT_FLAGS)}
     split["world_size"] = before["world_size"], now["world_size"]
     changed = [f"{name} was {old} and now is {new}" for name, (old, new) in split.items() if old != new]
     if changed:
-        draws = "" if "batch_size" in machine_flags else "; random draws and statistics within a step differ"
+        draws = "; random draws and statistics within a step differ" if split_changes_draws else ""
         notes.append(f"note: each step has the same images, but is split otherwise ({', '.join(changed)}){draws}")
     known = [name for name in ROUNDING_FLAGS if name in was and name in settings]
     flags = [f"--{name} was {was[name]} and now is {settings[name]}" for name in known if was[name] != settings[name]]

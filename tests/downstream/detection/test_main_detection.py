@@ -15,7 +15,7 @@ from tests.downstream.detection.coco import write_coco
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.resume_rules import find_changes
+from util.run.resume_rules import MACHINE_FLAGS, find_changes
 
 pytest.importorskip("faster_coco_eval")
 
@@ -97,7 +97,7 @@ def test_a_micro_batch_keeps_its_size_on_resume(shapes, tmp_path, capsys):
     assert "--batch_size was 4 and now is 2" in fails(capsys, *words, "--batch_size", 2)
     assert "--batch_size was 4 and now is 2" in fails(capsys, *words, "--accum_iter", 2)
     before, now = ({"settings": {"batch_size": 2, "accum_iter": n}, "world_size": 2 // n} for n in (1, 2))
-    assert not find_changes(before, now, set(), main_detection.FIXED_FLAGS)
+    assert not find_changes(before, now, MACHINE_FLAGS, main_detection.FIXED_FLAGS)
     assert run(shapes, tmp_path, "--num_iters", 2, "--num_pictures", 0)["meta"]["step"] == 2
     assert "  pictures  " not in capsys.readouterr().out and not (tmp_path / "detections.png").exists()
 

@@ -20,7 +20,7 @@ from tests.downstream.segmentation.test_models import randomise
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.resume_rules import find_changes
+from util.run.resume_rules import MACHINE_FLAGS, find_changes
 
 PROGRAM = "downstream/segmentation/main_segmentation.py"
 SMALL = "--model vit_micro_patch4 --input_size 16 --image_scale 64 24 --stride 10 --num_classes 3 "
@@ -157,7 +157,7 @@ def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
     assert run(striped, tmp_path, "--batch_size", 2, "--allow_changes")["meta"]["step"] == 6
     # Two processes of half the micro-batch see the same images at once.
     one, two = ({"settings": {"batch_size": size, "accum_iter": 1}} for size in (4, 2))
-    assert not find_changes(one, two, set(), main_segmentation.FIXED_FLAGS)
+    assert not find_changes(one, two, MACHINE_FLAGS, main_segmentation.FIXED_FLAGS)
 
 
 def test_other_data_is_named_once_on_resume(striped, tmp_path, capsys):

@@ -21,7 +21,7 @@ from util.data.datasets import (
     stack,
     steps_per_epoch,
 )
-from util.data.images import CifarImages, FolderImages
+from util.data.images import CifarImages, FolderImages, evenly_spaced
 from util.data.transforms import RandomResizedCropFlip
 
 
@@ -318,3 +318,10 @@ def test_stack():
     imgs, labels = stack([(torch.full((3, 2, 2), i, dtype=torch.uint8), i + 5, (0, i)) for i in range(3)])
     assert imgs.shape == (3, 3, 2, 2) and imgs.dtype == torch.uint8
     assert imgs[2].eq(2).all() and labels.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "expected"), [(5, 9, range(5)), (5, 5, range(5)), (9, 3, [0, 4, 8]), (3, 1, [0])]
+)
+def test_evenly_spaced_indices(length, most, expected):
+    np.testing.assert_array_equal(evenly_spaced(length, most), list(expected))

@@ -1,5 +1,8 @@
 import pytest
+from timm.layers import DropPath
+from torch import nn
 
+from util.run.resume import has_drop_path
 from util.run.resume_rules import MACHINE_FLAGS, PROCESS_FLAGS, SPLIT_FLAGS, find_changes, find_notes
 
 SETTINGS = {
@@ -43,7 +46,7 @@ def test_validation_data_counts_where_both_have_it():
 
 
 @pytest.mark.parametrize(
-    ("changes", "dropout", "said"),
+    ("changes", "draws", "said"),
     [
         ({}, True, None),
         (
@@ -51,6 +54,7 @@ def test_validation_data_counts_where_both_have_it():
             False,
             "split otherwise (accum_iter was 1 and now is 2, batch_size was 8 and now is 4)",
         ),
+        ({"world_size": 2}, True, "(world_size was 1 and now is 2); random draws and statistics within a step differ"),
         ({"world_size": 2}, False, "world_size was 1 and now is 2"),
         ({"compile": True}, False, "results agree to rounding, not to the last bit"),
         ({"compile": True}, True, "so drop path differs"),
@@ -59,9 +63,20 @@ def test_validation_data_counts_where_both_have_it():
         ({"num_workers": 5}, True, None),
     ],
 )
-def test_allowed_differences_give_notes(changes, dropout, said):
-    notes = find_notes(META, other(**changes), MACHINE_FLAGS, dropout)
+def test_allowed_differences_give_notes(changes, draws, said):
+    """draws: whether the model draws random numbers, which then depend on the split of the batch."""
+    notes = find_notes(META, other(**changes), has_dropout=draws, split_changes_draws=draws)
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
+    assert draws or not any("draws" in note for note in notes)
+
+
+def test_a_fixed_flag_may_not_change_although_others_of_its_kind_may():
+    now = other(batch_size=4, accum_iter=2)
+    assert find_changes(META, now, MACHINE_FLAGS, {"batch_size"}) == ["--batch_size was 8 and now is 4"]
+
+
+def test_drop_path_that_drops_nothing_is_none():
+    assert has_drop_path(nn.Sequential(DropPath(0.1))) and not has_drop_path(nn.Sequential(DropPath(0.0)))
 
 
 def test_every_named_flag_exists():
