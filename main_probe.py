@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from engine_probe import extract_features, knn_accuracy, moments_of_all
+from engine_probe import Features, extract_features, knn_accuracy, moments_of_all
 from models_probe import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, open_encoder, open_timm_model
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
 from util.data.images import Images, check_splits
@@ -245,19 +245,8 @@ class Evaluation:
 
     def knn(self) -> list[dict[str, Any]]:
         """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
-        sizes, rows = (self.batch_size, self.num_workers), []
-        bank, queries = (
-            extract_features(
-                self.encoder.vectors,
-                self.dataset(images, self.view),
-                np.arange(len(images)),
-                self.encoder,
-                self.normalize,
-                self.autocast,
-                *sizes,
-            )
-            for images in (self.images, self.val_images)
-        )
+        rows = []
+        bank, queries = (self.extract(images) for images in (self.images, self.val_images))
         for name, features in bank.values.items():
             block, feature = name.split()
             for scaling, moments in (("raw", None), ("z", moments_of_all(features))):
@@ -265,6 +254,23 @@ class Evaluation:
                 where = {"probe": "knn", "block": int(block), "feature": feature, "scaling": scaling}
                 rows += [{**where, "k": k, **accuracy} for k, accuracy in found.items()]
         return rows
+
+    def extract(self, images: Images) -> Features:
+        """Encodes this rank's share of the images. FloatingPointError on all ranks if a feature is not finite."""
+        sizes = self.batch_size, self.num_workers
+        dataset, encode = self.dataset(images, self.view), self.encoder.vectors
+        found = extract_features(
+            encode, dataset, np.arange(len(images)), self.encoder, self.normalize, self.autocast, *sizes
+        )
+        for name, x in found.values.items():
+            bad = distributed.all_reduce_sum((~x.isfinite().all(dim=1)).sum()).item()
+            if bad:
+                block, feature = name.split()
+                raise FloatingPointError(
+                    f"the encoder's features ({feature}, block {block}) of {bad} of {len(images)} images are not "
+                    "finite: try --precision fp32"
+                )
+        return found
 
     def train_heads(self, probes: Probes, indices: np.ndarray) -> None:
         """Trains all heads at once on the same augmented images."""
@@ -312,9 +318,13 @@ class Evaluation:
 
     @torch.no_grad()
     def score_heads(self, probes: Probes, images: Any) -> dict[str, torch.Tensor]:
-        """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of the images in the evaluation view."""
+        """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of the images in the evaluation view.
+
+        An image counts as an error of the heads whose logits of it are not finite. FloatingPointError on all ranks if
+        there is such an image for each head of a grid.
+        """
         hits = {
-            name: torch.zeros(len(grid.grid), 2, dtype=torch.float64, device=self.process.device)
+            name: torch.zeros(len(grid.grid), 3, dtype=torch.float64, device=self.process.device)
             for name, grid in probes.grids.items()
         }
         sizes = self.batch_size, self.num_workers
@@ -324,9 +334,17 @@ class Evaluation:
         ):
             tokens, labels = self.encode(batch)
             for name, logits in probes(tokens).items():
-                best = logits.topk(min(5, logits.shape[2])).indices == labels[:, None]
-                hits[name] += torch.stack([best[..., 0].sum(dim=1), best.any(dim=2).sum(dim=1)], dim=1)
-        return {name: 100 * distributed.all_reduce_sum(x) / len(images) for name, x in hits.items()}
+                finite = logits.isfinite().all(dim=2)  # [G, B]
+                best = (logits.topk(min(5, logits.shape[2])).indices == labels[:, None]) & finite[..., None]
+                found = best[..., 0], best.any(dim=2), ~finite
+                hits[name] += torch.stack([x.sum(dim=1) for x in found], dim=1)
+        for name, x in hits.items():
+            if distributed.all_reduce_sum(x)[:, 2].all():
+                raise FloatingPointError(
+                    f"the logits of all heads ({name}) are not finite: the encoder's features may not be finite, try "
+                    "--precision fp32"
+                )
+        return {name: 100 * x[:, :2] / len(images) for name, x in hits.items()}
 
     def heads(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Trains the grids of heads. Returns (the chosen ones on val/, all of them on the held-out images)."""

@@ -11,6 +11,7 @@ from PIL import Image
 import main_pretrain
 import main_probe
 from main_probe import GRID, rate_at, split_held_out
+from models_probe import FrozenEncoder
 from tests.test_monitor import data  # noqa: F401  (a fixture)
 from tests.util.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
@@ -40,10 +41,10 @@ def probe(*arguments):
     return json.loads((arguments[2] / "probe.json").read_text())
 
 
-def fails(capsys, *arguments):
+def fails(capsys, *arguments, code=2):
     with pytest.raises(SystemExit) as stop:
         main_probe.main(command(*arguments))
-    assert stop.value.code in (2, 4)
+    assert stop.value.code == code
     message = capsys.readouterr().err
     assert message.startswith("main_probe.py: error: ") and "Traceback" not in message and len(message) < 1200
     return message
@@ -185,6 +186,43 @@ def test_errors_are_one_paragraph_before_anything_is_computed(
     words = flags.format(data=data, tmp=tmp_path).split()
     assert message in fails(capsys, encoder, data, tmp_path / "out", *words)
     assert not (tmp_path / "out" / "probe.json").exists()
+
+
+@pytest.mark.parametrize(("image", "split"), [(5, 24), (24 + 3, 10)])
+def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch, image, split):  # noqa: F811
+    """One image of the 24 in train/, or of the 10 in val/, has a feature that is NaN."""
+    vectors, seen = FrozenEncoder.vectors, [0]
+
+    def damaged(self, imgs):
+        found = vectors(self, imgs)
+        if seen[0] <= image < seen[0] + len(imgs):
+            found["4 cls"][image - seen[0], 7] = torch.nan
+        seen[0] += len(imgs)
+        return found
+
+    monkeypatch.setattr(FrozenEncoder, "vectors", damaged)
+    message = fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn", code=3)
+    expected = f"features (cls, block 4) of 1 of {split} images are not finite: try --precision fp32"
+    assert expected in message and not (tmp_path / "out" / "probe.json").exists()
+
+
+def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
+    """First one head of each grid has diverged, then all of them have."""
+    train_heads, diverged = main_probe.Evaluation.train_heads, slice(3, 4)
+
+    def diverging(self, probes, indices):
+        train_heads(self, probes, indices)
+        for head in [*probes.grids["4 mean linear"].heads][diverged]:
+            head.weight.data[:] = torch.nan
+
+    monkeypatch.setattr(main_probe.Evaluation, "train_heads", diverging)
+    content = probe(encoder, data, tmp_path / "one", "--probes", "linear")
+    scores = [head["held_out_top1"] for head in content["held_out"] if head["feature"] == "mean"]
+    assert scores[3] == 0 and max(scores) > 0
+    diverged = slice(None)
+    message = fails(capsys, encoder, data, tmp_path / "all", "--probes", "linear", code=3)
+    assert "the logits of all heads (4 mean linear) are not finite" in message
+    assert not (tmp_path / "all" / "probe.json").exists()
 
 
 def test_an_encoder_must_be_named(data, tmp_path, capsys):  # noqa: F811

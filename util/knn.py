@@ -116,8 +116,9 @@ def votes_of(similarities: torch.Tensor, labels: torch.Tensor, num_classes: int)
 def rank_of_label(votes: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Returns how many classes come before the true one, int64 [Q]. Of equal votes the lowest class comes first.
 
-    votes: [Q, C]. labels: [Q]. A rank of 0 counts for top-1, a rank below 5 for top-5.
+    votes: [Q, C]. labels: [Q]. A rank of 0 counts for top-1, a rank below 5 for top-5. If a vote is NaN, the rank is C
+    or 5, whichever is larger: the query counts as an error.
     """
     own, classes = votes.gather(1, labels[:, None]), torch.arange(votes.shape[1], device=votes.device)
     before = (votes > own) | ((votes == own) & (classes < labels[:, None]))
-    return before.sum(dim=1)
+    return before.sum(dim=1).masked_fill(votes.isnan().any(dim=1), max(5, votes.shape[1]))

@@ -83,6 +83,13 @@ def test_equal_similarities_take_the_lowest_numbers_and_equal_votes_the_lowest_c
     assert [rank_of_label(equal, torch.tensor([c])).item() for c in range(3)] == [2, 0, 1]
 
 
+def test_queries_with_a_neighbour_that_is_not_finite_are_errors():
+    (bank, labels), (queries, targets) = clusters(), clusters(25, seed=1)
+    assert (ranks(bank, labels, queries, targets, 6, 20) == 0).any()
+    bank[7, 3] = torch.nan
+    assert (ranks(bank, labels, queries, targets, 6, 20) >= 5).all()
+
+
 def test_neighbours_of_parts_merge_to_those_of_the_whole():
     (bank, _), (queries, _) = clusters(), clusters(9, seed=1)
     bank[10:20] = bank[:10]  # ties between the parts
