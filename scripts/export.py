@@ -6,8 +6,8 @@
     python scripts/export.py output/mae --format mae --out mae_full.pth
 
 The first argument is a checkpoint of this project or of MAE's releases, or the folder of a run (its newest intact
-checkpoint is used). All weights are float32. Every file also holds the mean, the deviation and the type of the pixels,
-and the classes of a classifier. The programs of this project read them.
+checkpoint is used). All weights are float32. Every file also holds the image size, the mean, the deviation and the type
+of the pixels, and the classes and the evaluation view of a classifier. The programs of this project read them.
 
 --format timm   The encoder of a pre-trained checkpoint, or a whole fine-tuned classifier. The BatchNorm of a linear
                 probe is folded into its linear layer. The script prints the `timm.create_model` line that loads the
@@ -316,7 +316,7 @@ def export_mae(source: Path, out: Path) -> list[str]:
 
 
 def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored beside the weights: mean and std of the pixels, and their type and the classes if they are known.
+    """What is stored beside the weights, see `checkpoint.EXPORTED_FACTS`, as far as it is known.
 
     meta: of the checkpoint. ValueError if the pixel statistics are unknown.
     """
@@ -328,6 +328,7 @@ def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
             f"{settings['mean']} and {settings['std']}: give a checkpoint of a run that stores them"
         )
     facts = {"mean": found[0], "std": found[1], "pixels": settings["pixels"]}
+    facts |= {"input_size": list(model.img_size), "crop_pct": meta.get("settings", {}).get("crop_pct")}
     facts["classes"] = meta.get("classes") if is_classifier(model) else None
     return {name: value for name, value in facts.items() if value}
 

@@ -112,7 +112,7 @@ def fit_encoder(
     found = _drop_unfit_head(found, own, meta.get("classes"), classes)
     _check_width(found, own, what, type(model).__name__)
     adapted = _adapt_channels(found, own, what)
-    resized = _fit_tables(found, settings, own, model)
+    resized = _fit_tables(found, settings, own, model, what)
     missing = [key for key in own if key not in found]
     lacks_norm = "norm.weight" in missing and any(key in weights for key in _CROSSMAE_KEYS)
     optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
@@ -146,7 +146,7 @@ def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
     found = {key: value for key, value in weights.items() if key in own and torch.is_tensor(value)}
     _check_width(found, own, what, type(model).__name__)
     adapted = _adapt_channels(found, own, what)
-    resized = _fit_tables(found, meta_of(content).get("settings", {}), own, model)
+    resized = _fit_tables(found, meta_of(content).get("settings", {}), own, model, what)
     found = {key: value for key, value in found.items() if value.shape == own[key].shape}
     missing = [key for key in own if key not in found]
     needed = [key for key in missing if key == "cls_token" or key.startswith(("patch_embed.", "blocks.", "layers."))]
@@ -258,53 +258,60 @@ def _adapt_channels(found: Weights, own: Mapping[str, torch.Tensor], what: str) 
 
 
 def _fit_tables(
-    found: Weights, settings: Mapping[str, Any], own: Mapping[str, torch.Tensor], model: torch.nn.Module
+    found: Weights, settings: Mapping[str, Any], own: Mapping[str, torch.Tensor], model: torch.nn.Module, what: str
 ) -> list[str]:
-    """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
-    resized = []
+    """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized.
+
+    what: name of the file in errors.
+    """
+    kernel, resized = found.get("patch_embed.proj.weight"), []
+    patch_size = settings.get("patch_size") or (None if kernel is None else kernel.shape[-1])  # exports lack the former
+    grid = grid_from_settings(settings, patch_size)
     for key, value in found.items():
         if key == "pos_embed":
-            found[key] = _fit_pos_embed(value, settings, own[key], tuple(model.grid_size))
+            found[key] = _fit_pos_embed(value, grid, own[key], tuple(model.grid_size), what)
         elif key.endswith(_BIAS_TABLE):
-            found[key] = _fit_bias_table(value, settings, own[key], model)
+            found[key] = _fit_bias_table(value, grid, own[key], model, what)
         if found[key] is not value:
             resized.append(key)
     return resized
 
 
 def _fit_pos_embed(
-    table: torch.Tensor, settings: Mapping[str, Any], own: torch.Tensor, grid_size: tuple[int, int]
+    table: torch.Tensor, grid: tuple[int, int] | None, own: torch.Tensor, grid_size: tuple[int, int], what: str
 ) -> torch.Tensor:
     """Returns a position table [1, 1 + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
 
-    The grid of the table follows from the settings of our checkpoints. It is assumed to be square if they are missing.
+    grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
+    is assumed.
     """
     num_tokens = table.shape[1] - 1
     side = math.isqrt(num_tokens)
     square = (side, side) if side * side == num_tokens else None
-    source = grid_from_settings(settings, settings.get("patch_size")) or square
+    source = grid if grid is not None and math.prod(grid) == num_tokens else square
     if source == grid_size:
         return table
     if source is None or table.shape[2] != own.shape[2]:
         raise CheckpointError(
-            f"pos_embed {list(table.shape)} cannot be resized to {list(own.shape)}: "
+            f"pos_embed {list(table.shape)} of {what} cannot be resized to {list(own.shape)}: "
             "a square grid plus a class row is needed"
         )
     return resize_pos_embed(table, source, grid_size)
 
 
 def _fit_bias_table(
-    table: torch.Tensor, settings: Mapping[str, Any], own: torch.Tensor, model: torch.nn.Module
+    table: torch.Tensor, grid: tuple[int, int] | None, own: torch.Tensor, model: torch.nn.Module, what: str
 ) -> torch.Tensor:
     """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
 
-    The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already.
+    The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already. grid: that
+    of a ViT's table, which is assumed to be square if it is None.
     """
     if table.shape[1] != own.shape[1]:
-        raise CheckpointError(f"a bias table of {table.shape[1]} heads cannot become one of {own.shape[1]}")
+        raise CheckpointError(f"{what} holds a bias table of {table.shape[1]} heads, this model has {own.shape[1]}")
     if hasattr(model, "cls_token"):
         square = round(((len(table) - 3) ** 0.5 + 1) / 2)
-        source = grid_from_settings(settings, settings.get("patch_size")) or (square, square)
+        source = grid or (square, square)
         target, num_extra = tuple(model.grid_size), 3
     else:
         window, own_window = ((round(len(rows) ** 0.5) + 1) // 2 for rows in (table, own))

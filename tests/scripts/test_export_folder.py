@@ -24,6 +24,8 @@ import models_simmim_pr
 import models_swin
 import models_vit
 import timm_models
+from encoders import load_model
+from models_probe import open_encoder
 from scripts import export
 from tests.scripts.test_export import CLOSE, refused, run
 from tests.scripts.test_export import shake as shake_parts
@@ -69,11 +71,12 @@ def pretrained(folder, factory, in_chans=3, **options):
     return save_checkpoint(folder, 3, {"model": model.state_dict()}, meta)
 
 
-def finetuned(folder, factory, in_chans=3, **options):
+def finetuned(folder, factory, in_chans=3, crop_pct=None, **options):
     """Write a checkpoint like those of main_finetune.py. Returns (path, model)."""
     torch.manual_seed(0)
     model = shake(factory(num_classes=5, in_chans=in_chans, **options))
     meta = {"settings": settings_of(model, factory.__name__, in_chans) | {"nb_classes": 5}, "classes": list("abcde")}
+    meta["settings"]["crop_pct"] = crop_pct
     del meta["settings"]["mask_ratio"]
     return save_checkpoint(folder, "best", {"model": model.state_dict()}, meta), model
 
@@ -141,6 +144,16 @@ def test_encoders(tmp_path, capsys, family, options, in_chans):
         torch.testing.assert_close(timm_features(theirs, imgs), expected, **CLOSE)
         pooled = expected.mean(dim=1) if finetune is SWIN[1] else expected[:, 0]
         torch.testing.assert_close(theirs(imgs), pooled, **CLOSE)
+    check_read_back(out, imgs, expected)
+
+
+@torch.no_grad()
+def check_read_back(path, imgs, expected):
+    """Our programs read an export with the image size and the features [B, T, D] of its run."""
+    ours, probed = load_model(path)[0], open_encoder(path)
+    assert ours.img_size == probed.img_size == imgs.shape[2:]
+    for encoder in (ours, probed.network):
+        torch.testing.assert_close(encoder.forward_features(imgs), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(

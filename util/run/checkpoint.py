@@ -25,7 +25,9 @@ from safetensors import safe_open
 from util.text import shorten
 
 EXPORTED_WEIGHTS = "model.safetensors"  # in a folder of scripts/export.py
-EXPORTED_FACTS = ("classes", "pixels", "mean", "std")  # what scripts/export.py stores beside the weights
+# What scripts/export.py stores beside the weights: of the images, and of a classifier.
+EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct")
+EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 
 
 class CheckpointError(ValueError):
@@ -280,7 +282,7 @@ def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def meta_of_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the meta of an exported file. facts: those of EXPORTED_FACTS that are known."""
-    settings = {name: facts[name] for name in ("mean", "std") if name in facts}
+    settings = {name: facts[name] for name in EXPORTED_SETTINGS if name in facts}
     return {"settings": settings} | {name: facts[name] for name in ("classes", "pixels") if name in facts}
 
 
