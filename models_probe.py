@@ -16,7 +16,9 @@ from torch import nn
 
 from encoders import read_encoder
 from models_vit import ViTEncoder
-from util.encoder_weights import fit_encoder, refuse_foreign
+from util.data.pixel_format import RGB8, PixelFormat
+from util.data.statistics import known_statistics
+from util.encoder_weights import ENCODER_KEYS, fit_encoder, refuse_foreign
 from util.run import checkpoint
 from util.text import shorten
 
@@ -146,8 +148,9 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
     """Makes a model of timm with the weights at `path`, or else with those that timm has in its cache or downloads.
 
-    path: a file, or the folder of a run or of an export. ValueError if timm does not know the model, or if there are no
-    weights for it.
+    path: a file, or the folder of a run or of an export. The pixel statistics are those that the file stores, or else
+    those that timm has for the model. ValueError if timm does not know the model, if there are no weights for it, or if
+    those at `path` belong to another network.
     """
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:5])
@@ -157,10 +160,11 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         raise ValueError(f"no weights at {str(file)!r}: give the path of a file, or none for those of timm")
     size = {} if input_size is None else {"img_size": input_size}
     missing: list[str] = []
+    unexpected: list[str] = []
     try:
         network = timm.create_model(name, pretrained=file is None, num_classes=0, **size)
         if file is not None:
-            missing = timm.models.load_checkpoint(network, str(file), strict=False).missing_keys
+            missing, unexpected = timm.models.load_checkpoint(network, str(file), strict=False)
     except Exception as error:  # many types: no weights, no network, another kind of network
         advice = "; without a network, download the weights elsewhere and give them as the first argument"
         raise ValueError(
@@ -169,6 +173,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         ) from error
     if missing:  # of the features; a head is not needed
         raise ValueError(f"{str(file)!r} holds no {name!r}: it lacks {shorten(missing, most=6)}")
+    refuse_other_network(network, unexpected, repr(str(file)))
     config = network.pretrained_cfg
     in_chans, height, width = config["input_size"]
     if input_size:
@@ -179,8 +184,35 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     digest = hashlib.sha256()
     for tensor in network.state_dict().values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    pixels = {"pixels": "uint8", "mean": config["mean"], "std": config["std"]}
-    return FrozenEncoder(network, name, (height, width), prefix, cls, in_chans, digest.hexdigest(), pixels)
+    pixels, note = timm_pixel_settings(config, file, name)
+    return FrozenEncoder(network, name, (height, width), prefix, cls, in_chans, digest.hexdigest(), pixels, [note])
+
+
+def refuse_other_network(network: nn.Module, unexpected: Sequence[str], what: str) -> None:
+    """Raises CheckpointError if keys of a file that a network of timm lacks belong to its parts: features would differ.
+
+    The head is left out of the network, so its keys are no such parts.
+    """
+    classifier = network.pretrained_cfg.get("classifier") or ()
+    heads = tuple(f"{head}." for head in ((classifier,) if isinstance(classifier, str) else classifier))
+    parts = {f"{key.partition('.')[0]}." for key in network.state_dict()}
+    refuse_foreign(network, [key for key in unexpected if not key.startswith(heads)], what, (*ENCODER_KEYS, *parts))
+
+
+def timm_pixel_settings(config: Mapping[str, Any], file: Path | None, name: str) -> tuple[dict[str, Any], str]:
+    """Returns (pixel settings of a network of timm, a note that names their source).
+
+    config: timm's of the model `name`. file: with its weights, or None. Only files of this project, and their exports,
+    hold settings.
+    """
+    stored = checkpoint.pixel_settings({} if file is None else checkpoint.meta_of(checkpoint.read_checkpoint(file)))
+    pixels = PixelFormat(config["input_size"][0], stored["pixels"] or RGB8.dtype)
+    known = known_statistics(stored, pixels)
+    mean, std, whose = config["mean"], config["std"], f"timm's for {name}"
+    if known is not None and any(stored.values()):
+        (mean, std), whose = known, f"those of {str(file)!r}"
+    settings = {"pixels": pixels.dtype, "mean": mean, "std": std}
+    return settings, f"note: pixel mean {list(mean)} and std {list(std)} are {whose}"
 
 
 # --------------------------------------------------------------------------------------------------------------- heads

@@ -6,10 +6,19 @@ import torch
 from torch.nn import functional as F
 
 import main_pretrain
-from models_probe import AttentiveHead, HeadGrid, LinearHead, open_encoder, open_timm_model
+from models_probe import (
+    AttentiveHead,
+    HeadGrid,
+    LinearHead,
+    open_encoder,
+    open_timm_model,
+    refuse_other_network,
+)
 from models_teacher import Teacher
-from models_vit import MICRO, vit_micro_patch4
+from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patch16
 from util.costs import count_gmac
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.encoder_weights import load_encoder
 from util.run.checkpoint import CheckpointError, save_checkpoint
 
 MICRO_MODELS = [name for name in main_pretrain.MODELS if "_micro_" in name]
@@ -107,6 +116,62 @@ def test_timm_s_files_open_here_and_by_timm(tmp_path):
                 torch.testing.assert_close(found[block].cls, cls, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(found[block].patches, patches, rtol=1e-4, atol=1e-4)
     assert made.pixel_settings["mean"] == (0.5, 0.5, 0.5) and made.img_size == (32, 32)
+    assert made.notes[0].startswith("note: pixel mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5] are timm's for vit_tiny")
+
+
+@pytest.mark.parametrize("statistics", [{"mean": [0.1, 0.2, 0.3], "std": [0.3] * 3}, {}])
+def test_the_statistics_in_a_file_win_over_timm_s(statistics, tmp_path):
+    """Checkpoints from before statistics were stored had ImageNet's."""
+    model = vit_tiny_patch16(img_size=32, num_classes=5, global_pool="token")
+    meta = {"settings": {"model": "vit_tiny_patch16", **statistics}, "pixels": "uint16" if statistics else "uint8"}
+    path = save_checkpoint(tmp_path, "best", {"model": model.state_dict()}, meta)
+    encoder = open_timm_model("vit_tiny_patch16_224", str(path), 32)
+    mean, std = statistics.values() or (IMAGENET_MEAN, IMAGENET_STD)
+    expected = {"pixels": meta["pixels"], "mean": pytest.approx(mean), "std": pytest.approx(std)}
+    assert encoder.pixel_settings == expected
+    assert f"note: pixel mean {list(mean)} and std {list(std)} are those of '{path}'" in encoder.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"init_values": 0.1}, "blocks.0.ls1.gamma"),
+        ({"qk_norm": True}, "blocks.0.attn.q_norm.weight"),
+        ({"reg_tokens": 4, "no_embed_class": True}, "reg_token"),
+        ({"pre_norm": True}, "norm_pre.weight"),
+        ({"depth": 3}, "blocks.2.norm1.weight"),
+    ],
+)
+def test_weights_with_parts_that_the_model_lacks_are_refused(options, named, tmp_path, monkeypatch):
+    """Of a ViT of two blocks. Its head of other classes is no such part."""
+    exact, sizes = timm.create_model, dict(img_size=32, depth=2)
+    monkeypatch.setattr(timm, "create_model", lambda name, **own: exact(name, **{**sizes, **own}))
+    plain = exact("vit_tiny_patch16_224", num_classes=7, **sizes).state_dict()
+    torch.save(plain, tmp_path / "plain.pth")
+    assert open_timm_model("vit_tiny_patch16_224", str(tmp_path / "plain.pth")).depth == 2
+    other = plain | exact("vit_tiny_patch16_224", **{**sizes, **options}).state_dict()
+    other["pos_embed"] = plain["pos_embed"]  # of the right shape, whatever the prefix is
+    torch.save(other, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=f"other.pth' holds another kind of encoder: .* has no {named}"):
+        open_timm_model("vit_tiny_patch16_224", str(tmp_path / "other.pth"))
+    ours = VisionTransformer(img_size=32, patch_size=16, embed_dim=192, depth=2, num_heads=3, num_classes=5)
+    load_encoder(ours, tmp_path / "plain.pth")
+    with pytest.raises(CheckpointError, match=f"another kind of encoder: this VisionTransformer has no {named}"):
+        load_encoder(ours, tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
+def test_heads_and_computed_buffers_of_timm_s_files_are_ignored(name):
+    """Of ConvNeXt's head, `head.norm` is a part of the network without classes, and `head.fc` is not."""
+    with torch.device("meta"):
+        whole, network = timm.create_model(name), timm.create_model(name, num_classes=0)
+    unexpected = sorted(whole.state_dict().keys() - network.state_dict().keys())
+    assert unexpected
+    computed = [key.replace("_bias_table", "_index") for key in whole.state_dict() if "_bias_table" in key]
+    refuse_other_network(network, [*unexpected, *computed], "the file")
+    block = next(key for key in network.state_dict() if key.endswith("weight") and key.count(".") > 2)
+    with pytest.raises(CheckpointError, match="has no .*_extra"):
+        refuse_other_network(network, [f"{block}_extra"], "the file")
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "swin_tiny_patch4_window7_224", "vit_small_patch16_dinov3.lvd1689m"])
@@ -161,7 +226,7 @@ def test_what_cannot_be_opened_is_named(tmp_path, monkeypatch):
         open_encoder(tmp_path / "a.pth")
     weights = vit_micro_patch4(num_classes=3, global_pool="token").state_dict() | {"reg_token": torch.zeros(1, 4, 96)}
     torch.save(weights, tmp_path / "registers.pth")
-    with pytest.raises(CheckpointError, match="this ViT has no reg_token"):
+    with pytest.raises(CheckpointError, match="this ViTEncoder has no reg_token"):
         open_encoder(tmp_path / "registers.pth")
 
 

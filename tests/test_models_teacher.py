@@ -157,7 +157,7 @@ def test_unusable_teachers_are_refused(tmp_path, timm_gives):
     refused({"fc.weight": torch.zeros(2)}, "holds no Vision Transformer of this kind: cls_token, ")
     refused(
         {**weights, "blocks.0.ls1.gamma": torch.zeros(192)},
-        "another kind of encoder: this ViT has no blocks.0.ls1.gamma",
+        "another kind of encoder: this Teacher has no blocks.0.ls1.gamma",
     )
     refused({k: v for k, v in weights.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias")
     wide = vit_micro_patch4(embed_dim=48).state_dict()

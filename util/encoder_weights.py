@@ -8,7 +8,7 @@ adapted to other numbers of channels. `load_pretrained` starts a pre-training mo
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from util.text import shorten
 Weights = dict[str, torch.Tensor]
 
 # Keys that belong to an encoder. If a ViT here lacks one of them, the weights are those of another network.
-_ENCODER_KEYS = (
+ENCODER_KEYS = (
     "cls_token",
     "pos_embed",
     "patch_embed.",
@@ -34,6 +34,10 @@ _ENCODER_KEYS = (
     "reg_token",
     "rel_pos_bias.",
 )
+# Those among them without which the patch tokens of every model here would differ. Positions can be tables or biases,
+# and a classifier with mean pooling has another final norm.
+_PATCH_TOKEN_KEYS = ("patch_embed.", "blocks.", "norm_pre.", "reg_token")
+_COMPUTED_KEYS = ("relative_position_index", "attn_mask")  # endings of buffers that a model computes itself
 _BIAS_TABLE = "relative_position_bias_table"
 # Keys of CrossMAE's pre-training, in its release and here. Its encoder has no final norm.
 _CROSSMAE_KEYS = ("wfm.linear.weight", "decoder.level_weights")
@@ -82,7 +86,7 @@ def load_encoder(
 
     Only the head and the pooling norm `fc_norm` may be missing, and CrossMAE's encoder has no final norm: the model's
     `norm` then gets weight 1 and bias 0. Raises CheckpointError, a ValueError, if any other key of the model is missing
-    or of another shape.
+    or of another shape, and if the file holds parts of blocks or of the patch embedding that the model lacks.
     """
     path = find_checkpoint_file(path)
     return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
@@ -125,6 +129,7 @@ def fit_encoder(
         problems.append(shorten(misshaped, most=6))
     if problems:
         raise CheckpointError(f"{what} does not hold the encoder of this {type(model).__name__}: {'; '.join(problems)}")
+    refuse_foreign(model, weights, what, _PATCH_TOKEN_KEYS)
     model.load_state_dict(found, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
@@ -159,12 +164,19 @@ def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
     return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted)
 
 
-def refuse_foreign(model: torch.nn.Module, weights: Mapping[str, Any], what: str) -> None:
-    """Raises CheckpointError if `weights` hold parts of an encoder that `model` lacks: its features would differ."""
+def refuse_foreign(
+    model: torch.nn.Module, weights: Iterable[str], what: str, parts: tuple[str, ...] = ENCODER_KEYS
+) -> None:
+    """Raises CheckpointError if `weights` hold parts of an encoder that `model` lacks: its features would differ.
+
+    weights: the keys of a file. parts: how the keys of these parts begin.
+    """
     own = model.state_dict()
-    foreign = [key for key in weights if key.startswith(_ENCODER_KEYS) and key not in own]
+    foreign = [k for k in weights if k.startswith(parts) and not k.endswith(_COMPUTED_KEYS) and k not in own]
     if foreign:
-        raise CheckpointError(f"{what} holds another kind of encoder: this ViT has no {shorten(foreign, most=6)}")
+        raise CheckpointError(
+            f"{what} holds another kind of encoder: this {type(model).__name__} has no {shorten(foreign, most=6)}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ weights inside a file
@@ -372,11 +384,10 @@ def from_mmpretrain(weights: Mapping[str, torch.Tensor]) -> Weights:
 
 def from_simmim(weights: Mapping[str, torch.Tensor]) -> Weights:
     """Returns the encoder of a SimMIM state dict under our names, without buffers that the model computes itself."""
-    computed = ("relative_position_index", "attn_mask")
     return {
         name.removeprefix("encoder."): value
         for name, value in weights.items()
-        if name.startswith("encoder.") and not name.endswith(computed)
+        if name.startswith("encoder.") and not name.endswith(_COMPUTED_KEYS)
     }
 
 

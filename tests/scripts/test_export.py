@@ -259,7 +259,7 @@ def test_overwrite(tmp_path, capsys):
             "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, ",
         ),
         ("norms.pth", "encoder.pth", "missing: norm.weight, norm.bias"),
-        ("scaled.pth", "encoder.pth", "this ViT has no blocks.0.ls1.gamma"),
+        ("scaled.pth", "encoder.pth", "this ViTEncoder has no blocks.0.ls1.gamma"),
         ("wide.pth", "encoder.pth", "none is known for width 48 and depth 2; known (width, depth): (64, 3), (96, 4)"),
         ("oblong.pth", "encoder.pth", "positions for 2 tokens, which is no square"),
         ("head.pth", "encoder.pth", "1 missing: head.bias"),

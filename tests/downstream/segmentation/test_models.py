@@ -179,7 +179,7 @@ def test_what_cannot_fit_is_refused(tmp_path):
 
 def test_a_file_with_other_parts_is_refused(tmp_path):
     torch.save(vit_weights() | {"reg_token": torch.zeros(1, 4, 12)}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="another kind of encoder: this ViT has no reg_token"):
+    with pytest.raises(CheckpointError, match="another kind of encoder: this DenseViT has no reg_token"):
         load_backbone(DenseViT(**SIZES), tmp_path / "w.pth")
     torch.save(vit_weights(embed_dim=24), tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="encoder of width 24, this DenseViT has width 12"):
