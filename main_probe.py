@@ -37,8 +37,8 @@ from util.run.errors import exit_on_setup_errors
 from util.run.evaluation import evaluation_batches
 from util.run.flags import add_data_flags, check_least, num_workers, split_batch
 from util.run.precision import PRECISIONS, Precision, precision
-from util.run.run_folder import writable_folder, write_json
-from util.run.start import refuse_different_starts, refuse_output_inside_data
+from util.run.run_folder import write_json
+from util.run.start import lock_folder, refuse_different_starts, refuse_output_inside_data
 from util.tables import markdown_table
 from util.text import count_of
 
@@ -394,7 +394,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
     numbers = precision(args.precision, process.device)
     protocol = protocol_of(args, encoder, images, val_images, numbers.name)
-    path = distributed.run_on_rank0(lambda: writable_folder(args.output_dir)) / RESULTS
+    folder, _lock = lock_folder(args.output_dir)  # until this function ends
+    path = folder / RESULTS
     content = distributed.run_on_rank0(lambda: earlier_results(path, encoder.sha256, protocol))
     evaluation = Evaluation(args, process, encoder, images, val_images, numbers)
     training, _ = split_held_out(len(images))

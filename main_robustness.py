@@ -30,8 +30,8 @@ from util.run.cli import Parser, run_program
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import check_least, check_pixel_flags, num_workers
 from util.run.precision import PRECISIONS, precision
-from util.run.run_folder import writable_folder, write_json, write_progress
-from util.run.start import refuse_different_starts
+from util.run.run_folder import write_json, write_progress
+from util.run.start import lock_folder, refuse_different_starts
 from util.tables import markdown_table
 from util.text import count_of, shorten
 
@@ -399,7 +399,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if process.is_main:
         print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first", flush=True)
     parts = distributed.run_on_rank0(lambda: find_parts(args, wnids))
-    output_dir = distributed.run_on_rank0(lambda: writable_folder(args.output_dir))
+    output_dir, _lock = lock_folder(args.output_dir)  # until this function ends
     results = output_dir / "robustness.json"
     done = distributed.run_on_rank0(lambda: earlier_results(results, sha256, settings, parts))
     skipped = [part.name for part in parts if part.name in done]

@@ -12,6 +12,7 @@ import main_pretrain
 import main_probe
 from main_probe import GRID, rate_at, split_held_out
 from models_probe import FrozenEncoder
+from tests.locks import held_by_another_process
 from tests.test_monitor import data  # noqa: F401  (a fixture)
 from tests.util.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
@@ -223,6 +224,13 @@ def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_pat
     message = fails(capsys, encoder, data, tmp_path / "all", "--probes", "linear", code=3)
     assert "the logits of all heads (4 mean linear) are not finite" in message
     assert not (tmp_path / "all" / "probe.json").exists()
+
+
+def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
+    with held_by_another_process(tmp_path / "out") as message, monkeypatch.context() as patch:
+        patch.setattr(main_probe.Evaluation, "knn", lambda self: pytest.fail("computed"))
+        assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
+    probe(encoder, data, tmp_path / "out", "--probes", "knn")  # a lock goes with its process
 
 
 def test_an_encoder_must_be_named(data, tmp_path, capsys):  # noqa: F811

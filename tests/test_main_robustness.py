@@ -11,6 +11,7 @@ from PIL import Image
 import main_robustness
 from main_robustness import ALEXNET_ERRORS, BENCHMARKS, Part, corruption_errors
 from models_vit import vit_mini_patch4
+from tests.locks import held_by_another_process
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.run.checkpoint import save_checkpoint
@@ -464,6 +465,13 @@ def test_bad_flags_and_checkpoints(twins, classifier, tmp_path, capsys, monkeypa
     with pytest.raises(SystemExit):
         main_robustness.main(["--imagenet_a", str(twins)])
     assert "the following arguments are required: --resume" in capsys.readouterr().err
+
+
+def test_a_folder_takes_one_program_at_a_time(twins, classifier, tmp_path, capsys, monkeypatch):
+    args = classifier[0], tmp_path / "out", twins, "imagenet_a"
+    with held_by_another_process(tmp_path / "out") as message:
+        assert message in fails(capsys, monkeypatch, *args)
+    assert list(evaluate(*args)["parts"]) == ["imagenet_a"]
 
 
 def test_a_broken_image_keeps_what_was_scored(twins, classifier, tmp_path, capsys):

@@ -7,9 +7,7 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_finetune
 from scripts import export
+from tests.locks import held_by_another_process
 from tests.test_main_pretrain import assert_same_state, fails, reports, run
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
@@ -98,14 +97,8 @@ def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys
 )
 def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     output_dir = tmp_path / "out"
-    output_dir.mkdir()
-    program = f"from util.run.run_folder import FolderLock\nlock = FolderLock({str(output_dir)!r})\n"
-    program += "print('held', flush=True)\ninput()"
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
-        assert other.stdout.readline() == "held\n"
-        assert f"is in use by process {other.pid} on {socket.gethostname()}: wait" in fails(capsys, photos, output_dir)
-        other.kill()
+    with held_by_another_process(output_dir) as message:
+        assert message in fails(capsys, photos, output_dir)
     run(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
 
 

@@ -79,6 +79,25 @@ def enter_folder(
     return Start(program, process, output_dir, resume_path, origin, lock, remarks)
 
 
+def lock_folder(path: str | Path) -> tuple[Path, FolderLock | None]:
+    """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
+
+    Returns (the folder, the lock on rank 0). The lock is held as long as the caller keeps it. ValueError on all ranks
+    if the folder cannot be written to or is in use by another process.
+    """
+    lock: FolderLock | None = None
+
+    def create_and_lock() -> Path:
+        nonlocal lock
+        folder = writable_folder(path)
+        lock = FolderLock(folder)
+        for remark in lock.remarks:
+            print(remark, flush=True)
+        return folder
+
+    return distributed.run_on_rank0(create_and_lock), lock
+
+
 def refuse_different_starts(args: argparse.Namespace) -> None:
     """ValueError on all ranks if ranks were started with other flags, another code or another torch."""
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PROCESS_FLAGS}
