@@ -10,7 +10,7 @@ given, a new folder below output/ is used. It also holds the job's logs (jobs/) 
 The job runs this copy, also when it is requeued. A new submission copies the code again. Before the time limit, or when
 the job is preempted, SLURM sends a signal: the run saves after its current step, and the requeued job resumes there. If
 a process or a node dies, the job is requeued, too, provided that its run got further since its last start. After
-`scancel`, submit the same command again to resume.
+`scancel`, submit the same command again to resume. main_probe does not resume, so its time limit ends it.
 """
 
 import argparse
@@ -38,6 +38,8 @@ MAINS = {name: name for name in ("main_pretrain", "main_finetune", "main_robustn
 MAINS["main_segmentation"] = "downstream.segmentation.main_segmentation"
 MAINS["main_detection"] = "downstream.detection.main_detection"
 ROOT = Path(__file__).resolve().parent
+NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
+SLURM_TIMEOUT_MIN, YEAR_MIN = 24 * 60, 365 * 24 * 60
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)
 
@@ -78,7 +80,7 @@ class Task:
 def end_stopped(job: Any, requeue: Callable[[int, None], object]) -> None:
     """Ends this process after a signal stopped its run. Rank 0 requeues the job, unless SLURM is already ending it.
 
-    SystemExit makes submitit write no result, which would count as the result of the whole run.
+    SystemExit prevents submitit from writing a result file. It would treat that file as the result of the whole run.
     """
     if job.global_rank != 0:
         sys.exit(0)
@@ -123,8 +125,7 @@ def get_args_parser() -> Parser:
     flag(
         "--timeout_min",
         type=int,
-        default=24 * 60,
-        help="time limit of one job in minutes; the run is requeued until it is done",
+        help="time limit of one job in minutes (default: 1440 on SLURM, else none)",
     )
     flag(
         "--signal_delay_s", type=int, default=300, help="seconds before the time limit at which the run is told to save"
@@ -141,6 +142,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
     """Returns the launcher's args and the folder of the run. The main parses its flags, too, to find errors now."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
+    if args.timeout_min is None:
+        args.timeout_min = SLURM_TIMEOUT_MIN if args.cluster == "slurm" else YEAR_MIN
     if min(args.nodes, args.cpus_per_task, args.timeout_min, args.signal_delay_s) < 1 or args.gpus_per_node < 0:
         counts = "--nodes, --cpus_per_task, --timeout_min and --signal_delay_s"
         parser.error(f"{counts} must be at least 1, and --gpus_per_node at least 0")
@@ -227,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> Any:
         print(f"{args.main} {shlex.join(args.argv)}")
         print("\n".join(f"  {name}: {value}" for name, value in parameters.items()))
         return None
-    # submitit's default of 3 requeues would end a long run.
-    options = {"slurm_max_num_timeout": 10_000} if args.cluster == "slurm" else {}
+    # Requeues at the time limit. submitit's default of 3 would end a long run.
+    options = {"slurm_max_num_timeout": 0 if args.main in NO_RESUME else 10_000} if args.cluster == "slurm" else {}
     here = os.getcwd()
     try:
         executor = submitit.AutoExecutor(folder / "jobs", cluster=args.cluster, **options)
@@ -250,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
 def wait_for(job: Any, cluster: str) -> None:
     """Waits until the job has ended, requeues included. Exits with a message if its run failed.
 
-    SLURM is asked first, because submitit takes what a failed start leaves behind for the end of the job.
+    Asks SLURM first: submitit takes the files of a failed start for a finished job.
     """
     while cluster == "slurm" and slurm_state(job.job_id) != "":
         time.sleep(5)

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import submitit
 
 import submitit_launch
 from tests.test_main_pretrain import SMALL, children_of, reports, run
@@ -33,6 +34,36 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
     ):
         assert f"  {line}\n" in out
     assert "slurm_signal_delay_s: 300" in out and "--kill-on-bad-exit=1" in out and "{'requeue': True}" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "minutes"),
+    [
+        ("--cluster slurm", 24 * 60),
+        ("--cluster local", 365 * 24 * 60),  # submitit ends a local job after its fourth time limit
+        ("--cluster debug", 365 * 24 * 60),
+        ("--cluster slurm --timeout_min 300", 300),
+        ("--cluster local --timeout_min 300", 300),
+    ],
+)
+def test_only_slurm_limits_the_time(tmp_path, capsys, flags, minutes):
+    submitit_launch.main([*flags.split(), "--dry_run", "main_pretrain", "--output_dir", str(tmp_path / "run")])
+    assert f"  timeout_min: {minutes}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("main", submitit_launch.MAINS)
+def test_only_mains_that_resume_are_requeued_at_the_time_limit(main, tmp_path, monkeypatch):
+    """submitit's handler of the signal before the time limit raises once the countdown is below 0."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    needed = ["--resume", "R"] if main == "main_robustness" else []
+    with pytest.raises(SystemExit, match="could not be submitted"):
+        submitit_launch.main([main, *needed, "--output_dir", str(tmp_path / "run")])
+    (pickled,) = (tmp_path / "run" / "jobs").glob("*.pkl")
+    countdown = submitit.core.utils.DelayedSubmission.load(pickled)._timeout_countdown
+    assert countdown == (0 if main == "main_probe" else 10_000)
 
 
 def test_a_job_may_wait_for_another_one(tmp_path, capsys):
