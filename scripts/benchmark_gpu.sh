@@ -3,13 +3,14 @@
 # the attention kernels, the paper's cost tables of ViT-B and ViT-L, and the compiled step beside the reference's. If a
 # part fails, the others still run, and the exit code is 1. These variables change what is measured:
 #
-#     OUTPUT_DIR               folder of the tables (output/benchmark_gpu)
+#     OUTPUT_DIR               folder of the tables (output/benchmark_gpu): a new one, or that of an earlier run
 #     BATCH_BASE, BATCH_LARGE  images per step (512 and 256, for a GPU with 80 GB)
 #     ROUNDS                   number of times that each step is timed (20)
 #     ATTENTION                attention kernel that the compiled step prefers (auto)
 #     IMAGES                   folder of JPEGs: adds training runs from it, three minutes (none)
 #     PRMIM_SETUP=0            use the current environment instead of making one
 set -euo pipefail
+unset CDPATH # with it, cd may print another folder
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus | grep -q GPU; then
     echo "benchmark_gpu.sh: error: no NVIDIA GPU here (nvidia-smi lists none)" >&2
     exit 1
@@ -29,8 +30,12 @@ if ! python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; the
 fi
 output=$(mkdir -p "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && cd "${OUTPUT_DIR:-$root/output/benchmark_gpu}" && pwd)
 cd "$root"
+if [ -n "$(ls -A "$output")" ] && [ ! -f "$output/environment.txt" ]; then
+    echo "benchmark_gpu.sh: error: OUTPUT_DIR=$output holds other files: give a new or empty folder" >&2
+    exit 1
+fi
 # Remove the files of an earlier run.
-(cd "$output" && rm -rf environment.txt tests.txt attention.md cost_*.md cost_*.csv cost_*.svg traces end_to_end)
+(cd "$output" && rm -rf environment.txt tests.txt attention.md cost_{base,large,compiled}.{md,csv,svg} traces end_to_end)
 
 {
     date -u +%Y-%m-%d

@@ -1,11 +1,13 @@
 # To be sourced: makes the project's virtual environment, if it is missing, and puts it on PATH.
 # PRMIM_VENV names its folder (.venv), PYTHON the interpreter that makes it.
+unset CDPATH # with it, cd may print another folder
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${PRMIM_VENV:-$root/.venv}
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python3.14}; do
+    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.10 python3.14)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi # its path may hold spaces
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$candidate"
             return

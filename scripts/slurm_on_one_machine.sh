@@ -104,7 +104,10 @@ CONF
 }
 
 up() {
-    command -v slurmctld slurmd munged >/dev/null || fail "SLURM is not installed: run '$0 install'"
+    local daemon
+    for daemon in slurmctld slurmd munged; do
+        command -v $daemon >/dev/null || fail "$daemon is not installed: run '$0 install'"
+    done
     [ -e "$SLURM_CONF" ] && alive slurmctld || configure
     if ! munge_answers; then
         install -d -o munge -g munge /run/munge

@@ -8,6 +8,7 @@
 # "lowest" turns each `>=X` into `==X`. It needs Python 3.10 to 3.12, because those versions have no wheels for later
 # ones; PYTHON names the interpreter. "newest" updates all libraries with every call. ruff and mypy are left out.
 set -euo pipefail
+unset CDPATH # with it, cd may print another folder
 which=${1:-}
 if [ "$which" != lowest ] && [ "$which" != newest ]; then
     echo "test_libraries.sh: error: the first argument must be lowest or newest, got '$which'" >&2

@@ -332,8 +332,10 @@ def run_benchmark(tmp_path, failing):
     (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *"{failing}"*) exit 2;; esac\n')
     for tool in ("nvidia-smi", "python"):
         (tmp_path / tool).chmod(0o755)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/cost_base.md").write_text("of an earlier run")
+    if not (tmp_path / "out").exists():
+        (tmp_path / "out").mkdir()
+        for name in ("environment.txt", "cost_base.md", "cost_mine.md"):
+            (tmp_path / "out" / name).write_text("of an earlier run")
     env = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "OUTPUT_DIR": str(tmp_path / "out"),
@@ -372,6 +374,17 @@ def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, sta
     assert "-m gpu" in (tmp_path / "out/tests.txt").read_text()
     assert "GPU 0: stand-in" in (tmp_path / "out/environment.txt").read_text()
     assert not (tmp_path / "out/cost_base.md").exists()  # the stand-in does not write it
+    assert (tmp_path / "out/cost_mine.md").exists()
+
+
+def test_the_gpu_benchmark_leaves_other_folders_alone(tmp_path):
+    for name in ("cost_vit_base_cpu.csv", "traces/mine"):
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "out" / name).write_text("mine")
+    done = run_benchmark(tmp_path, "nothing")
+    assert done.returncode == 1 and "holds other files: give a new or empty folder" in done.stderr
+    found = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert found == ["cost_vit_base_cpu.csv", "traces/mine"]
 
 
 def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_eight_minutes(tmp_path, monkeypatch):
