@@ -14,7 +14,7 @@ import torch
 import models_swin
 from framework import PixelFramework
 from models_swin import GroupPlanner, SwinEncoder
-from models_vit import init_weights, patchify
+from models_vit import check_image_size, init_weights, patchify
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
 from util.encoder_weights import swap_merging
 from util.run.checkpoint import load_strict
@@ -117,7 +117,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
 
     def cut_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] of the model's size into units [B, N, 32 * 32 * C], pixels in MAE's layout."""
-        self.check_size(imgs)
+        check_image_size(imgs, self.img_size)
         return patchify(imgs, self.stride)
 
     def forward_encoder(

@@ -377,12 +377,8 @@ class SwinEncoder(nn.Module):
 
     def cut(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
-        self.check_size(imgs)
-        return patchify(imgs, self.patch_size)
-
-    def check_size(self, imgs: torch.Tensor) -> None:
-        """Raises ValueError if the images [B, C, H, W] are not of the model's size."""
         check_image_size(imgs, self.img_size)
+        return patchify(imgs, self.patch_size)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Runs all stages and the norm on embedded tokens [B, N, D]. Returns [B, cells, 8 D] in raster order."""

@@ -7,14 +7,13 @@
 `scripts/reproduce_table.py` starts the runs and writes the tables.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paper_tables import Row, Table
 from util.run import checkpoint
+from util.run.run_folder import read_json
 from util.text import count_of
 
 # Measures of `paper_tables` that the results.json of a downstream program holds, and the program.
@@ -63,15 +62,6 @@ def runs_of(table: Table, row: Row, root: Path, sets: Sequence[str]) -> dict[str
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file; an empty dict if it is missing or damaged."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def epochs_of(run: Run) -> tuple[float, float]:
     """Returns (epochs done, epochs of the schedule) of a training run; (0, 0) if it has saved nothing."""
     for path in reversed(checkpoint.list_checkpoints(run.folder)):
@@ -82,7 +72,10 @@ def epochs_of(run: Run) -> tuple[float, float]:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether a run has reached its end and written its results. Those of fine-tuning need no checkpoints any more."""
+    """Whether a run has reached its end and written its results.
+
+    Fine-tuning runs count as finished even if their checkpoints were deleted.
+    """
     if run.main == "main_robustness":
         summary = read_json(run.folder / "robustness.json").get("summary", {})
         return bool(run.sets) and all(name in summary for name in run.sets)

@@ -1,7 +1,6 @@
 """What the downstream programs share: schedules that count iterations, evaluations between them, evaluations alone."""
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,16 @@ import torch
 
 from util.pictures import save
 from util.run import distributed
-from util.run.encoder_origin import find_encoder, resume_encoder, warn_if_unfinished
+from util.run.encoder_origin import warn_if_unfinished
 from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
 from util.run.errors import exit_on_training_errors
 from util.run.flags import Plan, RunSchedule, check_least
 from util.run.loop import TrainLoop
-from util.run.run_folder import writable_folder, write_json
+from util.run.run_folder import read_json, writable_folder, write_json
 from util.run.saving import CheckpointSaver, step_ranges
 from util.run.setup import RunParts
 from util.run.signals import StopSignal
-from util.run.start import Start, refuse_different_starts
+from util.run.start import refuse_different_starts
 from util.run.watchdog import BETWEEN
 from util.text import count_of
 
@@ -81,16 +80,6 @@ def schedule_by_iterations(
     summary = f"{count_of(args.num_iters, 'iteration')}, {args.num_iters / steps_per_epoch:.4g} epochs of "
     summary += f"{count_of(steps_per_epoch, 'step')}, {args.warmup_iters} of warm-up, peak learning rate {plan.lr:.4g}"
     return RunSchedule(steps_per_epoch, args.num_iters, args.save_every, learning_rate, summary)
-
-
-def choose_encoder(args: argparse.Namespace, start: Start, content: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the identity of the pre-trained encoder, or None. ValueError if a resumed run began with another one."""
-    encoder = distributed.run_on_rank0(lambda: find_encoder(args.finetune, start.resume_path is not None))
-    if content is None:
-        return encoder
-    encoder, remarks = resume_encoder(content["meta"], encoder, start)
-    start.remarks += remarks
-    return encoder
 
 
 def load_first_weights(load: Callable[[str], object], encoder: dict[str, Any] | None) -> list[str]:
@@ -180,7 +169,7 @@ class Evaluator:
 
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json; an empty dict if there is none."""
-        return read_results(self.saver.output_dir)
+        return read_json(self.saver.output_dir / RESULTS)
 
 
 def progress_settings(args: argparse.Namespace, steps_per_epoch: int) -> Mapping[str, float]:
@@ -280,12 +269,3 @@ def end_evaluation(
             save(result.picture, folder / picture_name)
             print(f"pictures: {folder / picture_name}")
     distributed.shut_down()
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    """Returns the content of a run's results.json; an empty dict if it is missing or damaged."""
-    try:
-        content = json.loads((folder / RESULTS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

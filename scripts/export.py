@@ -196,6 +196,7 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
         source.parent,
         tuple(own_flags()),
         f"import timm\n\nmodel = {line}.eval()",
+        is_classifier(model),
     )
     with filled_folder(out, first=RECORD) as temporary:  # a killed export can be repeated
         write_config(temporary, name, options, config, facts.get("classes"))

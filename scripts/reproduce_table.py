@@ -53,13 +53,13 @@ from table_runs import (
     is_test_set,
     pending,
     progress_of,
-    read_json,
     runs_of,
 )
 from util import costs
 from util.run.cli import Parser, run_program, user_errors
 from util.run.encoder_origin import warn_if_unfinished
 from util.run.flags import split_batch
+from util.run.run_folder import read_json
 from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]

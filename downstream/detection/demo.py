@@ -21,13 +21,13 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from downstream.common import read_results
+from downstream.common import RESULTS
 from downstream.detection import main_detection
 from downstream.detection.masks import encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.photos import read_photos
 from util.run.cli import Parser, run_program, user_errors
-from util.run.run_folder import writable_folder
+from util.run.run_folder import read_json, writable_folder
 
 BACKGROUNDS = ("gravel.png", "grass.png")
 OBJECTS = ("coins.png", "coffee.png", "chelsea.png")
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     if not main_detection.main([str(flag) for flag in flags]):
         return False
     print(f"  baseline     the most frequent boxes of training: AP box {baseline(root / 'scenes'):.2f} %")
-    last = read_results(root / "run")["last"]
+    last = read_json(root / "run" / RESULTS)["last"]
     print(f"  this run     AP box {last['val_box_ap']:.2f} %, AP mask {last['val_mask_ap']:.2f} %")
     return True
 

@@ -29,7 +29,6 @@ from downstream.common import (
     add_iteration_flags,
     begin_evaluation,
     check_shared_flags,
-    choose_encoder,
     end_evaluation,
     load_first_weights,
     progress_settings,
@@ -48,6 +47,7 @@ from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.encoder_weights import weights_of
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.encoder_origin import choose_encoder
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     add_batch_flags,
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             check_categories(content["meta"]["settings"]["categories"], images, f"the run in {str(start.output_dir)!r}")
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_detector(vars(args) | derived)
-        encoder = choose_encoder(args, start, content)
+        encoder = choose_encoder(args.finetune, start, content)
         if content is None:
             start.remarks += load_first_weights(partial(load_pretrained, model.backbone), encoder)
         model = model.to(process.device)

@@ -21,13 +21,13 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from downstream.common import read_results
+from downstream.common import RESULTS
 from downstream.photos import read_photos
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.data import LabelValues, SegmentationImages
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util.run.cli import Parser, run_program, user_errors
-from util.run.run_folder import writable_folder
+from util.run.run_folder import read_json, writable_folder
 
 PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "coffee.png")
 SIDE = 64  # of a mosaic, in pixels
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         return False
     for name, scores in baselines(root / "mosaics").items():
         print(f"  baseline     {name}: mIoU {scores['miou']:.2f} %")
-    print(f"  this run     mIoU {read_results(root / 'run')['last']['val_miou']:.2f} %")
+    print(f"  this run     mIoU {read_json(root / 'run' / RESULTS)['last']['val_miou']:.2f} %")
     return True
 
 

@@ -30,7 +30,6 @@ from downstream.common import (
     add_iteration_flags,
     begin_evaluation,
     check_shared_flags,
-    choose_encoder,
     end_evaluation,
     load_first_weights,
     progress_settings,
@@ -64,6 +63,7 @@ from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run import distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.encoder_origin import choose_encoder
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     add_batch_flags,
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
         content = read_run(start, plan.total_batch_size)
-        encoder = choose_encoder(args, start, content)
+        encoder = choose_encoder(args.finetune, start, content)
         if content is None:
             start.remarks += load_first_weights(partial(load_backbone, model.backbone), encoder)
         if process.device.type == "cuda" and process.world_size > 1:

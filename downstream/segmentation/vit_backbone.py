@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import torch
-from timm.models import adapt_input_conv
 from torch import nn
 
 from models_relative_vit import RelativeBlock
@@ -16,7 +15,7 @@ from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEn
 from models_vit import layer_norm as make_layer_norm
 from util.encoder_weights import LoadReport, Weights, encoder_weights_of, fit_encoder, refuse_foreign
 from util.pos_embed import sincos_pos_embed
-from util.run.checkpoint import CheckpointError, find_checkpoint_file, read_checkpoint
+from util.run.checkpoint import find_checkpoint_file, read_checkpoint
 
 SIZES = {
     "vit_micro_patch4": MICRO,
@@ -92,14 +91,6 @@ def load_backbone(backbone: DenseViT, path: str | Path) -> LoadReport:
     path = find_checkpoint_file(path)
     content, what = read_checkpoint(path), repr(str(path))
     weights = dense_names(encoder_weights_of(content))
-    kernel, in_chans = weights.get("patch_embed.proj.weight"), backbone.patch_embed.proj.in_channels
-    if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != in_chans:
-        if kernel.shape[1] != 3:
-            raise CheckpointError(
-                f"{what} holds an encoder of {kernel.shape[1]} channels, which only fits --in_chans {kernel.shape[1]}, "
-                f"got {in_chans}; that of RGB images fits any number"
-            )
-        weights["patch_embed.proj.weight"] = adapt_input_conv(in_chans, kernel)
     lacks_positions = "pos_embed" not in weights and any(key.endswith(NEW_KEYS[0]) for key in weights)
     if isinstance(backbone.norm, nn.Identity):
         weights = {key: value for key, value in weights.items() if not key.startswith("norm.")}

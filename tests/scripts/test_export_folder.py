@@ -376,6 +376,9 @@ def test_card_and_record(tmp_path, capsys):
     assert huggingface_hub.ModelCard(card).data.library_name == "timm"
     record = json.loads((tmp_path / "classifier" / "export.json").read_text())
     assert record["source"] == "checkpoint-best.pth" and record["code"] == export.code_version()
+    torch.save({"model": torch.load(path, weights_only=True)["model"]}, tmp_path / "mae.pth")  # as MAE's scripts do
+    run(capsys, tmp_path / "mae.pth", tmp_path / "mae")
+    assert "pipeline_tag: image-classification\n" in (tmp_path / "mae" / "README.md").read_text()
 
 
 # -------------------------------------------------------------------------------------------------------------- the Hub

@@ -54,14 +54,14 @@ def model_card(
     folder: Path,
     framework_flags: Sequence[str],
     usage: str,
+    is_classifier: bool,
 ) -> str:
     """Returns the text of the card.
 
     name: title of the card. model: rows that describe the model. meta: what the checkpoint says about its run, or {}.
     folder: where the checkpoint lies. framework_flags: names of settings that belong to frameworks. usage: Python code
-    that loads the weights.
+    that loads the weights. is_classifier: whether the model is a classifier, and not an encoder alone.
     """
-    is_classifier = "nb_classes" in meta.get("settings", {}) or "classes" in meta
     task = "image-classification" if is_classifier else "image-feature-extraction"
     header = ["---", "library_name: timm", f"pipeline_tag: {task}", "tags:", "- timm", f"- {task}"]
     header += ["- masked-image-modeling", "---"]

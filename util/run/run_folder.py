@@ -9,6 +9,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from util.atomic import replaced_file
 from util.run import checkpoint
@@ -105,6 +106,15 @@ def adopt_unfinished(output_dir: str | Path) -> list[str]:
             what = f"not used: {problem}" if problem else "it can be read, so one is written, and it is kept for good"
             remarks.append(f"warning: {path.name} had no .json; {what}")
     return remarks
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file; an empty dict if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_json(path: Path, content: object) -> None:

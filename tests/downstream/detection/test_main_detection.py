@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from downstream.common import read_results
+from downstream.common import RESULTS
 from tests.downstream.detection.coco import write_coco
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.resume_rules import MACHINE_FLAGS, find_changes
+from util.run.run_folder import read_json
 
 pytest.importorskip("faster_coco_eval")
 
@@ -74,7 +75,7 @@ def test_a_run_is_evaluated_and_resumed_bit_for_bit(shapes, encoder, tmp_path, c
     assert "encoder from" in out and "rel_pos_h" in out and "Mask R-CNN on vit_micro_patch4" in out
     evaluated = [r for r in reports(tmp_path / "whole") if "val_box_ap" in r]
     assert [(r["step"], r["val_num_images"]) for r in evaluated] == [(3, 5), (5, 5)]
-    results = read_results(tmp_path / "whole")
+    results = read_json(tmp_path / "whole" / RESULTS)
     assert results["last"] == evaluated[1] and results["encoder"]["path"] == str(encoder)
     assert {"val_box_ap", "val_box_ap50", "val_mask_ap", "val_mask_ap75"} <= results["last"].keys()
     assert f"pictures     {tmp_path / 'whole' / 'detections.png'}" in out
@@ -162,7 +163,7 @@ def test_an_evaluation_in_two_processes_is_that_of_one(shapes, tmp_path):
     line = main_detection.describe_scores(evaluate(shapes, tmp_path / "run"))
     assert code == 0 and line in out and "on 5 images" in line, out
     assert (tmp_path / "pictures" / "detections.png").exists()
-    expected, found = read_results(tmp_path / "run")["last"], read_results(tmp_path / "pictures")
+    expected, found = read_json(tmp_path / "run" / RESULTS)["last"], read_json(tmp_path / "pictures" / RESULTS)
     assert found["last"] == {key: value for key, value in expected.items() if key != "epoch"}
     assert {"val_box_ap_small", "val_mask_ap75", "step"} <= found["last"].keys()
     assert found["checkpoint"] == str(tmp_path / "run")
@@ -185,7 +186,7 @@ def test_four_images_are_learned_by_heart(tmp_path):
     flags = ["--scale_range", 1, 1, "--lr", "2e-3", "--layer_decay", 1, "--decoder_channels", 24, "--drop_path", 0]
     flags += ["--num_iters", 100, "--eval_every", 100, "--print_freq", 20, "--warmup_iters", 10]
     run(root, tmp_path / "out", *flags)
-    last = read_results(tmp_path / "out")["last"]
+    last = read_json(tmp_path / "out" / RESULTS)["last"]
     assert last["val_box_ap50"] > 80 and last["val_mask_ap50"] > 80, last
 
 
@@ -194,7 +195,7 @@ def test_boxes_alone_give_faster_rcnn(tmp_path, capsys):
     write_coco(root, "val", 2, masks=False)
     content = run(root, tmp_path / "out", "--num_iters", 2)
     assert not any("mask" in name for name in content["model"]) and content["meta"]["settings"]["masks"] is False
-    last = read_results(tmp_path / "out")["last"]
+    last = read_json(tmp_path / "out" / RESULTS)["last"]
     assert "val_box_ap" in last and "val_mask_ap" not in last
     assert "has no mask head: leave it out" in fails(capsys, *eval_words(root, tmp_path / "out"), "--masks")
 
@@ -207,7 +208,7 @@ def test_objects_without_segmentation_need_no_masks(shapes, tmp_path, capsys):
         assert "1 of 6 objects of " in message and "use boxes alone with --no-masks" in message
     content = run(root, tmp_path / "out", "--num_iters", 2, "--no-masks")
     assert content["meta"]["settings"]["masks"] is False
-    assert "val_mask_ap" not in read_results(tmp_path / "out")["last"]
+    assert "val_mask_ap" not in read_json(tmp_path / "out" / RESULTS)["last"]
     flags = ["--train_json", shapes / SPLITS["train"][0], "--train_images", shapes / "train2017"]
     assert "1 of 3 objects of " in fails(capsys, *command(root, tmp_path / "new", *flags))
 
@@ -419,5 +420,5 @@ def test_the_demonstration_beats_its_baseline(tmp_path):
     """Boxes and masks of the detector against the boxes that are the most frequent ones without an image."""
     pytest.importorskip("skimage")
     assert demo.main([str(tmp_path)])
-    last, blind = read_results(tmp_path / "run")["last"], demo.baseline(tmp_path / "scenes")
+    last, blind = read_json(tmp_path / "run" / RESULTS)["last"], demo.baseline(tmp_path / "scenes")
     assert 0 < blind < 2 and min(last["val_box_ap"], last["val_mask_ap"]) > 10

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from downstream.common import Evaluator, read_results
+from downstream.common import RESULTS, Evaluator
 from downstream.segmentation import demo, main_segmentation
 from downstream.segmentation.models import UPerNet
 from downstream.segmentation.trained import infer_settings
@@ -21,6 +21,7 @@ from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.resume_rules import MACHINE_FLAGS, find_changes
+from util.run.run_folder import read_json
 
 PROGRAM = "downstream/segmentation/main_segmentation.py"
 SMALL = "--model vit_micro_patch4 --input_size 16 --image_scale 64 24 --stride 10 --num_classes 3 "
@@ -70,7 +71,7 @@ def test_a_run_is_evaluated_between_and_at_its_end(striped, encoder, tmp_path, c
     assert "; 12 missing (" in out and "relative_position_bias_table" in out
     evaluated = [r for r in reports(tmp_path) if "val_miou" in r]
     assert [(r["step"], r["val_num_images"]) for r in evaluated] == [(4, 6), (6, 6)]
-    results = read_results(tmp_path)
+    results = read_json(tmp_path / RESULTS)
     assert results["last"] == evaluated[1] and results["encoder"]["path"] == str(encoder)
     iou = [value for value in results["details"]["iou"].values() if value is not None]
     assert results["last"]["val_miou"] == pytest.approx(np.mean(iou))
@@ -125,7 +126,7 @@ def test_a_run_killed_in_its_evaluation_makes_up_for_it(striped, tmp_path, monke
     assert scores[0] == scores[1]
     (tmp_path / "parts" / "results.json").unlink()
     run(striped, tmp_path / "parts")
-    assert read_results(tmp_path / "parts")["details"] == read_results(tmp_path / "whole")["details"]
+    assert read_json(tmp_path / "parts" / RESULTS)["details"] == read_json(tmp_path / "whole" / RESULTS)["details"]
 
 
 def test_evaluation_takes_the_names_of_the_run(striped, tmp_path, capsys):
@@ -138,8 +139,8 @@ def test_evaluation_takes_the_names_of_the_run(striped, tmp_path, capsys):
     assert meta["class_names"] == ["sky", "tree", "sea"] and meta["class_colors"][1] == [1, 2, 3]
     names.unlink()
     scores = evaluate(striped, tmp_path / "run", "--output_dir", tmp_path / "scores")
-    expected = read_results(tmp_path / "run")
-    found = read_results(tmp_path / "scores")
+    expected = read_json(tmp_path / "run" / RESULTS)
+    found = read_json(tmp_path / "scores" / RESULTS)
     assert set(scores["iou"]) == {"sky", "tree", "sea"} and found["details"] == expected["details"]
     assert found["last"] == {k: v for k, v in expected["last"].items() if k != "epoch"}
     names.write_text("a\nb\nc\n")
@@ -147,7 +148,7 @@ def test_evaluation_takes_the_names_of_the_run(striped, tmp_path, capsys):
     words = "--eval", "--resume", tmp_path / "run", "--data_path", striped, "--output_dir", tmp_path / "run"
     assert "holds a run, whose results --eval would replace" in fails(capsys, *words)
     assert "cannot be written to" in fails(capsys, *words[:-1], names)  # a file
-    assert read_results(tmp_path / "run") == expected
+    assert read_json(tmp_path / "run" / RESULTS) == expected
 
 
 def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
@@ -251,7 +252,7 @@ def test_other_channels_from_an_rgb_encoder(tmp_path, encoder, channels):
             path.unlink()
     content = run(root, tmp_path / "out", "--in_chans", channels, "--finetune", encoder, "--num_iters", 2)
     assert content["model"]["backbone.patch_embed.proj.weight"].shape[1] == channels
-    assert evaluate(root, tmp_path / "out")["miou"] == read_results(tmp_path / "out")["last"]["val_miou"]
+    assert evaluate(root, tmp_path / "out")["miou"] == read_json(tmp_path / "out" / RESULTS)["last"]["val_miou"]
 
 
 # --------------------------------------------------------------------------------------------------- published files
@@ -399,7 +400,7 @@ def test_the_demonstration_writes_what_it_says(tmp_path, capsys):
     for _, row in demo.baselines(tmp_path / "mosaics").items():
         assert 0 < row["miou"] < 40
     most_frequent = demo.baselines(tmp_path / "mosaics")["most frequent class"]["miou"]
-    assert read_results(tmp_path / "run")["last"]["val_miou"] > most_frequent
+    assert read_json(tmp_path / "run" / RESULTS)["last"]["val_miou"] > most_frequent
 
 
 @pytest.mark.long
@@ -409,4 +410,4 @@ def test_the_demonstration_beats_its_baselines(tmp_path):
     assert demo.main([str(tmp_path)])
     scores = demo.baselines(tmp_path / "mosaics")
     assert set(scores) == {"most frequent class", "nearest mean colour"}
-    assert read_results(tmp_path / "run")["last"]["val_miou"] > 2 * max(row["miou"] for row in scores.values())
+    assert read_json(tmp_path / "run" / RESULTS)["last"]["val_miou"] > 2 * max(row["miou"] for row in scores.values())

@@ -44,7 +44,8 @@ TUNED = {
 
 
 def card(meta, folder, flags=("decoder_depth", "teacher", "att_tau")):
-    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, flags, "import timm")
+    is_classifier = "classes" in meta
+    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, flags, "import timm", is_classifier)
     assert "/home/me" not in text
     return text
 
