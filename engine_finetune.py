@@ -82,8 +82,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns {"top1", "top5", "loss", "num_images"} of `num_images` images over all ranks. Accuracies are in percent.
 
-    batches: this rank's share of the images. columns: the logits to choose from. Labels are then positions in that
-    list, and `top1_unrestricted` counts the choice among all logits. RuntimeError if the number of images seen is not
+    batches: this rank's share of the images. columns: evaluate on these logits only. A label is then a position in this
+    list. `top1_unrestricted` is the accuracy among all logits. RuntimeError if the number of images seen is not
     `num_images`. FloatingPointError if the logits are not finite.
     """
     device = normalize.mean.device

@@ -66,7 +66,8 @@ from util.text import count_of
 PROGRAM = "main_finetune.py"
 ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
-# Flags of plain ViTs alone, with the defaults that also hold for checkpoints from before these flags.
+# Flags that only plain ViTs have, with their defaults. Checkpoints written before these flags existed count as having
+# these values.
 VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False}
 # Classes and validation images of the published data sets.
 IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
@@ -301,7 +302,7 @@ def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: 
 def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW or LARS with layer-wise learning rates."""
     if not args.cls_token_layer_decay and not hasattr(model, "cls_token"):
-        raise ValueError(f"--no-cls_token_layer_decay is for models with a class token, which {args.model} has not")
+        raise ValueError(f"--no-cls_token_layer_decay needs a model with a class token; --model {args.model} has none")
     model.cls_token_layer_decay = args.cls_token_layer_decay
     groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
     if args.optimizer == "lars":
@@ -345,7 +346,7 @@ def load_first_weights(
         return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
     if model.frozen:
         raise ValueError(
-            f"--trainable_blocks {args.trainable_blocks} needs --finetune: what is frozen must be pre-trained"
+            f"--trainable_blocks {args.trainable_blocks} needs --finetune: the frozen blocks must be pre-trained"
         )
     return ["no --finetune: training from scratch"]
 
@@ -447,7 +448,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, float]
     process = distributed.init_process(args.device)
     refuse_different_starts(args)
     if args.shard:
-        raise ValueError("--shard is for training: --eval keeps no gradients and no moments, so leave it out")
+        raise ValueError("--eval does not support --shard: leave it out")
     if args.resume in ("auto", "none"):
         raise ValueError("--eval needs --resume: the path of a fine-tuned checkpoint, or a run's folder")
     check_least(args, 1, "batch_size")

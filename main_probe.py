@@ -4,9 +4,9 @@
     python main_probe.py mae_pretrain_vit_base.pth --data_path IMAGENET --probes knn --blocks 9 12
     python main_probe.py --timm vit_small_patch16_dinov3.lvd1689m --data_path IMAGENET --probes knn attentive
 
-kNN: DINO's protocol on the whole training set. Probes: CAPI's grid of heads, which are trained at once. A tenth of the
-training images is held out and selects learning rate and weight decay. The chosen heads are scored on val/ once. A
-program that was stopped starts anew.
+kNN: DINO's protocol on the whole training set. Probes: the heads of CAPI's grid, all trained at the same time. A tenth
+of the training images is held out and selects learning rate and weight decay. The chosen heads are scored on val/ once.
+The program does not resume: after a stop, the same command starts from the beginning.
 """
 
 import argparse

@@ -36,8 +36,8 @@ class FrozenEncoder(nn.Module):
     """A network in eval mode without gradients: `encoder(imgs) -> {block: Tokens}`, in float32 or wider.
 
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
-    num_prefix, num_cls: the first tokens that are no patches, and how many of these are class tokens, whose mean is
-    taken.
+    num_prefix: number of leading tokens that are not patches. num_cls: how many of these are class tokens; their mean
+    is used.
     img_size: (height, width). in_chans: channels of its images.
     sha256: identifies the weights.
     pixel_settings: type and statistics of its images, see `util.run.checkpoint.pixel_settings`.
@@ -116,9 +116,9 @@ class FrozenEncoder(nn.Module):
 def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncoder:
     """Loads the encoder of a checkpoint: pre-trained or fine-tuned, of this project, MAE's or timm's plain ViTs.
 
-    path: a file, or the folder of a run. input_size: side of the images, if not that of the checkpoint. Encoders
-    without a final norm, which are CrossMAE's and fine-tuned classifiers with mean pooling, get none. ValueError for
-    others.
+    path: a file, or the folder of a run. input_size: side of the images, if not that of the checkpoint. Some encoders
+    have no final norm: CrossMAE's, and those of classifiers with mean pooling. Their outputs are used without a norm.
+    Raises ValueError for other kinds of encoders.
     """
     path = checkpoint.find_checkpoint_file(path)
     content, what = checkpoint.read_checkpoint(path), repr(str(path))

@@ -372,8 +372,8 @@ def present_files(folder: Path) -> list[str]:
 def refuse_files_of_others(folder: Path) -> None:
     """Raise ValueError if a file that would be replaced was not written by this script, or was changed since.
 
-    The record is the first file that an export puts into a folder. If the export was killed then, some files are those
-    of the export before, which the record names as `replaced`.
+    An export moves its record into the folder first. If it was killed after that, the folder still holds files of the
+    previous export. The record lists their hashes under `replaced`.
     """
     try:
         record = json.loads((folder / RECORD).read_text())

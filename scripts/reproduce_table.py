@@ -309,7 +309,10 @@ def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFi
 
 
 def find_deviations(run: Run) -> list[str]:
-    """Returns what makes a run's numbers others than those of its recipe."""
+    """Returns a line for each difference between a run and its recipe.
+
+    That is a setting with another value, an incomplete test set, or an encoder whose pre-training is unfinished.
+    """
     if run.main == "main_robustness":
         summary = read_json(run.folder / "robustness.json").get("summary", {})
         return [f"{run.name}: {result['title']} is incomplete" for result in summary.values() if result["incomplete"]]

@@ -402,7 +402,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
             "linear probing (0) has recipes of its own, linprobe_vit_base",
         ),
         ("--trainable_blocks 2 --recipe linprobe_vit_base", "does not go with --trainable_blocks 2"),
-        ("--trainable_blocks 2", "--trainable_blocks 2 needs --finetune: what is frozen must be pre-trained"),
+        ("--trainable_blocks 2", "--trainable_blocks 2 needs --finetune: the frozen blocks must be pre-trained"),
         ("--trainable_blocks 0 --batch_size 1", "BatchNorm needs more than one image a micro-batch"),
         ("--std 1 0 1", "--std must be positive, got [1.0, 0.0, 1.0]"),
         ("--eval --resume {tmp}/ten.pth --crop_pct 0", "crop_pct must lie in (0, 1], got 0.0"),

@@ -75,8 +75,9 @@ class CocoImages(ImageFiles):
     def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
         """Looks for all images in their folders, and compares the sizes in headers with those in the JSON file.
 
-        Of the headers, this rank reads its share: of all images with `all_sizes`, otherwise of `num_checked` evenly
-        spaced ones. ImageError if more than `max_bad_fraction` of them are bad, or if an image is missing.
+        Each rank reads a share of the headers. With `all_sizes`, the ranks together read all headers, otherwise
+        `num_checked` evenly spaced ones. ImageError if more than `max_bad_fraction` of them are bad, or if an image is
+        missing.
         """
         if rank == 0:
             self.refuse_missing()

@@ -100,8 +100,8 @@ class SegmentationImages(ImageFiles):
     ) -> None:
         """Checks this rank's share of the split, and notes in `has_class` whether a pixel with a class was found.
 
-        The sizes of all pairs are read from their headers, NUM_CHECKED evenly spaced pairs as a whole, and with
-        `all_labels` all label files. ImageError if more than `max_bad_fraction` of them are bad.
+        Reads the sizes of all pairs from their headers. Decodes NUM_CHECKED evenly spaced pairs. With `all_labels`,
+        also decodes every label file. ImageError if more than `max_bad_fraction` of them are bad.
         """
         spaced = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED, len(self))).astype(int)).tolist()
 

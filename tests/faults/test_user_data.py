@@ -155,7 +155,9 @@ def test_a_link_loop(photos, tmp_path, record_property):
     record_property("measured", f"{number} images of 24")
 
 
-@pytest.mark.fault("U26", "16-bit grey images; images of floating-point numbers", "scaled to 8 bits; refused by name")
+@pytest.mark.fault(
+    "U26", "16-bit grey images; grey float TIFFs, with `--in_chans 3`", "scaled to 8 bits; refused by name"
+)
 def test_deep_pixels(photos, tmp_path, capsys, record_property):
     root = copy(photos / "train", tmp_path / "data" / "train")
     ramp = np.linspace(0, 65535, 40 * 50).round().astype(np.uint16).reshape(40, 50)

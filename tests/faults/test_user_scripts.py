@@ -210,7 +210,9 @@ def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------- export.py
 
 
-@pytest.mark.fault("U54", "export.py on a record, a Swin, or an unsupported framework", "the message names it")
+@pytest.mark.fault(
+    "U54", "export.py to a single file, of a Swin or an unsupported framework, or of a record", "the message names it"
+)
 @pytest.mark.parametrize("layout", ["timm", "mae"])
 @pytest.mark.parametrize(
     ("run", "message"),
