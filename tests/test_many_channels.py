@@ -304,6 +304,13 @@ def test_rgb_weights_start_other_channels(rgb_encoder, tmp_path, capsys, channel
     assert "2 missing (decoder.pred.weight, decoder.pred.bias)" in out[1]
 
 
+def test_first_weights_of_another_kind_of_encoder_are_refused(photos, rgb_encoder, tmp_path, capsys):
+    model = read_checkpoint(newest_checkpoint(rgb_encoder)[0])["model"]
+    torch.save({"model": model | {"blocks.0.ls1.gamma": torch.ones(96)}}, tmp_path / "scaled.pth")
+    message = fails(capsys, pretrain, photos, tmp_path / "out", "--pretrained", tmp_path / "scaled.pth")
+    assert "scaled.pth' holds another kind of encoder" in message and "has no blocks.0.ls1.gamma" in message
+
+
 def test_a_pre_training_remembers_its_first_weights(photos, rgb_encoder, tmp_path, capsys):
     """A resumed run does not read them again, and refuses others."""
     base = tmp_path / "base"
