@@ -110,7 +110,9 @@ def test_a_probe_without_a_recipe_has_the_defaults_of_a_probe_and_flags_win():
 
 
 def test_no_cls_token_layer_decay_needs_a_class_token():
-    with pytest.raises(ValueError, match="for models with a class token, which swin_micro_patch4_window4 has not"):
+    with pytest.raises(
+        ValueError, match="needs a model with a class token; --model swin_micro_patch4_window4 has none"
+    ):
         _, args = main_finetune.parse_args(["--model", "swin_micro_patch4_window4", "--no-cls_token_layer_decay"])
         main_finetune.make_optimizer(main_finetune.MODELS[args.model](), args, lr=1e-3)
 

@@ -140,7 +140,8 @@ def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
     """Starts a pre-training model from the weights of another one, or of an encoder, as `load_encoder` does.
 
     All weights are loaded whose names and shapes fit, those of a decoder included. Raises CheckpointError if a part of
-    the encoder is missing, does not fit, or has no place in the model.
+    the encoder is missing or does not fit, and if the file holds parts of blocks or of the patch embedding that the
+    model lacks.
     """
     path = find_checkpoint_file(path)
     content, own, what = read_checkpoint(path), model.state_dict(), repr(str(path))
@@ -160,7 +161,7 @@ def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
             f"{what} does not hold the encoder of this {type(model).__name__}: missing or of another shape: "
             f"{shorten(needed, most=6)}"
         )
-    refuse_foreign(model, weights, what)
+    refuse_foreign(model, weights, what, _PATCH_TOKEN_KEYS)
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted)
 

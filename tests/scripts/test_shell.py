@@ -19,8 +19,10 @@ def stand_in(path, text="exit 0"):
 
 
 def bash(command, folder, **environment):
+    """Runs `command` without the variables of setup.sh that the tests themselves may have been started with."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PRMIM_VENV", "PYTHON", "CDPATH")}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", command], cwd=folder, env=env | environment, capture_output=True, text=True, timeout=60
     )
 
 
