@@ -373,7 +373,7 @@ def test_card_and_record(tmp_path, capsys):
     assert f'timm.create_model("local-dir:{tmp_path / "classifier"}", pretrained=True).eval()' in card
     assert "# classifier\n" in card and "| output | logits of 5 classes |" in card
     assert "| images | 3 channels, 32 x 32 pixels, patches of 4 x 4 |" in card
-    assert huggingface_hub.ModelCard(card).data.library_name == "timm"
+    assert huggingface_hub.ModelCard(card).data.to_dict()["library_name"] == "timm"
     record = json.loads((tmp_path / "classifier" / "export.json").read_text())
     assert record["source"] == "checkpoint-best.pth" and record["code"] == export.code_version()
     torch.save({"model": torch.load(path, weights_only=True)["model"]}, tmp_path / "mae.pth")  # as MAE's scripts do
