@@ -28,7 +28,7 @@ class BadImages:
         self.known: set[int] = set()
 
     def report(self) -> None:
-        """Logs the images that are newly bad; TooManyBadImages in every process if so. Collective."""
+        """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many."""
         if self.flags is None:
             return
         bad = set[int]().union(*gather_objects(self.flags.nonzero().flatten().tolist()))
