@@ -159,18 +159,23 @@ def token_counts(grid_size: tuple[int, int], mask_ratio: float, throw_ratio: flo
     """Returns the counts of a (rows, columns) grid whose squares of `mask_unit` x `mask_unit` tokens are masked whole.
 
     The number of visible squares is rounded down, as MAE rounds visible tokens. Tokens are thrown one by one, so
-    `throw_ratio` is a share of all tokens, as `mask_ratio` is. Raises ValueError for impossible ratios, or if
-    `mask_unit` does not divide the grid.
+    `throw_ratio` is a share of all tokens, as `mask_ratio` is. Raises ValueError for impossible ratios, or for a
+    `mask_unit` that does not divide the grid or leaves no square visible.
     """
     rows, columns = grid_size
-    if mask_unit < 1 or rows % mask_unit or columns % mask_unit:
-        possible = [unit for unit in range(1, min(grid_size) + 1) if rows % unit == columns % unit == 0]
+
+    def count_visible(unit: int) -> int:
+        return unit**2 * int(rows * columns // unit**2 * (1 - mask_ratio))
+
+    divisors = [unit for unit in range(1, min(grid_size) + 1) if rows % unit == columns % unit == 0]
+    possible = [unit for unit in divisors if count_visible(unit) > 0]
+    if mask_unit not in possible and mask_unit != 1:
         raise ValueError(
-            f"mask_unit must divide the grid of {rows} x {columns} tokens, got {mask_unit}; "
-            f"possible here: {', '.join(map(str, possible))}"
+            f"mask_unit must divide the grid of {rows} x {columns} tokens and leave a square visible, got {mask_unit}; "
+            f"possible with mask_ratio {mask_ratio}: {', '.join(map(str, possible)) or 'none'}"
         )
     counts = TokenCounts.from_ratios(rows * columns, mask_ratio, throw_ratio)
-    num_visible = mask_unit**2 * int(rows * columns // mask_unit**2 * (1 - mask_ratio))
+    num_visible = count_visible(mask_unit)
     return TokenCounts(num_visible, rows * columns - num_visible - counts.num_thrown, counts.num_thrown)
 
 

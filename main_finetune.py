@@ -133,7 +133,7 @@ def add_augmentation_flags(group: argparse._ArgumentGroup) -> None:
     flag("--smoothing", type=float, help="label smoothing")
     flag("--reprob", type=float, help="probability of random erasing")
     flag("--remode", default="pixel", choices=("pixel", "rand", "const"), help="content of the erased box")
-    flag("--recount", type=int, default=1, help="erased boxes per image")
+    flag("--recount", type=int, default=1, help="largest number of erased boxes; each image draws from 1 to it")
     flag("--mixup", type=float, help="alpha of mixup; 0: off")
     flag("--cutmix", type=float, help="alpha of cutmix; 0: off")
     flag("--mixup_prob", type=float, default=1.0, help="probability that a batch is mixed")

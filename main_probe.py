@@ -232,7 +232,7 @@ class Evaluation:
         self.num_workers = num_workers(args, process)
         self.view = ResizeCenterCrop(encoder.img_size, reference=args.loader == "reference")
 
-    def say(self, line: str) -> None:
+    def print_on_rank0(self, line: str) -> None:
         """Prints a line on rank 0."""
         if self.process.is_main:
             print(line, flush=True)
@@ -307,7 +307,7 @@ class Evaluation:
             optimizer.zero_grad(set_to_none=True)
             if (step + 1) % max(1, args.steps // 20) == 0:
                 mean, seconds = loss.item() / len(losses), time.monotonic() - begin
-                self.say(f"step {step + 1}/{args.steps}: mean loss of all heads {mean:.4f}, {seconds:.0f} s")
+                self.print_on_rank0(f"step {step + 1}/{args.steps}: mean loss of all heads {mean:.4f}, {seconds:.0f} s")
         stream.close()
 
     def encode(self, batch: Sequence[torch.Tensor]) -> tuple[dict[int, Any], torch.Tensor]:
@@ -405,16 +405,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"{args.total_batch_size}: lower --total_batch_size"
         )
     if content is not None:
-        evaluation.say(f"{path} holds these results already")
+        evaluation.print_on_rank0(f"{path} holds these results already")
     else:
         for note in [encoder.name, *encoder.notes, *remarks, *images.notes, *val_images.notes]:
-            evaluation.say(note)
+            evaluation.print_on_rank0(note)
         begin = time.monotonic()
         rows: list[dict[str, Any]] = []
         everything: list[dict[str, Any]] = []
         if "knn" in args.probes:
             rows += evaluation.knn()
-            evaluation.say(table_of(rows))
+            evaluation.print_on_rank0(table_of(rows))
         if set(args.probes) - {"knn"}:
             chosen, everything = evaluation.heads()
             rows += chosen
@@ -422,7 +422,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         content |= {"held_out": everything, "code": code_version(), "seconds": time.monotonic() - begin}
         if process.is_main:
             write_json(path, content)
-    evaluation.say(f"\n{table_of(content['results'])}\n{path}")
+    evaluation.print_on_rank0(f"\n{table_of(content['results'])}\n{path}")
     distributed.shut_down()
     return content
 

@@ -86,8 +86,10 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         All keys must match, except that MFF has no aggregation. Raises ValueError, which names missing, unexpected and
         mis-shaped keys. The position tables are loaded, too: MFF's encode the row first, those here the column first.
         """
-        renamed = from_mmpretrain(state_dict.get("state_dict", state_dict))
-        load_strict(self, renamed, "MFF weights", optional="aggregation.")
+        weights = state_dict.get("state_dict", state_dict)
+        known = ("backbone.", "neck.", "data_preprocessor.")  # the last are mean and std of the images
+        others = {name: value for name, value in weights.items() if not name.startswith(known)}
+        load_strict(self, others | from_mmpretrain(weights), "MFF weights", optional="aggregation.")
 
 
 def mff_vit_micro_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:

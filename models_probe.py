@@ -20,6 +20,7 @@ from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
 from util.encoder_weights import ENCODER_KEYS, fit_encoder, refuse_foreign
 from util.run import checkpoint
+from util.run.encoder_origin import identify_encoder, warn_if_unfinished
 from util.text import shorten
 
 HEAD_CHANNELS = 64  # of a head of the attentive probe
@@ -130,7 +131,7 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
         encoder.norm = nn.Identity()
     if isinstance(encoder, ViTEncoder):
         refuse_foreign(encoder, weights, what)
-    report = fit_encoder(encoder, content, what)
+    report, origin = fit_encoder(encoder, content, what), identify_encoder(path, checkpoint.meta_of(content))
     cls = int(hasattr(encoder, "cls_token"))
     return FrozenEncoder(
         encoder,
@@ -139,9 +140,9 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
         cls,
         cls,
         sizes["in_chans"],
-        checkpoint.recorded_sha256(path),
+        origin["sha256"],
         checkpoint.pixel_settings(checkpoint.meta_of(content)),
-        [f"encoder: {report}"],
+        [f"encoder: {report}", *warn_if_unfinished(origin)],
     )
 
 

@@ -196,18 +196,19 @@ def rename_release(state_dict: Mapping[str, Any], stride: int) -> dict[str, torc
     """Returns the weights of SimMIM's release under the names here, with the head re-indexed.
 
     The release's head is a 1x1 convolution with channels (colour, row, column). The linear head here has outputs (row,
-    column, colour). stride: side, in pixels, of the square that one output of the head covers.
+    column, colour). Keys that a release does not have stay as they are. stride: side, in pixels, of the square that one
+    output of the head covers.
     """
-    weights = state_dict.get("model", state_dict)
+    weights = dict(state_dict.get("model", state_dict))
     renamed = from_simmim(weights)
     for kind in ("weight", "bias"):
         if f"decoder.0.{kind}" in weights:
-            value = weights[f"decoder.0.{kind}"]
+            value = weights.pop(f"decoder.0.{kind}")
             if kind == "weight":
                 value = value.flatten(1)
             value = value.unflatten(0, (-1, stride, stride))
             renamed[f"pred.{kind}"] = value.movedim(0, 2).flatten(0, 2)
-    return renamed
+    return {name: value for name, value in weights.items() if not name.startswith("encoder.")} | renamed
 
 
 def count_tokens(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:

@@ -13,7 +13,7 @@ The file follows Sec. 3 of the paper:
 Vocabulary: a token is *visible* (the encoder sees it) or *masked*. A masked token is *retained* (the decoder
 reconstructs it) or *thrown* (only the aggregation does). *Kept* means visible or retained. True in a mask means masked.
 
-Where the paper can be read in two ways (measured on CIFAR-10 with two seeds, docs/study_8x8.md):
+Where the paper can be read in two ways, this file does the following. The figures are of docs/study_8x8.md:
 
     `throw_ratio` is a share of all N tokens.
     Algorithm 1, a greedy max-min, picks the retained tokens. It does not maximise the sum of distances in Eq. 1.
@@ -121,11 +121,11 @@ class TokenOrder:
         return x.expand(len(ids), -1, -1).gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def take_visible(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers the visible tokens of `x` [B or 1, N, C] in raster order. Returns [B, num_visible, C]."""
+        """Gathers the visible ones of tokens in raster order [B or 1, N, C]. Returns [B, num_visible, C]."""
         return self.take(x, self.ids_visible)
 
     def take_kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers the kept tokens of `x` [B or 1, N, C] in raster order. Returns [B, num_kept, C] in token order."""
+        """Gathers the kept ones of tokens in raster order [B or 1, N, C]. Returns [B, num_kept, C] in token order."""
         return self.take(x, self.ids_kept)
 
     def append_mask_tokens(self, x: torch.Tensor, mask_token: torch.Tensor) -> torch.Tensor:
@@ -310,11 +310,11 @@ class _AveragePool(nn.AvgPool2d):
 
 
 class _TransformerLayer(nn.Module):
-    """One pre-norm block with heads of 32 channels. Positions are added first, because all thrown cells are zero."""
+    """One pre-norm block with heads of at most 32 channels. Positions are added first, as thrown cells are zero."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.block = Block(dim, num_heads=max(1, dim // 32))
+        self.block = Block(dim, num_heads=dim // int(np.gcd(dim, 32)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positions = sincos_pos_embed(x.shape[3], x.shape[1:3], device=x.device).to(x.dtype)

@@ -44,7 +44,7 @@ from util.data.pixel_format import RGB8, read_format
 from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, scan_tars
 from util.data.tars import INDEX, TarImages, find_tars, write_index
 from util.run.checkpoint import sha256
-from util.run.cli import Parser, user_errors
+from util.run.cli import Parser, run_program, user_errors
 from util.run.signals import ignore_in_worker
 from util.text import count_of
 
@@ -288,10 +288,11 @@ def main(argv: list[str] | None = None) -> None:
                 else:
                     pack_split(images, folder, args)
     except KeyboardInterrupt:
-        parser.exit(130, "pack_dataset.py: stopped; the same command continues\n")
+        print("pack_dataset.py: stopped; the same command continues", file=sys.stderr)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "pack_dataset.py")

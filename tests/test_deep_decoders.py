@@ -69,9 +69,10 @@ def test_without_flags_the_decoder_is_as_before(name, width, depth, heads):
         (["--decoder_depth", 0], "must be at least 1, got 512, 0 and None"),
         (["--decoder_embed_dim", 0], "must be at least 1, got 0, 8 and None"),
         (["--decoder_num_heads", -1], "must be at least 1, got 512, 8 and -1"),
-        (["--mask_unit", 4], "mask_unit must divide the grid of 14 x 14 tokens, got 4; possible here: 1, 2, 7, 14"),
-        (["--mask_unit", 0], "mask_unit must divide the grid of 14 x 14 tokens, got 0"),
-        (["--mask_unit", 14], "--mask_ratio 0.75 leaves none of 196 tokens visible"),
+        (["--mask_unit", 4], "and leave a square visible, got 4; possible with mask_ratio 0.75: 1, 2, 7$"),
+        (["--mask_unit", 14], "and leave a square visible, got 14; possible with mask_ratio 0.75: 1, 2, 7$"),
+        (["--mask_unit", 7, "--mask_ratio", 0.9], "got 7; possible with mask_ratio 0.9: 1, 2$"),
+        (["--mask_unit", 0], "mask_unit must divide the grid of 14 x 14 tokens and leave a square visible, got 0"),
         (["--mask_unit", 2, "--throw_ratio", 0.8], "throw_ratio 0.8 and mask_ratio 0.75"),
     ],
 )

@@ -362,7 +362,8 @@ def test_the_readme_is_a_front_page() -> None:
 
 def test_the_table_of_the_code_names_every_module() -> None:
     table = (ROOT / "docs" / "pretrain.md").read_text().partition("## The code")[2]
-    assert [path.name for path in sorted(ROOT.glob("*.py")) if f"`{path.name}`" not in table] == []
+    files = {path.name for path in ROOT.glob("*.py")} - {path.name for path in ROOT.glob("models_*_pr.py")}
+    assert [name for name in sorted(files) if f"`{name}`" not in table] == []
 
 
 def test_the_method_figure_is_made_by_its_tool(tmp_path: Path) -> None:

@@ -266,8 +266,6 @@ def test_a_step_reads_nothing_from_the_device(name):
     """The step runs on the meta device, whose tensors have no values that the host could read."""
     model = build(name).to("meta")
     total(model(*(tensor.to("meta") for tensor in a_batch(model)))).backward()
-    with pytest.raises((RuntimeError, NotImplementedError)):  # a read would have raised, too
-        torch.ones(1, device="meta").item()
 
 
 @pytest.mark.parametrize("name", CLASSES)

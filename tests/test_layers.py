@@ -49,10 +49,9 @@ ALLOWED = {
     "hubconf": {"encoders", "timm_models", *ENCODERS},
     "models_reference_mae": {"models_vit"},
     "submitit_launch": {"recipes", "main_pretrain", "main_finetune", "main_robustness", "main_probe"},
-} | {name: {"prmim", "framework", *ENCODERS} for name in FRAMEWORKS}
-ALLOWED["models_tec_pr"] = {"prmim", "framework", "models_vit", "models_teacher"}
-ALLOWED["models_amt_pr"] = {"prmim", "framework", *ENCODERS, "models_mae_pr", "models_simmim_pr"}
-ALLOWED["models_mff_pr"] = {"prmim", "framework", "models_vit", "models_mae_pr"}
+} | {name: {"prmim", "framework", *ENCODERS, "models_mae_pr"} for name in FRAMEWORKS}  # some are built on MAE
+ALLOWED["models_tec_pr"] |= {"models_teacher"}
+ALLOWED["models_amt_pr"] |= {"models_simmim_pr"}  # AMT has a version on SimMIM
 
 
 def imports(path):

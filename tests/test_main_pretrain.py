@@ -196,7 +196,7 @@ def test_what_would_help_a_run_that_waits_for_its_data(photos, flags, installed,
     found = open_data.data_hint(plan, process, images)
     assert hint in found if hint else found == ""
     process.device = torch.device("cuda")
-    assert flags["num_workers"] or "no worker loads ahead" in open_data.data_hint(plan, process, images)
+    assert ("no worker loads ahead" in open_data.data_hint(plan, process, images)) == (flags["num_workers"] == 0)
 
 
 def test_loss_falls(photos, tmp_path):

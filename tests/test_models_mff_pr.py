@@ -99,7 +99,8 @@ def test_load_official(older):
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     del released["backbone.proj_layers.0.bias"]
-    message = "MFF weights do not fit this MFFMaskedAutoencoderViT: 1 missing: proj_layers.0.bias"
+    released |= {"backbone.extra": torch.zeros(1), "momentum.cls_token": torch.zeros(1)}
+    message = "MFFMaskedAutoencoderViT: 1 missing: proj_layers.0.bias; 2 unexpected: momentum.cls_token, extra"
     with pytest.raises(ValueError, match=message):
         model.load_official(released)
 

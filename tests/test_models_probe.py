@@ -132,6 +132,15 @@ def test_the_statistics_in_a_file_win_over_timm_s(statistics, tmp_path):
     assert f"note: pixel mean {list(mean)} and std {list(std)} are those of '{path}'" in encoder.notes
 
 
+@pytest.mark.parametrize("epoch", [2.5, 100])
+def test_an_unfinished_encoder_is_named(tmp_path, epoch):
+    model = vit_tiny_patch16(img_size=32, global_pool="token")
+    meta = {"settings": {"model": "vit_tiny_patch16", "epochs": 100}, "step": 5, "epoch": epoch}
+    path = save_checkpoint(tmp_path, 5, {"model": model.state_dict()}, meta)
+    warning = f"warning: the training of {path} is not finished: it is at step 5, epoch 2.5 of 100"
+    assert (warning in open_encoder(path).notes) == (epoch < 100)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -254,7 +254,9 @@ def test_load_official():
         assert torch.equal(model.state_dict()[name], value), name
     broken = release(source)
     del broken["encoder.blocks.0.gamma_1"]
-    with pytest.raises(ValueError, match="SimMIM weights do not fit this SimMIMViT: 1 missing: blocks.0.gamma_1"):
+    broken |= {"encoder.extra": torch.zeros(1), "decoder.1.bias": torch.zeros(1)}
+    message = "fit this SimMIMViT: 1 missing: blocks.0.gamma_1; 2 unexpected: decoder.1.bias, extra"
+    with pytest.raises(ValueError, match=message):
         model.load_official(broken)
 
 

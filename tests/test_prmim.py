@@ -370,3 +370,11 @@ def test_average_pool_is_the_convolution_with_a_uniform_kernel():
 def test_aggregation_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         SpatialAggregation(8, **arguments)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(16, 1), (64, 2), (80, 5), (112, 7)])
+def test_the_transformer_aggregation_fits_every_width_of_a_decoder(width, heads):
+    aggregation = SpatialAggregation(width, kind="transformer")
+    assert aggregation.operator.block.attn.num_heads == heads
+    order = TokenOrder(torch.arange(16).view(1, -1), TokenCounts(4, 6, 6))
+    assert aggregation(torch.randn(1, 10, width), order, (4, 4)).shape == (1, 16, width)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-# One stream per purpose, so that the crop of a sample and its mask never share a number. Other values, other runs.
+# One stream per purpose, so that crop and mask of a sample never share a number. Changing a value changes all runs.
 SHUFFLE, AUGMENT, MASK, LIBRARY, STEP, BANK = 1, 2, 3, 4, 5, 6
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's counter

@@ -25,7 +25,7 @@ def replaced_file(path: str | os.PathLike[str], durable: bool = False) -> Iterat
     try:
         yield temporary
         if durable:
-            _sync(temporary)
+            sync(temporary)
         os.replace(temporary, target)
     except OSError as error:
         if error.filename not in (None, temporary, str(temporary)):  # an error of another file
@@ -34,10 +34,10 @@ def replaced_file(path: str | os.PathLike[str], durable: bool = False) -> Iterat
     finally:
         temporary.unlink(missing_ok=True)
     if durable:
-        _sync(target.parent)  # the rename is written with the folder
+        sync(target.parent)  # the rename is written with the folder
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Waits until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -62,14 +62,14 @@ def filled_folder(path: str | os.PathLike[str], first: str = "") -> Iterator[Pat
         temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():
-            _sync(file)
+            sync(file)
         if target.exists():
             for file in sorted(temporary.iterdir(), key=lambda file: (file.name != first, file.name)):
                 os.replace(file, target / file.name)
-            _sync(target)
+            sync(target)
         else:
-            _sync(temporary)
+            sync(temporary)
             temporary.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(outer, ignore_errors=True)

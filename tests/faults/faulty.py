@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from util import atomic
 from util.data.images import EncodedImages
 from util.run import checkpoint
 from util.run.cli import run_program
@@ -36,13 +37,13 @@ AT_STEP = {
     "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "kill-worker": kill_a_worker,
 }
-# Places in a save, as what is wrapped in util.run.checkpoint's `os`: (function, its call that does not come back).
+# Places in a save: (function of `os`, its call in a save that does not come back).
 IN_SAVE = {
     "kill-before-sync": ("fsync", 1),
     "kill-before-rename": ("replace", 1),
-    "kill-after-rename": ("fsync", 2),
+    "kill-after-rename": ("fsync", 3),
     "kill-before-json": ("replace", 2),
-    "kill-after-json": ("fsync", 4),
+    "kill-after-json": ("fsync", 5),
 }
 
 
@@ -88,7 +89,16 @@ class Fault:
 
         TrainLoop.begin_step, TrainLoop.seed_draws, TrainLoop.scaled_loss = faulty_step, faulty_seed, faulty_loss
         if self.name in IN_SAVE:
-            checkpoint.os = self.faulty_os(*IN_SAVE[self.name])
+            save = checkpoint.save_checkpoint
+
+            def faulty_save(*args):
+                atomic.os = fault.faulty_os(*IN_SAVE[fault.name])
+                try:
+                    return save(*args)
+                finally:
+                    atomic.os = os
+
+            checkpoint.save_checkpoint = faulty_save
         if self.name == "hang-worker":
             load = EncodedImages.load
 
@@ -100,8 +110,9 @@ class Fault:
             EncodedImages.load = faulty_load
 
     def faulty_os(self, name, call):
-        """The module `os`, one of whose functions kills the process at its `call`-th call in a save."""
+        """The module `os`, one of whose functions kills the process at its `call`-th call."""
         fault, exact = self, getattr(os, name)
+        fault.calls = 0
 
         class FaultyOs:
             def __getattr__(self, attribute):
@@ -109,9 +120,7 @@ class Fault:
 
         def deadly(*args):
             fault.calls += 1
-            if fault.calls % (2 if name == "replace" else 4) == call % (
-                2 if name == "replace" else 4
-            ) and fault.strikes(fault.now):
+            if fault.calls == call and fault.strikes(fault.now):
                 os.kill(os.getpid(), signal.SIGKILL)
             return exact(*args)
 

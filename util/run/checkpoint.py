@@ -2,9 +2,9 @@
 
 The output folder of a run holds pairs of files. `checkpoint-<step>.pth` holds tensors, plain Python values and the
 JSON string `meta`. `checkpoint-<step>.json`, its record, holds the size and the SHA-256 of the former and the same
-meta. Each file is written under a temporary name, synced and renamed. The record is written last. A checkpoint without
-a record is not used, unless `adopt_checkpoint` can read it. The newest checkpoint is computed from the files in the
-folder. No link points to it.
+meta. Both files are written under temporary names and synced before they are renamed, the record last. A checkpoint
+without a record is not used, unless `adopt_checkpoint` can read it. The newest checkpoint is computed from the files in
+the folder. No link points to it.
 
 Weights of other key names or sizes are fitted into an encoder by `util.encoder_weights`.
 """
@@ -12,16 +12,16 @@ Weights of other key names or sizes are fitted into an encoder by `util.encoder_
 import argparse
 import hashlib
 import json
-import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
 
+from util.atomic import replaced_file, sync
 from util.text import shorten
 
 EXPORTED_WEIGHTS = "model.safetensors"  # in a folder of scripts/export.py
@@ -49,22 +49,21 @@ def save_checkpoint(
     older checkpoints are unchanged.
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
-
-    def write(file: BinaryIO) -> None:
-        try:
-            torch.save({**state, "meta": json.dumps(meta)}, file)
-        except RuntimeError as error:  # torch's zip writer reports some failed writes this way
-            if isinstance(error.__context__, OSError):  # the failed write, before the writer noticed a wrong position
-                raise error.__context__ from error
-            raise OSError(f"torch.save failed: {error}") from error
-
-    _write_atomically(path, write)
-    try:
-        _write_record(path, meta, keep)
-    except OSError:
-        path.unlink()
-        raise
+    with replaced_file(path.with_suffix(".json"), durable=True) as record, replaced_file(path, durable=True) as weights:
+        with open(weights, "wb") as file:
+            _write_weights(file, {**state, "meta": json.dumps(meta)})
+        _write_record(record, weights, meta, keep)
+        sync(record)  # now both are complete, and the weights are moved first
     return path
+
+
+def _write_weights(file: BinaryIO, content: Mapping[str, Any]) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's zip writer reports some failed writes this way
+        if isinstance(error.__context__, OSError):  # the failed write, before the writer noticed a wrong position
+            raise error.__context__ from error
+        raise OSError(f"torch.save failed: {error}") from error
 
 
 def adopt_checkpoint(path: Path) -> str | None:
@@ -79,7 +78,8 @@ def adopt_checkpoint(path: Path) -> str | None:
     meta = meta_of(content)
     if "optimizer" not in content or meta.get("step") != _step_of(path):
         return f"{str(path)!r} does not hold step {_step_of(path)} of a run"
-    _write_record(path, meta, keep=True)
+    with replaced_file(path.with_suffix(".json"), durable=True) as record:
+        _write_record(record, path, meta, keep=True)
     return None
 
 
@@ -93,8 +93,8 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
     for path in list_finished(output_dir):
         record, is_older = _read_whole_record(path), _step_of(path) < good_steps[-1]
         if is_older and _step_of(path) not in good_steps and record is not None and not is_kept(record):
-            path.with_suffix(".json").unlink()
             path.unlink()
+            path.with_suffix(".json").unlink()  # last: weights without a record would be taken for an interrupted save
     for path in Path(output_dir).glob(".checkpoint-*.tmp-*"):
         path.unlink()
 
@@ -108,30 +108,10 @@ def is_kept(record: Mapping[str, Any]) -> bool:
     return save_every is None or meta.get("epoch", 0) % save_every == 0
 
 
-def _write_record(path: Path, meta: Mapping[str, Any], keep: bool) -> None:
-    """Writes the record of the checkpoint at `path`, which is read to compute its hash."""
-    record = {"size": path.stat().st_size, "sha256": sha256(path), "keep": keep, "meta": meta}
-    _write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(record, indent=1).encode()))
-
-
-def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Lets `write` fill a temporary file, which then replaces `path` in one step. Both are synced to the disk."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:  # the error of a failed write does not name the file
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename is part of the folder and is synced with it
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _write_record(record: Path, weights: Path, meta: Mapping[str, Any], keep: bool) -> None:
+    """Writes the record of a checkpoint. The file of its weights is read to compute the hash."""
+    facts = {"size": weights.stat().st_size, "sha256": sha256(weights), "keep": keep, "meta": meta}
+    record.write_text(json.dumps(facts, indent=1))
 
 
 # ------------------------------------------------------------------------------------------------------ find and verify

@@ -28,7 +28,7 @@ def choose_encoder(
 
 
 def find_encoder(given: str | None, is_resumed: bool, flag: str = "finetune") -> dict[str, Any] | None:
-    """Returns path, SHA-256 and progress of the checkpoint that is `given` by a flag, or None.
+    """Returns the identity of the checkpoint that is `given` by a flag, or None.
 
     A resumed run no longer needs the file: the result is None if it is gone. ValueError if a new run does not find it.
     """
@@ -42,7 +42,11 @@ def find_encoder(given: str | None, is_resumed: bool, flag: str = "finetune") ->
         raise
     if not path.is_file():
         raise ValueError(f"--{flag} {given!r} does not exist: give a checkpoint, or the folder of a run")
-    meta = read_meta(path)
+    return identify_encoder(path, read_meta(path))
+
+
+def identify_encoder(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Returns path, SHA-256 and progress of the checkpoint at `path`, whose meta is given."""
     encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
     if meta.get("settings", {}).get("epochs"):
         encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from util.tables import markdown_table
+
 # Settings that the card names as flags, beside those that belong to one framework.
 METHOD_FLAGS = (
     "mask_ratio",
@@ -89,7 +91,7 @@ def model_card(
 
 def table(rows: Mapping[str, str]) -> list[str]:
     """Returns the lines of a Markdown table with two columns."""
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    return markdown_table(["", ""], rows.items(), left=2).splitlines()
 
 
 def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequence[str]) -> dict[str, str]:

@@ -48,7 +48,8 @@ class CheckpointSaver:
     def save(self, required: bool) -> None:
         """Writes the checkpoint of the current step, unless it is saved already. All ranks must call it.
 
-        If it is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
+        All ranks return after the write: if one ended before, its launcher would soon kill the one that writes. If it
+        is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
         """
         loop, step = self.loop, self.loop.step
         if run_on_rank0(lambda: self.good_steps[-1] == step):
@@ -59,11 +60,13 @@ class CheckpointSaver:
             )
         meter = loop.meter.state_dict()
         weights, moments = self.gather(self.model), self.gather(loop.optimizer)
-        if not self.record.process.is_main:
-            return
         state = {"model": weights, "optimizer": moments, "scaler": loop.precision.scaler.state_dict(), "meter": meter}
-        if self.write(step, state, self.record.meta(step), required, keep=self.is_kept(step)):
-            write_progress(self.output_dir, step)
+
+        def write() -> None:
+            if self.write(step, state, self.record.meta(step), required, keep=self.is_kept(step)):
+                write_progress(self.output_dir, step)
+
+        run_on_rank0(write)
 
     def is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""

@@ -15,6 +15,8 @@ from util.run import checkpoint
 from util.run.checkpoint import (
     CheckpointError,
     find_checkpoint_file,
+    list_checkpoints,
+    list_finished,
     newest_checkpoint,
     prune_checkpoints,
     read_checkpoint,
@@ -69,6 +71,7 @@ def test_the_newest_intact_checkpoint_is_found_with_the_reasons_for_skipping_oth
 NO_SPACE, BAD_POSITION = OSError(28, "No space left on device"), RuntimeError("unexpected pos 576 vs 534")
 
 
+@pytest.mark.parametrize("step", [2, "best"])
 @pytest.mark.parametrize(
     ("fails_in", "error"),
     [
@@ -79,9 +82,11 @@ NO_SPACE, BAD_POSITION = OSError(28, "No space left on device"), RuntimeError("u
         ("json", NO_SPACE),
     ],
 )
-def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, monkeypatch, fails_in, error):
+def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, monkeypatch, fails_in, error, step):
     """torch's zip writer raises OSError or RuntimeError on a full disk. The caller gets an OSError in both cases."""
     before = save(tmp_path, 1, 1.0)
+    save_checkpoint(tmp_path, "best", {"w": torch.zeros(10)}, {"step": 1})  # replaced by a better one
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(*args, **kwargs):
         if fails_in == "torch.save":
@@ -92,15 +97,12 @@ def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, m
     if module:
         monkeypatch.setattr(module, fails_in.split(".")[1], full)
     else:  # writing the record fails, after the weights were written
-        write = checkpoint._write_atomically
-        monkeypatch.setattr(
-            checkpoint, "_write_atomically", lambda p, w: full() if p.suffix == ".json" else write(p, w)
-        )
+        monkeypatch.setattr(checkpoint, "_write_record", full)
     with pytest.raises(OSError, match="No space left|unexpected pos"):
-        save(tmp_path, 2, 2.0)
+        save(tmp_path, step, 2.0)
     monkeypatch.undo()
     assert newest_checkpoint(tmp_path) == (before, [])
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1.json", "checkpoint-1.pth"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 def test_a_really_full_disk(tmp_path):
@@ -134,6 +136,27 @@ def test_pruning_keeps_the_last_two_and_those_marked_as_kept(tmp_path):
     left = ["checkpoint-3", "checkpoint-6", "checkpoint-7", "checkpoint-best", "weights"]
     assert sorted(p.stem for p in tmp_path.glob("*.pth")) == left
     assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_kill_while_pruning_leaves_no_checkpoint_that_would_be_adopted(tmp_path, monkeypatch, calls):
+    for step in range(1, 4):
+        save_checkpoint(tmp_path, step, {}, {"step": step})
+    deleted, unlink = [], Path.unlink
+
+    def killed(path, **kwargs):
+        if len(deleted) == calls:
+            raise KeyboardInterrupt
+        deleted.append(path)
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoints(tmp_path, [2, 3])
+    assert list_finished(tmp_path) == list_checkpoints(tmp_path)
+    monkeypatch.undo()
+    prune_checkpoints(tmp_path, [2, 3])
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2.pth", "checkpoint-3.pth"]
 
 
 def test_pruning_never_deletes_a_checkpoint_without_a_record(tmp_path):

@@ -25,16 +25,29 @@ def test_a_task_of_srun_finds_the_others(scontrol):
         "LOCAL_RANK": "2",
         "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": str(20_000 + 1234567 % 20_000),
+        "MASTER_PORT": str(20_000 + 16 * 1234567 % 20_000),
     }
     assert slurm_environment(JOB | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"})["LOCAL_WORLD_SIZE"] == "1"
+
+
+def test_two_steps_of_a_job_use_two_ports_and_the_user_s_own_is_kept(scontrol):
+    first, second = (slurm_environment(JOB | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in "01")
+    assert first != second
+    assert slurm_environment(JOB | {"MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
 
 
 def test_processes_that_srun_did_not_start_together_have_no_slurm_environment(scontrol):
     batch_script = {name: value for name, value in JOB.items() if name != "SLURM_STEP_ID"}
     assert slurm_environment(batch_script) == {} == slurm_environment({})
     assert slurm_environment(JOB | {"RANK": "0"}) == {}  # torchrun was started once per node
-    assert slurm_environment(JOB | {"SLURM_NTASKS": "1"}) == {}  # an interactive shell
+    assert slurm_environment(JOB | {"SLURM_NTASKS": "1"}) == {}  # srun of one task
+
+
+def test_the_shell_of_salloc_is_one_process():
+    """It is a step of one task, to which `srun --preserve-env` gives the number of tasks of the job."""
+    shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    shell |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert slurm_environment(JOB | shell) == {}
 
 
 @pytest.mark.parametrize(
