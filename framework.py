@@ -58,8 +58,11 @@ class Framework(nn.Module):
         """Returns the resolved values of the framework's own command-line flags. They are recorded with the run."""
         return {}
 
-    def checkpoint_meta(self) -> dict[str, Any]:
-        """Returns what a checkpoint must say about this model beyond its settings, e.g. a teacher's fingerprint."""
+    def checkpoint_meta(self) -> dict[str, str]:
+        """Returns {flag: fingerprint} of the files that the framework's flags name, such as a teacher's weights.
+
+        Checkpoints record them, and a run is resumed with the same files only.
+        """
         return {}
 
     def notes(self) -> list[str]:

@@ -76,8 +76,9 @@ FRAMEWORKS = (
 )
 FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
-# May differ between two starts of a run. A teacher may move: the fingerprint of its weights is compared.
-FREE_FLAGS = {"picture_every", "teacher", "pretrained"} | monitor.FLAGS
+# Frameworks' flags that name files, such as a teacher's. A file may move, so its content is compared, not its path.
+PATH_FLAGS = {flag for module in FRAMEWORKS for flag in getattr(module, "PATH_FLAGS", ())}
+FREE_FLAGS = {"picture_every", "pretrained"} | PATH_FLAGS | monitor.FLAGS  # may differ between two starts of a run
 PROGRAM = "main_pretrain.py"
 
 
@@ -162,9 +163,14 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     return parser, parse_with_recipe(parser, RECIPES, argv)
 
 
-def build_model(settings: Mapping[str, Any]) -> Framework:
-    """Builds the model that `settings` describe: vars(args) or a checkpoint's. ValueError for an impossible pair."""
+def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framework:
+    """Builds the model that `settings` describe: vars(args) or a checkpoint's. ValueError for an impossible pair.
+
+    read_files: whether to read the files that a framework's flags name. On the meta device nothing can be read.
+    """
     name = settings["model"]
+    if not read_files:
+        settings = {**settings, **dict.fromkeys(PATH_FLAGS)}
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
     options = {option: settings[option] for option in names} | {"in_chans": settings.get("in_chans", 3)}
     for flag, (_, modules) in own_flags().items():
@@ -197,28 +203,27 @@ def add_newer_settings(settings: dict[str, Any], own: Mapping[str, Any]) -> None
     """
     if own.keys() - settings.keys():
         with torch.device("meta"):
-            defaults = build_model({**settings, "teacher": None}).own_settings()
+            defaults = build_model(settings, read_files=False).own_settings()
         settings |= {flag: value for flag, value in defaults.items() if flag not in settings}
 
 
-def load_run(path: str | Path, teacher: str | None = None) -> tuple[Framework, dict[str, Any]]:
+def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[Framework, dict[str, Any]]:
     """Loads a model that this program has pre-trained. Returns (model in eval mode, settings of its run).
 
-    path: a checkpoint, or the folder of a run, whose newest intact checkpoint is used. teacher: the teacher of a TEC
-    model, if it has moved since the run.
+    path: a checkpoint, or the folder of a run, whose newest intact checkpoint is used. moved: {flag: new path} of files
+    that have moved since the run, such as a teacher's.
 
-    ValueError if the checkpoint was not written by this program, or if the teacher is not that of the run.
+    ValueError if the checkpoint was not written by this program, or if such a file is not that of the run.
     """
     path = find_checkpoint_file(path)
     content = read_checkpoint(path)
     meta = meta_of(content)
     check_pretrained(meta, path)
-    settings = {**meta["settings"], **pixel_settings(meta)}
-    if teacher:
-        settings["teacher"] = teacher
+    settings = {**meta["settings"], **pixel_settings(meta), **(moved or {})}
     model = build_model(settings)
-    if meta.get("teacher") is not None and meta["teacher"] != model.teacher.fingerprint:
-        raise ValueError(f"the teacher {settings['teacher']!r} has other weights than that of the run at {str(path)!r}")
+    for flag, fingerprint in model.checkpoint_meta().items():
+        if meta.get(flag, fingerprint) != fingerprint:
+            raise ValueError(f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(path)!r}")
     load_strict(model, content["model"], "the checkpoint's weights")
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])
@@ -321,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     with exit_on_setup_errors(parser):
-        process = join_processes(args)
+        process = join_processes(args, PATH_FLAGS)
         plan = make_plan(args, process)
         check_pixel_flags(args, args.in_chans)
         start = enter_folder(PROGRAM, args, argv, process)
@@ -352,12 +357,11 @@ def main(argv: Sequence[str] | None = None) -> bool:
             derived["pretrained"] = content["meta"]["settings"].get("pretrained")
         settings = json_settings(vars(args), asdict(plan), derived, model.own_settings(), data_settings(images))
         data = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
-        extra = model.checkpoint_meta()
-        distributed.refuse_differences(extra, "model")
-        if pretrained is not None:
-            extra["encoder"] = pretrained
+        files = model.checkpoint_meta()
+        distributed.refuse_differences(files, "model")
+        extra = {} if pretrained is None else {"encoder": pretrained}
         epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
-        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
+        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra, files)
         start.remarks += model.notes() + note_on_micro_batch(args, plan) + images.notes
         if content is not None:
             if content["meta"]["settings"]["model"] == args.model:

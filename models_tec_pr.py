@@ -33,6 +33,7 @@ __all__ = [
 
 # Names in TEC's releases -> our names: of the two decoders, and of the modules inside them.
 OFFICIAL_DECODERS = {"forward_fea_decoder": "decoder_fea", "forward_att_decoder": "decoder_att"}
+PATH_FLAGS = ("teacher",)  # may differ between two starts of a run; `checkpoint_meta` says what may not
 OFFICIAL_NAMES = {"decoder_embed": "embed", "decoder_norm": "norm", "decoder_pred": "pred", "decoder_qk": "pred"}
 
 
@@ -138,7 +139,7 @@ class TECViT(Framework, ViTEncoder):
         """Returns TEC's own settings as resolved values, by the names of its flags."""
         return {"teacher": self.teacher.source, "att_topk": self.att_topk, "att_tau": self.att_tau}
 
-    def checkpoint_meta(self) -> dict[str, Any]:
+    def checkpoint_meta(self) -> dict[str, str]:
         """Returns the fingerprint of the teacher's weights, so that a run is resumed with the same teacher only."""
         return {} if self.teacher.fingerprint is None else {"teacher": self.teacher.fingerprint}
 

@@ -57,7 +57,7 @@ def draw_patterns(
 
 def show_run(args: argparse.Namespace) -> None:
     """Draw and measure the reconstructions of a run."""
-    model, settings = load_run(args.run, args.teacher)
+    model, settings = load_run(args.run, {"teacher": args.teacher} if args.teacher else None)
     channels = settings.get("in_chans", 3)
     if args.images:
         images = open_images("folder", args.images, "val", in_chans=channels, for_model=True)

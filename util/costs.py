@@ -15,15 +15,13 @@ from util.data.datasets import AddressedDataset
 from util.data.transforms import RandomResizedCropFlip
 
 
-def forward_gmac(
-    settings: Mapping[str, Any], build_model: Callable[[dict[str, Any]], torch.nn.Module]
-) -> tuple[float, float]:
+def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> tuple[float, float]:
     """Count the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher).
 
     The models are built on the meta device. `build_model` is main_pretrain's. Without a teacher the second is 0.
     """
-    with torch.device("meta"):  # a teacher needs no weights here
-        model = build_model({**settings, "teacher": None})
+    with torch.device("meta"):
+        model = build_model(settings, read_files=False)
         imgs = torch.empty(1, settings.get("in_chans", 3), *model.img_size)
     orders = [order.to("meta") for order in make_batch(model, settings, 1)[1]]
     teacher = getattr(model, "teacher", None)

@@ -103,8 +103,8 @@ def test_aggregations_that_know_the_mask_cost_little(name):
     settings = vars(get_args_parser().parse_args(run.job["pretrain"]))
 
     def build(changed):
-        def model(settings):
-            built = build_model(settings)
+        def model(settings, **options):
+            built = build_model(settings, **options)
             if changed:
                 readings.READINGS[name](built)
             return built

@@ -24,6 +24,7 @@ class RunRecord:
     process: Process
     origin: dict[str, Any]  # code version, command line, hosts
     extra: dict[str, Any] = field(default_factory=dict)  # of one main, for example the classes
+    files: dict[str, str] = field(default_factory=dict)  # {flag: fingerprint} of files that the model reads
 
     def meta(self, step: int) -> dict[str, Any]:
         """Returns the JSON-able description of the checkpoint after `step` optimizer steps."""
@@ -37,6 +38,7 @@ class RunRecord:
             "torch": torch.__version__,
             **self.origin,
             **self.extra,
+            **self.files,
         }
 
 
@@ -94,7 +96,7 @@ def restore(
     """
     meta = content["meta"]
     now = record.meta(meta["step"])
-    changes = find_changes(meta, now, machine_flags, fixed_flags)
+    changes = find_changes(meta, now, machine_flags, fixed_flags, record.files)
     notes = find_notes(meta, now, has_drop_path(model), split_changes_draws)
     record.origin["started_from"] = str(start.resume_path) if start.began_elsewhere else meta.get("started_from")
     if changes and not allow_changes:

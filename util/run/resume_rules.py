@@ -22,14 +22,21 @@ SPLIT_FLAGS = ("batch_size", "accum_iter")
 # Machine flags that change results by rounding errors.
 ROUNDING_FLAGS = ("attention", "compile", "device", "shard")
 # Flags that may differ between the processes of one start: paths and resources of a node.
-PROCESS_FLAGS = frozenset(("num_workers", "data_path", "teacher"))
+PROCESS_FLAGS = frozenset(("num_workers", "data_path"))
 
 
-def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: Set[str] = frozenset()) -> list[str]:
+def find_changes(
+    before: Meta,
+    now: Meta,
+    machine_flags: Set[str],
+    fixed_flags: Set[str] = frozenset(),
+    files: Mapping[str, str] | None = None,
+) -> list[str]:
     """Returns a sentence for each difference between a checkpoint's meta and this start's that changes results.
 
-    machine_flags: flags that may differ. fixed_flags: those of them that may not. A setting that only one of the two
-    has is no change. The default of a new flag keeps the former behaviour.
+    machine_flags: flags that may differ. fixed_flags: those of them that may not. files: {flag: fingerprint} of files
+    with weights that the model reads. A setting that only one of the two has is no change. The default of a new flag
+    keeps the former behaviour.
     """
     was, settings = before["settings"], now["settings"]
     names = sorted(was.keys() & settings.keys() - (machine_flags - fixed_flags))
@@ -48,8 +55,9 @@ def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: 
     was_stored, is_stored = (meta.get("pixels", "uint8") for meta in (before, now))
     if was_stored != is_stored:
         changes.append(f"the images had pixels of {was_stored} and now have {is_stored}")
-    if before.get("teacher") != now.get("teacher"):
-        changes.append("the teacher's weights have changed")
+    for name, fingerprint in (files or {}).items():
+        if before.get(name) != fingerprint:
+            changes.append(f"the {name}'s weights have changed")
     return changes
 
 

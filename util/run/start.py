@@ -4,7 +4,7 @@ import argparse
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,13 @@ class Start:
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
 
 
-def join_processes(args: argparse.Namespace) -> distributed.Process:
-    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
+def join_processes(args: argparse.Namespace, path_flags: Set[str] = frozenset()) -> distributed.Process:
+    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch.
+
+    path_flags: further flags that may differ, because they name files of a node.
+    """
     process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5))
-    refuse_different_starts(args)
+    refuse_different_starts(args, PROCESS_FLAGS | path_flags)
     return process
 
 
@@ -98,9 +101,9 @@ def lock_folder(path: str | Path) -> tuple[Path, FolderLock | None]:
     return distributed.run_on_rank0(create_and_lock), lock
 
 
-def refuse_different_starts(args: argparse.Namespace) -> None:
-    """ValueError on all ranks if ranks were started with other flags, another code or another torch."""
-    flags = {f"--{name}": value for name, value in vars(args).items() if name not in PROCESS_FLAGS}
+def refuse_different_starts(args: argparse.Namespace, process_flags: Set[str] = PROCESS_FLAGS) -> None:
+    """ValueError on all ranks if ranks were started with another code or torch, or other flags than `process_flags`."""
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in process_flags}
     distributed.refuse_differences(flags | {"code": source_hash(), "torch": torch.__version__}, "flags and code")
 
 
