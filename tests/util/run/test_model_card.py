@@ -53,8 +53,8 @@ def card(meta, folder, flags=("decoder_depth", "teacher", "att_tau")):
 def rows(text, section):
     """The table of a section as {name: value}."""
     lines = text.partition(f"## {section}\n")[2].partition("## ")[0].splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    return dict(cell for cell in cells if len(cell) == 2)
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
+    return dict(cells)
 
 
 def write_log(folder):
