@@ -166,6 +166,7 @@ def token_counts(grid_size: tuple[int, int], mask_ratio: float, throw_ratio: flo
     `mask_unit` that does not divide the grid or leaves no square visible.
     """
     rows, columns = grid_size
+    counts = TokenCounts.from_ratios(rows * columns, mask_ratio, throw_ratio)
 
     def count_visible(unit: int) -> int:
         return unit**2 * int(rows * columns // unit**2 * (1 - mask_ratio))
@@ -177,7 +178,6 @@ def token_counts(grid_size: tuple[int, int], mask_ratio: float, throw_ratio: flo
             f"mask_unit must divide the grid of {rows} x {columns} tokens and leave a square visible, got {mask_unit}; "
             f"possible with mask_ratio {mask_ratio}: {', '.join(map(str, possible)) or 'none'}"
         )
-    counts = TokenCounts.from_ratios(rows * columns, mask_ratio, throw_ratio)
     num_visible = count_visible(mask_unit)
     return TokenCounts(num_visible, rows * columns - num_visible - counts.num_thrown, counts.num_thrown)
 

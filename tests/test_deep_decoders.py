@@ -73,6 +73,7 @@ def test_without_flags_the_decoder_is_as_before(name, width, depth, heads):
         (["--mask_unit", 14], "and leave a square visible, got 14; possible with mask_ratio 0.75: 1, 2, 7$"),
         (["--mask_unit", 7, "--mask_ratio", 0.9], "got 7; possible with mask_ratio 0.9: 1, 2$"),
         (["--mask_unit", 0], "mask_unit must divide the grid of 14 x 14 tokens and leave a square visible, got 0"),
+        (["--mask_unit", 2, "--mask_ratio", 1.2], "throw_ratio < mask_ratio < 1 .* got throw_ratio"),
         (["--mask_unit", 2, "--throw_ratio", 0.8], "throw_ratio 0.8 and mask_ratio 0.75"),
     ],
 )

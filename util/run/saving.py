@@ -48,8 +48,8 @@ class CheckpointSaver:
     def save(self, required: bool) -> None:
         """Writes the checkpoint of the current step, unless it is saved already. All ranks must call it.
 
-        All ranks return after the write: if one ended before, its launcher would soon kill the one that writes. If it
-        is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
+        All ranks return after the write: if one ended before, its launcher would soon kill rank 0, which writes. If the
+        save is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
         """
         loop, step = self.loop, self.loop.step
         if run_on_rank0(lambda: self.good_steps[-1] == step):

@@ -102,7 +102,7 @@ def lock_folder(path: str | Path) -> tuple[Path, FolderLock | None]:
 
 
 def refuse_different_starts(args: argparse.Namespace, process_flags: Set[str] = PROCESS_FLAGS) -> None:
-    """ValueError on all ranks if ranks were started with another code or torch, or other flags than `process_flags`."""
+    """ValueError on all ranks if code, torch or flags differ between them. Flags in `process_flags` may differ."""
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in process_flags}
     distributed.refuse_differences(flags | {"code": source_hash(), "torch": torch.__version__}, "flags and code")
 
