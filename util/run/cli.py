@@ -66,10 +66,21 @@ class Parser(argparse.ArgumentParser):
             self.usage = " ".join(["%(prog)s", "[flags]", *names])
         return super().format_help()
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses `args`, with the user's home for `~`. Shells leave it in `--flag=~/x` as it is."""
+        words = [expand_home(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2. Lines of the message are joined."""
         text = " ".join(line.strip() for line in message.splitlines() if line.strip())
         self.exit(2, f"{self.prog}: error: {text}\n(`{self.prog} --help` lists every flag)\n")
+
+
+def expand_home(word: str) -> str:
+    """Returns a word of a command line in which a `~` at the start, or after `NAME=`, is the user's home."""
+    name, equals, value = word.partition("=")
+    return name + equals + os.path.expanduser(value) if equals and "/" not in name else os.path.expanduser(word)
 
 
 def parse_with_recipe(

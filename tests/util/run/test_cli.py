@@ -75,6 +75,25 @@ def test_flags_that_a_command_line_sets(argv, expected):
     assert flags_given(make_parser(), argv.split()) == expected
 
 
+@pytest.mark.fault("F62", "`~/x` as the value of any path flag", "a path in the home of the user, not a folder named ~")
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--output_dir=~/x", "/home/me/x"),
+        ("~/x", "/home/me/x"),
+        ("LABEL=~/x", "LABEL=/home/me/x"),
+        ("--output_dir=~", "/home/me"),
+        ("./~/x", "./~/x"),
+        ("~no~user/x", "~no~user/x"),
+        ("a=b=~/x", "a=b=~/x"),
+    ],
+)
+def test_the_home_of_the_user_is_expanded(monkeypatch, word, said):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = make_parser().parse_args([word])
+    assert (args.output_dir if word.startswith("--") else args.run) == said
+
+
 def test_asking_for_the_flags_leaves_the_parser_as_it_is():
     parser = make_parser()
     before = parser.parse_args([])
