@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,13 +18,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_finetune
+import main_pretrain
 from scripts import export
 from tests.locks import held_by_another_process
 from tests.test_main_pretrain import assert_same_state, fails, reports, run
+from tests.test_main_pretrain import command as main_command
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534  # the user without rights
 
 
 def test_a_lost_step_is_logged_once(photos, tmp_path):
@@ -159,6 +164,58 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "cannot be written to" in fails(capsys, photos, small_disk / "out")
     record_property("measured", "exit code 2")
+
+
+@pytest.fixture
+def folder_of_nobody(photos, tmp_path):
+    """A folder with photos that belongs to the user nobody, where root may make one."""
+    if os.geteuid():
+        pytest.skip("only root can be another user")
+    folder = Path(tempfile.mkdtemp())  # others cannot enter `tmp_path`
+    shutil.copytree(photos, folder / "photos")
+    subprocess.run(["chown", "-R", str(NOBODY), folder], check=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def exit_code_as_nobody(*command):
+    """Runs main_pretrain in a fork that belongs to nobody. Returns its exit code."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 99
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        main_pretrain.main(main_command(*command))
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@pytest.mark.fault(
+    "F61", "a lock, a log or a checkpoint in the output folder belongs to another user", "exit code 2 with the owner"
+)
+@pytest.mark.parametrize("name", [".lock", "log.txt", "log.jsonl", "checkpoint-3.json", "checkpoint-3.pth"])
+def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
+    output_dir = folder_of_nobody / "out"
+    output_dir.mkdir()
+    (output_dir / "checkpoint-3.json").write_text('{"size": 1, "sha256": ""}')
+    (output_dir / "checkpoint-3.pth").write_bytes(b"x")
+    if "log" in name:
+        shutil.rmtree(output_dir)
+        output_dir.mkdir()
+    subprocess.run(["chown", "-R", str(NOBODY), output_dir], check=True)
+    (output_dir / name).touch()
+    os.chown(output_dir / name, 0, 0)
+    (output_dir / name).chmod(0o600)
+    capfd.readouterr()
+    assert exit_code_as_nobody(folder_of_nobody / "photos", output_dir) == 2
+    error = capfd.readouterr().err
+    assert f"Permission denied: '{output_dir / name}' ('{output_dir / name}' belongs to root); ask for access" in error
 
 
 @pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")

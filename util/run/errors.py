@@ -1,9 +1,12 @@
 """How errors end a program: one paragraph on stderr and an exit code that says whether to start again."""
 
 import argparse
+import os
+import pwd
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from util.data.images import ImageError
@@ -13,12 +16,15 @@ from util.run.watchdog import TEMPORARY
 
 
 def exit_code(error: Exception) -> int:
-    """Returns 3: values not finite; 4: unusable checkpoint; 75: I/O error, start again; 2: any other user error."""
+    """Returns 3: values not finite; 4: unusable checkpoint; 75: I/O error, start again; 2: any other user error.
+
+    A missing permission is the user's error: it would be missing again.
+    """
     if isinstance(error, FloatingPointError):
         return 3
     if isinstance(error, CheckpointError):
         return 4
-    return TEMPORARY if isinstance(error, OSError) else 2
+    return TEMPORARY if isinstance(error, OSError) and not isinstance(error, PermissionError) else 2
 
 
 def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "start the same command again") -> NoReturn:
@@ -26,10 +32,25 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "sta
     message = str(error).strip()
     if "Traceback" in message:  # an error of a DataLoader worker
         message = " ".join(re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)[-1].split())
-    if isinstance(error, OSError):
+    if isinstance(error, PermissionError):
+        owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
+        message += f"{owner}; ask for access, or give another path"
+    elif isinstance(error, OSError):
         message += f"; {advice}"
     distributed.drain_gloo_threads()
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}\n")
+
+
+def describe_owner(path: str) -> str:
+    """Returns, for example, "'out/.lock' belongs to root". Of a file that does not exist it describes the folder."""
+    place = Path(path) if os.path.exists(path) else Path(path).parent
+    try:
+        owner = place.stat().st_uid
+    except OSError as error:
+        return str(error)
+    with suppress(KeyError):  # a container may have no names
+        return f"{str(place)!r} belongs to {pwd.getpwuid(owner).pw_name}"
+    return f"{str(place)!r} belongs to user {owner}"
 
 
 @contextmanager
