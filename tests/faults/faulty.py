@@ -87,6 +87,10 @@ class Fault:
                 losses = {name: loss * torch.nan for name, loss in losses.items()}
             return scaled_loss(loop, losses, micro)
 
+        if self.name == "own-folder":  # for relative paths every process has a disk of its own
+            own = Path(f"{self.marker}.{os.environ['RANK']}")
+            own.mkdir()
+            os.chdir(own)
         TrainLoop.begin_step, TrainLoop.seed_draws, TrainLoop.scaled_loss = faulty_step, faulty_seed, faulty_loss
         if self.name in IN_SAVE:
             save = checkpoint.save_checkpoint

@@ -91,6 +91,19 @@ def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_propert
 
 
 @pytest.mark.fault(
+    "F59", "an --output_dir on a disk that each process has for itself", "refused at the start, with hosts and folder"
+)
+def test_an_output_folder_that_is_not_shared(photos, tmp_path):
+    out = finish(photos, "out", "--max_steps", 1, fault=("own-folder", 0, "all", tmp_path / "disk"), code=1)
+    assert re.search(
+        r"error: --output_dir 'out' is not the same folder for all processes: a file of rank 0 on \S+ does not appear "
+        r"for rank 1 on \S+; choose a folder on storage that all nodes share",
+        out,
+    ), out
+    assert not list(tmp_path.glob("disk.*/out/*checkpoint*")) and not list(tmp_path.glob("disk.*/out/.shared-*"))
+
+
+@pytest.mark.fault(
     "F10", "SIGTERM to torchrun, at a random step", "all save after one step and end; the same command goes on; exact"
 )
 def test_a_signal_to_torchrun(photos, tmp_path, undisturbed, repeats, record_property):

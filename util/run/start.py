@@ -1,9 +1,12 @@
 """The start of a run: it joins the processes, checks that they agree, and takes the output folder."""
 
 import argparse
+import os
 import shlex
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +19,10 @@ from util.run import distributed
 from util.run.code_version import code_version, source_hash
 from util.run.resume_rules import PROCESS_FLAGS
 from util.run.run_folder import FolderLock, find_checkpoint, writable_folder
+from util.text import shorten
 
 # Files that a killed process was about to rename.
-LEFTOVERS = (".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", "attention/.*.tmp-*")
+LEFTOVERS = (".shared-*", ".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", "attention/.*.tmp-*")
 
 
 @dataclass
@@ -54,8 +58,8 @@ def enter_folder(
 ) -> Start:
     """Locks the output folder and finds the checkpoint to resume from.
 
-    argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable or
-    is in use by another run.
+    argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable, is
+    in use by another run, or is not the same for all processes.
     """
 
     def check_folder() -> Path:
@@ -79,7 +83,32 @@ def enter_folder(
 
     # Rank 0 chooses, so that all ranks resume from the same file.
     resume_path, remarks = distributed.run_on_rank0(lock_and_look)
+    if process.world_size > 1:
+        refuse_separate_folders(output_dir)
     return Start(program, process, output_dir, resume_path, origin, lock, remarks)
+
+
+def refuse_separate_folders(output_dir: Path) -> None:
+    """ValueError on all ranks unless all see a file that rank 0 writes into the folder, within 6 seconds."""
+
+    def write_token() -> str:
+        descriptor, path = tempfile.mkstemp(prefix=".shared-", dir=output_dir)
+        os.close(descriptor)
+        return Path(path).name
+
+    token = output_dir / distributed.run_on_rank0(write_token)
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
+        if token.exists():
+            break
+        time.sleep(seconds)
+    found = distributed.gather_objects((socket.gethostname(), token.exists()))
+    distributed.run_on_rank0(lambda: token.unlink(missing_ok=True))
+    blind = [f"rank {rank} on {host}" for rank, (host, is_seen) in enumerate(found) if not is_seen]
+    if blind:
+        raise ValueError(
+            f"--output_dir {str(output_dir)!r} is not the same folder for all processes: a file of rank 0 on "
+            f"{found[0][0]} does not appear for {shorten(blind)}; choose a folder on storage that all nodes share"
+        )
 
 
 def lock_folder(path: str | Path) -> tuple[Path, FolderLock | None]:
