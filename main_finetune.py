@@ -351,6 +351,14 @@ def load_first_weights(
     return ["no --finetune: training from scratch"]
 
 
+def match_resumed(model: nn.Module, content: Mapping[str, Any], classes: list[str]) -> None:
+    """Raises ValueError if a resumed run had other classes. Removes the MLP that its first weights had folded."""
+    check_classes(content["meta"]["classes"], classes, "the run", "the data")
+    asked_for_mlp = content["meta"]["settings"].get("cls_token_mlp")
+    if asked_for_mlp and not any(name.startswith("cls_token_mlp.") for name in content["model"]):
+        model.cls_token_mlp = nn.Identity()  # TEC's published weights
+
+
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     """Opens train/ and val/. ValueError unless both have the same classes, --nb_classes of them."""
     images = open_everywhere(args, "train", labelled=True, max_bad_fraction=args.max_bad_fraction)
@@ -386,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         if content is None:
             start.remarks += load_first_weights(model, encoder, args, classes)
         else:
-            check_classes(content["meta"]["classes"], classes, "the run", "the data")
+            match_resumed(model, content, classes)
         model = model.to(build_device(args, process))
         (mean, std), remarks = choose_statistics(args, images, content, encoder)
         start.remarks += remarks

@@ -7,6 +7,7 @@ decoders, which throw the same tokens.
 """
 
 import argparse
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from framework import Framework
 from models_teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from util.encoder_weights import is_published_tec
 from util.pictures import principal_colors
 from util.run.checkpoint import load_strict
 
@@ -295,12 +297,23 @@ class TECViT(Framework, ViTEncoder):
         return super()._apply(fn, recurse)
 
     def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a release of TEC before fine-tuning, given as the file's content or as its `model`.
+        """Loads a checkpoint of TEC's pre-training, given as the file's content or as its `model`.
 
         Loading is strict, except for the aggregators. The ValueError names missing, unexpected and mis-shaped keys.
+        TEC's published files hold the encoder alone, with the MLP folded into the class token: this model then has no
+        MLP, its norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep their values.
         """
+        weights = state_dict.get("model", state_dict)
+        if is_published_tec(weights):
+            others = {name: v for name, v in self.state_dict().items() if not is_published_tec([name])}
+            load_strict(self, others | weights, "TEC weights")
+            self.cls_token_mlp = nn.Identity()
+            self.norm.reset_parameters()
+            text = "TEC weights: the MLP is folded into the class token; adapter and decoders are not in the file"
+            warnings.warn(text, stacklevel=2)
+            return
         renamed: dict[str, torch.Tensor] = {}
-        for name, value in state_dict.get("model", state_dict).items():
+        for name, value in weights.items():
             owner, _, rest = name.partition(".")
             if owner == "decoder_pos_embed":  # the release has one table for both decoders
                 renamed |= {"decoder_fea.pos_embed": value, "decoder_att.pos_embed": value}

@@ -66,6 +66,7 @@ def test_other_frameworks_finetune_as_their_releases():
         ("localmim_finetune_vit_large_800ep", 3e-3, 0.75, 5, 1e-6),
         ("tec_finetune_vit_base_300ep", 2e-3, 0.5, 5, 1e-6),
         ("tec_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
+        ("tec_mae_finetune_vit_base_100ep", 2e-3, 0.65, 5, 1e-6),
         ("tec_mae_finetune_vit_base_300ep", 2e-3, 0.65, 20, 1e-6),
         ("tec_mae_finetune_vit_base_800ep", 2e-3, 0.55, 20, 1e-6),
         ("tec_mae_finetune_vit_large", 4e-3, 0.65, 5, 1e-5),

@@ -7,6 +7,8 @@ import torch
 from timm.optim import param_groups_layer_decay
 
 import main_finetune
+from encoders import load_model
+from models_tec_pr import tec_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
 from tests.test_main_finetune import command, evaluate, fails, labelled, pretrain, run  # noqa: F401
@@ -66,6 +68,66 @@ def test_unfolded_and_folded_start_from_the_same_function(tmp_path):
     without = VisionTransformer(num_classes=5, cls_token_mlp=True, **ENCODER).double().eval()
     without.load_state_dict(model.state_dict(), strict=False)  # the MLP of this one is random
     assert not torch.allclose(without(imgs), logits[0], rtol=1e-3)
+
+
+def published(source, path):
+    """Writes the encoder of a TEC model as TEC's authors publish it: the MLP folded in, and nothing but these keys."""
+    names = [f"patch_embed.proj.{kind}" for kind in ("weight", "bias")]
+    parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    names += [f"blocks.{i}.{part}.{kind}" for i in range(4) for part in parts for kind in ("weight", "bias")]
+    weights = {name: source.state_dict()[name] for name in ("pos_embed", *names)}
+    weights["cls_token"] = source.cls_token_mlp(source.cls_token).detach()
+    torch.save({"model": weights}, path)
+    return weights
+
+
+@pytest.mark.parametrize("pool", ["avg", "token"])
+@pytest.mark.parametrize("with_mlp", [False, True])
+@pytest.mark.fault(
+    "U93", "TEC's published weights, whose MLP is folded already, with TEC's recipes", "loaded; said; equal features"
+)
+def test_published_weights_are_folded_already(tmp_path, pool, with_mlp):
+    source = build()
+    weights = published(source, tmp_path / "tec.pth")
+    model = VisionTransformer(num_classes=5, global_pool=pool, cls_token_mlp=with_mlp, **ENCODER).double().eval()
+    report = load_encoder(model, tmp_path / "tec.pth")
+    assert set(report.loaded) == set(weights) and not report.unexpected and not model.cls_token_mlp.state_dict()
+    assert ("the MLP on the class token is folded into the token in this file" in str(report)) == with_mlp
+    assert ("the file holds no final norm, so norm starts with weight 1" in str(report)) == (pool == "token")
+    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    source.norm = model.norm
+    torch.testing.assert_close(model.forward_features(imgs), source.forward_features(imgs), rtol=1e-10, atol=1e-10)
+
+
+def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_untrained(tmp_path):
+    source, model = build(), build(0.5)
+    weights, before = published(source, tmp_path / "tec.pth"), {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.warns(
+        UserWarning, match="MLP is folded into the class token; adapter and decoders are not in the file"
+    ):
+        model.load_official({"model": weights})
+    after, source.norm = model.state_dict(), torch.nn.LayerNorm(24, eps=1e-6).double()
+    assert not any(name.startswith("cls_token_mlp") for name in after)
+    others = [name for name in after if name not in weights and not name.startswith("norm.")]
+    assert others and all(torch.equal(after[name], before[name]) for name in others)
+    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(model.forward_features(imgs), source.forward_features(imgs), rtol=1e-10, atol=1e-10)
+    del weights["blocks.3.mlp.fc2.bias"]
+    with pytest.raises(ValueError, match=r"TEC weights do not fit this TECViT: 1 missing: blocks\.3\.mlp\.fc2\.bias"):
+        model.load_official(weights)
+
+
+def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, capsys):  # noqa: F811
+    published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
+    assert load_model(tmp_path / "tec.pth")[0].norm.weight.unique().tolist() == [1.0]
+    flags = (*MICRO, *AS_RELEASED, "--finetune", tmp_path / "tec.pth")
+    content = run(labelled, tmp_path / "whole", *flags)
+    assert "folded into the token in this file" in capsys.readouterr().out
+    assert not any(name.startswith("cls_token_mlp") for name in content["model"])
+    run(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(run(labelled, tmp_path / "parts", *flags), content)
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())["last"]
+    assert evaluate(labelled, tmp_path / "whole")["loss"] == pytest.approx(results["val_loss"], rel=1e-5)
 
 
 def test_the_mlp_learns_like_the_head_and_the_positions_not_at_all():

@@ -41,6 +41,7 @@ _COMPUTED_KEYS = ("relative_position_index", "attn_mask")  # endings of buffers 
 _BIAS_TABLE = "relative_position_bias_table"
 # Keys of CrossMAE's pre-training, in its release and here. Its encoder has no final norm.
 _CROSSMAE_KEYS = ("wfm.linear.weight", "decoder.level_weights")
+_CLS_TOKEN_MLP = "cls_token_mlp.fc1.weight"
 
 
 class LoadReport(NamedTuple):
@@ -51,6 +52,7 @@ class LoadReport(NamedTuple):
     missing: list[str]
     unexpected: list[str]
     adapted: str = ""  # how the patch embedding was adapted to other channels
+    folded: str = ""  # where the MLP on TEC's class token was folded into the token
 
     def __str__(self) -> str:
         """Returns one line of counts and names. Unexpected keys are named by their modules, such as `decoder`."""
@@ -62,10 +64,9 @@ class LoadReport(NamedTuple):
             (self.unexpected, "not used", unused),
         ):
             parts.append(f"{len(keys)} {what} ({shorten(names, most=6)})" if names else f"{len(keys)} {what}")
-        if self.adapted:
-            parts.append(self.adapted)
+        parts += [remark for remark in (self.adapted, self.folded) if remark]
         if "norm.weight" in self.missing:
-            parts.append("this encoder was pre-trained without a final norm, so norm starts with weight 1 and bias 0")
+            parts.append("the file holds no final norm, so norm starts with weight 1 and bias 0")
         return "; ".join(parts)
 
 
@@ -78,15 +79,17 @@ def load_encoder(
     growth of their number, or summed for one channel.
     Position tables of another grid are resized bicubically, with the class row kept. Tables of relative-position biases
     are resized by a spline. A bias table that all blocks shared is copied into each block. The MLP on TEC's class token
-    is folded into the token, unless the model has such an MLP.
+    is folded into the token, unless the model has such an MLP. In TEC's published files it is folded already: the model
+    then loses its MLP.
 
     path: a file, or the folder of a run, whose newest checkpoint is used.
     first_release_merging: re-index the patch merging of GreenMIM's public files. classes: names of the model's classes,
     in order. A head is loaded if its shape fits and the file names no other classes.
 
-    Only the head and the pooling norm `fc_norm` may be missing, and CrossMAE's encoder has no final norm: the model's
-    `norm` then gets weight 1 and bias 0. Raises CheckpointError, a ValueError, if any other key of the model is missing
-    or of another shape, and if the file holds parts of blocks or of the patch embedding that the model lacks.
+    Only the head and the pooling norm `fc_norm` may be missing. CrossMAE's encoder and TEC's published files have no
+    final norm: the model's `norm` then gets weight 1 and bias 0. Raises CheckpointError, a ValueError, if any other key
+    of the model is missing or of another shape, and if the file holds parts of blocks or of the patch embedding that
+    the model lacks.
     """
     path = find_checkpoint_file(path)
     return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
@@ -104,8 +107,10 @@ def fit_encoder(
 
     new_keys: endings of keys that may be missing, too, because pre-training has no such parameters.
     """
-    own, meta = model.state_dict(), meta_of(content)
-    weights = encoder_weights_of(content, fold_cls_token="cls_token_mlp.fc1.weight" not in own)
+    raw, meta = weights_of(content), meta_of(content)
+    folded = _fold_cls_token_mlp(model, raw)
+    own = model.state_dict()
+    weights = encoder_names(raw, fold_cls_token=_CLS_TOKEN_MLP not in own)
     settings = meta.get("settings", {})
     if settings.get("model"):
         what = f"{what} (it was made as {settings['model']})"
@@ -118,7 +123,8 @@ def fit_encoder(
     adapted = _adapt_channels(found, own, what)
     resized = _fit_tables(found, settings, own, model, what)
     missing = [key for key in own if key not in found]
-    lacks_norm = "norm.weight" in missing and any(key in weights for key in _CROSSMAE_KEYS)
+    has_none = any(key in weights for key in _CROSSMAE_KEYS) or is_published_tec(weights)
+    lacks_norm = "norm.weight" in missing and has_none
     optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
     needed = [key for key in missing if not key.startswith(optional) and not key.endswith(new_keys)]
     misshaped = list_misshaped(found, own)
@@ -133,7 +139,7 @@ def fit_encoder(
     model.load_state_dict(found, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
-    return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted)
+    return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted, folded)
 
 
 def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
@@ -146,7 +152,7 @@ def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
     path = find_checkpoint_file(path)
     content, own, what = read_checkpoint(path), model.state_dict(), repr(str(path))
     raw = weights_of(content)
-    renamed = encoder_names(raw, fold_cls_token="cls_token_mlp.fc1.weight" not in own)
+    renamed = encoder_names(raw, fold_cls_token=_CLS_TOKEN_MLP not in own)
     # A pre-training model may have parts that `encoder_names` leaves out, such as LocalMIM's norms.
     weights = {key: value for key, value in raw.items() if key in own} | renamed
     found = {key: value for key, value in weights.items() if key in own and torch.is_tensor(value)}
@@ -212,6 +218,25 @@ def weights_of(content: Mapping[str, Any]) -> Weights:
 def holds_student(content: Mapping[str, Any]) -> bool:
     """Returns whether a content is a training checkpoint of iBOT or DINO, of which `weights_of` returns the student."""
     return "student" in content and not {"model", "state_dict"} & content.keys()
+
+
+def is_published_tec(weights: Iterable[str]) -> bool:
+    """Returns whether the keys of a file are those of TEC's published encoders.
+
+    In these the MLP on the class token is folded into the token, and there is no final norm.
+    """
+    return all(key in ("cls_token", "pos_embed") or key.startswith(("patch_embed.", "blocks.")) for key in weights)
+
+
+def _fold_cls_token_mlp(model: torch.nn.Module, weights: Iterable[str]) -> str:
+    """Removes the model's MLP on the class token if it is folded in the file. Returns a remark on folding, or ""."""
+    in_model = _CLS_TOKEN_MLP in model.state_dict()
+    if not in_model:
+        return "the MLP on the class token is folded into the token" if _CLS_TOKEN_MLP in weights else ""
+    if not is_published_tec(weights):
+        return ""
+    model.cls_token_mlp = torch.nn.Identity()
+    return "the MLP on the class token is folded into the token in this file, so the token is used without it"
 
 
 def _copy_shared_bias_table(weights: Weights, own: Mapping[str, torch.Tensor]) -> Weights:
@@ -353,7 +378,7 @@ _MMPRETRAIN = [
 
 def encoder_names(weights: Weights, fold_cls_token: bool = True) -> Weights:
     """Renames the encoder's keys to ours. The release is recognised by its keys."""
-    if "cls_token_mlp.fc1.weight" in weights:
+    if _CLS_TOKEN_MLP in weights:
         return from_tec(weights) if fold_cls_token else weights
     if "norm.0.weight" in weights:
         return from_localmim(weights)
