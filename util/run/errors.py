@@ -12,6 +12,7 @@ from typing import NoReturn
 from util.data.images import ImageError
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
+from util.run.run_folder import FolderInUse
 from util.run.watchdog import TEMPORARY
 
 
@@ -65,8 +66,10 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 @contextmanager
 def exit_on_training_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """While training, unreadable data, values that are not finite and I/O errors end the run. Other errors are bugs."""
+    """While training, unreadable data, values that are not finite, I/O errors and a folder that another run has taken
+    end the run. Other errors are bugs.
+    """
     try:
         yield
-    except (ImageError, FloatingPointError, OSError) as error:
+    except (ImageError, FloatingPointError, FolderInUse, OSError) as error:
         refuse(parser, error, "the same command goes on from the newest checkpoint")

@@ -109,6 +109,20 @@ class RunLog:
             self.tensorboard = None
             self.info(f"warning: TensorBoard's file cannot be written ({error}); this start writes no more to it")
 
+    def renew(self) -> bool:
+        """Writes all reports again if the files were deleted, and returns whether they were. log.txt begins anew."""
+        path = self.reports.path
+        if path.exists():
+            return False
+        self.text = open(self.text.name, "a", encoding="utf-8")
+        self.reports.write_all()
+        self.tensorboard = SummaryWriter(path.parent / "tensorboard")
+        for report in self.history():
+            for name, value in report.items():
+                if value is not None and name != "step" and "interim" not in report:
+                    self._to_tensorboard("add_scalar", name, value, report["step"])
+        return True
+
     def history(self) -> list[dict[str, Any]]:
         """Returns all reports so far, including those before a resume."""
         return list(self.reports.content) if self.enabled else []
@@ -141,7 +155,7 @@ class ReportFile:
         self.path = path
         self.content: list[dict[str, Any]] = []
         self.unwritten = b""
-        kept, dropped = [], []
+        dropped = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 report = json.loads(line)
@@ -152,16 +166,19 @@ class ReportFile:
                 and report.get("step", start_step + 1) <= start_step
                 and "interim" not in report
             ):
-                kept.append(line + "\n")
                 self.content.append(report)
             else:
                 dropped.append(line + "\n")
         if dropped:
             with open(path.with_name(f"{path.stem}-superseded{path.suffix}"), "a", encoding="utf-8") as file:
                 file.writelines(dropped)
-        with replaced_file(path) as temporary:
-            temporary.write_text("".join(kept))
-        self.file = open(path, "ab", buffering=0)
+        self.write_all()
+
+    def write_all(self) -> None:
+        """Writes the file anew and opens it."""
+        with replaced_file(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(report) + "\n" for report in self.content))
+        self.file, self.unwritten = open(self.path, "ab", buffering=0), b""
 
     def append(self, report: dict[str, Any]) -> OSError | None:
         """Adds a report. Returns the error if it cannot be written now."""

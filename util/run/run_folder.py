@@ -29,10 +29,14 @@ def writable_folder(path: str | Path) -> Path:
         raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
 
 
+class FolderInUse(ValueError):
+    """Another process works in the output folder."""
+
+
 class FolderLock:
     """Reserves the folder for this process until it ends, however it ends.
 
-    Raises ValueError, with the process that holds the lock, if that process is on this host. A lock of another host is
+    Raises FolderInUse, with the process that holds the lock, if that process is on this host. A lock of another host is
     waited for, since a file server may keep that of a lost node for a while. If the file system has no locks, `remarks`
     says so.
     """
@@ -40,7 +44,8 @@ class FolderLock:
     # Not `filelock`: its flock is inherited by DataLoader workers, and its files do not name the holder.
     def __init__(self, folder: str | Path) -> None:
         self.remarks: list[str] = []
-        self.file = open(Path(folder) / LOCK, "a+")
+        self.path = Path(folder) / LOCK
+        self.file = open(self.path, "a+")
         here, end = socket.gethostname(), time.monotonic() + PATIENCE
         while True:
             try:
@@ -53,7 +58,7 @@ class FolderLock:
                 self.file.seek(0)
                 holder = self.file.read().strip() or "another process"
                 if holder.endswith(f" on {here}") or time.monotonic() > end:
-                    raise ValueError(
+                    raise FolderInUse(
                         f"--output_dir {str(folder)!r} is in use by {holder}: wait for it, stop it, or choose another "
                         f"folder; if that process is gone, remove {LOCK} there"
                     ) from error
@@ -61,6 +66,13 @@ class FolderLock:
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {here}\n")
         self.file.flush()
+
+    def is_lost(self) -> bool:
+        """Whether the lock's file was deleted, alone or with the folder, or is another one now."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return True
 
 
 def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, list[str]]:

@@ -12,7 +12,7 @@ from util.run.distributed import all_reduce_sum, run_on_rank0
 from util.run.flags import RunSchedule
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord
-from util.run.run_folder import write_progress
+from util.run.run_folder import FolderLock, write_json, write_progress
 
 
 def step_ranges(start: int, last: int, *periods: int) -> Iterator[range]:
@@ -30,7 +30,7 @@ def step_ranges(start: int, last: int, *periods: int) -> Iterator[range]:
 class CheckpointSaver:
     """Writes the checkpoints of a run and prunes those that are not needed any more.
 
-    first_step: where this start resumed, or 0.
+    first_step: where this start resumed, or 0. lock: of the output folder, on rank 0.
     """
 
     output_dir: Path
@@ -40,6 +40,7 @@ class CheckpointSaver:
     is_sharded: bool
     schedule: RunSchedule
     first_step: int
+    lock: FolderLock | None = None
     good_steps: list[int] = field(init=False)  # checkpoints known to be good: resumed from, or saved since
 
     def __post_init__(self) -> None:
@@ -82,6 +83,7 @@ class CheckpointSaver:
     ) -> bool:
         """Writes a checkpoint and prunes older ones. Returns whether that worked. OSError only if it is `required`."""
         try:
+            self.renew_folder()
             checkpoint.save_checkpoint(self.output_dir, name, state, meta, keep)
         except OSError as error:
             if required:
@@ -95,3 +97,13 @@ class CheckpointSaver:
         except OSError as error:
             self.loop.log.info(f"warning: older checkpoints could not be removed ({error})")
         return True
+
+    def renew_folder(self) -> None:
+        """Makes the output folder again if it was deleted, with its files. FolderInUse if another run has it now."""
+        if self.lock is None or not self.lock.is_lost():
+            return
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(self.output_dir)
+        if self.loop.log.renew():
+            write_json(self.output_dir / "settings.json", self.record.settings)
+            self.loop.log.info(f"warning: {str(self.output_dir)!r} was deleted; it is made again, and the run goes on")

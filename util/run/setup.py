@@ -115,7 +115,7 @@ def assemble(
     loop.load_state(content, first_step)
     open_batches, report = training_batches(args, plan, process, images, transform, log, model.img_size)
     batches = open_batches(range(first_step, last_step), collator)
-    saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, schedule, first_step)
+    saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, schedule, first_step, start.lock)
     loop.on_report = partial(report_bad_images, report, saver)
     return RunParts(wrapped, loop, batches, open_batches, saver, watchdog)
 
