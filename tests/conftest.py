@@ -12,6 +12,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also if nohup 
 
 def pytest_addoption(parser):
     parser.addoption("--repeats", type=int, default=1, help="of tests of faults that strike at random")
+    parser.addoption("--faults", help="run only the tests of these rows of docs/faults.md: F1,U12")
 
 
 @pytest.fixture
@@ -23,7 +24,10 @@ def repeats(request):
 LONGEST_FILES = ["test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py", "test_study.py"]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--faults"):
+        rows = set(config.getoption("--faults").split(","))
+        items[:] = [item for item in items if rows & {mark.args[0] for mark in item.iter_markers("fault")}]
     items.sort(key=lambda item: LONGEST_FILES.index(item.path.name) if item.path.name in LONGEST_FILES else 99)
     for item in items:  # for tools/fault_matrix.py
         item.user_properties += [("fault", " | ".join(mark.args)) for mark in item.iter_markers("fault")]
