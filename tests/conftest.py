@@ -6,13 +6,24 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.patches import MonkeyPatch
+
 torch.set_num_threads(1)  # the models are tiny; threads that wait for each other would cost more than they give
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also if nohup or a CI has started the tests
+# As in a terminal, also if nohup, a CI or the background of a script has started the tests. Children inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):
     parser.addoption("--repeats", type=int, default=1, help="of tests of faults that strike at random")
     parser.addoption("--faults", help="run only the tests of these rows of docs/faults.md: F1,U12")
+
+
+@pytest.fixture
+def monkeypatch():
+    with MonkeyPatch.context() as patch:
+        yield patch
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import inspect
 import re
 import shlex
 import string
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,9 +26,10 @@ from scripts import export
 from submitit_launch import MAINS as MAINS_OF_THE_LAUNCHER
 from tests import test_framework_contract as contract
 from tests.conftest import write_photo
+from tests.patches import MonkeyPatch, StandIn
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS
 from tools import method_figure
-from util.run.cli import parse_with_recipe
+from util.run.cli import Parser, parse_with_recipe
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The file that docs/add_a_framework.md shows, with a flag and models of its own.
@@ -145,8 +147,8 @@ def parser_of(program: str) -> argparse.ArgumentParser:
     def stop(parser: argparse.ArgumentParser, *_: object) -> None:
         raise ParserFound(parser)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(Parser, "parse_known_args", stop)
         try:
             module.main([])
         except ParserFound as found:
@@ -191,7 +193,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (pretrain,) = (argv for name, argv in programs if name == "main_pretrain.py" and "PHOTOS" in argv)
     (to_timm,) = (argv for name, argv in programs if name == "scripts/export.py")
     small = ["--batch_size", "2", "--epochs", "1", "--warmup_epochs", "0", "--max_steps", "1", "--num_workers", "0"]
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main_pretrain.main([*pretrain, *small, "--picture_every", "0", "--device", "cpu"])
         export.main(to_timm)
@@ -212,13 +214,14 @@ class SmallCIFAR10:
 
 
 @pytest.mark.parametrize("snippet", snippets())
-def test_python_snippets_run_as_pasted(snippet: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_snippets_run_as_pasted(snippet: str, place: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", SmallCIFAR10)
+    library = StandIn(torchvision.datasets, CIFAR10=SmallCIFAR10)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", library)
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
 
 
-def test_the_example_of_a_framework_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_framework_keeps_the_contract(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Runs the contract's tests on it, save those that compile or start processes."""
     (snippet,) = blocks_of(ROOT / "docs" / "add_a_framework.md", "python")
     (tmp_path / EXAMPLE).write_text(snippet)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 import main_finetune
 import main_pretrain
+from framework import Framework
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
 from tests import test_main_finetune
@@ -18,7 +18,7 @@ from util.run.distributed import Process
 def test_a_model_is_compiled_as_a_whole_for_one_shape(photos, tmp_path, monkeypatch, flag):
     calls = []
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, *args, **options: calls.append((type(self).__name__, args, options))
+        Framework, "compile", lambda self, *args, **options: calls.append((type(self).__name__, args, options))
     )
     run(photos, tmp_path / "out", flag, "--max_steps", 1, "--picture_every", 0)
     expected = [("MaskedAutoencoderViT", (), dict(fullgraph=True, dynamic=False))]

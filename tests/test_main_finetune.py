@@ -441,8 +441,8 @@ def test_user_errors_are_one_paragraph_before_the_first_step(
     meta = {"settings": settings, "classes": ["fox", "owl"]}
     save_checkpoint(tmp_path, "ours", {"model": VisionTransformer(num_classes=2, **sizes).state_dict()}, meta)
     (tmp_path / "checkpoint-ours.pth").rename(tmp_path / "ours.pth")
-    flags = flags.format(tmp=tmp_path, photos=photos, pretrained=pretrained).split()
-    assert message in fails(capsys, *command(labelled, tmp_path / "out", *flags))
+    words = [word.format(tmp=tmp_path, photos=photos, pretrained=pretrained) for word in flags.split()]
+    assert message in fails(capsys, *command(labelled, tmp_path / "out", *words))
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 

@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torchvision.datasets import CIFAR10
 
 import main_pretrain
 import models_greenmim_pr
+from framework import Framework
 from models_swin import GroupPlanner
 from scripts import pack_dataset
 from tests.warm import Python, run_by_torchrun, torchrun
+from util.data import images
 from util.data import open as open_data
 from util.data.images import FolderImages
-from util.run import setup
+from util.run import distributed, setup
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.flags import Plan
 from util.run.loop import TrainLoop
@@ -333,7 +335,7 @@ def test_total_batch_size_derives_accumulation(photos, tmp_path):
 def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_path, monkeypatch):
     """GreenMIM's planned shapes depend on the mask; and what came before leaves no trace."""
     graphs, counts, shapes = [], [], set()
-    compile_, next_batch = nn.Module.compile, TrainLoop.next_batch
+    compile_, next_batch = Framework.compile, TrainLoop.next_batch
     aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
     def compile_and_count(model, **options):
@@ -351,7 +353,7 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
     monkeypatch.setattr(GroupPlanner, "__call__", plan)
     flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
     eager = run(photos, tmp_path / "eager", *flags)
-    monkeypatch.setattr(nn.Module, "compile", compile_and_count)
+    monkeypatch.setattr(Framework, "compile", compile_and_count)
     monkeypatch.setattr(TrainLoop, "next_batch", take_and_count)
     compiled = run(photos, tmp_path / "compiled", *flags, "--compile")
     assert len(shapes) == 2 and counts == [2] * 6 and len(graphs) == 2
@@ -431,20 +433,19 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     ],
 )
 def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, capsys, monkeypatch, flags, message):
-    import torchvision
+    class NoNetwork(CIFAR10):
+        def download(self):
+            raise OSError("no route to host")
 
-    def no_network(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", no_network)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.replace_in(images, "torchvision.datasets.CIFAR10", NoNetwork)
+    monkeypatch.replace_in(distributed, "torch.cuda.is_available", lambda: False)
     for name in ("empty", "hollow/cat", "hollow/dog", "fake"):
         (tmp_path / name).mkdir(parents=True)
     picture = next((photos / "train" / "cat").iterdir()).read_bytes()
     (tmp_path / "hollow" / "cat" / "0.jpg").write_bytes(picture)
     (tmp_path / "fake" / "0.jpg").write_bytes(picture)
     (tmp_path / "fake" / "1.jpg").write_text("hello")
-    assert message in fails(capsys, photos, tmp_path / "out", *flags.format(tmp=tmp_path).split())
+    assert message in fails(capsys, photos, tmp_path / "out", *(word.format(tmp=tmp_path) for word in flags.split()))
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 

@@ -184,7 +184,7 @@ def test_errors_are_one_paragraph_before_anything_is_computed(
     message,
 ):
     monkeypatch.setattr(main_probe, "extract_features", lambda *_: pytest.fail("computed"))
-    words = flags.format(data=data, tmp=tmp_path).split()
+    words = [word.format(data=data, tmp=tmp_path) for word in flags.split()]
     assert message in fails(capsys, encoder, data, tmp_path / "out", *words)
     assert not (tmp_path / "out" / "probe.json").exists()
 

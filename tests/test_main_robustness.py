@@ -12,6 +12,7 @@ import main_robustness
 from main_robustness import ALEXNET_ERRORS, BENCHMARKS, Part, corruption_errors
 from models_vit import vit_mini_patch4
 from tests.locks import held_by_another_process
+from tests.patches import MonkeyPatch
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.run.checkpoint import save_checkpoint
@@ -223,7 +224,7 @@ def test_imagenet_c_is_not_resized(twins):
 def whole(twins, classifier, tmp_path_factory):
     """A finished evaluation on everything: (its folder, its results)."""
     output_dir = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         make_small(patch)
         return output_dir, evaluate(classifier[0], output_dir, twins, " ".join(SIZES))
 
@@ -342,7 +343,7 @@ def test_a_foreign_checkpoint_has_no_class_list(twins, classifier, whole, tmp_pa
 
 def _evaluate_as(rank, argv):
     args = main_robustness.get_args_parser().parse_args(argv)
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         make_small(patch)
         place = Process(torch.device("cpu"), rank, 2, 2)
         patch.setattr(main_robustness.distributed, "init_process", lambda *_, **__: place)

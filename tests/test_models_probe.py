@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import main_pretrain
+import models_probe
 from models_probe import (
     AttentiveHead,
     HeadGrid,
@@ -154,7 +155,7 @@ def test_an_unfinished_encoder_is_named(tmp_path, epoch):
 def test_weights_with_parts_that_the_model_lacks_are_refused(options, named, tmp_path, monkeypatch):
     """Of a ViT of two blocks. Its head of other classes is no such part."""
     exact, sizes = timm.create_model, dict(img_size=32, depth=2)
-    monkeypatch.setattr(timm, "create_model", lambda name, **own: exact(name, **{**sizes, **own}))
+    monkeypatch.replace_in(models_probe, "timm.create_model", lambda name, **own: exact(name, **{**sizes, **own}))
     plain = exact("vit_tiny_patch16_224", num_classes=7, **sizes).state_dict()
     torch.save(plain, tmp_path / "plain.pth")
     assert open_timm_model("vit_tiny_patch16_224", str(tmp_path / "plain.pth")).depth == 2
@@ -190,7 +191,7 @@ def test_other_networks_of_timm_have_what_their_features_have(name, monkeypatch)
     options = sizes.get(name.partition("_")[0], {})
     torch.manual_seed(0)
     network = exact(name, num_classes=0, **options).eval()
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: network)
+    monkeypatch.replace_in(models_probe, "timm.create_model", lambda *_, **__: network)
     encoder = open_timm_model(name)
     imgs = torch.randn(2, 3, 64 if "swin" in name else 32, 64 if "swin" in name else 32)
     found = encoder.vectors(imgs)
@@ -213,7 +214,7 @@ def test_what_cannot_be_opened_is_named(tmp_path, monkeypatch):
     def no_network(*_, **__):
         raise OSError("no route to host")
 
-    monkeypatch.setattr(timm, "create_model", no_network)
+    monkeypatch.replace_in(models_probe, "timm.create_model", no_network)
     with pytest.raises(
         ValueError, match="with its pre-trained weights: OSError: no route to host; without a network, download"
     ):

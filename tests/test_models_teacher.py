@@ -3,6 +3,7 @@ import pytest
 import timm
 import torch
 
+import models_teacher
 from models_mae_pr import mae_vit_micro_patch4
 from models_teacher import open_teacher
 from models_tec_pr import tec_vit_micro_patch4
@@ -108,10 +109,9 @@ def timm_gives(monkeypatch):
 
     def give(make):
         def create(name, pretrained, img_size):
-            monkeypatch.undo()  # `make` needs timm's own function
             return make()
 
-        monkeypatch.setattr(timm, "create_model", create)
+        monkeypatch.replace_in(models_teacher, "timm.create_model", create)
 
     return give
 

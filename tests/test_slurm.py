@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import submitit_launch
+from tests.patches import MonkeyPatch
 from tests.test_main_pretrain import SMALL, reports
 from util.run.run_folder import write_progress
 
@@ -37,7 +38,7 @@ def slurm():
         pytest.skip("no SLURM is installed: bash scripts/slurm_on_one_machine.sh install")
     was_up = HOME.exists()
     start = subprocess.run(["bash", SCRIPT, "up"], capture_output=True, text=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         for name, value in {
             "SLURM_CONF": HOME / "slurm.conf",
             "GLOO_SOCKET_IFNAME": "lo",

@@ -6,6 +6,7 @@ import subprocess
 import time
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import submitit
@@ -296,12 +297,12 @@ def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, monkeyp
         begin_step(loop, step)
 
     monkeypatch.setattr(TrainLoop, "begin_step", stopping)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # into which submitit exports
     flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain", *SMALL.split(), "--data_path", str(photos)]
     flags += ["--output_dir", str(tmp_path / "run")]
-    if name == "SIGINT":
-        with pytest.raises(KeyboardInterrupt):
-            submitit_launch.main(flags)
-    else:
-        assert submitit_launch.main(flags) is False
+    with mock.patch.dict(os.environ):  # into which submitit exports
+        if name == "SIGINT":
+            with pytest.raises(KeyboardInterrupt):
+                submitit_launch.main(flags)
+        else:
+            assert submitit_launch.main(flags) is False
     assert newest_checkpoint(tmp_path / "run")[0].name in ("checkpoint-2.pth", "checkpoint-3.pth")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from PIL.PngImagePlugin import PngImageFile
 
 from tests.faults.runs import finish, losses, state
+from tests.patches import StandIn
 from tests.test_main_pretrain import assert_same_state, fails, run
-from util.data import images
+from util.data import decode, images
 from util.run.checkpoint import newest_checkpoint
 from util.run.loop import TrainLoop
 
@@ -99,8 +99,15 @@ def test_decompression_bombs(photos, tmp_path, monkeypatch, record_property):
     shutil.copytree(photos, tmp_path / "photos")
     for name, side in (("0.jpg", 13000), ("1.jpg", 20000)):
         Image.new("1", (side, side)).save(cats / name, "PNG")
-    unfolded, load = [], PngImageFile.load
-    monkeypatch.setattr(PngImageFile, "load", lambda self: unfolded.append(self.size) or load(self))
+    unfolded = []
+
+    def open_image(*args, **options):
+        img = Image.open(*args, **options)
+        load = img.load
+        img.load = lambda: unfolded.append(img.size) or load()
+        return img
+
+    monkeypatch.replace_in(decode, "Image.open", open_image)
     run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1)
     text = (tmp_path / "out" / "log.txt").read_text()
     assert "2 of 24 images cannot be read" in text and "13000 x 13000 pixels are more than" in text and not unfolded
@@ -113,18 +120,16 @@ def test_decompression_bombs(photos, tmp_path, monkeypatch, record_property):
     "tried again, exact; then exit code 75, no image replaced",
 )
 def test_storage_that_fails(photos, tmp_path, monkeypatch, capsys, record_property):
-    expected, read, failures = run(photos, tmp_path / "whole"), Path.read_bytes, []
-    monkeypatch.setattr(images.time, "sleep", lambda seconds: None)
+    expected, failures = run(photos, tmp_path / "whole"), []
+    monkeypatch.replace_in(images, "time.sleep", lambda seconds: None)
 
     def faulty(path):
-        if path.suffix != ".jpg":
-            return read(path)
         failures.append(path)
         if path.name == "5.jpg" and (failures.count(path) < 3 or len(failures) > 100):
             raise OSError(5, "Input/output error")
-        return read(path)
+        return path.read_bytes()
 
-    monkeypatch.setattr(Path, "read_bytes", faulty)
+    monkeypatch.setattr(images, "Path", lambda path: StandIn(Path(path), read_bytes=lambda: faulty(Path(path))))
     assert_same_state(run(photos, tmp_path / "out"), expected)
     failures.extend([None] * 100)
     assert "Input/output error; the same command goes on" in fails(capsys, photos, tmp_path / "lost", code=75)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import main_finetune
+from models_vit import VisionTransformer
 from tests.conftest import write_photo
 from tests.faults.test_user_runs import MICRO
 from tests.test_main_finetune import command as finetune_command
@@ -34,7 +35,7 @@ def labelled(photos, tmp_path_factory):
     "U8", "--compile, another kernel or device on resume", "goes on; said that bits, and drop path's draws, are others"
 )
 def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+    monkeypatch.setattr(VisionTransformer, "compile", lambda module, **options: None)
     finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 2, "--drop_path", 0.1)
     capsys.readouterr()
     finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")

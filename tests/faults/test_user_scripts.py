@@ -20,6 +20,7 @@ from models_reference_mae import ReferenceMAE
 from scripts import visualize
 from tests.conftest import write_photo
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
+from util import pictures
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 # These programs need no arguments.
@@ -195,12 +196,17 @@ def test_visualize_says_what_to_give(runs, tmp_path, run, message):
 
 @pytest.mark.fault("U62", "a full disk while a picture is replaced", "the older picture stands, and nothing else")
 def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
-    def save(image, path, *args, **kwargs):
+    def save(path):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
+    def fromarray(picture):
+        img = Image.fromarray(picture)
+        img.save = save
+        return img
+
     (tmp_path / "p.png").write_text("older")
-    monkeypatch.setattr(Image.Image, "save", save)
+    monkeypatch.replace_in(pictures, "Image.fromarray", fromarray)
     with pytest.raises(SystemExit):
         visualize.main(["--patterns", str(tmp_path / "p.png")])
     assert "No space left on device" in capsys.readouterr().err

@@ -306,7 +306,7 @@ def test_a_file_that_timm_reads_otherwise_is_removed(tmp_path, capsys, monkeypat
     if older:
         out.write_text("older")
     before = sorted(os.listdir(tmp_path))
-    monkeypatch.setattr(timm, "create_model", damaged)
+    monkeypatch.replace_in(export, "timm.create_model", damaged)
     assert message in refused(capsys, path, "--out", out, "--overwrite")
     assert sorted(os.listdir(tmp_path)) == before
     assert not older or out.read_text() == "older"

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import sys
 
 import huggingface_hub
 import pytest
@@ -27,8 +28,10 @@ import timm_models
 from encoders import load_model
 from models_probe import open_encoder
 from scripts import export
+from tests.patches import StandIn
 from tests.scripts.test_export import CLOSE, refused, run
 from tests.scripts.test_export import shake as shake_parts
+from util import atomic
 from util.encoder_weights import load_encoder
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
@@ -322,7 +325,7 @@ def test_a_killed_export_can_be_repeated(tmp_path, capsys, monkeypatch, kept):
             moves.append(target.name)
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.replace_in(atomic, "os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         export.export(other, out, overwrite=True)
     monkeypatch.undo()
@@ -347,7 +350,7 @@ def test_a_folder_that_timm_reads_otherwise_is_not_put_in_place(tmp_path, capsys
             model.norm.bias.data += 1e-3
         return model
 
-    monkeypatch.setattr(timm, "create_model", damaged)
+    monkeypatch.replace_in(export, "timm.create_model", damaged)
     assert "differ from ours by up to 1.0e-03" in refused(capsys, path, "--out", out, "--overwrite")
     assert out.exists() == older and not [name for name in os.listdir(tmp_path) if "tmp" in name]
     assert not older or {name: (out / name).read_bytes() for name in FILES} == before
@@ -418,7 +421,8 @@ class FakeHub:
 
 @pytest.fixture
 def hub(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    library = StandIn(huggingface_hub, HfApi=FakeHub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", library)  # which is imported where it is used
     for name in ("used", "public", "login", "upload"):
         monkeypatch.setattr(FakeHub, name, getattr(FakeHub, name))
     FakeHub.last = None

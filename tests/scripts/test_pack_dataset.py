@@ -16,6 +16,7 @@ from PIL import Image
 from scripts import pack_dataset
 from tests.conftest import write_photo
 from tests.test_main_pretrain import assert_same_state, run
+from util import atomic
 from util.data import tars
 from util.data.datasets import open_images
 from util.data.images import FolderImages, ImageError
@@ -205,7 +206,6 @@ def test_packing_that_is_killed_at_its_end_reads_as_unfinished_or_damaged(
     photos, tmp_path, small_shards, inline, monkeypatch, killed_at
 ):
     """All shards are whole then, but some are not in their place, or the index is missing."""
-    exact = os.replace
 
     class Killed(BaseException):
         pass
@@ -217,12 +217,12 @@ def test_packing_that_is_killed_at_its_end_reads_as_unfinished_or_damaged(
             raise Killed
         if moving and killed_at == "last move" and len([*Path(source).parent.glob("*.tar")]) == 1:
             raise Killed
-        exact(source, target)
+        os.replace(source, target)
 
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        for module in (pack_dataset, atomic):
+            patch.replace_in(module, "os.replace", replace)
         pack(photos, tmp_path / "packed")
-    monkeypatch.setattr(os, "replace", exact)
     with pytest.raises(ValueError, match="To repair it, run" if killed_at == "last move" else "unfinished shards"):
         open_images("folder", tmp_path / "packed")
     pack(photos, tmp_path / "packed")

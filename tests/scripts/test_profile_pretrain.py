@@ -1,6 +1,7 @@
 import csv
 import os
 import re
+import shlex
 import subprocess
 import weakref
 from functools import partial
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 import main_pretrain
+from framework import Framework
 from models_mae_pr import MaskedAutoencoderViT
 from models_reference_mae import ReferenceMAE
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
+from tests.patches import StandIn
 from util import costs
 from util.costs import Traffic, forward_gmac, saved_bytes
 from util.plots import pyplot
@@ -132,11 +135,10 @@ def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
     monkeypatch.setattr(profile_pretrain, "build_model", build_and_remember)
     monkeypatch.setattr(Step, "__init__", init_as_if_on_cuda)
     monkeypatch.setattr(Step, "__call__", lambda step: events.append("step") or call(step))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
-    monkeypatch.setattr(
-        torch.cuda, "max_memory_allocated", lambda: events.append(f"read beside {len(models)} model") or 3e9
-    )
+    monkeypatch.replace_in(costs, "torch.cuda.synchronize", lambda: None)
+    monkeypatch.replace_in(profile_pretrain, "torch.cuda.reset_peak_memory_stats", lambda: events.append("reset"))
+    read = lambda: events.append(f"read beside {len(models)} model") or 3e9  # noqa: E731
+    monkeypatch.replace_in(profile_pretrain, "torch.cuda.max_memory_allocated", read)
     args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2"])[1]
     for throw_ratio in ("0", "0.5"):
         settings = settings_of("--model", "mae_vit_micro_patch4", "--throw_ratio", throw_ratio)
@@ -146,7 +148,7 @@ def test_peak_memory_is_that_of_a_warm_step_of_one_recipe(monkeypatch):
 
 def test_compiled_is_the_timed_step_and_said_in_the_title(monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(nn.Module, "compile", lambda model, **options: calls.append(options))
+    monkeypatch.setattr(Framework, "compile", lambda model, **options: calls.append(options))
     flags = ["cifar10", "--batch_size", "2", "--rounds", "1", "--device", "cpu"]
     profile_pretrain.main(flags)
     assert not calls and "compiled" not in capsys.readouterr().out
@@ -179,10 +181,9 @@ def test_ratios_are_to_the_same_model_without_throwing():
     assert f"| c | 0.5 | {theirs} | – | – | – | – |\n" in text
 
 
-def test_the_plot_has_a_line_for_each_model_and_way(tmp_path, monkeypatch):
+def test_the_plot_has_a_line_for_each_model_and_way(tmp_path):
     plt, drawn = pyplot("prmim-cost"), []
-    subplots = plt.subplots
-    monkeypatch.setattr(plt, "subplots", lambda *a, **k: drawn.append(subplots(*a, **k)) or drawn[-1])
+    plt = StandIn(plt, subplots=lambda *a, _subplots=plt.subplots, **k: drawn.append(_subplots(*a, **k)) or drawn[-1])
     base, large = "mae_vit_base_patch16", "mae_vit_large_patch16"
     rows = [row("mae", base, 0.0, 10, 10, 10), row("prmim50", base, 0.5, 7, 6, 8), row("plain50", base, 0.5, 7, 6, 7)]
     profile_pretrain.plot(plt, add_ratios(rows), tmp_path / "one.svg")
@@ -329,7 +330,8 @@ def test_the_gpu_benchmark_refuses_without_a_gpu(tmp_path):
 def run_benchmark(tmp_path, failing):
     """Run it with stand-ins for nvidia-smi and python, which prints its arguments and fails if they hold `failing`."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: stand-in\n")
-    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *"{failing}"*) exit 2;; esac\n')
+    stand_in = f'printf "%q " "$@"\necho\ncase "$*" in *"{failing}"*) exit 2;; esac\n'
+    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\n{stand_in}")
     for tool in ("nvidia-smi", "python"):
         (tmp_path / tool).chmod(0o755)
     if not (tmp_path / "out").exists():
@@ -388,8 +390,8 @@ def test_the_gpu_benchmark_leaves_other_folders_alone(tmp_path):
 
 
 def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_eight_minutes(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    lines = [line.split() for line in run_benchmark(tmp_path, "nothing").stdout.splitlines()]
+    monkeypatch.replace_in(profile_pretrain, "torch.cuda.is_available", lambda: True)
+    lines = [shlex.split(line) for line in run_benchmark(tmp_path, "nothing").stdout.splitlines()]
     profiles = [profile_pretrain.parse_args(line[1:])[1] for line in lines if line[0].endswith("profile_pretrain.py")]
     assert [(args.table, args.compile, args.batch_size) for args in profiles] == [
         ("ablation", False, 512),
@@ -406,7 +408,7 @@ def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_ei
 def test_time_is_taken_from_sync_to_sync(monkeypatch):
     events = []
     monkeypatch.setattr(costs, "synchronize", lambda device: events.append("sync"))
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: events.append("clock") or len(events))
+    monkeypatch.replace_in(costs, "time.perf_counter", lambda: events.append("clock") or len(events))
     assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu")) == 3
     assert events == ["sync", "clock", "work", "sync", "clock"]
 

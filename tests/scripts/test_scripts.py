@@ -8,7 +8,9 @@ from PIL import Image
 
 import main_pretrain
 from scripts import export, plot_losses, sample_photos, visualize
+from tests.patches import StandIn
 from util.data.images import FolderImages
+from util.plots import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
@@ -117,11 +119,10 @@ def test_sample_photos_writes_bands(tmp_path, monkeypatch):
 
 def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
     """The photograph is black in the region of train/ and white in that of val/. No crop mixes both."""
-    data = pytest.importorskip("skimage.data")
     boundary = 300 * 2 // 3
     half = np.where(np.arange(300) < boundary, 0, 255).astype(np.uint8)
     Image.fromarray(np.tile(half[:, None], (200, 1, 3))).save(tmp_path / "half.png")
-    monkeypatch.setattr(data, "data_dir", str(tmp_path))
+    monkeypatch.setattr(sample_photos, "photos_folder", lambda: tmp_path)
     monkeypatch.setattr(sample_photos, "PHOTOS", ("half.png",))
     sample_photos.write_photos(tmp_path / "out", side=32, num_train=20, num_val=5)
     for split, value, count in (("train", 0, 20), ("val", 255, 5)):
@@ -167,12 +168,12 @@ def test_curves_of_a_log(tmp_path):
 
 
 def test_knn_accuracies_have_a_panel_of_their_own(tmp_path, monkeypatch):
-    plt = pytest.importorskip("matplotlib.pyplot")
+    pytest.importorskip("matplotlib")
     knn = [{"step": step, "knn_top1": value, "rankme": 3.0} for step, value in ((0, 12.5), (2, 25.0))]
     write_log(tmp_path / "a" / "log.jsonl", knn[0], {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, knn[1])
     write_log(tmp_path / "b" / "log.jsonl", {"step": 1, "loss": 2.0})
     figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
+    monkeypatch.setattr(plot_losses, "pyplot", lambda salt: StandIn(pyplot(salt), close=figures.append))
     plot_losses.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "l.svg")])
     losses, accuracies = figures[0].axes
     assert [len(losses.lines), len(accuracies.lines)] == [2, 1] and accuracies.get_ylabel() == "kNN top-1, %"

@@ -39,7 +39,7 @@ def project(tmp_path):
 def test_an_exported_cdpath_changes_no_folder(project):
     command = 'set -euo pipefail; source scripts/setup.sh; echo "$root"; echo "$venv"'
     done = bash(command, project, CDPATH=str(project.with_name("elsewhere")))
-    assert done.stdout.split() == [str(project), str(project / ".venv")], done.stderr
+    assert done.stdout.splitlines() == [str(project), str(project / ".venv")], done.stderr
     assert bash(command, project).stdout == done.stdout  # also without the variable
 
 

@@ -343,5 +343,5 @@ def test_official_weights(photos, tmp_path, monkeypatch):
 def test_errors(photos, mae, argv, message, capsys):
     (photos.parent / "table.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit):
-        gradient_gap.main(argv.format(mae=mae, photos=photos).split())
+        gradient_gap.main([word.format(mae=mae, photos=photos) for word in argv.split()])
     assert message in capsys.readouterr().err

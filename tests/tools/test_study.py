@@ -41,9 +41,8 @@ def images(tmp_path):
 @pytest.fixture
 def run_study(images, tmp_path, monkeypatch):
     monkeypatch.setitem(study.PRESETS, "cpu", TINY)
-    monkeypatch.setattr(
-        study.subprocess, "Popen", lambda command, stdout, **_: Python(*command[1:], output=stdout.name)
-    )
+    start = lambda command, stdout, **_: Python(*command[1:], output=stdout.name)  # noqa: E731
+    monkeypatch.replace_in(study, "subprocess.Popen", start)
 
     def run(*flags):
         places = ["--output_dir", str(tmp_path / "output"), "--report", str(tmp_path / "docs/study.md")]

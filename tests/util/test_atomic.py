@@ -48,8 +48,8 @@ def test_a_failed_write_names_the_file(tmp_path, durable):
 
 def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(atomic.os, "fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor)))
-    monkeypatch.setattr(atomic.os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    monkeypatch.replace_in(atomic, "os.fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor)))
+    monkeypatch.replace_in(atomic, "os.replace", lambda *paths: (calls.append("replace"), replace(*paths)))
     with replaced_file(tmp_path / "state.pth", durable=True) as temporary:
         temporary.write_text("x")
     assert calls == ["fsync", "replace", "fsync"] and (tmp_path / "state.pth").read_text() == "x"
@@ -86,7 +86,7 @@ def test_files_of_an_existing_folder_stay(tmp_path):
 
 def test_the_first_file_is_moved_before_the_others(tmp_path, monkeypatch):
     moved, replace = [], os.replace
-    monkeypatch.setattr(atomic.os, "replace", lambda a, b: (moved.append(b.name), replace(a, b)))
+    monkeypatch.replace_in(atomic, "os.replace", lambda a, b: (moved.append(b.name), replace(a, b)))
     with filled_folder(tmp_path, first="m") as temporary:
         for name in "zam":
             (temporary / name).touch()

@@ -39,7 +39,8 @@ class RunLog:
         self.tensorboard: SummaryWriter | None = SummaryWriter(output_dir / "tensorboard", purge_step=done + 1)
         # Some terminals report a size of 0 x 0.
         size = {"dynamic_ncols": True} if terminal_columns(sys.stderr) else {"ncols": 80, "nrows": 24}
-        self.bar = tqdm(total=end_step, initial=start_step, unit="step", disable=not sys.stderr.isatty(), **size)
+        options = {"unit": "step", "file": sys.stderr, "disable": not sys.stderr.isatty(), **size}
+        self.bar = tqdm(total=end_step, initial=start_step, **options)
 
     def start_summary(self, rows: Mapping[str, str]) -> None:
         """Writes one aligned line per row, such as `batch    4096 = 64 x 8 processes x 8 accumulated`."""

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import pickle
@@ -7,10 +8,13 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests.conftest import write_photo
+from util.data import datasets
+from util.data import images as module
 from util.data.datasets import (
     AddressedDataset,
     StepBatchSampler,
@@ -108,7 +112,6 @@ def test_a_truncated_file_is_named_when_it_is_read(tmp_path):
 
 def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
     """torchvision's own file layout, with make-believe pictures."""
-    import torchvision
 
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -116,8 +119,14 @@ def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [3, 1, 4, 1]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)
-    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
+    hashes = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+    class SmallCIFAR10(torchvision.datasets.CIFAR10):
+        train_list = [[name, hashes[name]] for name in sorted(hashes) if name.startswith("data")]
+        test_list = [["test_batch", hashes["test_batch"]]]
+        meta = torchvision.datasets.CIFAR10.meta | {"md5": hashes["batches.meta"]}
+
+    monkeypatch.replace_in(module, "torchvision.datasets.CIFAR10", SmallCIFAR10)
     images = CifarImages("cifar10", tmp_path)
     assert len(images) == 20 and images.load(2)[1] == 4
     assert images.labels.tolist() == [3, 1, 4, 1] * 5
@@ -125,12 +134,11 @@ def test_cifar_is_read_from_disk(tmp_path, monkeypatch):
 
 
 def test_cifar_that_cannot_be_had_says_where_it_should_be(tmp_path, monkeypatch):
-    import torchvision
+    class NoNetwork(torchvision.datasets.CIFAR100):
+        def download(self):
+            raise OSError("no route to host")
 
-    def no_network(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", no_network)
+    monkeypatch.replace_in(module, "torchvision.datasets.CIFAR100", NoNetwork)
     with pytest.raises(ValueError, match="cifar100 is not in --data_path .*no route to host.*cifar-100-python"):
         CifarImages("cifar100", tmp_path)
 
@@ -306,7 +314,7 @@ def test_batches_ahead_fit_into_a_gibibyte(batch_bytes, num_workers, expected):
 def test_the_loader_prepares_as_many_batches_ahead(photos, monkeypatch, batch_bytes, expected):
     asked, exact = [], torch.utils.data.DataLoader
     note = lambda *args, **flags: asked.append(flags["prefetch_factor"]) or exact(*args, **flags)  # noqa: E731
-    monkeypatch.setattr(torch.utils.data, "DataLoader", note)
+    monkeypatch.replace_in(datasets, "torch.utils.data.DataLoader", note)
     dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
     sampler = StepBatchSampler(24, 4, 1, 0, 1, 2, 0, 2)
     assert len(list(batches(dataset, sampler, stack, 1, pin_memory=False, batch_bytes=batch_bytes))) == 2

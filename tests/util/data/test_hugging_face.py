@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,9 @@ import main_finetune
 import main_pretrain
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from scripts import visualize
+from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
+from util.data import images as module
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, open_images
 from util.data.hugging_face import HuggingFaceImages, choose_split
 from util.data.images import FolderImages, ImageError
@@ -199,14 +200,16 @@ def test_images_in_files_of_their_own(photos, tmp_path, monkeypatch):
     with pytest.raises(ImageError, match=r"cat/0\.jpg' is not a readable image"):
         moved.read(0)
 
-    failures, read_bytes = [OSError(errno.EIO, "disk")] * 2, Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) if not failures else fail(failures))
-    monkeypatch.setattr(time, "sleep", lambda _: None)
+    failures = [OSError(errno.EIO, "disk")] * 2
+    monkeypatch.setattr(module, "Path", lambda path: StandIn(Path(path), read_bytes=lambda: read(path, failures)))
+    monkeypatch.replace_in(module, "time.sleep", lambda _: None)
     assert images.read(5) == folder.read(5) and failures == []
 
 
-def fail(failures):
-    raise failures.pop()
+def read(path, failures):
+    if failures:
+        raise failures.pop()
+    return Path(path).read_bytes()
 
 
 def test_bad_rows_are_named_and_replaced(tmp_path):
@@ -385,7 +388,8 @@ def hub(stored, monkeypatch):
         builder.hash = COMMIT
         return builder
 
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    library = StandIn(datasets, load_dataset_builder=load_dataset_builder)
+    monkeypatch.setitem(sys.modules, "datasets", library)  # which is imported where it is used
     return asked
 
 

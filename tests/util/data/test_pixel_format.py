@@ -277,8 +277,8 @@ def test_other_shapes_are_refused(tmp_path, shape):
 
 def test_files_that_would_need_gigabytes_are_refused_by_their_header(tmp_path, monkeypatch):
     np.save(tmp_path / "0.npy", pixels(5, "uint8"))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 52 - 1)
-    monkeypatch.setattr(np, "load", lambda *args, **options: pytest.fail("the pixels are read"))
+    monkeypatch.setattr(pixel_format, "max_pixels", lambda: 40 * 52 - 1)
+    monkeypatch.replace_in(pixel_format, "np.load", lambda *args, **options: pytest.fail("the pixels are read"))
     assert "52 x 40 pixels are more than" in refused(tmp_path, in_chans=5)
 
 

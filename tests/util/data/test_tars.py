@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.conftest import write_photo
+from util.data import images as images_module
+from util.data import tars
 from util.data.datasets import open_images
 from util.data.tar_scan import scan_tars
 from util.data.tars import Choice, TarImages, find_tars, write_index
@@ -408,9 +410,9 @@ def test_a_stale_handle_is_replaced_before_the_next_try(tmp_path, monkeypatch):
         return pread(descriptor, size, offset)
 
     slept = []
-    monkeypatch.setattr(os, "pread", faulty)
-    monkeypatch.setattr("util.data.images.time.sleep", slept.append)
+    monkeypatch.replace_in(tars, "os.pread", faulty)
+    monkeypatch.replace_in(images_module, "time.sleep", slept.append)
     assert images.read(1) == photo(1) and slept == [0.1] and stale.closed
-    monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.replace_in(tars, "os.pread", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):  # for good
         images.read(0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from util import atomic
 from util.run import checkpoint
 from util.run.checkpoint import (
     CheckpointError,
@@ -79,7 +80,7 @@ NO_SPACE, BAD_POSITION = OSError(28, "No space left on device"), RuntimeError("u
         ("torch.save", BAD_POSITION),
         ("os.replace", NO_SPACE),
         ("os.fsync", NO_SPACE),
-        ("json", NO_SPACE),
+        ("_write_record", NO_SPACE),  # after the weights were written
     ],
 )
 def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, monkeypatch, fails_in, error, step):
@@ -93,11 +94,7 @@ def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, m
             args[1].write(b"half a checkpoint")
         raise error
 
-    module = {"torch": torch, "os": os}.get(fails_in.split(".")[0])
-    if module:
-        monkeypatch.setattr(module, fails_in.split(".")[1], full)
-    else:  # writing the record fails, after the weights were written
-        monkeypatch.setattr(checkpoint, "_write_record", full)
+    monkeypatch.replace_in(atomic if fails_in.startswith("os.") else checkpoint, fails_in, full)
     with pytest.raises(OSError, match="No space left|unexpected pos"):
         save(tmp_path, step, 2.0)
     monkeypatch.undo()
@@ -142,19 +139,19 @@ def test_pruning_keeps_the_last_two_and_those_marked_as_kept(tmp_path):
 def test_a_kill_while_pruning_leaves_no_checkpoint_that_would_be_adopted(tmp_path, monkeypatch, calls):
     for step in range(1, 4):
         save_checkpoint(tmp_path, step, {}, {"step": step})
-    deleted, unlink = [], Path.unlink
+    deleted = []
 
-    def killed(path, **kwargs):
-        if len(deleted) == calls:
-            raise KeyboardInterrupt
-        deleted.append(path)
-        unlink(path, **kwargs)
+    class KilledPath(type(Path())):
+        def unlink(self, **options):
+            if len(deleted) == calls:
+                raise KeyboardInterrupt
+            deleted.append(self)
+            super().unlink(**options)
 
-    monkeypatch.setattr(Path, "unlink", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "Path", KilledPath)
         prune_checkpoints(tmp_path, [2, 3])
     assert list_finished(tmp_path) == list_checkpoints(tmp_path)
-    monkeypatch.undo()
     prune_checkpoints(tmp_path, [2, 3])
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2.pth", "checkpoint-3.pth"]
 
@@ -224,15 +221,17 @@ class FailingFile(io.FileIO):
 def test_a_failing_storage_is_no_damaged_checkpoint(tmp_path, monkeypatch):
     """The run would otherwise end with the exit code of a damaged checkpoint, and would not be started again."""
     torch.save({"w": torch.zeros(100_000)}, tmp_path / "a.pth")
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda path, *_, **__: io.BufferedReader(FailingFile(path), 4096))
-        with pytest.raises(OSError, match="Input/output error"):
-            read_checkpoint(tmp_path / "a.pth")
+    load = lambda path, **options: torch.load(io.BufferedReader(FailingFile(path), 4096), **options)  # noqa: E731
+    monkeypatch.replace_in(checkpoint, "torch.load", load)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_checkpoint(tmp_path / "a.pth")
     for error, kind in ((OSError(errno.EIO, "x"), OSError), (MemoryError(), MemoryError)):
-        monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+        monkeypatch.replace_in(checkpoint, "torch.load", Mock(side_effect=error))
         with pytest.raises(kind):
             read_checkpoint(tmp_path / "a.pth")
-    monkeypatch.setattr(torch, "load", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    monkeypatch.replace_in(
+        checkpoint, "torch.load", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    )
     with pytest.raises(CheckpointError, match="a.pth' cannot be read: Permission denied"):  # it stays so
         read_checkpoint(tmp_path / "a.pth")
 

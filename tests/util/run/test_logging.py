@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patches import MonkeyPatch
+from util.run import logging
 from util.run.logging import RunLog
 
 
@@ -25,11 +27,9 @@ def test_the_summary_is_aligned_on_the_console_and_in_the_file(tmp_path: Path, c
     assert [re.sub(times, "", line) for line in (tmp_path / "log.txt").read_text().splitlines()] == lines
 
 
-def test_the_progress_bar_shows_the_epoch_and_the_latest_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_bar_shows_the_epoch_and_the_latest_values(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.replace_in(logging, "sys.stderr", terminal)
     log = RunLog(tmp_path, 2, 6, steps_per_epoch=3)
     for step in (3, 4):
         log.advance()

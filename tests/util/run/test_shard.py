@@ -13,6 +13,7 @@ from models_swin import SwinBlock, swin_micro_patch4_window4
 from models_vit import Block, vit_micro_patch4
 from tests import test_main_finetune, test_main_pretrain
 from tests.loops import a_driver
+from tests.patches import StandIn
 from tests.test_framework_contract import CLASSES, build
 from tests.test_main_finetune import labelled, pretrained  # noqa: F401
 from tests.test_main_pretrain import assert_same_state, reports, run
@@ -117,7 +118,8 @@ def _frameworks(rank):
 
 
 def _cases(rank):
-    torch.compile = partial(torch.compile, backend="aot_eager")  # the default backend needs a C++ compiler
+    compile_ = partial(torch.compile, backend="aot_eager")  # the default backend needs a C++ compiler
+    shard.torch = StandIn(torch, compile=compile_)  # in this process alone
     mae = "MaskedAutoencoderViT"
     return {
         "ViT": _difference(rank, "ViT", clip_grad=0.1, accum_iter=1),

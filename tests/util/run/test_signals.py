@@ -49,7 +49,7 @@ def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system(monkeyp
 def test_a_late_second_signal_has_its_default_action(monkeypatch):
     """`os.kill` is replaced, because the default action would end the tests."""
     taken = []
-    monkeypatch.setattr(signals.os, "kill", lambda pid, number: taken.append((pid, number)))
+    monkeypatch.replace_in(signals, "os.kill", lambda pid, number: taken.append((pid, number)))
     stop = StopSignal(torch.device("cpu"))
     try:
         stop._handle(signal.SIGTERM, None)
