@@ -37,14 +37,13 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import main_finetune
 import main_pretrain
 import submitit_launch
-from downstream.recipes import DOWNSTREAM_RECIPES
 from main_robustness import BENCHMARKS
 from paper_tables import TABLES, Row, Table
 from prmim import SpatialAggregation
-from recipes import FINETUNE_RECIPES, RECIPES
+from recipes import RECIPES
+from scripts.deviations import RECIPES_OF, find_deviations, settings_of
 from table_runs import (
     DOWNSTREAM,
     Run,
@@ -57,7 +56,6 @@ from table_runs import (
 )
 from util import costs
 from util.run.cli import Parser, run_program, user_errors
-from util.run.encoder_origin import warn_if_unfinished
 from util.run.flags import split_batch
 from util.run.run_folder import read_json
 from util.tables import markdown_table, read_csv, write_csv
@@ -72,7 +70,6 @@ COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrai
 TITLES = ["row", "recipe", "epochs", "throw_ratio"]
 COST_TEXT = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
 
-RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
 PATHS = {"main_segmentation": "ade_path", "main_detection": "coco_path"}  # flags of their data
 
 CostFiles = list[list[dict[str, Any]]]  # the rows of each CSV
@@ -235,20 +232,21 @@ def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------ collecting
 
 
-def settings_of(recipe: str) -> dict[str, Any]:
-    """Returns all settings of a pre-training recipe."""
-    return vars(main_pretrain.parse_args(["--recipe", recipe])[1])
+def forward_gmac(recipe: str) -> float:
+    """Returns the forward multiply-adds of one image, in 10^9, without a frozen teacher."""
+    settings = {k: v for k, v in settings_of("main_pretrain", recipe).items() if k not in SCHEDULE | {"recipe"}}
+    return counted_gmac(json.dumps(settings))
 
 
 @functools.cache
-def forward_gmac(recipe: str) -> float:
-    """Returns the forward multiply-adds of one image, in 10^9, without a frozen teacher."""
-    return costs.forward_gmac(settings_of(recipe), main_pretrain.build_model)[0]
+def counted_gmac(settings: str) -> float:
+    """Does what `forward_gmac` does for settings in JSON. A count takes a second, and many recipes share one."""
+    return costs.forward_gmac(json.loads(settings) | {"sampling": "furthest"}, main_pretrain.build_model)[0]
 
 
 def aggregation_gmac(recipe: str) -> float:
     """Returns the forward multiply-adds of the spatial aggregation for one image, in 10^9."""
-    settings, calls = settings_of(recipe), []
+    settings, calls = settings_of("main_pretrain", recipe), []
     with torch.device("meta"):
         model = main_pretrain.build_model(settings)
         imgs = torch.empty(1, 3, *model.img_size)
@@ -308,25 +306,10 @@ def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFi
     return cost_ratio(files, row.pretrain, baseline, COST_COLUMNS[measure])
 
 
-def find_deviations(run: Run) -> list[str]:
-    """Returns a line for each difference between a run and its recipe.
-
-    That is a setting with another value, an incomplete test set, or an encoder whose pre-training is unfinished.
-    """
-    if run.main == "main_robustness":
-        summary = read_json(run.folder / "robustness.json").get("summary", {})
-        return [f"{run.name}: {result['title']} is incomplete" for result in summary.values() if result["incomplete"]]
-    settings = ({} if run.needs is None else main_finetune.VIT_FLAGS) | read_json(run.folder / "settings.json")
-    recipe = json.loads(json.dumps(RECIPES_OF[run.main][run.recipe]))
-    changed = [name for name in recipe if settings.get(name, recipe[name]) != recipe[name]]
-    found = [f"{run.name}: {name} {settings[name]} instead of {recipe[name]}" for name in changed]
-    encoder = read_json(run.folder / "results.json").get("encoder")
-    return found + [f"{run.name}: {warning}" for warning in (warn_if_unfinished(encoder) if encoder else [])]
-
-
 def collect(name: str, rows: Sequence[Row], root: Path, files: CostFiles) -> str:
     """Writes ROOT/<table>.csv and ROOT/<table>.md, and returns the latter's text."""
     table = TABLES[name]
+    print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
     sets = [measure for measure in table.columns.values() if is_test_set(measure)]
     columns = [title for column in table.columns for title in (column, f"{column} measured")]
     lines, records, notes = [], [], [table.note] if table.note else []

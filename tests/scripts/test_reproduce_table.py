@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -195,6 +196,35 @@ def test_runs_are_collected_into_their_cells(tmp_path, capsys):
     ]
 
 
+@pytest.mark.fault("U84", "a row of a table was run with other flags or data than the paper's", "--collect names each")
+@pytest.mark.parametrize(
+    ("finetunes", "settings", "meta", "deviation"),
+    [
+        (False, {"input_size": [112, 112]}, {}, "input_size [112, 112] instead of [224, 224]"),
+        (False, {"patch_size": 8}, {}, "patch_size 8 instead of 16"),
+        (False, {"mean": [0.5] * 3}, {}, "mean [0.5, 0.5, 0.5] instead of [0.485, 0.456, 0.406]"),
+        (False, {"std": [0.5] * 3}, {}, "std [0.5, 0.5, 0.5] instead of [0.229, 0.224, 0.225]"),
+        (False, {"lr": 1e-3}, {}, "lr 0.001 instead of 0.0024"),
+        (False, {"crop": "padded"}, {}, "crop padded instead of resized"),
+        (False, {"pretrained": "old"}, {}, "pretrained old instead of None"),
+        (False, {}, {"num_images": 300}, "num_images 300 instead of 1281167"),
+        (False, {"precision": "fp32", "num_workers": 3, "batch_size": 8}, {"num_images": 1_281_167}, None),
+        (True, {"crop_pct": 1.0}, {}, "crop_pct 1.0 instead of None"),
+        (True, {"input_size": 384}, {}, "input_size 384 instead of 224"),
+        (True, {}, {"num_val_images": 60}, "num_val_images 60 instead of 50000"),
+        (True, {"nb_classes": 1000, "finetune": "RUN"}, {}, None),
+    ],
+)
+def test_each_difference_that_changes_results_is_named(finetunes, settings, meta, deviation, tmp_path, capsys):
+    folder = tmp_path / "prmim50_vit_base_400ep" / ("finetune_vit_base" if finetunes else "")
+    write_pretraining(folder, 3, 100 if finetunes else 400, **settings)
+    record = {"size": 0, "sha256": "", "meta": {"epoch": 3, "settings": {"epochs": 400}, **meta}}
+    (folder / "checkpoint-7.json").write_text(json.dumps(record))
+    text = collected("methods", tmp_path, capsys, "--rows", "prmim50*")[1]
+    named = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("- prmim50")]
+    assert named == ([deviation] if deviation else [])
+
+
 def test_a_finished_row_needs_its_checkpoints_no_more(tmp_path, capsys):
     """The results stay when large files are deleted: pre-training does not start again."""
     write_finetuning(tmp_path / "prmim50_vit_base_400ep" / "finetune_vit_base", 100, 100, 83.0)
@@ -318,6 +348,14 @@ def test_rows_run_through_torchrun(micro, photos, tmp_path, capsys, monkeypatch)
     rows, text = collected("micro", root, capsys)
     assert (rows["quickstart"]["Top-1 measured"], rows["quickstart"]["state"]) == (str(top1), "finished")
     assert rows["cifar10"]["state"] == "" and "- quickstart: epochs 1 instead of 16\n" in text
+    # Nothing else counts as a deviation, however this machine resolves its flags.
+    deviations = {
+        tuple(re.match(r"- (\S+): (\w+) .* instead of", line).groups()) for line in text.split("\n\n")[-1].splitlines()
+    }
+    both = {"model", "input_size", "epochs", "warmup_epochs", "total_batch_size", "lr", "num_images"}
+    both = {("quickstart", name) for name in both} | {("quickstart/quickstart_finetune", name) for name in both}
+    both |= {("quickstart", "decoder_embed_dim"), ("quickstart", "decoder_num_heads")}  # they follow from the model
+    assert deviations == both | {("quickstart/quickstart_finetune", "num_val_images")}
 
 
 class Launcher:
