@@ -59,6 +59,14 @@ def test_the_kinds_are_those_of_the_paper():
     assert len(kinds) <= 30  # the test below runs all of them
 
 
+def test_the_table_in_docs_has_every_recipe_as_it_is_now():
+    """A changed or renamed recipe must run again: `--recipes NAME --csv`, and its row goes into the table."""
+    with open(run_recipes.Path(__file__).parents[2] / "docs" / "recipes_run.csv") as file:
+        rows = [(row["recipe"], row["model"], int(row["total_batch_size"])) for row in csv.DictReader(file)]
+    jobs = [(job.recipe, job.settings()) for job in all_jobs()]
+    assert sorted(rows) == sorted((name, s["model"], s["total_batch_size"]) for name, s in jobs)
+
+
 def test_every_recipe_has_a_small_model():
     for job in all_jobs():
         settings, (steps, stop, count) = job.settings(), job.steps()
