@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LONG_CHOICES = 50  # characters
+# Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
+FINAL = (2, 3, 4)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -75,6 +77,29 @@ class Parser(argparse.ArgumentParser):
         """Ends the program with exit code 2. Lines of the message are joined."""
         text = " ".join(line.strip() for line in message.splitlines() if line.strip())
         self.exit(2, f"{self.prog}: error: {text}\n(`{self.prog} --help` lists every flag)\n")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends the program, and torchrun with it if it would start a final error again."""
+        if message:
+            self._print_message(message, sys.stderr)
+        if status in FINAL:
+            stop_torchrun(f"{self.prog}: exit code {status}; torchrun is stopped, which would repeat it\n")
+        super().exit(status)
+
+
+def stop_torchrun(message: str) -> None:
+    """Prints `message` and sends TERM to torchrun, if it would restart this process, as after any exit code but 0.
+
+    Only one process of each node does so, since a second signal would disturb torchrun while it ends the others.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        return
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent  # .../attempt_0/<local rank>/error.json
+    if attempt.name.startswith("attempt_"):
+        with suppress(OSError):
+            (attempt / "final").touch(exist_ok=False)
+            print(message, end="", file=sys.stderr, flush=True)
+            os.kill(os.getppid(), signal.SIGTERM)
 
 
 def expand_home(word: str) -> str:
