@@ -81,11 +81,11 @@ class Python:
         return text, None
 
 
-def torchrun(*command, processes=2, restarts=0):
+def torchrun(*command, processes=2, restarts=0, options=()):
     """Returns the arguments of `python` that run a script with torchrun, whose processes are forks, too."""
     launch = ["-m", "torch.distributed.run", "--run-path", "--start-method", "fork", "--master_port", free_port()]
     launch += ["--nproc_per_node", processes, "--max_restarts", restarts, "--monitor_interval", 0.1]
-    return [*launch, *command]
+    return [*launch, *options, *command]
 
 
 def run_by_torchrun(script, *flags):

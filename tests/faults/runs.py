@@ -15,14 +15,17 @@ TINY = [*SMALL.replace("--batch_size 8 --epochs 2", "--total_batch_size 8 --epoc
 TINY += ["--save_every", "1000", "--picture_every", "0"]
 
 
-def command(data, output_dir, *flags, fault=None, processes=2, restarts=0):
-    """The arguments of `python` for a run. fault: (name, step, rank, marker) of tests/faults/faulty.py."""
+def command(data, output_dir, *flags, fault=None, processes=2, restarts=0, options=()):
+    """The arguments of `python` for a run. fault: (name, step, rank, marker) of tests/faults/faulty.py.
+
+    options: further ones of torchrun.
+    """
     program = [ROOT / "main_pretrain.py"]
     if fault:
         program = [ROOT / "tests" / "faults" / "faulty.py", *fault, "main_pretrain"]
     program += [*TINY, "--data_path", data, "--output_dir", output_dir, *flags]
     if processes > 1 or restarts:
-        return torchrun(*program, processes=processes, restarts=restarts)
+        return torchrun(*program, processes=processes, restarts=restarts, options=options)
     return program
 
 

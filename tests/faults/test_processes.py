@@ -11,8 +11,9 @@ import torch
 
 from tests.conftest import write_photo
 from tests.faults.faulty import IN_SAVE
-from tests.faults.runs import finish, losses, start, state, steps_lost, wait_for_step
+from tests.faults.runs import command, finish, losses, start, state, steps_lost, wait_for_step
 from tests.test_main_pretrain import assert_same_state, children_of
+from tests.warm import Python, free_port
 
 SAVE = ("--save_steps", 10)
 BEFORE_RENAME = ("kill-before-sync", "kill-before-rename")  # faults after which a save has left no checkpoint
@@ -54,6 +55,49 @@ def test_a_killed_process(photos, tmp_path, undisturbed, repeats, record_propert
         assert "resuming" in out or step < 10
     assert max(lost, default=0) <= 10
     record_property("measured", f"steps lost {lost}")
+
+
+@pytest.mark.fault(
+    "F50",
+    "SIGKILL of one process of two torchruns, as on two nodes (--rdzv_backend c10d)",
+    "both start their processes again; at most the save interval is lost; exact",
+)
+def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatch, record_property):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options = ["--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "a"]
+    how = dict(fault=("kill", 25, 1, tmp_path / "mark"), processes=1, restarts=3, options=options)
+    began = time.monotonic()
+    nodes = [start(photos, tmp_path / "out", *SAVE, **how) for _ in range(2)]
+    try:
+        ends = [(*node.communicate(timeout=240), node.returncode) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert [code for *_, code in ends] == [0, 0], ends
+    assert_as(undisturbed, tmp_path / "out")
+    (lost,) = steps_lost((tmp_path / "out" / "log.txt").read_text())
+    assert lost <= 10
+    record_property("measured", f"{lost} steps lost, {time.monotonic() - began:.0f} s in all")
+
+
+@pytest.mark.fault("F51", "a start whose other processes never come", "said after 10 s, with the address")
+def test_a_process_that_waits_for_the_others(photos, tmp_path):
+    environment = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    process = Python(*command(photos, tmp_path, processes=1), env=environment)
+    waiting = f"process 0 waits for all 2 processes at 127.0.0.1:{environment['MASTER_PORT']}; for a single process"
+    end = time.monotonic() + 60
+    while waiting not in process.text():
+        assert time.monotonic() < end and process.poll() is None, process.text()
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.fault("F52", "a user's error under torchrun --max_restarts 3", "one start; torchrun ends with 1")
+def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
+    out = finish(photos / "nowhere", tmp_path, restarts=3, code=1)
+    assert out.count("exit code 2; torchrun is stopped") == 1 and out.count("error: ") <= 2, out
 
 
 @pytest.mark.fault("F16", "both processes exit at once", "torchrun starts both again")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from util.run.watchdog import bounded_wait
 from util.text import shorten
 
 T = TypeVar("T")
@@ -33,17 +34,20 @@ class Process:
         return self.rank == 0
 
 
-def init_process(device: str = "auto", timeout_minutes: float = 30) -> Process:
+def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout: float = 600) -> Process:
     """Joins the process group that the environment of torchrun or srun describes (nccl on GPUs, else gloo).
 
-    Without such an environment the run is this one process. Raises ValueError if the environment is incomplete, or if
-    the device does not exist.
+    Without such an environment the run is this one process. timeout_minutes: of each collective. join_timeout: if the
+    others have not joined after so many seconds, the process ends with exit code 75.
+
+    Raises ValueError if the environment is incomplete, or if the device does not exist.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}, choose from auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU: check nvidia-smi, or use --device cpu")
     use_cuda = device != "cpu" and torch.cuda.is_available()
+    port_is_given = "MASTER_PORT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     slurm = slurm_environment(os.environ)
     os.environ.update(slurm)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -66,31 +70,57 @@ def init_process(device: str = "auto", timeout_minutes: float = 30) -> Process:
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(place)
-    timeout = timedelta(minutes=timeout_minutes)
-    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun keeps one store over its restarts, where gloo would find the addresses of dead processes. The restart
-    # count is the same for all processes on one node only; several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_world_size == world_size else "0"
-    store = dist.PrefixStore(f"restart-{restarts}", store)
-    backend = "nccl" if use_cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    alone = "SLURM_STEP_ID" if slurm else "RANK and WORLD_SIZE"
+    waiting = f"process {rank} waits for all {world_size} processes at {address}; for a single process, unset {alone}"
+    with bounded_wait(waiting, join_timeout, with_notice=local_rank == 0):
+        store = join_group(place, rank, world_size, local_world_size, timeout_minutes, port_is_given)
     # A separate connection, so that the watchdog never blocks behind another request.
     own = store.clone() if hasattr(store, "clone") else store
     return Process(place, rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
+
+
+def join_group(
+    place: torch.device, rank: int, world_size: int, local_world_size: int, timeout_minutes: float, port_is_given: bool
+) -> dist.Store:
+    """Connects all processes and returns their store.
+
+    If the store cannot be reached, raises ValueError if the user has chosen the port. Otherwise OSError, since the next
+    start uses another port.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if rank == 0 and port_is_given:
+            raise ValueError(f"MASTER_PORT cannot be used, unset it or choose another: {error}") from error
+        raise OSError(f"process {rank} cannot reach the store of all processes: {error}") from error
+    # torchrun may keep one store over its restarts, where gloo would find the addresses of dead processes. The restart
+    # count is the same for all processes on one node only. On several nodes, `--rdzv_backend c10d` and
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 give each restart a store of its own. Static rendezvous has no such option.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_world_size == world_size else "0"
+    store = dist.PrefixStore(f"restart-{restarts}", store)
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.all_reduce(torch.zeros(1, device=place))  # NCCL connects only now
+    return store
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set, for a task that srun started together with others; else {}.
 
     A batch script is no such task, and neither is a process that torchrun started. The port follows from the numbers of
-    job and step, unless MASTER_PORT is set. Raises ValueError if the variables do not say where the other tasks are.
+    job, step and restart, unless MASTER_PORT is set. Raises ValueError if the variables do not say where the other
+    tasks are.
     """
     # In the shell of salloc, SLURM_NTASKS may be that of the job, though the shell is the only task of its step.
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or int(num_tasks) == 1:
         return {}
     try:
-        port = 20_000 + (16 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])) % 20_000
+        # A requeued job tries another port, far from those of the next jobs.
+        start = int(environment["SLURM_JOB_ID"]) + 617 * int(environment.get("SLURM_RESTART_COUNT", 0))
+        port = 20_000 + (16 * start + int(environment["SLURM_STEP_ID"])) % 20_000
         nodes = environment.get("SLURM_STEP_NODELIST", environment["SLURM_JOB_NODELIST"])
         query = ["scontrol", "show", "hostnames", nodes]
         hosts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()

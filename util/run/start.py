@@ -48,7 +48,7 @@ def join_processes(args: argparse.Namespace, path_flags: Set[str] = frozenset())
 
     path_flags: further flags that may differ, because they name files of a node.
     """
-    process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5))
+    process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5), max(60, args.dist_timeout))
     refuse_different_starts(args, PROCESS_FLAGS | path_flags)
     return process
 

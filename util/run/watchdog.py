@@ -12,12 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 TEMPORARY = 75  # exit code: the same command may succeed later (EX_TEMPFAIL)
+NOTICE = 10.0  # seconds after which a process says whom it waits for
 # In the order of a step. The second micro-batch of a step continues with 4, 5, ...
 PHASES = ("waiting for data", "in the forward pass", "in the backward pass or waiting for others", "between two steps")
 DATA, FORWARD, BACKWARD, BETWEEN = range(len(PHASES))
@@ -73,12 +75,9 @@ class Watchdog(threading.Thread):
                 self.store.set(f"watchdog/{self.rank}", note)
 
     def _end_process(self, pulse: float) -> None:
-        with tempfile.TemporaryFile("w+") as file:  # written to stderr at once, since other processes write there, too
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            stacks = file.read()
+        stacks = _all_stacks()
         reason = f"process {self.rank} made no progress for {self.timeout:g} s: {self._find_cause(pulse)}"
-        print(f"{stacks}{reason}; exit code {TEMPORARY}\n", end="", file=sys.__stderr__, flush=True)
+        _print_error(f"{stacks}{reason}; exit code {TEMPORARY}")
         self._write_note("left")
         os._exit(TEMPORARY)
 
@@ -119,6 +118,45 @@ class Watchdog(threading.Thread):
         except RuntimeError:
             return None
         return int(step), int(phase), heartbeat, host
+
+
+@contextmanager
+def bounded_wait(what: str, timeout: float, with_notice: bool = True) -> Iterator[None]:
+    """Ends this process with exit code 75, and prints all stacks, if the context lasts longer than `timeout` seconds.
+
+    what: what this process waits for, printed after `NOTICE` seconds unless `with_notice` is False.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        first = min(NOTICE, timeout)
+        if done.wait(first):
+            return
+        if with_notice:
+            _print_error(what)
+        if not done.wait(timeout - first):
+            _print_error(f"{_all_stacks()}{what}; given up after {timeout:g} s, exit code {TEMPORARY}")
+            os._exit(TEMPORARY)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _all_stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
+
+def _print_error(text: str) -> None:
+    """Writes to stderr in one call, since other processes write there, too."""
+    print(f"{text}\n", end="", file=sys.__stderr__, flush=True)
 
 
 def _describe(step: int, phase: int) -> str:

@@ -1,6 +1,11 @@
+import contextlib
+import socket
+import time
+from types import SimpleNamespace
+
 import pytest
 
-from util.run import distributed
+from util.run import distributed, watchdog
 from util.run.distributed import slurm_environment
 
 JOB = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "9", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
@@ -33,6 +38,7 @@ def test_a_task_of_srun_finds_the_others(scontrol):
 def test_two_steps_of_a_job_use_two_ports_and_the_user_s_own_is_kept(scontrol):
     first, second = (slurm_environment(JOB | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in "01")
     assert first != second
+    assert slurm_environment(JOB | {"SLURM_RESTART_COUNT": "1"})["MASTER_PORT"] not in (first, second)
     assert slurm_environment(JOB | {"MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
 
 
@@ -69,3 +75,47 @@ def test_init_process_reads_the_environment_of_slurm(scontrol, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="one of 2 tasks of srun"):
         distributed.init_process("cpu")
+
+
+@pytest.mark.fault("F53", "the port of a job is taken", "exit code 75; the requeued job tries another port")
+def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scontrol, monkeypatch):
+    job = JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    exported = slurm_environment(job)
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    for name in exported:  # `init_process` exports these
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):  # another program's, which is as good
+            taken.bind(("0.0.0.0", int(exported["MASTER_PORT"])))
+            taken.listen()
+        with pytest.raises(
+            OSError, match="process 0 cannot reach the store of all processes: .*address already in use"
+        ):
+            distributed.init_process("cpu")
+        for name in exported.keys() - {"MASTER_PORT"}:
+            monkeypatch.delenv(name)
+        with pytest.raises(ValueError, match="MASTER_PORT cannot be used, unset it or choose another"):
+            distributed.init_process("cpu")
+
+
+def test_a_wait_is_named_and_then_ended(monkeypatch, capfd):
+    codes = []
+    monkeypatch.setattr(watchdog, "NOTICE", 0.01)
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=codes.append))
+    with watchdog.bounded_wait("this test waits", 60):
+        pass
+    assert capfd.readouterr().err == ""
+    with watchdog.bounded_wait("this test waits", 0.02):
+        wait_until(lambda: codes)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "this test waits" and any("wait_until" in line for line in lines) and codes == [75]
+    assert lines[-1] == "this test waits; given up after 0.02 s, exit code 75"
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
