@@ -19,8 +19,10 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 
 import submitit
 
-from util.run.cli import Parser, flags_given, run_program
+from util.run.cli import FINAL, Parser, flags_given, run_program
 from util.run.code_version import code_version, source_files, source_hash, write_version
 from util.run.run_folder import PROGRESS
 from util.run.watchdog import TEMPORARY
@@ -40,8 +42,6 @@ MAINS["main_detection"] = "downstream.detection.main_detection"
 ROOT = Path(__file__).resolve().parent
 NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
 SLURM_TIMEOUT_MIN, YEAR_MIN = 24 * 60, 365 * 24 * 60
-# Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
-FINAL = (2, 3, 4)
 
 
 class Task:
@@ -51,13 +51,17 @@ class Task:
         self.main, self.argv, self.folder = main, argv, folder
 
     def __call__(self) -> bool:
-        os.chdir(self.folder)  # paths in the flags are relative to the folder of the submission
         requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which the run replaces
-        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         job = submitit.JobEnvironment()
-        if job.cluster == "slurm" and job.global_rank == 0:  # all starts write to the same logs
-            print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
+        if job.cluster == "slurm":  # the run reads ranks and addresses from SLURM
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+            if job.global_rank == 0:  # all starts write to the same logs
+                print(f"job {job.job_id}, restarted {os.environ.get('SLURM_RESTART_COUNT', 0)} times", flush=True)
+        else:
+            submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         try:
+            enter_submission_folder(self.folder)
             finished = importlib.import_module(MAINS[self.main]).main(self.argv) is not False
         except KeyboardInterrupt:  # SIGINT stopped the run, which has saved
             if job.cluster == "debug":
@@ -75,6 +79,16 @@ class Task:
     def checkpoint(self) -> Any:
         """Returns what submitit requeues: the same command, which resumes the run."""
         return submitit.helpers.DelayedSubmission(Task(self.main, self.argv, self.folder))
+
+
+def enter_submission_folder(folder: str) -> None:
+    """Changes to the folder of the submission, to which paths in the flags are relative. Exits with 2 if it fails."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        where = f"the folder of the submission on {socket.gethostname()}: {error}"
+        print(f"submitit_launch.py: error: {where}; submit from a folder that all nodes share", file=sys.stderr)
+        sys.exit(2)
 
 
 def end_stopped(job: Any, requeue: Callable[[int, None], object]) -> None:
@@ -160,6 +174,10 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         folder = Path(main_args.output_dir).resolve()
     else:
         folder = Path("output").resolve() / time.strftime(f"{args.main}-%Y%m%d-%H%M%S")
+    if any(character in str(folder) for character in "%\\"):  # `%j` and `\\` have a meaning for sbatch
+        parser.error(
+            f"--output_dir {str(folder)!r} must not contain % or \\: SLURM replaces them in the paths of the logs"
+        )
     args.argv += ["--output_dir", str(folder)]  # the last one counts; jobs start in another folder
     return args, folder
 
@@ -189,16 +207,18 @@ def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def guard(folder: Path) -> list[str]:
     """Returns shell lines that follow srun. They requeue a job that died, if its run got further since its last start.
 
-    The main notes its progress in the folder. A job that is not RUNNING is left to SLURM, which is ending it. Results
-    of dead processes are removed.
+    A start without progress is repeated once, since a signal or a port in use may have ended it. The main notes its
+    progress in the folder. A job that is not RUNNING is left to SLURM, which is ending it. Results of dead processes
+    are removed.
     """
     final = " ".join(f"&& [ $rc -ne {code} ]" for code in FINAL)
     return [
         f"rc=$?; jobs={shlex.quote(str(folder / 'jobs'))}; code=$jobs/exit-code-$SLURM_JOB_ID; last=$jobs/progress",
         'if [ -e "$code" ]; then rc=$(cat "$code"); rm "$code"; fi',
         f'now=$(cat {shlex.quote(str(folder / PROGRESS))} 2>/dev/null); before=$(cat "$last" 2>/dev/null)',
-        'echo "$now" > "$last"',
-        f'if [ $rc -ne 0 ] {final} && [ "$now" != "$before" ] &&',
+        'again="$now again in job $SLURM_JOB_ID"',
+        'if [ "$now" = "$before" ]; then echo "$again"; else echo "$now"; fi > "$last"',
+        f'if [ $rc -ne 0 ] {final} && [ "$before" != "$again" ] &&',
         '   [ "$(squeue --noheader --jobs $SLURM_JOB_ID --format %T)" = RUNNING ]',
         'then rm -f "$jobs/$SLURM_JOB_ID"_*_result.pkl; scontrol requeue $SLURM_JOB_ID; fi',
         "exit $rc",
@@ -210,15 +230,17 @@ def snapshot(folder: Path) -> Path:
 
     Its name is the hash of its content. Equal code is copied once, and a copy is never changed: requeues still need it.
     """
-    code, temporary = folder / "code" / source_hash(), folder / f".code.tmp-{os.getpid()}"
+    code = folder / "code" / source_hash()
     if not code.exists():
-        for path in source_files(ROOT):
-            copy = temporary / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
-        write_version(temporary)
         code.parent.mkdir(parents=True, exist_ok=True)
-        temporary.rename(code)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=code.parent) as temporary:  # removed if the disk is full
+            copy = Path(temporary) / "code"
+            for path in source_files(ROOT):
+                target = copy / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+            write_version(copy)
+            copy.rename(code)
     return code
 
 

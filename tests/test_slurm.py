@@ -254,14 +254,15 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 1)])
+@pytest.mark.parametrize(("code", "restarts"), [(3, 0), (75, 2)])
 def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, code, restarts):
-    """srun kills the other processes. After exit code 3 there is no restart; after 75 one, which makes no progress."""
+    """srun kills the other processes. After exit code 3 there is no restart; after 75 one, and a second one since the
+    first makes no progress."""
     run = Run(tmp_path, tmp_path / "run")
     main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
     main.write_text(
         "import os, signal, sys, time\n\n\ndef main(argv):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        f"    time.sleep(60 * (os.environ['RANK'] == '0'))\n    sys.exit({code})\n"
+        f"    time.sleep(60 * (os.environ['SLURM_PROCID'] == '0'))\n    sys.exit({code})\n"
     )
     write_progress(run.folder, 5)
     run.submit()

@@ -84,6 +84,8 @@ def test_a_job_may_wait_for_another_one(tmp_path, capsys):
         ("--signal_delay_s 0 main_pretrain", "must be at least 1"),
         ("main_pretrain --recipe nowhere", "unknown recipe 'nowhere'"),
         ("main_pretrain --no_such_flag 3", "unrecognized arguments: --no_such_flag 3"),
+        ("main_pretrain --output_dir 50%throw", "50%throw' must not contain % or \\"),
+        ("main_pretrain --output_dir a\\b", "must not contain % or \\"),
     ],
 )
 def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypatch):
@@ -99,8 +101,9 @@ def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypa
         (1, None, None, "20", "RUNNING", True),
         (137, None, "20", "40", "RUNNING", True),
         (75, None, "20", "40", "RUNNING", True),
-        (75, None, "40", "40", "RUNNING", False),
-        (1, None, "40", "40", "RUNNING", False),
+        (1, None, "40", "40", "RUNNING", True),  # a start without progress is repeated once
+        (1, None, "40 again in job 77", "40", "RUNNING", False),
+        (1, None, "40 again in job 76", "40", "RUNNING", True),
         (2, None, None, "20", "RUNNING", False),
         (3, None, "20", "40", "RUNNING", False),
         (4, None, "20", "40", "RUNNING", False),
@@ -131,7 +134,8 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, 
     assert sorted(path.name for path in (run_folder / "jobs").iterdir()) == left
     assert (tmp_path / "called").exists() == requeued
     assert not requeued or (tmp_path / "called").read_text() == "requeue 77\n"
-    assert (run_folder / "jobs" / "progress").read_text() == f"{now}\n"
+    note = f"{now} again in job 77" if before == now else now
+    assert (run_folder / "jobs" / "progress").read_text() == f"{note}\n"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +236,22 @@ def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     assert (first / "util" / "leaf.py").read_text() == "x = 1\n"  # for the requeues of the first job
     assert sorted((tmp_path / "run" / "code").iterdir()) == sorted([first, second])
     assert code_version.source_hash(second) == second.name == code_version.source_hash(project)
+
+
+def test_a_full_disk_leaves_no_part_of_a_copy(tmp_path, project, monkeypatch):
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(submitit_launch, "shutil", SimpleNamespace(copy=full))
+    with pytest.raises(OSError, match="No space left"):
+        submitit_launch.snapshot(tmp_path / "run")
+    assert not list((tmp_path / "run" / "code").iterdir())
+
+
+def test_a_node_without_the_folder_of_the_submission_ends_the_job(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submitit_launch.enter_submission_folder(str(tmp_path / "nowhere"))
+    assert stop.value.code == 2 and "submit from a folder that all nodes share" in capsys.readouterr().err
 
 
 @pytest.mark.fault(
