@@ -3,9 +3,11 @@
 import argparse
 import importlib
 import inspect
+import os
 import re
 import shlex
 import string
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +54,7 @@ RECIPES_OF = {
     "downstream/detection/main_detection.py": DETECTION_RECIPES,
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*\w")
-OTHER_FLAGS = {"--help", "--signal", EXAMPLE_FLAG}  # --signal: of sbatch
+OTHER_FLAGS = {"--help", "--signal", "--array", "--kill-on-bad-exit", EXAMPLE_FLAG}  # of sbatch and srun
 
 
 @dataclass(frozen=True)
@@ -375,3 +377,44 @@ def test_the_method_figure_is_made_by_its_tool(tmp_path: Path) -> None:
     method_figure.main([str(tmp_path / "method.png")])
     made, shown = (Image.open(folder / "method.png") for folder in (tmp_path, ROOT / "docs" / "figures"))
     assert made.size == shown.size == (1800, 464)
+
+
+@pytest.mark.fault(
+    "F54", "the guide's batch script, alone and in an array: srun ends with a code", "requeued if that can help"
+)
+@pytest.mark.parametrize(
+    ("code", "moved", "state", "requeued"),
+    [
+        (0, True, "RUNNING", False),
+        (2, True, "RUNNING", False),
+        (3, True, "RUNNING", False),
+        (75, False, "RUNNING", True),
+        (140, False, "RUNNING", True),  # killed by USR2 before the run could handle it
+        (137, True, "RUNNING", True),
+        (137, False, "RUNNING", False),
+        (143, True, "COMPLETING", False),  # cancelled
+    ],
+)
+def test_the_batch_script_requeues_what_can_go_on(
+    code: int, moved: bool, state: str, requeued: bool, tmp_path: Path
+) -> None:
+    (script,) = [code for _, code in FENCE.findall((ROOT / "docs" / "cluster.md").read_text()) if "#SBATCH" in code]
+    assert "--kill-on-bad-exit=1" in script
+    for array, job in ((None, "77"), ("3", "70_3")):
+        out = tmp_path / f"output/prmim50_base{array or ''}"
+        out.mkdir(parents=True)
+        (out / ".progress").write_text("20\n")
+        fakes = {
+            "srun": f"{'echo 40 > ' + shlex.quote(str(out / '.progress')) if moved else ':'}; exit {code}",
+            "squeue": f'[ "$3" = {job} ] && echo {state}',
+            "scontrol": f'echo "$@" >> {shlex.quote(str(out / "called"))}',
+        }
+        for name, does in fakes.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+            (tmp_path / name).chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+        if array:
+            environment |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": array}
+        assert subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment).returncode == code
+        called = (out / "called").read_text() if (out / "called").exists() else ""
+        assert called == (f"requeue {job}\n" if requeued else "")
