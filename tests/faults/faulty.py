@@ -36,6 +36,7 @@ AT_STEP = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "kill-worker": kill_a_worker,
+    "lose-data": lambda: os.rename(os.environ["FAULTY_DATA"], os.environ["FAULTY_DATA"] + ".away"),
 }
 # Places in a save: (function of `os`, its call in a save that does not come back).
 IN_SAVE = {

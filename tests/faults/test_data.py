@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from scripts import pack_dataset
 from tests.faults.runs import finish, losses, state
 from tests.patches import StandIn
 from tests.test_main_pretrain import assert_same_state, fails, run
 from util.data import decode, images
+from util.data.tars import TarImages
 from util.run.checkpoint import newest_checkpoint
 from util.run.loop import TrainLoop
 
@@ -63,6 +65,78 @@ def test_no_step_is_lost_if_too_many_images_are_broken(photos, tmp_path, process
     assert f"checkpoint-{step}.pth at step {step}" in out
     assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def vanish(folder, monkeypatch):
+    folder.rename(folder.with_name("away"))
+
+
+def become_text(folder, monkeypatch):
+    for path in folder.rglob("*.jpg"):
+        path.write_text("no image")
+
+
+def lose_tars(folder, monkeypatch):
+    def stale(*_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(TarImages, "_read_at", stale)
+    monkeypatch.replace_in(images, "time.sleep", lambda seconds: None)
+
+
+GONE = "the images in '.*' cannot be opened any more; the same command goes on"
+
+
+@pytest.mark.fault("F57", "the storage of the data is gone in the middle of an epoch", "saved; 0 lost; 75; exact")
+@pytest.mark.fault("F57b", "all images of the data become unreadable", "saved; 0 lost; exit code 2")
+@pytest.mark.parametrize(
+    ("lose", "flags", "code", "message"),
+    [
+        (vanish, "", 75, GONE),  # found by a report
+        (vanish, "--print_freq 20", 75, GONE),  # found by a batch
+        (vanish, "--print_freq 20 --num_workers 1 --epochs 6", 75, GONE),
+        (vanish, "--max_bad_fraction 0 --accum_iter 2 --batch_size 4", 75, GONE),
+        (become_text, "", 2, "24 of 24 images cannot be read, more than --max_bad_fraction 0.01"),
+        (become_text, "--print_freq 20", 2, "jpg' cannot be decoded"),
+        (lose_tars, "", 75, "Stale file handle; the same command goes on"),
+    ],
+)
+def test_no_step_is_lost_if_the_data_is_gone(photos, tmp_path, monkeypatch, capsys, lose, flags, code, message):
+    data, flags, begin_step = tmp_path / "data", flags.split(), TrainLoop.begin_step
+    pack_dataset.main([str(photos), str(data)]) if lose is lose_tars else shutil.copytree(photos, data)
+    shutil.copytree(data, tmp_path / "copy")
+    expected = run(data, tmp_path / "whole", *flags)
+
+    def step_with_loss(loop, number):
+        if number == 3:
+            lose(data, monkeypatch)
+        begin_step(loop, number)
+
+    monkeypatch.setattr(TrainLoop, "begin_step", step_with_loss)
+    with pytest.raises(SystemExit) as stop:
+        run(data, tmp_path / "out", *flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == code and re.search(message, error), error
+    assert 4 <= state(tmp_path / "out")["meta"]["step"] < expected["meta"]["step"]
+    monkeypatch.undo()
+    if data.exists():
+        shutil.rmtree(data)
+    (tmp_path / "copy").rename(data)
+    assert_same_state(run(data, tmp_path / "out", *flags), expected)
+
+
+@pytest.mark.fault("F58", "the data vanishes under two processes", "both save and end; exact when it is back")
+def test_no_step_is_lost_if_two_processes_lose_the_data(photos, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    shutil.copytree(photos, data)
+    monkeypatch.setenv("FAULTY_DATA", str(data))
+    finish(data, tmp_path / "whole", "--print_freq", 20)
+    out = finish(data, tmp_path / "out", "--print_freq", 20, fault=("lose-data", 3, 1, tmp_path / "mark"), code=1)
+    assert "stopped and saved after step 5 of 9, because an error ends the run" in out
+    assert "cannot be opened any more; the same command goes on from the newest checkpoint" in out
+    data.with_name("data.away").rename(data)
+    assert "checkpoint-5.pth at step 5" in finish(data, tmp_path / "out", "--print_freq", 20)
+    assert_same_state(state(tmp_path / "out"), state(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from util.data.images import ImageError, Images
+from util.data.images import ImageError, Images, find_storage_error
 from util.run.distributed import gather_objects
 from util.text import count_of
 
@@ -28,13 +28,19 @@ class BadImages:
         self.known: set[int] = set()
 
     def report(self) -> None:
-        """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many."""
+        """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many.
+
+        They raise OSError instead if on one of them no image can be opened any more.
+        """
         if self.flags is None:
             return
         bad = set[int]().union(*gather_objects(self.flags.nonzero().flatten().tolist()))
         new, self.known = sorted(bad - self.known), bad
         message = f"{len(bad)} of {count_of(len(self.images), 'image')} cannot be read"
         if new and len(bad) > max(1, int(self.max_fraction * len(self.images))):
+            for error in gather_objects(find_storage_error(self.images)):
+                if error is not None:
+                    raise error
             limit = f"more than --max_bad_fraction {self.max_fraction:g}"
             raise TooManyBadImages(
                 f"{message}, {limit}: {self._reasons(sorted(bad))}. Repair the data, or raise the flag"

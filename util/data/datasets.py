@@ -3,7 +3,9 @@
 import copy
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,15 @@ import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
 from util.data.hugging_face import open_hugging_face
-from util.data.images import CifarImages, FolderImages, ImageError, Images, INaturalistImages, wanted_channels
+from util.data.images import (
+    CifarImages,
+    FolderImages,
+    ImageError,
+    Images,
+    INaturalistImages,
+    find_storage_error,
+    wanted_channels,
+)
 from util.data.tars import choose_tars, open_tars
 from util.run.signals import ignore_in_worker, take_over_workers
 
@@ -97,16 +107,21 @@ class AddressedDataset(torch.utils.data.Dataset):
         return (*sample, (found, self.transform.view(img.shape[-2:], epoch, index))) if self.with_views else sample
 
     def _load(self, index: int) -> tuple[int, np.ndarray, int]:
-        """Returns (index, image, label) of the image `index`, or of the next readable one."""
-        if self.bad is None:
-            return index, *self.images.load(index)
-        for candidate in range(index, index + MOST_SKIPPED):
+        """Returns (index, image, label) of the image `index`, or of the next readable one, if that may replace it.
+
+        Raises the first ImageError if there is none, or OSError if no image can be opened any more.
+        """
+        first: ImageError | None = None
+        for candidate in range(index, index + (1 if self.bad is None else MOST_SKIPPED)):
             i = candidate % len(self)
             try:
                 return i, *self.images.load(i)
-            except ImageError:
-                self.bad[i] = 1
-        return index, *self.images.load(index)  # raises the ImageError of the first one
+            except ImageError as error:
+                first = first or error
+                if self.bad is not None:
+                    self.bad[i] = 1
+        assert first is not None
+        raise find_storage_error(self.images) or first
 
 
 class StepBatchSampler:
@@ -236,6 +251,30 @@ def batches(
             reason = str(error).partition("\n")[0] or type(error).__name__
             log(f"warning: a worker was lost before batch {taken + 1} ({reason}); new ones continue from there")
             stream = loader = None  # ends the remaining workers
+
+
+def look_ahead(
+    stream: Generator[Any, None, None], number: int, on_failure: Callable[[Exception], object]
+) -> Generator[Any, None, None]:
+    """Yields the batches of `stream`, of which it reads `number` ahead.
+
+    If the stream fails to read its images, `on_failure` gets the error at once, so that the run can end while there are
+    batches. The error is raised after the last of them.
+    """
+    ahead: deque[Any] = deque()
+    failure: Exception | None = None
+    with closing(stream):
+        try:
+            for batch in stream:
+                ahead.append(batch)
+                if len(ahead) > number:
+                    yield ahead.popleft()
+        except (OSError, ImageError) as error:
+            failure = error
+            on_failure(error)
+    yield from ahead
+    if failure is not None:
+        raise failure
 
 
 def available_cores() -> int:

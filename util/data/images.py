@@ -30,6 +30,10 @@ class ImageError(ValueError):
     """A file cannot be read as an image. The message names the file, for the user."""
 
 
+class MissingImage(ImageError):
+    """The file is missing or cannot be opened."""
+
+
 # Errors of a single file. Any other OSError is a failure of the storage, where another image would not help.
 FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -52,13 +56,13 @@ def retry_io(read: Callable[[], T]) -> T:
 
 
 def read_file(path: str) -> bytes:
-    """Returns the bytes of an image file; ImageError if it is missing or unreadable."""
+    """Returns the bytes of an image file; MissingImage if it is missing or unreadable."""
     try:
         return retry_io(Path(path).read_bytes)
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
-        raise ImageError(f"{path!r} is not a readable image ({error}); replace or remove the file") from error
+        raise MissingImage(f"{path!r} is not a readable image ({error}); replace or remove the file") from error
 
 
 def wanted_channels(in_chans: int, for_model: bool, found: int) -> str:
@@ -292,6 +296,23 @@ class CifarImages:
 
 
 Images = EncodedImages | CifarImages
+
+
+def find_storage_error(images: Images) -> OSError | None:
+    """Returns an error if none of up to 100 evenly spaced images can be opened, which no single file explains."""
+    if isinstance(images, EncodedImages):
+        for i in evenly_spaced(len(images), 100).tolist():
+            try:
+                images.read(i)
+            except MissingImage:
+                continue
+            except ImageError:
+                return None
+            except OSError as error:
+                return error
+            return None
+        return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
+    return None
 
 
 def check_splits(images: Any, val_images: Any) -> None:

@@ -15,6 +15,7 @@ from util.data.datasets import (
     StepBatchSampler,
     batches,
     cores_per_process,
+    look_ahead,
     open_images,
 )
 from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
@@ -92,8 +93,13 @@ def training_batches(
     transform: Callable,
     log: RunLog,
     img_size: tuple[int, int],
+    on_failure: Callable[[Exception], object],
 ) -> tuple[OpenBatches, Callable[[], None]]:
-    """Returns (function that opens a stream of this rank's batches, function that reports unreadable images)."""
+    """Returns (function that opens a stream of this rank's batches, function that reports unreadable images).
+
+    on_failure: gets the error of a stream one step before its last batch, or two if there are several processes, which
+    agree to stop one step later.
+    """
 
     def log_from_any_rank(message: str) -> None:
         if process.is_main:
@@ -106,7 +112,7 @@ def training_batches(
 
     def open_batches(steps: range, collator: Callable, with_views: bool = False) -> Generator[Any, None, None]:
         dataset.with_views = with_views
-        return batches(
+        stream = batches(
             dataset,
             StepBatchSampler(len(images), *split, args.seed, steps.start, steps.stop),
             collator,
@@ -115,6 +121,7 @@ def training_batches(
             log_from_any_rank,
             batch_bytes=images.pixel_format.pixel_bytes * img_size[0] * img_size[1] * plan.batch_size,
         )
+        return look_ahead(stream, plan.accum_iter * min(2, process.world_size), on_failure)
 
     return open_batches, BadImages(images, dataset.bad, args.max_bad_fraction, log.info).report
 

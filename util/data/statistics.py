@@ -36,7 +36,9 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
             continue
         num_read += 1
         own_mean = pixels.mean(axis=0, dtype=np.float64)
-        own_squares = np.array([np.square(pixels[:, c] - own_mean[c]).sum() for c in range(len(mean))])
+        own_squares = np.array(
+            [np.square(np.subtract(pixels[:, c], own_mean[c], dtype=np.float64)).sum() for c in range(len(mean))]
+        )
         # Chan et al.: sums of squared deviations of two sets, without the loss of digits of a sum of squares.
         total = count + len(pixels)
         shift = own_mean - mean

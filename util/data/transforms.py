@@ -46,6 +46,11 @@ class View(NamedTuple):
     flip: bool  # the columns are mirrored
 
 
+def mirror(img: torch.Tensor) -> torch.Tensor:
+    """Reverses the columns of [C, H, W]. Those of uint16 as int16, because torch 2.11 does not flip uint16."""
+    return img.view(torch.int16).flip(-1).view(torch.uint16) if img.dtype == torch.uint16 else img.flip(-1)
+
+
 class RandomResizedCropFlip:
     """MAE's pre-training augmentation: random resized crop and flip, drawn from the sample's address.
 
@@ -74,7 +79,7 @@ class RandomResizedCropFlip:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
         top, left, height, width, flip = self.draw(pair(img.shape[-2:]), epoch, index)
         crop = resize(img[:, top : top + height, left : left + width], self.size, self.interpolation, self.reference)
-        return (crop.flip(-1) if flip else crop).contiguous()
+        return (mirror(crop) if flip else crop).contiguous()
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
         """Returns (top, left, height, width, flip) of the crop of an image of `size`, in pixels."""
@@ -123,7 +128,7 @@ class PaddedCropFlip:
         top, left, flip = self.draw((height, width), epoch, index)
         # Reads the window of the padded image through reflected indices, so that no padded image is made.
         img = img[:, reflected(top, self.size[0], height)][:, :, reflected(left, self.size[1], width)]
-        return (img.flip(-1) if flip else img).contiguous()
+        return (mirror(img) if flip else img).contiguous()
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
         """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""

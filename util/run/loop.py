@@ -228,8 +228,13 @@ class TrainLoop:
         if is_due or self.step == self.last_step:
             self.report(epoch_ends, interim=not is_due)
 
+    def fail(self, error: Exception) -> None:
+        """Asks all ranks to stop before `error`, which awaits this rank after the next step."""
+        if self.stop is not None:
+            self.stop.fail(error)
+
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed to stop after this step because of a signal."""
+        """Whether all ranks have agreed to stop after this step because of a signal or an error ahead."""
         return self.stop is not None and self.stop.agreed()
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:

@@ -113,7 +113,7 @@ def assemble(
         watchdog=watchdog,
     )
     loop.load_state(content, first_step)
-    open_batches, report = training_batches(args, plan, process, images, transform, log, model.img_size)
+    open_batches, report = training_batches(args, plan, process, images, transform, log, model.img_size, loop.fail)
     batches = open_batches(range(first_step, last_step), collator)
     saver = CheckpointSaver(start.output_dir, record, model, loop, args.shard, schedule, first_step, start.lock)
     loop.on_report = partial(report_bad_images, report, saver)
@@ -121,10 +121,10 @@ def assemble(
 
 
 def report_bad_images(report: Callable[[], None], saver: CheckpointSaver) -> None:
-    """Calls `report`. Saves the current step before a TooManyBadImages ends the run: all its steps are good."""
+    """Calls `report`. Saves the current step before its error ends the run on all ranks: all steps are good."""
     try:
         report()
-    except TooManyBadImages:
+    except (TooManyBadImages, OSError):
         saver.save(required=False)
         raise
 

@@ -36,6 +36,7 @@ class StopSignal:
 
     def __init__(self, device: torch.device) -> None:
         self.name: str | None = None  # of the signal that this process received
+        self.error: Exception | None = None  # that would end this process one step later
         self.since = 0.0
         self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and dist.is_initialized() else None
@@ -61,12 +62,21 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
+    def fail(self, error: Exception) -> None:
+        """Stops all ranks, as a signal does, before `error` would end this one."""
+        self.error = error
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process has a reason to stop."""
+        return self.name is not None or self.error is not None
+
     def agreed(self) -> bool:
         """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal."""
         if not dist.is_initialized():
-            return self.name is not None
+            return self.is_asked
         stop = self.settle()
-        self.pending = self._start_all_reduce(float(self.name is not None))
+        self.pending = self._start_all_reduce(float(self.is_asked))
         return stop
 
     def _start_all_reduce(self, flag: float) -> tuple[Callable[[], object], torch.Tensor]:

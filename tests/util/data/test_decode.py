@@ -107,7 +107,7 @@ DEEP = {
 @pytest.mark.parametrize("kind", DEEP)
 def test_grey_of_16_bits_is_scaled(kind):
     data, mode = DEEP[kind][0](), DEEP[kind][1]
-    assert Image.open(io.BytesIO(data)).mode == mode
+    assert Image.open(io.BytesIO(data)).mode in (mode, "I" if kind == "PNG" else mode)  # older Pillows: "I"
     pixels = decode(data)
     assert pixels.shape == (40, 50, 3) and pixels.dtype == np.uint8 and pixels.flags.c_contiguous
     assert all(np.array_equal(pixels[..., k], np.rint(RAMP / 257)) for k in range(3))

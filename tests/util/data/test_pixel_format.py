@@ -225,6 +225,8 @@ def test_thumbnails_overviews_and_masks_are_no_pages(tmp_path):
     Image.fromarray(array).save(tmp_path / "0.tif", save_all=True, append_images=rest)
     with Image.open(tmp_path / "0.tif") as file:
         file.seek(2)
+        if 254 not in file.tag_v2:
+            pytest.skip("this Pillow writes no kinds of pages")
         assert file.size == (52, 40) and file.tag_v2[254] == 4
     images = open_images("folder", tmp_path)
     assert np.array_equal(images.load(0)[0], array) and "has 3 pages, but" in images.notes[0]
