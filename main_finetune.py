@@ -430,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images, val_images))
         del content  # weights and moments of the checkpoint
 
-    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
+    with exit_on_training_errors(parser, run.saver), run.watchdog, StopSignal(process.device) as stop:
         loop = run.loop
         loop.stop = stop
         sizes = plan.batch_size, plan.num_workers

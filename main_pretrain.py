@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images))
         del content  # weights and moments of the checkpoint
 
-    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
+    with exit_on_training_errors(parser, run.saver), run.watchdog, StopSignal(process.device) as stop:
         loop = run.loop
         loop.stop = stop
         if args.compile:

@@ -118,17 +118,18 @@ class Monitor:
         return self.args.knn_every > 0 and rest == 0 and (epoch % self.args.knn_every == 0 or epoch == self.args.epochs)
 
     def is_done(self) -> bool:
-        """Whether the log holds the evaluation of the current step, on rank 0."""
+        """Whether the log holds the evaluation of the current step, with finite features, on rank 0."""
         loop = self.run.loop
-        return any(report["step"] == loop.step and "rankme" in report for report in loop.log.history())
+        return any(report["step"] == loop.step and report.get("rankme") is not None for report in loop.log.history())
 
     def evaluate(self) -> None:
-        """Measures the encoder and logs the result."""
+        """Measures the encoder and logs the result. FloatingPointError if features are not finite at the end."""
         loop, begin = self.run.loop, time.perf_counter()
         bank = self.extract(self.images, self.bank)
         scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
         moments = {name: moments_of_all(x) for name, x in bank.values.items()}
-        is_finite = all(bool(m.gram.isfinite().all()) for m in moments.values())
+        # Features whose squares overflow in float32 have no cosine similarity.
+        is_finite = all(bool(m.gram.trace().float().isfinite()) for m in moments.values())
         line = "the features of the encoder are not finite, so kNN and RankMe are missing"
         if is_finite:
             line = ""
@@ -142,6 +143,8 @@ class Monitor:
         scalars["knn_seconds"] = time.perf_counter() - begin
         when = f"after epoch {scalars['epoch']}" if loop.step else "before training"
         loop.log.report(loop.step, scalars, f"{when}: {line}; {scalars['knn_seconds']:.1f} s", line)
+        if loop.step == loop.last_step and not is_finite:
+            raise FloatingPointError("the features of the encoder are not finite: try --precision fp32")
 
     def extract(self, images: Images, indices: np.ndarray) -> Features:
         """Encodes this rank's share of the images `indices`. Unreadable ones are replaced as in training."""

@@ -175,11 +175,10 @@ def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
     """Returns the largest difference of a timm model's features or logits from ours, as text.
 
     The outputs of two random images are compared in float32. If they differ by more than TOLERANCE, which may be
-    rounding, they are compared in float64. Raises ValueError if they still differ.
+    rounding, they are compared in float64. Raises ValueError if they still differ, FloatingPointError if they are not
+    finite.
     """
-    generator = torch.Generator().manual_seed(0)
-    imgs = torch.randn(2, channels_of(ours), *ours.img_size, generator=generator)
-    differences = []
+    imgs, differences = random_images(ours), []
     for dtype in (torch.float32, torch.float64):
         models = ours.to(dtype), theirs.to(dtype)
         expected, output = (output_of(model, imgs.to(dtype), is_classifier(ours)) for model in models)
@@ -192,12 +191,23 @@ def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
     )
 
 
+def random_images(model: nn.Module) -> torch.Tensor:
+    """Returns two images of noise [2, C, H, W] for a model of this project."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, channels_of(model), *model.img_size, generator=generator)
+
+
 def output_of(model: nn.Module, imgs: torch.Tensor, as_classifier: bool) -> torch.Tensor:
-    """Returns the logits of a model, ours or timm's, or its features [B, tokens, D]."""
-    if as_classifier:
-        return model(imgs)
-    features = model.forward_features(imgs)
-    return features.flatten(1, 2) if features.ndim == 4 else features  # timm's Swin keeps the grid
+    """Returns the logits of a model, ours or timm's, or its features [B, tokens, D].
+
+    FloatingPointError if they are not finite.
+    """
+    output = model(imgs) if as_classifier else model.forward_features(imgs)
+    if not output.isfinite().all():
+        raise FloatingPointError(
+            f"the {'logits' if as_classifier else 'features'} of two random images are not finite; nothing is written"
+        )
+    return output.flatten(1, 2) if output.ndim == 4 else output  # timm's Swin keeps the grid
 
 
 def data_config(model: nn.Module, settings: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:

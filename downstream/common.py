@@ -190,7 +190,7 @@ def train_and_evaluate(
     train: `train(steps)` makes these optimizer steps and returns whether a signal stopped it. what: the model's name.
     """
     loop, process = run.loop, run.saver.record.process
-    with exit_on_training_errors(parser), run.watchdog, StopSignal(process.device) as stop:
+    with exit_on_training_errors(parser, run.saver), run.watchdog, StopSignal(process.device) as stop:
         loop.stop = stop
         if evaluator.is_due() and not evaluator.is_done():
             evaluator.run()  # the run was stopped between the checkpoint and its evaluation

@@ -47,7 +47,16 @@ import models_vit
 from encoders import PLAIN, build_model, find_kind, head_of
 from main_pretrain import load_run, own_flags
 from models_swin import SwinEncoder
-from timm_models import channels_of, data_config, is_classifier, largest_difference, timm_arguments, timm_weights
+from timm_models import (
+    channels_of,
+    data_config,
+    is_classifier,
+    largest_difference,
+    output_of,
+    random_images,
+    timm_arguments,
+    timm_weights,
+)
 from util.atomic import filled_folder, replaced_file
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
@@ -301,6 +310,8 @@ def export_mae(source: Path, out: Path) -> list[str]:
         refuse_other_frameworks(weights, meta.get("settings", {}), repr(str(source)))
         kind, model = "encoder and decoder", load_mae(source)
         state, name = mae_weights(model), mae_name(model, model.decoder)
+    with torch.inference_mode():
+        output_of(model, random_images(model), has_head)  # FloatingPointError if it is not finite
     facts = known_facts(model, meta)
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, facts, {})

@@ -66,10 +66,13 @@ def show_run(args: argparse.Namespace) -> None:
         images = open_images(*source, "val", in_chans=channels, image_column=column, for_model=True)
     normalize = normalizer(settings, images.pixel_format)
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
+    found = measure(model, settings, images, measured)
+    if not all(math.isfinite(error) for errors in found.values() for error in errors.values()):
+        raise FloatingPointError(f"the reconstructions of {args.run!r} are not finite; nothing is written")
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
     pictures.save(reconstruction_picture(model, normalize, imgs, ids_shuffle), args.out)
     print(f"reconstructions of {len(drawn)} images of {images.root}: {args.out}")
-    for name, errors in measure(model, settings, images, measured).items():
+    for name, errors in found.items():
         for kind, error in errors.items():
             psnr = f", PSNR {-10 * math.log10(error):.2f} dB" if isinstance(model, PixelFramework) else ""
             print(f"{kind} tokens of {len(measured)} images: {name} {error:.5f}{psnr}")

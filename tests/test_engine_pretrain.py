@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from timm.layers import DropPath
@@ -97,20 +99,27 @@ def test_reports_are_means_of_all_steps_since_the_last():
     assert reports[2]["lr"] == pytest.approx(1.25) and reports[2]["epoch"] == 4
 
 
-def spoil(engine, steps):
-    """Makes the losses of the given forward passes NaN."""
+def spoil(engine, steps, what="both"):
+    """Makes the losses of the given forward passes NaN; or only their values ("loss") or their gradient."""
     calls = iter(range(10**6))
 
     def hook(module, args, losses):
-        return {k: v * float("nan") for k, v in losses.items()} if next(calls) in steps else losses
+        if next(calls) not in steps:
+            return losses
+        if what == "gradient":
+            for loss in losses.values():
+                loss.register_hook(lambda gradient: gradient * torch.inf)
+            return losses
+        return {k: v * torch.nan if what == "both" else v + torch.inf for k, v in losses.items()}
 
     engine.model.register_forward_hook(hook)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name):
+@pytest.mark.parametrize("what", ["both", "loss", "gradient"])
+def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name, what):
     engine, clean = a_loop(name), a_loop(name)
-    spoil(engine, {1})
+    spoil(engine, {1}, what)
     history = []
     engine.steps(range(4), stream(4), lambda step: history.append(engine.weights()))
     assert torch.equal(history[0], history[1]) and not torch.equal(history[1], history[2])
@@ -159,9 +168,28 @@ def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
     monkeypatch.setattr(loop, "MAX_BAD_STEPS", 4)
     engine = a_loop()
     spoil(engine, range(3, 10**6))
-    with pytest.raises(FloatingPointError, match="last 5 steps before step 8; .* skipped.*Lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="last 5 steps before step 8, .* skipped: lower the learning rate"):
         engine.steps(range(20), stream(20))
     assert engine.weights().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "what", "ends"),
+    [
+        ("fp32", {98, 99}, "both", True),
+        ("bf16", {98, 99}, "gradient", True),
+        ("fp32", {99}, "both", False),  # one of two since the last report
+        ("fp32", {97, 98}, "both", False),
+        ("fp16", {98, 99}, "both", True),
+        ("fp16", {98, 99}, "gradient", False),  # the scale is too large, and falls
+        ("fp16", set(range(90, 100)), "gradient", True),
+    ],
+)
+def test_a_run_does_not_end_well_if_its_last_steps_are_lost(name, steps, what, ends):
+    engine = a_loop(name)
+    spoil(engine, {step - 80 for step in steps}, what)
+    with pytest.raises(FloatingPointError, match="steps before step 100") if ends else nullcontext():
+        engine.steps(range(80, 100), stream(20))
 
 
 @pytest.mark.fault("F21", "infinite gradients under fp16", "the scale is lowered")
@@ -223,19 +251,20 @@ def test_meter_survives_a_checkpoint():
     assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 0)
 
 
-def _train_half(rank):
+def _train_half(rank, what):
     engine = a_loop()
     engine.model = nn.parallel.DistributedDataParallel(engine.model, gradient_as_bucket_view=True)
     engine.loop.accum_iter = 2
     if rank == 1:
-        spoil(engine, {3})  # one micro-batch of one process: both must skip that step
+        spoil(engine, {3}, what)  # one micro-batch of one process: both must skip that step
     own = ([t[4 * rank + i : 4 * rank + i + 2] for t in batch] for batch in stream(4) for i in (0, 2))
     engine.steps(range(4), own)
     return {"weights": engine.weights(), "losses": [r["loss"] for r in engine.loop.log.reports]}
 
 
-def test_two_processes_skip_alike_and_report_the_same():
-    first, second = run_in_two_processes(_train_half)
+@pytest.mark.parametrize("what", ["both", "loss"])
+def test_two_processes_skip_alike_and_report_the_same(what):
+    first, second = run_in_two_processes(_train_half, what)
     assert (first["weights"] == second["weights"]).all()
     assert first["losses"] == second["losses"]
     whole = a_loop()

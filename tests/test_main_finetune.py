@@ -1,5 +1,6 @@
 import argparse
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -317,16 +318,20 @@ def test_an_exported_classifier_keeps_its_classes_and_statistics(labelled, tmp_p
     assert "the checkpoint has 2 classes, the data 2; only one of them has dog, fox" in message
 
 
-def test_logits_that_are_not_finite_are_no_accuracy(labelled, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("value", "message"), [(torch.nan, "'.*w.pth'.* are not finite: head.weight"), (3e38, "logits are not finite")]
+)
+def test_logits_that_are_not_finite_are_no_accuracy(labelled, tmp_path, capsys, value, message):
     an_official_file(tmp_path / "w.pth")
     content = torch.load(tmp_path / "w.pth", weights_only=False)
-    content["model"]["head.bias"].fill_(float("nan"))
+    content["model"]["head.bias"].fill_(value)
+    content["model"]["head.weight"].fill_(value)
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(SystemExit) as stop:
         main_finetune.main(
             ["--eval", "--resume", str(tmp_path / "w.pth"), "--data_path", str(labelled), "--num_workers", "0"]
         )
-    assert stop.value.code == 3 and "the logits are not finite (loss nan)" in capsys.readouterr().err
+    assert stop.value.code == 3 and re.search(message, capsys.readouterr().err)
 
 
 def test_mean_and_std_of_the_checkpoint_are_used(labelled, tmp_path):

@@ -22,6 +22,7 @@ from tests.warm import run_by_torchrun
 from util.costs import count_gmac, forward_gmac
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
+from util.run.checkpoint import newest_checkpoint
 
 KNN = ("--knn_every", 1)
 ACCURACIES = ("knn_top1", "knn_top5", "knn_mean_raw_top1", "knn_cls_z_top1", "knn_cls_raw_top1")
@@ -220,18 +221,24 @@ def test_unreadable_images_are_replaced(data, tmp_path):
     assert 0 <= evaluations(tmp_path / "out")[0]["knn_top1"] <= 100
 
 
-def test_features_that_are_not_finite_are_said_and_training_goes_on(data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("value", [torch.nan, 1e30])
+def test_features_that_are_not_finite_are_said_and_end_the_run_at_its_end(data, tmp_path, monkeypatch, capsys, value):
+    """The squares of 1e30 overflow."""
     exact = main_pretrain.MODELS["mae_vit_micro_patch4"]
 
     def broken(**options):
         model = exact(**options)
-        model.monitor_features = lambda imgs: {"mean": torch.full((len(imgs), 4), torch.nan)}
+        model.monitor_features = lambda imgs: {"mean": torch.full((len(imgs), 4), value)}
         return model
 
     monkeypatch.setitem(main_pretrain.MODELS, "mae_vit_micro_patch4", broken)
-    assert run(data, tmp_path, *KNN)["meta"]["step"] == 6
-    assert capsys.readouterr().out.count("the features of the encoder are not finite") == 3
-    assert [report["rankme"] for report in evaluations(tmp_path)] == [None] * 3
+    for _ in range(2):  # the finished run, too
+        with pytest.raises(SystemExit) as stop:
+            run(data, tmp_path, *KNN)
+        out, err = capsys.readouterr()
+        assert stop.value.code == 3 and "error: the features of the encoder are not finite" in err
+    assert [report["step"] for report in evaluations(tmp_path)] == [0, 3, 6, 6]
+    assert newest_checkpoint(tmp_path)[0].name == "checkpoint-6.pth"
 
 
 def test_the_bank_is_a_random_part_that_depends_on_the_seed_alone():

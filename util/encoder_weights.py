@@ -18,7 +18,14 @@ from torch.nn import functional as F
 
 from util.pos_embed import grid_from_settings, resize_pos_embed
 from util.rel_pos import resize_bias_table
-from util.run.checkpoint import CheckpointError, find_checkpoint_file, list_misshaped, meta_of, read_checkpoint
+from util.run.checkpoint import (
+    CheckpointError,
+    find_checkpoint_file,
+    list_misshaped,
+    meta_of,
+    read_checkpoint,
+    refuse_non_finite,
+)
 from util.text import shorten
 
 Weights = dict[str, torch.Tensor]
@@ -89,7 +96,7 @@ def load_encoder(
     Only the head and the pooling norm `fc_norm` may be missing. CrossMAE's encoder and TEC's published files have no
     final norm: the model's `norm` then gets weight 1 and bias 0. Raises CheckpointError, a ValueError, if any other key
     of the model is missing or of another shape, and if the file holds parts of blocks or of the patch embedding that
-    the model lacks.
+    the model lacks. FloatingPointError if a weight is not finite.
     """
     path = find_checkpoint_file(path)
     return fit_encoder(model, read_checkpoint(path), repr(str(path)), first_release_merging, classes)
@@ -136,6 +143,7 @@ def fit_encoder(
     if problems:
         raise CheckpointError(f"{what} does not hold the encoder of this {type(model).__name__}: {'; '.join(problems)}")
     refuse_foreign(model, weights, what, _PATCH_TOKEN_KEYS)
+    refuse_non_finite(found, f"the weights in {what}")
     model.load_state_dict(found, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
@@ -168,6 +176,7 @@ def load_pretrained(model: torch.nn.Module, path: str | Path) -> LoadReport:
             f"{shorten(needed, most=6)}"
         )
     refuse_foreign(model, weights, what, _PATCH_TOKEN_KEYS)
+    refuse_non_finite(found, f"the weights in {what}")
     model.load_state_dict(found, strict=False)
     return LoadReport(list(found), resized, missing, [key for key in weights if key not in found], adapted)
 

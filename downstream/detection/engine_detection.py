@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from util.data.transforms import Normalize, Size
 from util.pictures import table
 from util.run import distributed
 from util.run.loop import TrainLoop
-from util.text import shorten
 
 Batch = Sequence[torch.Tensor]  # of `PadAndStack`
 SHOWN_SCORE = 0.5  # least score of a detection in a picture
@@ -112,6 +111,28 @@ def coco_results(objects: Objects, image_id: int, category_ids: Sequence[int]) -
     return results
 
 
+@contextmanager
+def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yields the number, so far, of outputs of the model's heads that hold a value that is not finite.
+
+    Such outputs become no detections, which would pass for a result.
+    """
+    bad = torch.zeros((), dtype=torch.int64, device=device)
+
+    def count(module: nn.Module, args: Any, outputs: Any) -> None:
+        for part in outputs if isinstance(outputs, tuple) else (outputs,):
+            for values in part if isinstance(part, list) else (part,):
+                bad.add_(~values.isfinite().all())
+
+    heads = [module for name, module in model.named_modules() if name.endswith((".head", "_predictor"))]
+    hooks = [head.register_forward_hook(count) for head in heads]
+    try:
+        yield bad
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()
 def detect_all(
     model: nn.Module,
@@ -125,11 +146,8 @@ def detect_all(
     """Returns (COCO's results of all images, which the ranks share; the first `num_pictures` pictures of this rank).
 
     `alive` is called before each image. RuntimeError if the number of images seen is not that of `images`.
-    FloatingPointError if weights are not finite: such a model would detect nothing.
+    FloatingPointError if outputs of the heads are not finite.
     """
-    bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
-    if bad:
-        raise FloatingPointError(f"weights of the model are not finite: {shorten(bad)}")
     device, was_training = normalize.mean.device, model.training
     rank, world_size = distributed.rank_and_world_size()
     addresses = every_image_once(len(images), 1, rank, world_size)
@@ -140,13 +158,15 @@ def detect_all(
     results: list[dict[str, Any]] = []
     pictures: list[Picture] = []
     category_ids, seen = [category for category, _ in images.categories], 0
+    num_bad = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     for batch, [(_, index)] in zip(bar, addresses, strict=True):
         alive()
         sizes, _ = split_targets(batch)
         imgs = pad_with_zeros(normalize(batch[0].to(device, non_blocking=True)), sizes)
-        with autocast():
+        with autocast(), count_non_finite(model, device) as bad:
             (found,) = model(imgs, sizes)
+        num_bad += bad
         height, width = images.sizes[index].tolist()
         objects = detections_in_image(found, sizes[0], (height, width))
         results += coco_results(objects, int(images.ids[index]), category_ids)
@@ -159,6 +179,8 @@ def detect_all(
     total = sum(number for number, _ in everyone)
     if total != len(images):
         raise RuntimeError(f"{total} images were evaluated instead of {len(images)}")
+    if distributed.all_reduce_sum(num_bad) > 0:
+        raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
     joined = [result for _, part in everyone for result in part]
     return sorted(joined, key=lambda result: result["image_id"]), pictures
 

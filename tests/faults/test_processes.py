@@ -308,7 +308,12 @@ def test_one_nan(photos, tmp_path, undisturbed, record_property):
 )
 def test_nan_for_ever(photos, tmp_path, alone, record_property):
     out = finish(photos, tmp_path, *SAVE, fault=("nan-forever", 25, 0, "-"), processes=1, code=3)
-    assert "the gradient's norm was not finite in each of the last 20 steps" in out
+    assert "not finite in each of the last 20 steps before step 45" in out
+    assert f"The last checkpoint with a finite loss is '{tmp_path / 'checkpoint-20.pth'}'" in out
     content, steps = state(tmp_path), len(losses(tmp_path))
-    assert steps == 44 and all(torch.isfinite(value).all() for value in content["model"].values())
+    assert (
+        steps == 44
+        and content["meta"]["step"] == 30
+        and all(torch.isfinite(value).all() for value in content["model"].values())
+    )
     record_property("measured", "stopped after 20 such steps, the weights those of the last good one")

@@ -76,8 +76,8 @@ def adopt_checkpoint(path: Path) -> str | None:
     except ValueError as error:
         return str(error)
     meta = meta_of(content)
-    if "optimizer" not in content or meta.get("step") != _step_of(path):
-        return f"{str(path)!r} does not hold step {_step_of(path)} of a run"
+    if "optimizer" not in content or meta.get("step") != step_of(path):
+        return f"{str(path)!r} does not hold step {step_of(path)} of a run"
     with replaced_file(path.with_suffix(".json"), durable=True) as record:
         _write_record(record, path, meta, keep=True)
     return None
@@ -91,8 +91,8 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
     files of killed processes are deleted.
     """
     for path in list_finished(output_dir):
-        record, is_older = _read_whole_record(path), _step_of(path) < good_steps[-1]
-        if is_older and _step_of(path) not in good_steps and record is not None and not is_kept(record):
+        record, is_older = _read_whole_record(path), step_of(path) < good_steps[-1]
+        if is_older and step_of(path) not in good_steps and record is not None and not is_kept(record):
             path.unlink()
             path.with_suffix(".json").unlink()  # last: weights without a record would be taken for an interrupted save
     for path in Path(output_dir).glob(".checkpoint-*.tmp-*"):
@@ -120,7 +120,7 @@ def _write_record(record: Path, weights: Path, meta: Mapping[str, Any], keep: bo
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Returns the paths of all `checkpoint-<step>.pth`, oldest step first, intact or not. Other names are ignored."""
     named = Path(output_dir).glob("checkpoint-*.pth")
-    return sorted((path for path in named if re.fullmatch(r"checkpoint-\d+", path.stem)), key=_step_of)
+    return sorted((path for path in named if re.fullmatch(r"checkpoint-\d+", path.stem)), key=step_of)
 
 
 def list_finished(output_dir: str | Path) -> list[Path]:
@@ -128,7 +128,8 @@ def list_finished(output_dir: str | Path) -> list[Path]:
     return [path for path in list_checkpoints(output_dir) if path.with_suffix(".json").exists()]
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Returns the step in the name of a checkpoint."""
     return int(path.stem.removeprefix("checkpoint-"))
 
 
@@ -304,6 +305,8 @@ def load_strict(
 ) -> None:
     """Loads `state_dict` into `model`. Raises CheckpointError if any key is missing, unexpected or of another shape.
 
+    FloatingPointError if a value is not finite.
+
     what: the weights' name in the error, in the plural. optional: keys of the model that contain this text may be
     missing; they then keep their values.
     """
@@ -315,7 +318,15 @@ def load_strict(
     texts = [f"{len(keys)} {kind}: {shorten(keys, most=6)}" for kind, keys in problems.items() if keys]
     if texts:
         raise CheckpointError(f"{what} do not fit this {type(model).__name__}: {'; '.join(texts)}")
+    refuse_non_finite(state_dict, what)
     model.load_state_dict(state_dict, strict=False)
+
+
+def refuse_non_finite(weights: Mapping[str, torch.Tensor], what: str) -> None:
+    """FloatingPointError if a tensor of `weights` has a value that is not finite. what: their name, in the plural."""
+    bad = [name for name, value in weights.items() if not value.isfinite().all()]
+    if bad:
+        raise FloatingPointError(f"{what} are not finite: {shorten(bad, most=6)}")
 
 
 def list_misshaped(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:

@@ -148,11 +148,13 @@ def flags_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
 
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turns a ValueError or OSError inside into the parser's error of one paragraph."""
+    """Turns an error of the user, or of values that are not finite, into the parser's error of one paragraph."""
     try:
         yield
     except BrokenPipeError:  # see `run_program`
         raise
+    except FloatingPointError as error:
+        parser.exit(3, f"{parser.prog}: error: {error}\n")
     except (ValueError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):

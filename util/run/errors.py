@@ -13,6 +13,7 @@ from util.data.images import ImageError
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
 from util.run.run_folder import FolderInUse
+from util.run.saving import CheckpointSaver
 from util.run.watchdog import TEMPORARY
 
 
@@ -28,18 +29,17 @@ def exit_code(error: Exception) -> int:
     return TEMPORARY if isinstance(error, OSError) and not isinstance(error, PermissionError) else 2
 
 
-def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "start the same command again") -> NoReturn:
-    """Ends the program with one paragraph and the error's `exit_code`. advice: what to do after an I/O error."""
+def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") -> NoReturn:
+    """Ends the program with one paragraph and the error's `exit_code`. advice: the end of the paragraph."""
     message = str(error).strip()
     if "Traceback" in message:  # an error of a DataLoader worker
         message = " ".join(re.split(r"^[\w.]+Error: ", message, flags=re.MULTILINE)[-1].split())
     if isinstance(error, PermissionError):
         owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
         message += f"{owner}; ask for access, or give another path"
-    elif isinstance(error, OSError):
-        message += f"; {advice}"
+        advice = ""
     distributed.drain_gloo_threads()
-    parser.exit(exit_code(error), f"{parser.prog}: error: {message}\n")
+    parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 
 
 def describe_owner(path: str) -> str:
@@ -61,15 +61,15 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         yield
     except (ValueError, FloatingPointError, OSError) as error:
         distributed.shut_down()
-        refuse(parser, error)
+        refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
 
 
 @contextmanager
-def exit_on_training_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+def exit_on_training_errors(parser: argparse.ArgumentParser, saver: CheckpointSaver) -> Iterator[None]:
     """While training, unreadable data, values that are not finite, I/O errors and a folder that another run has taken
     end the run. Other errors are bugs.
     """
     try:
         yield
     except (ImageError, FloatingPointError, FolderInUse, OSError) as error:
-        refuse(parser, error, "the same command goes on from the newest checkpoint")
+        refuse(parser, error, saver.advice(error))

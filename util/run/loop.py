@@ -1,11 +1,13 @@
 """What both training loops share: micro-batches, learning rates, the optimizer step, reports. It knows no model.
 
 There is no host-device sync except at reports: losses and gradient norms add up on the device, and the device decides
-whether a step is finite. If the norm of a gradient is not finite, the weights stay as they were. Fused AdamW skips the
-step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: DDP has averaged the gradients
-before, and the norm of sharded gradients is all-reduced.
+whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were. Fused
+AdamW skips the step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: a loss that is
+not finite makes its gradient NaN, DDP has averaged the gradients before, and the norm of sharded gradients is
+all-reduced.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -51,13 +53,16 @@ class Meter:
     def read(self, whole_epoch: bool = False, reset: bool = True) -> tuple[dict[str, float | None], int]:
         """Returns (means over ranks and finite steps, number of skipped steps) since the last reset.
 
-        It waits for the device. The means are None if no step was finite.
+        It waits for the device. A mean is None if no step was finite, or if its sum is not.
         """
         row = int(whole_epoch)
         *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / rank_and_world_size()[1]).tolist()
         if reset:
             self.sums[row] = 0
-        means = {name: total / finite if finite else None for name, total in zip(self.names, sums, strict=True)}
+        means = {
+            name: total / finite if finite and math.isfinite(total) else None
+            for name, total in zip(self.names, sums, strict=True)
+        }
         return means, round(steps - finite)
 
     def _start(self, names: list[str]) -> None:
@@ -192,11 +197,15 @@ class TrainLoop:
         return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
 
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
-        """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`."""
+        """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
+
+        The gradient of a loss that is not finite is NaN, so that all ranks skip the step.
+        """
         self.reached(BACKWARD, micro)
         for name, loss in losses.items():
             self.losses[name] = self.losses.get(name, 0) + loss.detach() / self.accum_iter
-        return self.precision.scaler.scale(sum(losses.values()) / self.accum_iter)
+        total: Any = sum(losses.values()) / self.accum_iter
+        return self.precision.scaler.scale(total * (1 + 0 * total.detach()))
 
     def update_weights(self) -> torch.Tensor:
         """Steps the optimizer and clears the gradients. Returns the norm of the gradient before clipping."""
@@ -238,19 +247,21 @@ class TrainLoop:
         return self.stop is not None and self.stop.agreed()
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:
-        """Logs the means since the last report, which waits for the device. FloatingPointError if no step was finite.
+        """Logs the means since the last report, which waits for the device.
 
+        FloatingPointError after MAX_BAD_STEPS steps in a row that were not finite. At the end of the run, the steps
+        since the last report are enough.
         An interim report is made if a run ends between two regular ones. It leaves the meter as it is, so that the
         regular reports of a resumed run equal those of an undisturbed run.
         """
         step, epoch = self.step, (self.step - 1) // self.steps_per_epoch
         means, skipped = self.meter.read(reset=not interim)
         bad_streak = int(self.meter.bad_streak)
-        if bad_streak >= MAX_BAD_STEPS:
+        ends_bad = step == self.last_step and bad_streak > 0 and means["grad_norm"] is None
+        if bad_streak >= MAX_BAD_STEPS or (ends_bad and not self._is_backing_off(bad_streak)):
             raise FloatingPointError(
-                f"the gradient's norm was not finite in each of the last {bad_streak} steps before step {step}; their "
-                f"updates were skipped, so weights and checkpoints are good. Lower the learning rate, or try "
-                f"--precision bf16 or fp32"
+                f"the loss or its gradient was not finite in each of the last {bad_streak} steps before step {step}, "
+                f"whose updates were skipped: lower the learning rate, or try --precision bf16 or fp32"
             )
         grad_norm = means.pop("grad_norm")
         scalars: dict[str, Any] = {"epoch": epoch, "loss": _total(means)}
@@ -272,6 +283,12 @@ class TrainLoop:
                 f"warning: {scalars['data_share']:.0%} of the time is spent waiting for data: {self.data_hint}"
             )
             self.data_hint = ""
+
+    def _is_backing_off(self, bad_streak: int) -> bool:
+        """Whether fp16's loss scale explains a streak: it is short, and only gradients overflow. For all ranks."""
+        lost = torch.stack([~loss.isfinite() for loss in self.losses.values()]).sum()
+        is_short = self.precision.scaler.is_enabled() and bad_streak < MAX_BAD_STEPS // 2
+        return all_reduce_sum(lost).item() == 0 and is_short
 
     def _describe(self, scalars: dict[str, Any]) -> tuple[str, str]:
         """Returns a report as (line of the log, text beside the progress bar)."""

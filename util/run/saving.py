@@ -1,5 +1,6 @@
-"""When a run saves, what it keeps, and how it survives a full disk."""
+"""When a run saves, what it keeps, and how it survives a full disk and values that are not finite."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,10 @@ def step_ranges(start: int, last: int, *periods: int) -> Iterator[range]:
 class CheckpointSaver:
     """Writes the checkpoints of a run and prunes those that are not needed any more.
 
+    An update can ruin weights that stay finite. Only the next step shows it, because its loss is not finite. While
+    steps are skipped, the weights do not change and nothing is saved. So each save shows that the checkpoint before it
+    had a finite loss, and that one is kept beside the new one.
+
     first_step: where this start resumed, or 0. lock: of the output folder, on rank 0.
     """
 
@@ -47,18 +52,19 @@ class CheckpointSaver:
         self.good_steps = [self.first_step]
 
     def save(self, required: bool) -> None:
-        """Writes the checkpoint of the current step, unless it is saved already. All ranks must call it.
+        """Writes the checkpoint of the current step, unless its weights are saved already. All ranks must call it.
 
-        All ranks return after the write: if one ended before, its launcher would soon kill rank 0, which writes. If the
-        save is not `required`, a full disk costs a warning only. FloatingPointError if the weights are not finite.
+        At the end of the run they are saved again, as the last step. All ranks return after the write: if one ended
+        before, its launcher would soon kill rank 0, which writes. If the save is not `required`, a full disk costs a
+        warning only. FloatingPointError if the weights are not finite.
         """
         loop, step = self.loop, self.loop.step
-        if run_on_rank0(lambda: self.good_steps[-1] == step):
+        changed_at = step if step == loop.last_step else self.step_of_weights()
+        if run_on_rank0(lambda: changed_at <= self.good_steps[-1]):
             return
-        if all_reduce_sum(shard.count_bad(self.model.parameters())) > 0:
-            raise FloatingPointError(
-                f"the weights are not finite after step {step}: not saved; the last checkpoint is good"
-            )
+        # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
+        if all_reduce_sum(shard.count_bad(self.model.state_dict().values())) > 0:
+            raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
         meter = loop.meter.state_dict()
         weights, moments = self.gather(self.model), self.gather(loop.optimizer)
         state = {"model": weights, "optimizer": moments, "scaler": loop.precision.scaler.state_dict(), "meter": meter}
@@ -68,6 +74,27 @@ class CheckpointSaver:
                 write_progress(self.output_dir, step)
 
         run_on_rank0(write)
+
+    def step_of_weights(self) -> int:
+        """Returns the step that made the current weights: the last finite one. It waits for the device."""
+        return self.loop.step - int(self.loop.meter.bad_streak)
+
+    def advice(self, error: Exception) -> str:
+        """Returns how to go on after `error` has ended the training, to be added to its message."""
+        finished = checkpoint.list_finished(self.output_dir)
+        if isinstance(error, OSError):
+            how = "goes on from the newest checkpoint" if finished else "starts from the beginning"
+            return f"; the same command {how}"
+        if not isinstance(error, FloatingPointError):
+            return ""
+        # A finite step has followed these: the last one, after which the weights have not changed any more.
+        good = [path for path in finished if checkpoint.step_of(path) < self.step_of_weights()]
+        if not good:
+            return ". No checkpoint of this run has a finite loss: start again in another --output_dir"
+        return (
+            f". The last checkpoint with a finite loss is {str(good[-1])!r}. To go on from it with other settings, "
+            f"give another --output_dir, --resume {good[-1]} and --allow_changes"
+        )
 
     def is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""
@@ -92,7 +119,9 @@ class CheckpointSaver:
             return False
         try:
             if isinstance(name, int):
-                self.good_steps = [*self.good_steps, name][-2:]
+                # The newest one that a finite step has followed, and all later ones.
+                followed = bisect_left(self.good_steps, self.step_of_weights()) - 1
+                self.good_steps = [*self.good_steps[max(0, followed) :], name]
                 checkpoint.prune_checkpoints(self.output_dir, self.good_steps)
         except OSError as error:
             self.loop.log.info(f"warning: older checkpoints could not be removed ({error})")

@@ -142,10 +142,10 @@ def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return all_reduce_sum(norm.square()).sqrt()
 
 
-def count_bad(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The number of this rank's parameters, or shards of them, that hold a non-finite value; a scalar on the device."""
-    own = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-    return torch.stack([~p.detach().isfinite().all() for p in own]).float().sum()
+def count_bad(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The number of tensors, or this rank's shards of them, that hold a non-finite value; a scalar on the device."""
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.stack([~t.detach().isfinite().all() for t in own]).float().sum()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -318,10 +318,10 @@ def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, encode
     assert "holds no ViTDet: pyramid.stages.2.0.weight missing" in fails(
         capsys, *eval_words(shapes, tmp_path / "part.pth")
     )
-    content["model"]["pyramid.stages.0.0.bias"][1] = float("nan")
-    torch.save(content | {"meta": json.dumps(content["meta"])}, tmp_path / "bad.pth")
-    message = fails(capsys, *eval_words(shapes, tmp_path / "bad.pth"))
-    assert "weights of the model are not finite: pyramid.stages.0.0.bias" in message
+    for value, said in ((torch.nan, "are not finite: pyramid.stages.0.0.bias"), (3e38, "outputs of the model are not")):
+        content["model"]["pyramid.stages.0.0.bias"].fill_(value)
+        torch.save(content | {"meta": json.dumps(content["meta"])}, tmp_path / "bad.pth")
+        assert said in fails(capsys, *eval_words(shapes, tmp_path / "bad.pth"))
     write_coco(tmp_path / "more", "val", 2, edit=lambda c: c["categories"].append({"id": 9, "name": "x"}))
     assert "detects 2 categories, but" in fails(capsys, *eval_words(tmp_path / "more", path))
 
@@ -350,6 +350,13 @@ def fails(capsys, *arguments):
     message = capsys.readouterr().err
     assert stop.value.code in (2, 3, 4) and message.startswith("main_detection.py: error: ") and len(message) < 900
     return message
+
+
+@pytest.mark.fault("F48", "a run that ends after fewer than 20 steps that are not finite", "exit code 3, no result")
+def test_a_short_run_that_diverges_is_no_result(shapes, tmp_path, capsys):
+    command_line = command(shapes, tmp_path, "--num_iters", 8, "--eval_every", 8, "--lr", 1e10)
+    message = fails(capsys, *command_line)
+    assert "not finite" in message and "checkpoint" in message
 
 
 @pytest.mark.fault("U82", "flags of detection that cannot work", "exit code 2, with the value and what would be right")

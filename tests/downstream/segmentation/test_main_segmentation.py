@@ -319,8 +319,15 @@ def fails(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         main_segmentation.main([str(a) for a in arguments])
     message = capsys.readouterr().err
-    assert stop.value.code in (2, 4) and message.startswith("main_segmentation.py: error: ") and len(message) < 1500
+    assert stop.value.code in (2, 3, 4) and message.startswith("main_segmentation.py: error: ") and len(message) < 1500
     return message
+
+
+@pytest.mark.fault("F48", "a run that ends after fewer than 20 steps that are not finite", "exit code 3, no result")
+def test_a_short_run_that_diverges_is_no_result(striped, tmp_path, capsys):
+    command_line = command(striped, tmp_path, "--num_iters", 8, "--eval_every", 4, "--lr", 1e10)
+    message = fails(capsys, *command_line)
+    assert "not finite" in message and "checkpoint" in message
 
 
 @pytest.mark.fault(
