@@ -15,7 +15,7 @@ def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
     if loop.on_report is not None:
         loop.on_report()
     loop.log.info(summary)
-    loop.log.close()
+    close(loop)
     distributed.shut_down()
     stop.finish()
 
@@ -34,7 +34,7 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
         loop.log.info(f"stopped and saved {progress}, because an error ends the run")
     else:
         loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
-    loop.log.close()
+    close(loop)
     stop.close()
     distributed.shut_down()
     if errors:
@@ -42,6 +42,12 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     if stop.name == signal.SIGINT.name:
         kill_workers()  # a program that dies of SIGINT runs no exit handlers
         raise KeyboardInterrupt
+
+
+def close(loop: TrainLoop) -> None:
+    """Closes the log, and lets go of the saver, so that the folder is free once the program's main returns."""
+    loop.log.close()
+    loop.on_report = None  # it refers to the saver, which refers to the loop
 
 
 def describe_progress(loop: TrainLoop, num_images: int, total: int) -> str:
