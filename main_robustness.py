@@ -22,7 +22,7 @@ from torch import nn
 
 from engine_finetune import evaluate_images
 from main_finetune import load_classifier
-from util.data.images import FolderImages
+from util.data.images import FolderImages, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
 from util.run import checkpoint, distributed
@@ -187,6 +187,7 @@ def check_part(part: Part, wnids: list[str], allow_incomplete: bool) -> Part:
     """Returns the part with its classes and number of images. ValueError if they are not the published ones."""
     official, what = part.benchmark, f"--{part.flag} {part.folder!r}"
     images = part.open()
+    refuse_single_class(images, "val")
     images.num_checked = 200  # there are many parts
     images.check()
     unknown = sorted(set(images.classes) - set(wnids))

@@ -18,7 +18,7 @@ from engine_probe import Features, extract_features, knn_accuracy, moments_of_al
 from framework import Framework
 from util.addressed import BANK, addressed_uniform
 from util.data.datasets import AddressedDataset
-from util.data.images import Images, check_splits, evenly_spaced
+from util.data.images import Images, check_splits, evenly_spaced, has_one_label
 from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.run.distributed import run_on_rank0
@@ -48,8 +48,8 @@ def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
 
 def missing_classes(images: Images) -> str:
     """Returns why the training images cannot be classified, or "" if each has a class."""
-    if len(images.classes) < 2:
-        return "the training images have no classes"
+    if len(images.classes) < 2 or has_one_label(images):
+        return "the training images have fewer than two classes"
     missing = int(((images.labels < 0) | (images.labels >= len(images.classes))).sum())
     return f"{missing} of {count_of(len(images), 'training image')} have no class" if missing else ""
 

@@ -41,7 +41,7 @@ from util.data.decode import PILLOW_ERRORS
 from util.data.folders import PACKING, find_split, list_folder
 from util.data.images import EncodedImages, FolderImages, ImageError
 from util.data.pixel_format import RGB8, read_format
-from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, scan_tars
+from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, repair_command, scan_tars
 from util.data.tars import INDEX, TarImages, find_tars, write_index
 from util.run.checkpoint import sha256
 from util.run.cli import Parser, run_program, user_errors
@@ -124,6 +124,8 @@ def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
         for i, name in enumerate(manifest["names"], start=manifest["first"]):
             key = os.path.join(os.path.dirname(name), f"{i:09d}")  # unique up to the first dot, as WebDataset needs it
             extension = os.path.splitext(name)[1].lower() if manifest["quality"] is None else ".jpg"
+            # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG that is named .JPEG.
+            extension = ".jpg" if extension == ".jpeg" else extension
             add_member(tar, key + extension, encoded(images, i, manifest["quality"]))
             if images.classes:
                 add_member(tar, f"{key}.cls", str(images.labels[i]).encode())
@@ -143,7 +145,7 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
         try:
             read_format(io.BytesIO(data), images.in_chans)
         except PILLOW_ERRORS as error:
-            message = f"{images.path(i)!r} is not a readable image ({error}); replace or remove the file"
+            message = f"{images.path(i)!r} is not a readable image ({error}); replace or remove it"
             raise ImageError(message) from error
         return data
     picture, buffer = Image.fromarray(images.load(i)[0]), io.BytesIO()
@@ -222,7 +224,7 @@ def verify_split(images: FolderImages | None, folder: Path, num_workers: int) ->
         pairs = zip(ours.content["tars"], digests, strict=True)
         damaged = [str(folder / tar["name"]) for tar, digest in pairs if tar["sha256"] != digest]
     if damaged:
-        command = f"rm {shlex.join(damaged)} && {ours.packed['command']}"
+        command = f"rm {shlex.join(damaged)} && {repair_command(ours.packed['command'], folder)}"
         raise ValueError(f"damaged: {', '.join(damaged)}. To repair it, run: {command}")
     print(f"{folder}: {count_of(len(ours), 'image')} of {count_of(len(ours.classes), 'class')} are what was packed")
 

@@ -128,7 +128,7 @@ def test_shards_are_webdataset_s_and_keep_odd_names(tmp_path, small_shards, flag
         for sample in samples_of(path).values():
             labels.append(int(sample.pop("cls")))
             ((extension, data),) = sample.items()
-            assert extension in ("jpg", "jpeg", "png") and (extension == "jpg" or not flags)
+            assert extension in ("jpg", "png") and (extension == "jpg" or not flags)
             images.append(data)
             assert Image.open(io.BytesIO(data)).format == ("PNG" if extension == "png" else "JPEG")
     assert labels == source.labels.tolist()
@@ -138,6 +138,24 @@ def test_shards_are_webdataset_s_and_keep_odd_names(tmp_path, small_shards, flag
     for found in (ours, open_images("folder", tmp_path / "packed")):
         assert found.names.tolist() == source.names.tolist() and found.classes == source.classes
         assert found.fingerprint() == source.fingerprint() + ("-q90" if flags else "")
+
+
+def test_shards_with_other_extensions_are_read(photos, tmp_path):
+    """JPEGs in older shards may be called .jpeg."""
+    pack(photos, tmp_path / "packed")
+    path = tmp_path / "packed" / "train" / "shard-000000.tar"
+    with tarfile.open(path) as old, tarfile.open(tmp_path / "older.tar", "w", format=tarfile.GNU_FORMAT) as new:
+        for member in old:
+            data = old.extractfile(member)
+            member.name = member.name.replace(".jpg", ".jpeg")
+            new.addfile(member, data)
+    os.replace(tmp_path / "older.tar", path)
+    for with_index in (True, False):
+        if not with_index:
+            (path.parent / INDEX).unlink()
+        assert_same_images(open_images("folder", tmp_path / "packed"), FolderImages(photos))
+    pack(photos, tmp_path / "packed")
+    assert len(open_images("folder", tmp_path / "packed")) == 24
 
 
 def test_images_without_classes(photos, tmp_path):
@@ -273,6 +291,25 @@ def test_damage_is_named_with_the_command_that_repairs_it(photos, tmp_path, smal
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
     pack(photos, tmp_path / "packed")
     assert "packed already" in capsys.readouterr().out
+
+
+@pytest.mark.fault("U77b", "a damaged shard in a folder that was moved", "the command names the new folder")
+@pytest.mark.parametrize("split", [".", "train"])
+def test_the_command_that_repairs_names_the_folder_as_it_is_now(photos, tmp_path, small_shards, capsys, split):
+    """split ".": class folders, packed into a folder that may itself be called train."""
+    old, new = tmp_path / "old" / "train", tmp_path / "new" / "train"
+    pack(*((photos / "train", old) if split == "." else (photos, old.parent)))
+    shard = new / "shard-000001.tar"
+    (tmp_path / "old").rename(tmp_path / "new")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    verified = re.search(r"run: rm \S+ && (.*)", refused(capsys, new if split == "." else new.parent, "--verify"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match="is missing") as error:
+        open_images("folder", new)
+    command = re.search("To repair it, run: (.*)", str(error.value))[1]
+    assert command == verified and str(tmp_path / "old") not in command
+    pack(*shlex.split(command)[2:])
+    assert len(open_images("folder", new)) == 24
 
 
 def test_a_cut_shard_without_its_index_is_named_with_the_command(photos, tmp_path, small_shards):

@@ -21,6 +21,7 @@ from util.data.images import (
     Images,
     INaturalistImages,
     find_storage_error,
+    refuse_single_class,
     wanted_channels,
 )
 from util.data.tars import choose_tars, open_tars
@@ -51,10 +52,10 @@ def open_images(
 ) -> Images:
     """Returns the images of a split.
 
-    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class. in_chans: channels of
-    the images. image_column, label_column: of "hf". for_model: `in_chans` comes from a trained model, not from
-    --in_chans. It affects error messages only. ImageError if, of a sample of the image headers, more than
-    `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or ambiguous.
+    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
+    in_chans: channels of the images. image_column, label_column: of "hf". for_model: `in_chans` comes from a trained
+    model, not from --in_chans. It affects error messages only. ImageError if, of a sample of the image headers, more
+    than `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
@@ -73,6 +74,8 @@ def open_images(
     else:
         choice = choose_tars(data_path, split, labelled)
         images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)
+    if labelled:
+        refuse_single_class(images, split)
     images.in_chans, images.for_model = in_chans, for_model
     images.check(max_bad_fraction)
     return images

@@ -62,7 +62,7 @@ def read_file(path: str) -> bytes:
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
-        raise MissingImage(f"{path!r} is not a readable image ({error}); replace or remove the file") from error
+        raise MissingImage(f"{path!r} is not a readable image ({error}); replace or remove it") from error
 
 
 def wanted_channels(in_chans: int, for_model: bool, found: int) -> str:
@@ -131,11 +131,15 @@ class EncodedImages:
             except FormatError as error:
                 raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
             except PILLOW_ERRORS as error:
-                problems.append(f"{self.path(i)!r} is not a readable image ({error}); replace or remove the file")
+                problems.append(f"{self.path(i)!r} is not a readable image ({error}); replace or remove it")
         if not formats or len(problems) > (max(1, max_bad_fraction * len(checked)) if max_bad_fraction else 0):
             count = f"{len(problems)} of {len(checked)} checked images cannot be read: " if len(problems) > 1 else ""
-            raise ImageError(count + "; ".join(problems[:10]))
+            advice = f". Or raise --max_bad_fraction, {max_bad_fraction:g} now" if formats and max_bad_fraction else ""
+            raise ImageError(count + "; ".join(problems[:10]) + advice)
         self._set_format(formats)
+        if problems:
+            replaced = f"{len(problems)} of {len(checked)} checked images cannot be read and will be replaced"
+            self.notes = [*self.notes, f"warning: {replaced}: {'; '.join(problems[:10])}"]
         if self.pixel_format.is_float:
             for i in good[:: -(-len(good) // self.num_decoded)]:
                 self.load(i)
@@ -173,7 +177,7 @@ class EncodedImages:
         try:
             return read_pixels(data, self.pixel_format, self.reference), int(self.labels[i])
         except PILLOW_ERRORS as error:
-            raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove the file") from error
+            raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove it") from error
 
 
 class ImageFiles(EncodedImages):
@@ -313,6 +317,21 @@ def find_storage_error(images: Images) -> OSError | None:
             return None
         return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
     return None
+
+
+def refuse_single_class(images: Any, split: str) -> None:
+    """ValueError if there is one class, or one that all training images have: any classifier would be right."""
+    if len(images.classes) < 2 or (split == "train" and has_one_label(images)):
+        name, hint = images.classes[images.labels[0]], getattr(images, "label_hint", "")
+        raise ValueError(
+            f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class {name!r}, but a classifier "
+            f"needs two or more{hint}"
+        )
+
+
+def has_one_label(images: Any) -> bool:
+    """Whether all images have the same label."""
+    return bool((images.labels == images.labels[0]).all())
 
 
 def check_splits(images: Any, val_images: Any) -> None:

@@ -10,6 +10,7 @@ are ignored.
 import json
 import os
 import re
+import shlex
 import tarfile
 from collections import Counter
 from collections.abc import Sequence
@@ -32,11 +33,16 @@ from util.text import count_of, shorten
 
 MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
 MANIFEST_KEYS = {"command", "quality", "shard_mb", "classes", "num_shards", "shard", "names", "files"}
+NO_LABELS = (".json", ".txt", ".csv")  # members that may hold labels, in a form that is not read
 SPECIAL = "links, devices, sparse files, or names that lead out of the tar"
 MOST_CLASSES = 1_000_000
 
 Manifest = dict[str, Any]
 Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name bytes; each [n]
+
+
+class MemberError(ValueError):
+    """A member of a tar cannot be used, but the tar is not damaged."""
 
 
 class Found(NamedTuple):
@@ -52,37 +58,48 @@ class Found(NamedTuple):
 def scan_tars(tars: Sequence[Path], split: str = "train") -> tuple[Rows, dict[str, Any]]:
     """Returns (rows, content) for an index of these tars; ValueError names a tar that cannot be read.
 
-    content: "classes", "notes", "split_inside" (the split whose folder inside the tars is read, or None) and "packed"
-    ("command" and "quality" of pack_dataset.py, or None).
+    content: "classes", "notes", "split_inside" (the split whose folder inside the tars is read, or None), "unread" (the
+    extensions of members that may hold labels) and "packed" ("command" and "quality" of pack_dataset.py, or None).
     """
     found: list[Found] = []
     ignored: Counter[str] = Counter()
+    beside: Counter[str] = Counter()
     manifests = [read_manifest(path) for path in tars]
     for number, (path, manifest) in enumerate(zip(tars, manifests, strict=True)):
         try:
             with open(path, "rb") as file:
                 label = path.stem if re.fullmatch(r"n\d{8}", path.stem) else None  # a WordNet id
-                images = _walk(file, 0, path.stat().st_size, number, label, ignored)
+                images = _walk(file, 0, path.stat().st_size, number, label, ignored, beside)
             if manifest:
                 names = zip(images, manifest["names"], strict=True)
                 images = [image._replace(name=PurePosixPath(name)) for image, name in names]
+        except MemberError as error:
+            raise ValueError(f"in {str(path)!r}: {error}") from error
         except (tarfile.TarError, OSError, ValueError) as error:
             raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}. {repair_hint(path.parent)}") from error
         found += images
     what, first = describe_tars(tars), manifests[0]
     if any(not _same_data_set(first, manifest) for manifest in manifests):
         raise ValueError(f"{what} are not of a single data set: move the others elsewhere")
+    ignored_members = [f"ignored: {count_of(n, 'member')} of the tars: {kind}" for kind, n in sorted(ignored.items())]
     if not found:
-        raise ValueError(f"no image is in {what}; extensions {', '.join(IMG_EXTENSIONS)}")
-    inside, notes, packed = None, list[str](), None
+        why = "; ".join([*ignored_members, f"extensions {', '.join(IMG_EXTENSIONS)}"])
+        raise ValueError(f"no image is in {what}; {why}")
+    inside, notes, packed, num_images = None, list[str](), None, len(found)
     if first is None:
         found, inside, notes = _choose_split(found, split, what)
     labels, classes = _labels(found, tars)
+    by_number = isinstance(found[0].label, int)
+    unread = [] if by_number else sorted(suffix for suffix, number in beside.items() if 2 * number >= num_images)
+    if first is None and by_number:
+        notes += _gap_notes(labels, classes, shorten([tar.name for tar in tars], 1))
+    if first is None and classes and unread:
+        notes.append(f"note: the classes are {shorten(classes)}; {unread_labels(unread)}")
     if first is not None:
         classes, packed = first["classes"], {"command": first["command"], "quality": first["quality"]}
         if len(tars) < first["num_shards"]:
             notes.append(f"{len(tars)} of {count_of(first['num_shards'], 'packed shard')} are read")
-    notes += [f"ignored: {count_of(number, 'member')} of the tars: {kind}" for kind, number in sorted(ignored.items())]
+    notes += ignored_members
     rows: Rows = {
         "tar": np.array([image.tar for image in found], np.int32),
         "label": np.array(labels, np.int64),
@@ -90,7 +107,8 @@ def scan_tars(tars: Sequence[Path], split: str = "train") -> tuple[Rows, dict[st
         "size": np.array([image.size for image in found], np.int64),
         "name": np.array([os.fsencode(str(image.name)) for image in found]),
     }
-    return rows, {"classes": classes, "notes": notes, "split_inside": inside, "packed": packed}
+    content = {"classes": classes, "notes": notes, "split_inside": inside, "unread": unread, "packed": packed}
+    return rows, content
 
 
 def describe_tars(tars: Sequence[Path]) -> str:
@@ -121,7 +139,17 @@ def repair_hint(folder: Path) -> str:
     """Returns what to do about damaged tars in `folder`: the command that packed them, by the manifest of any shard."""
     manifests = (read_manifest(path) for path in sorted(folder.glob("*.tar")))
     packed = next((manifest for manifest in manifests if manifest), None)
-    return f"To repair it, run: {packed['command']}" if packed else "If it is damaged, copy or download it again"
+    if packed is None:
+        return "If it is damaged, copy or download it again"
+    return f"To repair it, run: {repair_command(packed['command'], folder)}"
+
+
+def repair_command(command: str, folder: Path) -> str:
+    """Returns the command that has packed the shards in `folder`. They may have been moved, so it names that folder."""
+    program, script, source, destination, *flags = shlex.split(command)
+    folder = folder.resolve()
+    is_split = folder.name in ("train", "val") and folder.name != Path(destination).name
+    return shlex.join([program, script, source, str(folder.parent if is_split else folder), *flags])
 
 
 def _choose_split(found: list[Found], split: str, what: str) -> tuple[list[Found], str | None, list[str]]:
@@ -195,12 +223,34 @@ def _labels(found: Sequence[Found], tars: Sequence[Path]) -> tuple[list[int], li
     return [rank.get(str(name), 0) for name in names], classes
 
 
+def _gap_notes(labels: Sequence[int], classes: Sequence[str], what: str) -> list[str]:
+    """Returns a note if no image has some of the numbers in the `.cls` members of the tars."""
+    gaps = [str(number) for number in sorted({*range(len(classes))} - {*labels})]
+    if not gaps:
+        return []
+    largest = f"the largest number in the .cls of {what} is {len(classes) - 1}"
+    return [f"note: {largest}, so there are {len(classes)} classes; {len(gaps)} have no image: {shorten(gaps)}"]
+
+
+def unread_labels(unread: Sequence[str]) -> str:
+    """Returns that labels are not read from members with these extensions."""
+    return f"labels come from .cls or from folders, not from {' or '.join(unread)} beside the images"
+
+
 def _walk(
-    file: BinaryIO, base: int, end: int, tar_number: int, label: str | None, ignored: Counter[str], inner: bool = False
+    file: BinaryIO,
+    base: int,
+    end: int,
+    tar_number: int,
+    label: str | None,
+    ignored: Counter[str],
+    beside: Counter[str],
+    inner: bool = False,
 ) -> list[Found]:
     """Returns the images in the tar from byte `base` to byte `end` of a file.
 
-    label: of the images that have no number. ignored: counts the members that are left out, by kind.
+    label: of the images that have no number. ignored: counts the members that are left out, by kind. beside: counts
+    members that may hold labels, by their extension.
     """
     images: list[Found] = []
     nested: list[Found] = []
@@ -224,27 +274,41 @@ def _walk(
                 ignored[SPECIAL] += 1
             elif name.suffix == ".tar" and not inner:
                 first = member.offset_data
-                nested += _walk(file, first, first + member.size, tar_number, name.stem, ignored, inner=True)
+                nested += _walk(file, first, first + member.size, tar_number, name.stem, ignored, beside, inner=True)
             elif name.suffix == ".cls":
                 numbers[_key(name)] = _class_number(file, member)
             elif is_image(name.name):
                 images.append(Found(tar_number, label, member.offset_data, member.size, name))
+            elif name.suffix in NO_LABELS:
+                beside[name.suffix] += 1
         # A tar that was cut between two members, or appended to another, looks complete to tarfile.
         tail = os.pread(file.fileno(), min(end - tar.offset, 1 << 16), tar.offset)
         if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
             raise tarfile.TarError("it has no end mark, or more behind it: it was cut short, or made of several tars")
     kept = {*drop_attached_arrays([str(image.name) for image in images])}
     images = [image for image in images if str(image.name) in kept]
-    if numbers:  # in a WebDataset sample, `x.jpg` is the image, and `x.mask.png` is something else
-        images = [image for image in images if image.name.name.count(".") == 1]
+    if numbers:
+        images = _one_image_each(images, ignored)
     return [image._replace(label=numbers.get(_key(image.name), label)) for image in images] + nested
+
+
+def _one_image_each(images: Sequence[Found], ignored: Counter[str]) -> list[Found]:
+    """Returns the image of each WebDataset sample: `x.jpg` before `x.mask.png`, or the only one, `x.image.jpg`."""
+    plain = {_key(image.name) for image in images if image.name.name.count(".") == 1}
+    others = Counter(_key(image.name) for image in images if _key(image.name) not in plain)
+    if several := sum(number for number in others.values() if number > 1):
+        ignored["images of samples with more than one, none of them named like x.jpg"] += several
+    return [image for image in images if image.name.name.count(".") == 1 or others[_key(image.name)] == 1]
 
 
 def _class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
     """Returns the class number in a `.cls` member."""
     text = os.pread(file.fileno(), min(member.size, 20), member.offset_data).strip()
     if not text.isdigit() or member.size > 20 or int(text) >= MOST_CLASSES:
-        raise tarfile.TarError(f"{member.name!r} holds {text!r}, which is not the number of a class")
+        raise MemberError(
+            f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class: write 0, 1, "
+            "... into .cls, or remove it and use class folders"
+        )
     return int(text)
 
 

@@ -22,12 +22,12 @@ from safetensors.numpy import save
 from util.atomic import replaced_file
 from util.data.folders import find_folder, list_folder, readable_splits, refuse_archive, split_of_tar, stand_in_notes
 from util.data.images import EncodedImages, ImageError, retry_io
-from util.data.tar_scan import Rows, describe_tars, repair_hint, scan_tars
+from util.data.tar_scan import Rows, describe_tars, repair_command, repair_hint, scan_tars, unread_labels
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
 COLUMNS = ("tar", "label", "offset", "size", "name")
-RULE = 4  # version of the rules for splits, labels and images; an index made by other rules is made again
+RULE = 5  # version of the rules for splits, labels and images; an index made by other rules is made again
 MOST_OPEN = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # tars that a process keeps open
 
 
@@ -123,12 +123,14 @@ class TarImages(EncodedImages):
         self.names, self.labels = names.view(f"S{names.shape[1]}")[:, 0], self.rows["label"]
         self.index, self.root, self._files = index, root, dict[int, BinaryIO]()
         self.classes, self.notes = self.content["classes"], [*self.content["notes"]]
+        unread = self.content.get("unread")
+        self.label_hint = f"; {unread_labels(unread)}" if unread else ""
         self.tars = [root / Path(tar["name"]).name for tar in self.content["tars"]]
         for tar, path in zip(self.content["tars"], self.tars, strict=True):
             size = path.stat().st_size if path.is_file() else None
             if size != tar["size"]:
                 found = "is missing" if size is None else f"has {size} bytes"
-                hint = f". To repair it, run: {self.packed['command']}" if self.packed else ""
+                hint = f". To repair it, run: {repair_command(self.packed['command'], root)}" if self.packed else ""
                 raise ValueError(f"{str(path)!r} {found}; {tar['size']} bytes were indexed{hint}")
 
     def fingerprint(self) -> str:
@@ -193,7 +195,9 @@ def open_tars(choice: Choice, split: str = "train", labelled: bool = False) -> T
             "or that lie in train/ and val/"
         )
     if labelled and not images.classes:
-        raise ValueError(f"the images of {what} have no labels: add a .cls for each, or use class folders")
+        raise ValueError(
+            f"the images of {what} have no labels: add a .cls for each, or use class folders{images.label_hint}"
+        )
     return images
 
 

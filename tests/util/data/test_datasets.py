@@ -84,10 +84,11 @@ def test_a_file_that_is_no_image_is_named_before_training(tmp_path):
     (tmp_path / "1.jpg").write_text("hello")
     with pytest.raises(ValueError, match=r"1\.jpg' is not a readable image"):
         open_images("folder", tmp_path)
-    open_images("folder", tmp_path, max_bad_fraction=0.01)  # one is let pass
+    (note,) = open_images("folder", tmp_path, max_bad_fraction=0.01).notes  # one is let pass
+    assert note.startswith("warning: 1 of") and "cannot be read and will be replaced: " in note
     (tmp_path / "2.jpg").touch()
     (tmp_path / "3.png").symlink_to("nowhere")
-    with pytest.raises(ValueError, match=r"3 of 4 checked images cannot be read: .*1\.jpg.*2\.jpg.*3\.png"):
+    with pytest.raises(ValueError, match=r"3 of 4 checked .*: .*1\.jpg.*2\.jpg.*3\.png.* Or raise --max_bad_fraction"):
         open_images("folder", tmp_path, max_bad_fraction=0.01)
     open_images("folder", tmp_path, max_bad_fraction=0.8)
 

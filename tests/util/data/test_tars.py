@@ -55,7 +55,7 @@ def webdataset(path, labels, first=0):
 def test_webdataset_shards(tmp_path):
     webdataset(tmp_path / "imagenet-train-0000.tar", [2, 0])
     webdataset(tmp_path / "imagenet-train-0001.tar", [1], first=2)
-    webdataset(tmp_path / "imagenet-validation-00.tar", [2, 2], first=3)
+    webdataset(tmp_path / "imagenet-validation-00.tar", [2, 2], first=3)  # one class is enough to evaluate
     images = open_images("folder", tmp_path, "train", labelled=True)
     assert len(images) == 3 and images.classes == ["0", "1", "2"] and images.labels.tolist() == [2, 0, 1]
     expected = pixels(photo(2))
@@ -145,7 +145,7 @@ def test_damage_is_named(tmp_path):
         with pytest.raises(ValueError, match=message):
             scan_tars([path])
     write(path, [("1.cls", b"cat"), ("1.jpg", photo(1))])
-    with pytest.raises(ValueError, match="holds b'cat', which is not the number of a class"):
+    with pytest.raises(ValueError, match=r"in '.*': '1\.cls' holds 'cat', which is not .*: write 0, 1, \.\.\. into"):
         scan_tars([path])
     write(path, [("1.cls", b"3"), ("1.jpg", photo(1)), ("2.jpg", photo(2))])
     with pytest.raises(ValueError, match="not labelled alike"):
@@ -153,6 +153,69 @@ def test_damage_is_named(tmp_path):
     write(path, [("notes.txt", b"hello")])
     with pytest.raises(ValueError, match=r"no image is in '.*train\.tar'; extensions \.jpg"):
         scan_tars([path])
+
+
+@pytest.mark.fault(
+    "U77", "fine-tune on images of one class, or on tars with labels in .json", "refused, says where labels are"
+)
+@pytest.mark.parametrize("folder", ["data/", ""])
+def test_labels_that_are_not_read_are_named(tmp_path, folder):
+    for split in ("train", "val"):
+        members = [
+            (f"{folder}{i}.{kind}", data) for i in range(3) for kind, data in (("jpg", photo(i)), ("json", b"0"))
+        ]
+        write(tmp_path / f"{split}-0.tar", members)
+        with pytest.raises(ValueError, match=r"labels come from \.cls or from folders, not from \.json beside"):
+            open_images("folder", tmp_path, split, labelled=True)
+    assert len(open_images("folder", tmp_path)) == 3  # without labels
+    members = [(f"{name}/{i}.{kind}", photo(i)) for name in ("a", "b") for i in range(2) for kind in ("txt", "jpg")]
+    path = write(tmp_path / "folders" / "train-0.tar", [*members, ("readme.csv", b"")])
+    images = open_images("folder", path.parent, labelled=True)
+    assert images.notes == [
+        "note: the classes are a, b; labels come from .cls or from folders, not from .txt beside the images"
+    ]
+
+
+@pytest.mark.fault(
+    "U77", "fine-tune on images of one class, or on tars with labels in .json", "refused, says where labels are"
+)
+def test_one_class_is_refused_where_labels_are_needed(tmp_path, photos):
+    for split in ("train", "val"):
+        shutil.copytree(photos / "train" / "cat", tmp_path / "one" / split / "cat")
+        webdataset(tmp_path / "same" / f"{split}-0.tar", [3, 3])
+        with pytest.raises(
+            ValueError, match="all 12 images of .* have the class 'cat', but a classifier needs two or more$"
+        ):
+            open_images("folder", tmp_path / "one", split, labelled=True)
+    with pytest.raises(ValueError, match="all 2 images of .* have the class '3', but a classifier needs two or more$"):
+        open_images("folder", tmp_path / "same", labelled=True)
+    assert len(open_images("folder", tmp_path / "same", "val", labelled=True)) == 2  # a part of a larger set
+
+
+def test_numbers_that_no_image_has_are_named(tmp_path):
+    webdataset(tmp_path / "train-0.tar", [0, 4])
+    webdataset(tmp_path / "train-1.tar", [2, 4], first=2)
+    images = open_images("folder", tmp_path, labelled=True)
+    note = (
+        "note: the largest number in the .cls of train-0.tar, ... is 4, so there are 5 classes; 2 have no image: 1, 3"
+    )
+    assert images.notes == [note] and len(images.classes) == 5
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["1.image.jpg"], ["1.image.jpg"]),
+        (["1.image.jpg", "1.jpg"], ["1.jpg"]),
+        (["1.image.jpg", "1.mask.png", "2.jpg"], ["2.jpg"]),
+    ],
+)
+def test_the_image_of_a_sample(tmp_path, names, expected):
+    members = [(name, photo(1)) for name in names] + [(f"{key}.cls", b"1") for key in {name[0] for name in names}]
+    images = open_tars([write(tmp_path / "train.tar", members)])
+    assert names_of(images) == expected and images.labels.tolist() == [1]
+    ignored = "ignored: 2 members of the tars: images of samples with more than one, none of them named like x.jpg"
+    assert (ignored in images.notes) == (len(names) == 3)
 
 
 def test_a_tar_cut_short_after_it_was_indexed_is_named(tmp_path):
@@ -270,7 +333,7 @@ def test_labelled_images_of_one_tar_need_both_splits_inside(tmp_path):
 
 def test_names_of_tars_say_the_split(tmp_path):
     for name in ("a-Training-0.tar", "a-valid-0.tar", "b-test-0.tar", "train_val.tar"):
-        webdataset(tmp_path / name, [0])
+        webdataset(tmp_path / name, [0, 1])
     assert [p.name for p in find_tars(tmp_path, "train", labelled=True)] == ["a-Training-0.tar"]
     assert [p.name for p in find_tars(tmp_path, "val")] == ["a-valid-0.tar"]
     (tmp_path / "a-valid-0.tar").unlink()
@@ -280,15 +343,15 @@ def test_names_of_tars_say_the_split(tmp_path):
     message = r"no tar with train in its name \(names with test: b-test-0.tar; no split: train_val.tar\)"
     with pytest.raises(ValueError, match=message):
         open_images("folder", tmp_path, "train")
-    assert len(open_images("folder", tmp_path / "b-test-0.tar", "train")) == 1  # itself
+    assert len(open_images("folder", tmp_path / "b-test-0.tar", "train")) == 2  # itself
 
 
 def test_names_of_folders_of_tars_say_the_split(tmp_path):
     for name in ("Train", "testing"):
-        webdataset(tmp_path / name / "0.tar", [0])
+        webdataset(tmp_path / name / "0.tar", [0, 1])
     assert find_tars(tmp_path, "train", labelled=True) == [tmp_path / "Train" / "0.tar"]
     images = open_images("folder", tmp_path, "val", labelled=True)
-    assert len(images) == 1 and images.notes == ["testing/ is read as val, because there is no val"]
+    assert len(images) == 2 and images.notes == ["testing/ is read as val, because there is no val"]
     webdataset(tmp_path / "validation" / "0.tar", [0])
     assert find_tars(tmp_path, "val") == [tmp_path / "validation" / "0.tar"]
 
