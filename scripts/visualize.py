@@ -29,6 +29,7 @@ from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from reconstruction import crops, measure, reconstruction_picture
 from util import pictures
 from util.data.datasets import open_images
+from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
 from util.run.cli import Parser, run_program, user_errors, why_not_writable
@@ -59,11 +60,13 @@ def show_run(args: argparse.Namespace) -> None:
     """Draw and measure the reconstructions of a run."""
     model, settings = load_run(args.run, {"teacher": args.teacher} if args.teacher else None)
     channels = settings.get("in_chans", 3)
+    source, column = (settings["dataset"], settings["data_path"]), settings.get("image_column")
     if args.images:
-        images = open_images("folder", args.images, "val", in_chans=channels, for_model=True)
-    else:
-        column, source = settings.get("image_column"), (settings["dataset"], settings["data_path"])
-        images = open_images(*source, "val", in_chans=channels, image_column=column, for_model=True)
+        source, column = ("folder", args.images), None
+    images = open_images(*source, "val", in_chans=channels, image_column=column, for_model=True)
+    for flag, path in (("--out", args.out), ("--patterns", args.patterns)):
+        if path:
+            refuse_inside_data(flag, path, source[1])
     normalize = normalizer(settings, images.pixel_format)
     drawn, measured = (evenly_spaced(len(images), n) for n in (args.rows, args.max_images))
     found = measure(model, settings, images, measured)
@@ -115,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_picture("--patterns", args.patterns)
         if args.run:
             check_picture("--out", args.out)
+        if args.run:
+            show_run(args)
         if args.patterns:
             draw_patterns(args.patterns)
             print(f"sampling patterns: {args.patterns}")
-        if args.run:
-            show_run(args)
 
 
 if __name__ == "__main__":

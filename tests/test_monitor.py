@@ -147,6 +147,7 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
 
 def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tmp_path):
     """No checkpoint was written, so another seed starts anew."""
+    (tmp_path / ".lock").touch()
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 0, "rankme": 1.25}) + "\n")
     run(data, tmp_path, *KNN, "--max_steps", 1)
     assert [report["step"] for report in evaluations(tmp_path)] == [0]

@@ -109,6 +109,42 @@ def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     run(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
 
 
+@pytest.mark.fault("U78", "a start that fails", "nothing is left, neither folders nor a lock")
+@pytest.mark.parametrize("flags", [(), ("--knn_every", 1)])
+def test_a_start_that_fails_leaves_no_trace(photos, tmp_path, capsys, flags):
+    """Before the log is opened, and after it."""
+    data = tmp_path / "data"
+    if flags:
+        shutil.copytree(photos, data)
+        shutil.copytree(photos / "train" / "cat", data / "val" / "lion")
+    (tmp_path / "mine").mkdir()
+    for folder in ("new/deep", "mine"):
+        fails(capsys, data, tmp_path / folder, *flags)
+    assert sorted(path.name for path in tmp_path.iterdir() if path != data) == ["mine"]
+    assert not any((tmp_path / "mine").iterdir())
+    run(photos, tmp_path / "out", "--max_steps", 1)
+    before = sorted((tmp_path / "out").rglob("*"))
+    fails(capsys, data, tmp_path / "out", "--allow_changes", *flags)  # of a run that is there
+    assert [path for path in before if not path.exists()] == []
+
+
+@pytest.mark.fault("U79", "--output_dir holds another program's log.jsonl or settings.json", "refused; it stays")
+@pytest.mark.parametrize("name", ["log.txt", "log.jsonl", "settings.json", "results.json"])
+def test_files_of_others_are_not_overwritten(photos, tmp_path, capsys, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text('{"mine": 1}')
+    assert f"holds {name}, but no run" in fails(capsys, photos, tmp_path / "out")
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [(name, '{"mine": 1}')]
+
+
+def test_a_run_without_its_lock_and_checkpoints_is_no_file_of_others(photos, tmp_path):
+    """The run was killed before its first checkpoint, and the user has removed the lock."""
+    run(photos, tmp_path / "out", "--max_steps", 1)
+    for path in [tmp_path / "out" / ".lock", *(tmp_path / "out").glob("checkpoint-*")]:
+        path.unlink()
+    assert run(photos, tmp_path / "out", "--max_steps", 1)["meta"]["step"] == 1
+
+
 def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
     save = checkpoint.save_checkpoint
 
@@ -257,6 +293,7 @@ def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
     if "log" in name:
         shutil.rmtree(output_dir)
         output_dir.mkdir()
+        (output_dir / ".lock").touch()
     subprocess.run(["chown", "-R", str(NOBODY), output_dir], check=True)
     (output_dir / name).touch()
     os.chown(output_dir / name, 0, 0)

@@ -37,6 +37,18 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
         assert picture.shape[1] > 300 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 3
 
 
+@pytest.mark.parametrize("flag", ["--out", "--patterns"])
+@pytest.mark.parametrize("images", [True, False])
+def test_a_picture_does_not_become_data(photos, tmp_path, capsys, flag, images):
+    pretrain(photos, tmp_path / "run", "--max_steps", "1")
+    picture = photos / "train" / "cat" / "r.png"
+    with pytest.raises(SystemExit, match="2"):
+        given = ["--images", str(photos)] if images else []
+        visualize.main([str(tmp_path / "run"), *given, "--out", str(tmp_path / "r.png"), flag, str(picture)])
+    assert f"{flag} {str(picture)!r} lies inside the image folder" in capsys.readouterr().err
+    assert not picture.exists() and not (tmp_path / "r.png").exists()
+
+
 @pytest.mark.parametrize("framework", ["localmim", "tec", "greenmim"])
 def test_other_frameworks_are_drawn_measured_and_exported(photos, tmp_path, capsys, framework):
     model = {"greenmim": "greenmim_swin_micro_patch4_window4"}.get(framework, f"{framework}_vit_micro_patch4")

@@ -23,6 +23,8 @@ ARCHIVES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2", ".tbz2", ".tar.zst
 HIDDEN, LOOP = "hidden path", "looping link"  # kinds of ignored paths
 PACKING = ".packing"  # unfinished shards of pack_dataset.py
 OLD_INDEX, OLD_ARRAY = "prmim-index.json", "prmim-index.npy"  # of a packed format that is no longer read
+HUGGING_FACE = ("dataset_dict.json", "state.json", "*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow")
+DEFAULT_PATH = "data"  # of --data_path
 LAYOUT = (
     "expected are images in class folders (ROOT/train/<class>/*.jpg or ROOT/<class>/*.jpg), images directly in ROOT, "
     f"or tars; extensions {', '.join(IMG_EXTENSIONS)}"
@@ -213,6 +215,8 @@ def _unreadable_data_in(listing: Listing) -> str:
         return f" but compressed archives ({shorten(listing.archives)}): unpack them"
     if (listing.path / PACKING).exists():
         return " but unfinished shards: run the same pack_dataset.py command again"
+    if stored := next((path.name for name in HUGGING_FACE for path in listing.path.glob(name)), None):
+        return f" but files of Hugging Face datasets ({stored}), which --dataset hf reads"
     if (listing.path / OLD_INDEX).exists():
         return (
             f" but shards of an earlier version ({OLD_INDEX}), which are no longer read. To make new ones from the "
@@ -252,6 +256,23 @@ def refuse_archive(path: Path) -> None:
         raise ValueError(
             f"--data_path {str(path)!r} is a compressed archive, which cannot be read in place: unpack it "
             f"(mkdir FOLDER && {unpack} {path.name}) and give FOLDER. An uncompressed .tar needs no unpacking"
+        )
+
+
+def refuse_inside_data(flag: str, path: str | Path, data_path: str | Path) -> None:
+    """ValueError if the `path` that `flag` gives lies between images, where it would become data."""
+    root, place = Path(data_path).resolve(), Path(path).resolve()
+    if not place.is_relative_to(root) or not root.is_dir():
+        return
+    listing = list_folder(root)
+    if any(split_of_tar(name) for name in listing.tars):
+        return  # only tars whose names say a split are read
+    folders = [(root / name).resolve() for names in split_folders(listing).values() for name in names] or [root]
+    inside = [folder for folder in folders if place.is_relative_to(folder)]
+    if inside:
+        raise ValueError(
+            f"{flag} {str(path)!r} lies inside the image folder {str(inside[0])!r}, where it would become data; choose "
+            "a place outside of it"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from util.data.folders import readable_splits, split_of, stand_in_notes
+from util.data.folders import DEFAULT_PATH, readable_splits, split_of, stand_in_notes
 from util.data.images import EncodedImages, ImageError, read_file
 from util.text import count_of, shorten
 
@@ -77,7 +77,7 @@ class HuggingFaceImages(EncodedImages):
             return data
         if (path := self.paths[i].as_py()) is not None:
             return read_file(path)
-        raise ImageError(f"{self.path(i)!r} holds no image; replace or remove the row")
+        raise ImageError(f"{self.path(i)!r} holds no image; replace or remove it")
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 of all names, labels and sizes in bytes: the same for one data set in all its formats."""
@@ -151,6 +151,8 @@ def parse_path(data_path: str) -> tuple[str, str | None, str | None]:
         return data_path, None, None
     if folder and Path(folder).is_dir():
         return folder, config, None
+    if data_path == DEFAULT_PATH:
+        raise ValueError(f"--dataset hf needs --data_path: {FORMS}")
     found = HUB_NAME.fullmatch(data_path)
     if found is None:
         raise ValueError(f"--data_path {data_path!r} is neither a folder nor the name of a data set; {FORMS}")
@@ -164,11 +166,23 @@ def run_datasets(work: Callable[[], T], where: str) -> T:
     try:
         return work()
     except ConnectionError as error:
+        if is_offline():
+            raise ValueError(
+                f"{where} is neither a local folder nor in the cache of datasets, and HF_HUB_OFFLINE forbids a "
+                "download: give a folder, or start once without HF_HUB_OFFLINE on a machine with a network"
+            ) from error
         raise ConnectionError(f"{where} is not a local folder, and the Hub cannot be reached: {error}") from error
     except (DatasetsError, FileNotFoundError, LookupError, ValueError, TypeError, RuntimeError) as error:
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         message = " ".join(f"{type(reason).__name__}: {reason}".split())
         raise ValueError(f"{where} cannot be read by datasets ({message}); {FORMS}") from error
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE, or the older HF_DATASETS_OFFLINE, forbids `datasets` to use the network."""
+    from datasets import config
+
+    return bool(config.HF_HUB_OFFLINE)
 
 
 def choose_split(names: list[str], split: str, labelled: bool, what: str) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from util.data.images import ImageError
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
-from util.run.run_folder import FolderInUse
+from util.run.run_folder import TRACES, FolderInUse, remove_traces
 from util.run.saving import CheckpointSaver
 from util.run.watchdog import TEMPORARY
 
@@ -56,10 +56,17 @@ def describe_owner(path: str) -> str:
 
 @contextmanager
 def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Before training, a ValueError is the user's error. The process leaves the process group and exits."""
+    """Before training, a ValueError is the user's error. The process leaves the process group and exits.
+
+    A start that fails leaves nothing in the output folder.
+    """
+    TRACES.clear()
     try:
         yield
-    except (ValueError, FloatingPointError, OSError) as error:
+    except BaseException as error:
+        remove_traces()
+        if not isinstance(error, (ValueError, FloatingPointError, OSError)):
+            raise
         distributed.shut_down()
         refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
 

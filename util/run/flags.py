@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from util.attention import KERNELS
 from util.data.datasets import DATASETS, cores_per_process
+from util.data.folders import DEFAULT_PATH
 from util.lr_sched import SCHEDULES, Schedule
 from util.run.distributed import Process
 from util.run.precision import PRECISIONS, precision
@@ -78,7 +79,7 @@ def add_data_flags(group: argparse._ArgumentGroup) -> None:
     )
     flag(
         "--data_path",
-        default="data",
+        default=DEFAULT_PATH,
         help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub",
     )
     flag("--image_column", help="only for hf: column of the images (default: the only one)")

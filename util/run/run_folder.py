@@ -15,18 +15,45 @@ from util.atomic import replaced_file
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
 
-LOCK, PROGRESS = ".lock", ".progress"
+LOCK, PROGRESS, TENSORBOARD = ".lock", ".progress", "tensorboard"
+FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
+TRACES: list[Path] = []  # paths that this start creates, in this order
 PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
 
 
 def writable_folder(path: str | Path) -> Path:
     """Creates the folder. Raises ValueError if files cannot be written there."""
     try:
+        TRACES.extend(folder for folder in (*reversed(Path(path).parents), Path(path)) if not folder.exists())
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return Path(path)
     except OSError as error:
         raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
+
+
+def remove_traces() -> None:
+    """Removes what a start that has failed has created. Folders that hold anything else stay."""
+    for path in reversed(TRACES):
+        with suppress(OSError):
+            if not path.is_dir():
+                path.unlink()
+                continue
+            for file in path.glob("events.out.tfevents.*"):  # of TensorBoard
+                file.unlink()
+            path.rmdir()
+    TRACES.clear()
+
+
+def refuse_foreign_files(folder: Path) -> None:
+    """ValueError if the folder holds files with the names of FILES that no run has written."""
+    found = [name for name in FILES if (folder / name).exists()]
+    is_run = (folder / LOCK).exists() or "output_dir" in read_json(folder / "settings.json")
+    if found and not is_run and not checkpoint.list_finished(folder):
+        raise ValueError(
+            f"--output_dir {str(folder)!r} holds {', '.join(found)}, but no run: the run would overwrite them; choose "
+            "another folder, or move them away"
+        )
 
 
 class FolderInUse(ValueError):
@@ -45,12 +72,16 @@ class FolderLock:
     def __init__(self, folder: str | Path) -> None:
         self.remarks: list[str] = []
         self.path = Path(folder) / LOCK
-        self.file = open(self.path, "a+")
         here, end = socket.gethostname(), time.monotonic() + PATIENCE
+        paths = [self.path.with_name(name) for name in (LOCK, TENSORBOARD, *FILES)]
+        new = [path for path in paths if not path.exists()]
         while True:
+            self.file = open(self.path, "a+")
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if not self.is_lost() or time.monotonic() > end:
+                    TRACES.extend(new)
+                    break
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     self.remarks.append(f"note: the output folder has no lock ({error}); start only one run there")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from util.data.folders import list_folder, split_folders, split_of_tar
+from util.data.folders import refuse_inside_data
 from util.run import distributed
 from util.run.code_version import code_version, source_hash
 from util.run.resume_rules import PROCESS_FLAGS
-from util.run.run_folder import FolderLock, find_checkpoint, writable_folder
+from util.run.run_folder import FolderLock, find_checkpoint, refuse_foreign_files, writable_folder
 from util.text import shorten
 
 # Files that a killed process was about to rename.
@@ -66,6 +66,7 @@ def enter_folder(
         refuse_output_inside_data(args)
         return writable_folder(args.output_dir)
 
+    distributed.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
     output_dir = distributed.run_everywhere(check_folder)
     command = [program, *(sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(distributed.gather_objects(socket.gethostname())))
@@ -74,6 +75,7 @@ def enter_folder(
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
         nonlocal lock
+        refuse_foreign_files(output_dir)
         lock = FolderLock(output_dir)
         for pattern in LEFTOVERS:
             for leftover in output_dir.glob(pattern):
@@ -138,16 +140,5 @@ def refuse_different_starts(args: argparse.Namespace, process_flags: Set[str] = 
 
 def refuse_output_inside_data(args: argparse.Namespace) -> None:
     """ValueError if the run would write between its own images: the next start would read other data."""
-    root, output_dir = Path(args.data_path).resolve(), Path(args.output_dir).resolve()
-    if args.dataset not in ("folder", "hf") or not output_dir.is_relative_to(root) or not root.is_dir():
-        return
-    listing = list_folder(root)
-    if any(split_of_tar(name) for name in listing.tars):
-        return  # only tars whose names say a split are read
-    folders = [(root / name).resolve() for names in split_folders(listing).values() for name in names] or [root]
-    inside = [folder for folder in folders if output_dir.is_relative_to(folder)]
-    if inside:
-        raise ValueError(
-            f"--output_dir {args.output_dir!r} lies inside the image folder {str(inside[0])!r}, where it would become "
-            f"data; choose a folder outside of it"
-        )
+    if args.dataset in ("folder", "hf"):
+        refuse_inside_data("--output_dir", args.output_dir, args.data_path)

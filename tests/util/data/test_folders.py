@@ -277,3 +277,15 @@ def test_shards_of_an_earlier_version_are_refused_with_the_command_that_makes_ne
             FolderImages(data_path)
     with pytest.raises(ValueError, match=message):
         FolderImages(tmp_path, labelled=True)
+
+
+@pytest.mark.fault("U79b", "Parquet or save_to_disk as --data_path without `--dataset hf`", "refused, names the flag")
+@pytest.mark.parametrize(
+    "names",
+    ["train-0.parquet", "data/train-0.parquet", "state.json data-0.arrow", "dataset_dict.json train/data-0.arrow"],
+)
+def test_files_of_hugging_face_are_named(tmp_path, names):
+    tree(tmp_path, *names.split())
+    for labelled in (False, True):
+        with pytest.raises(ValueError, match="but files of Hugging Face datasets .*, which --dataset hf reads"):
+            FolderImages(tmp_path, labelled=labelled)

@@ -22,6 +22,7 @@ from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from scripts import visualize
 from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
+from util.data import hugging_face
 from util.data import images as module
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, open_images
 from util.data.hugging_face import HuggingFaceImages, choose_split
@@ -366,6 +367,13 @@ def test_paths_that_cannot_be_opened(tmp_path, stored, monkeypatch):
         HuggingFaceImages(dataset_of(png_columns()).select([]), "data")
     with pytest.raises(ValueError, match="'owner/name@1234' is neither .* and @COMMIT of 40 digits to pin it"):
         open_images("hf", "owner/name@1234")
+    with pytest.raises(
+        ValueError, match="'owner/name' is neither a local .* in the cache .*, and HF_HUB_OFFLINE forbids"
+    ):
+        open_images("hf", "owner/name")
+    with pytest.raises(ValueError, match="--dataset hf needs --data_path: expected is a folder of Parquet"):
+        open_images("hf", "data")
+    monkeypatch.setattr(hugging_face, "is_offline", lambda: False)
     with pytest.raises(OSError, match="'owner/name' is not a local folder, and the Hub cannot be reached"):
         open_images("hf", "owner/name")
     monkeypatch.setitem(sys.modules, "datasets", None)
