@@ -6,14 +6,18 @@ Each photograph is a class, and each image is a square crop of it. Crops in `tra
 photograph, crops in `val/` from the right third, so they never share a pixel. The random seed is fixed: the same flags
 always write the same files. A smaller `--num_train` writes the first crops of each class, so it makes a subset.
 
+The folder must be empty, or written by the same flags, which `.sample_photos.json` in it holds.
+
 With `--bands`, an image is a TIFF of five bands with 16 bits: red, green, blue, and the gradients of the brightness
 down the columns and along the rows. It needs tifffile.
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -27,6 +31,9 @@ PHOTOS = (
     *("astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "grass.png", "gravel.png"),
     *("hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
+
+
+FLAGS = ".sample_photos.json"  # in the folder: what its files were made with
 
 
 def crop(
@@ -79,14 +86,21 @@ def photos_folder() -> Path:
     return Path(data_dir)
 
 
-def make_folder(path: Path) -> None:
-    """Create the folder if it is missing. ValueError if no file can be written to it."""
+def make_folder(path: Path, flags: dict[str, Any]) -> None:
+    """Create the folder if it is missing. ValueError if no file can be written to it, or if it holds other files."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be a folder: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ValueError(f"the folder {str(path)!r} cannot be written to: permission denied")
+    text = json.dumps(flags)
+    before = (path / FLAGS).read_text() if (path / FLAGS).is_file() else None
+    if before not in (None, text):
+        raise ValueError(f"{str(path)!r} holds photographs of other flags, {before}: choose another folder")
+    if before is None and any(path.iterdir()):
+        raise ValueError(f"{str(path)!r} is not empty, and this program has not written it: choose another folder")
+    (path / FLAGS).write_text(text)
 
 
 def write_photos(
@@ -100,7 +114,8 @@ def write_photos(
     """Write train/ and val/ with crops of `side` pixels to `output_dir`. Returns the number of photographs.
 
     `num_train` and `num_val` count crops per photograph. `crop_sides` are the smallest and the largest crop, as shares
-    of the shorter side of the region from which they are cut. `bands`: write `five_bands` instead of JPEGs.
+    of the shorter side of the region from which they are cut. `bands`: write `five_bands` instead of JPEGs. ValueError
+    if the folder holds anything that was not written with the same arguments.
     """
     if min(num_train, num_val) < 1:
         raise ValueError(f"--num_train and --num_val must be at least 1, got {num_train} and {num_val}")
@@ -109,7 +124,8 @@ def write_photos(
             f"--crop_sides must be two shares 0 < low <= high <= 1, got {crop_sides[0]} and {crop_sides[1]}"
         )
     source = photos_folder()
-    make_folder(Path(output_dir))
+    flags = {"side": side, "num_train": num_train, "num_val": num_val, "crop_sides": crop_sides, "bands": bands}
+    make_folder(Path(output_dir), flags)
     for label, name in enumerate(PHOTOS):
         photo = Image.open(source / name).convert("RGB")
         boundary = photo.width * 2 // 3

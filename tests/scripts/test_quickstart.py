@@ -43,6 +43,27 @@ def test_one_epoch_of_the_quickstart_can_be_asked_for():
     assert RECIPES["quickstart"]["warmup_epochs"] <= 1
 
 
+@pytest.mark.fault("U83", "sample_photos.py into a folder with other images", "refused; the same flags write again")
+def test_sample_photos_are_not_mixed_with_others(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("skimage")
+    monkeypatch.setattr(sample_photos, "PHOTOS", ("coffee.png",))
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    flags = ["--num_train", "2", "--num_val", "1"]
+    sample_photos.main([str(tmp_path / "photos"), *flags])
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "photos" / "train" / "coffee" / "001.jpg").unlink()  # as if it had been stopped
+    for folder, more, message in (
+        ("mine", [], "is not empty, and this program has not written it"),
+        ("photos", ["--num_train", "1"], 'holds photographs of other flags, {"side": 96, "num_train": 2'),
+        ("photos", ["--bands"], "holds photographs of other flags"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            sample_photos.main([str(tmp_path / folder), *flags, *more])
+        assert message in capsys.readouterr().err
+    sample_photos.main([str(tmp_path / "photos"), *flags])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == written
+
+
 @pytest.mark.parametrize("flag", ["--data_path", "--output_dir=x", "--recipe"])
 def test_quickstart_refuses_flags_that_it_sets_itself(flag):
     done = call(flag, "x")
