@@ -246,11 +246,12 @@ class Evaluation:
     def knn(self) -> list[dict[str, Any]]:
         """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
         rows = []
+        neighbours = sorted({min(k, len(self.images)) for k in NEIGHBOURS})
         bank, queries = (self.extract(images) for images in (self.images, self.val_images))
         for name, features in bank.values.items():
             block, feature = name.split()
             for scaling, moments in (("raw", None), ("z", moments_of_all(features))):
-                found = knn_accuracy(bank, queries, name, len(self.images.classes), NEIGHBOURS, moments)
+                found = knn_accuracy(bank, queries, name, len(self.images.classes), neighbours, moments)
                 where = {"probe": "knn", "block": int(block), "feature": feature, "scaling": scaling}
                 rows += [{**where, "k": k, **accuracy} for k, accuracy in found.items()]
         return rows

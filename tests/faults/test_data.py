@@ -168,7 +168,7 @@ def test_odd_images(photos, tmp_path, record_property):
 
 
 @pytest.mark.fault("F26", "PNGs of 169 and 400 megapixels, of a few kilobytes", "refused by their header, not unfolded")
-def test_decompression_bombs(photos, tmp_path, monkeypatch, record_property):
+def test_decompression_bombs(photos, tmp_path, monkeypatch, recwarn, record_property):
     cats = tmp_path / "photos" / "train" / "cat"
     shutil.copytree(photos, tmp_path / "photos")
     for name, side in (("0.jpg", 13000), ("1.jpg", 20000)):
@@ -185,6 +185,7 @@ def test_decompression_bombs(photos, tmp_path, monkeypatch, record_property):
     run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1)
     text = (tmp_path / "out" / "log.txt").read_text()
     assert "2 of 24 images cannot be read" in text and "13000 x 13000 pixels are more than" in text and not unfolded
+    assert not [warning for warning in recwarn if warning.category is Image.DecompressionBombWarning]
     record_property("measured", "both refused by their headers")
 
 

@@ -6,6 +6,8 @@ Pixels equal those of Pillow's `convert("RGB")` bit for bit, except for grey ima
 
 import io
 import os
+import warnings
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -19,9 +21,8 @@ except ImportError:
 # The formats of ImageFolder's extensions. For some other formats Pillow starts external programs.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 
-# Errors of Pillow for files that are broken, are no images, or would need gigabytes once decoded. The warning is raised
-# under python -W error.
-PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning)
+# Errors of Pillow for files that are broken, are no images, or would need gigabytes once decoded.
+PILLOW_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 PLAIN_COLORS = ("YCbCr", "Gray")  # Pillow converts others, such as CMYK, by rules of its own
 
 
@@ -63,7 +64,7 @@ def max_pixels() -> float:
 def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
     """Opens an image and reads its header; one of `PILLOW_ERRORS` if that fails."""
     try:
-        img = Image.open(source, formats=FORMATS)
+        img = open_quietly(source, FORMATS)
     except UnidentifiedImageError as error:
         raise UnidentifiedImageError(f"it does not begin as one of {', '.join(FORMATS)}") from error
     problem: Exception | None = None
@@ -78,6 +79,13 @@ def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
         img.close()
         raise problem
     return img
+
+
+def open_quietly(source: str | os.PathLike[str] | BinaryIO, formats: Sequence[str]) -> Image.Image:
+    """Opens an image without Pillow's warning of a large one, whose size the caller checks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(source, formats=formats)
 
 
 def check_header(source: str | os.PathLike[str] | BinaryIO) -> None:

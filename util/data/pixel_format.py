@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-from util.data.decode import PILLOW_ERRORS, check_header, decode, has_16_bits, max_pixels, open_image
+from util.data.decode import PILLOW_ERRORS, check_header, decode, has_16_bits, max_pixels, open_image, open_quietly
 from util.text import count_of
 
 try:
@@ -218,7 +218,7 @@ def _refuse_pages(file: BinaryIO) -> None:
     """
     pages = 0
     try:
-        with Image.open(file, formats=["TIFF"]) as img:
+        with open_quietly(file, ["TIFF"]) as img:
             (width, height), samples = img.size, img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
             for page in itertools.count():
                 img.seek(page)  # EOFError after the last one
