@@ -77,7 +77,7 @@ def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from recipes.py; explicit flags win")
+    flag("--recipe", metavar="NAME", help="set defaults from recipes.py; explicit flags win; `--recipe list` names all")
     flag("--eval", action=boolean, default=False, help="only evaluate the classifier at --resume on val/")
 
     model = parser.add_argument_group("model").add_argument
@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
         data["pixels"] = images.pixel_format.dtype
         extra = {"classes": classes, "encoder": encoder}
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
         start.remarks += images.notes
         if content is not None:

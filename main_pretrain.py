@@ -103,7 +103,7 @@ def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from recipes.py; explicit flags win")
+    flag("--recipe", metavar="NAME", help="set defaults from recipes.py; explicit flags win; `--recipe list` names all")
 
     method = parser.add_argument_group("model and method").add_argument
     method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         files = model.checkpoint_meta()
         distributed.refuse_differences(files, "model")
         extra = {} if pretrained is None else {"encoder": pretrained}
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
         record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra, files)
         start.remarks += model.notes() + note_on_micro_batch(args, plan) + images.notes
         if content is not None:

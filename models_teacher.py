@@ -1,6 +1,5 @@
 """A frozen teacher: a pre-trained plain ViT that sees whole images, and the targets that a student predicts."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from prmim import TokenOrder
 from util import encoder_weights
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
+from util.text import close_to
 
 
 class Teacher(ViTEncoder):
@@ -112,9 +112,8 @@ def open_teacher(source: str | Path, img_size: tuple[int, int], patch_size: int)
         return _open_checkpoint(path, img_size, patch_size)
     if timm.is_model(source):
         return _open_timm_model(source, img_size, patch_size)
-    near = difflib.get_close_matches(source, timm.list_models("vit_*", pretrained=True), n=3)
-    advice = f"; close to it: {', '.join(near)}" if near else ""
-    raise ValueError(f"teacher {source!r} is neither a file nor the name of a timm model{advice}")
+    near = close_to(source, timm.list_models("vit_*", pretrained=True))
+    raise ValueError(f"teacher {source!r} is neither a file nor the name of a timm model{near}")
 
 
 def _open_checkpoint(path: Path, img_size: tuple[int, int], patch_size: int) -> Teacher:

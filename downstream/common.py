@@ -32,7 +32,8 @@ def add_iteration_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the length of a schedule in iterations, and its learning rate."""
     flag = group.add_argument
     flag("--num_iters", type=int, help="length of the schedule in optimizer steps")
-    flag("--warmup_iters", type=int, help="optimizer steps of linear warm-up")
+    help_text = "optimizer steps of linear warm-up; if not given and longer than --num_iters, it is scaled with it"
+    flag("--warmup_iters", type=int, help=help_text)
     flag("--lr", type=float, help="learning rate of the head at the total batch size; it is not scaled")
 
 

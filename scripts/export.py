@@ -62,7 +62,7 @@ from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
 from util.encoder_weights import encoder_weights_of, rename_prefixes
 from util.run import checkpoint
-from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.code_version import code_version
 from util.run.model_card import model_card
 
@@ -70,7 +70,7 @@ SUFFIXES = (".safetensors", ".pth")
 CONFIG, WEIGHTS, CARD, RECORD = "config.json", checkpoint.EXPORTED_WEIGHTS, "README.md", "export.json"  # of a folder
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
 MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
-INSTEAD = "export its encoder with --format timm; MAE's scripts can fine-tune that file"
+INSTEAD = "export its encoder with --format timm to a .pth, which MAE's scripts can fine-tune"
 
 Weights = dict[str, torch.Tensor]
 
@@ -123,7 +123,9 @@ def refuse_other_frameworks(weights: Weights, settings: Mapping[str, Any], what:
         raise ValueError(f"{what} has MAE's names already")
     name = settings.get("model", "mae_")
     if not name.startswith("mae_"):
-        raise ValueError(f"{what} holds {name}, and --format mae is for MAE's framework alone: {INSTEAD}")
+        is_plain = find_kind(weights) is PLAIN
+        advice = INSTEAD if is_plain else "export its encoder with --format timm to a folder, for timm"
+        raise ValueError(f"{what} holds {name}, and --format mae is for MAE's framework alone: {advice}")
 
 
 def load_mae(path: Path) -> models_mae_pr.MaskedAutoencoderViT:
@@ -197,14 +199,14 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     state, (name, options) = timm_weights(model), timm_arguments(model)
     facts = known_facts(model, meta)
     config = data_config(model, meta.get("settings", {}), facts["mean"], facts["std"])
-    line = f"timm.create_model({json.dumps(location, ensure_ascii=False)}, pretrained=True)"
+    public = location if location.startswith("hf-hub:") else f"local-dir:{out.name}"  # no path of this machine
     card = model_card(
-        Path(location.partition(":")[2]).name,
-        describe_model(model, name, config, facts),
+        Path(public.partition(":")[2]).name,
+        describe_model(model, name, options, config, facts),
         meta,
         source.parent,
         tuple(own_flags()),
-        f"import timm\n\nmodel = {line}.eval()",
+        f"import timm\n\nmodel = {loading_call(public)}.eval()",
         is_classifier(model),
     )
     with filled_folder(out, first=RECORD) as temporary:  # a killed export can be repeated
@@ -224,12 +226,20 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     return [
         f"{kind} of {source}: {out}{os.sep} with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}",
         f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
-        line,
+        loading_call(location),
     ]
 
 
-def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
-    """The rows of the model card about the model itself. facts: see `known_facts`."""
+def loading_call(location: str) -> str:
+    """The `timm.create_model` call that loads a folder or a repository of the Hub, as Python source."""
+    return f"timm.create_model({json.dumps(location, ensure_ascii=False)}, pretrained=True)"
+
+
+def describe_model(
+    model: nn.Module, name: str, options: Mapping[str, Any], config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> dict[str, str]:
+    """The rows of the model card about the model itself. name, options: of timm. facts: see `known_facts`."""
+    changed = ", ".join(f"{k}={v}" for k, v in options.items() if k not in ("num_classes", "global_pool"))
     channels, height, width = config["input_size"]
     if is_classifier(model):
         outputs = f"logits of {config['num_classes']} classes"
@@ -237,7 +247,7 @@ def describe_model(model: nn.Module, name: str, config: Mapping[str, Any], facts
         pooled = "their mean" if isinstance(model, SwinEncoder) else "the class token"
         outputs = f"`model.forward_features(images)` returns the features of all tokens, `model(images)` {pooled}"
     return {
-        "timm architecture": f"`{name}`",
+        "timm architecture": f"`{name}` with `{changed}`" if changed else f"`{name}`",
         "output": outputs,
         "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
         "images": f"{channels} channels, {height} x {width} pixels, patches of {model.patch_size} x {model.patch_size}",
@@ -367,7 +377,7 @@ def check_out(path: Path, source: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {str(path)!r} is the checkpoint itself")
     if is_folder and path.exists() and not path.is_dir():
         raise ValueError(f"--out {str(path)!r} is a file; without a suffix it names a folder")
-    if reason := why_not_writable(path / CONFIG if is_folder and path.exists() else path):
+    if reason := prepare_file(path / CONFIG if is_folder and path.exists() else path):
         raise ValueError(f"--out {str(path)!r} cannot be written: {reason}")
     if path.exists() and not overwrite:
         raise ValueError(f"--out {str(path)!r} exists; give another name, or --overwrite")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.atomic import replaced_file
 from util.plots import pyplot
-from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.text import count_of
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plt = pyplot("losses")
         if args.out.suffix not in SUFFIXES:
             raise ValueError(f"--out {str(args.out)!r} must end in .svg, .png or .pdf")
-        if reason := why_not_writable(args.out):
+        if reason := prepare_file(args.out):
             raise ValueError(f"--out {str(args.out)!r} cannot be written: {reason}")
         plot(plt, [read_curves(run) for run in args.runs], args.out)
     print(f"losses of {count_of(len(args.runs), 'run')}: {args.out}")

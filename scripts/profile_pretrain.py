@@ -48,7 +48,7 @@ from util.attention import KERNELS, prefer
 from util.data.datasets import open_images
 from util.data.transforms import Normalize
 from util.plots import pyplot
-from util.run.cli import Parser, parse_with_recipe, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
 from util.run.precision import PRECISIONS, precision
@@ -438,13 +438,15 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     args = parser.parse_args(argv)
     if bool(args.recipes) == bool(args.table):
         parser.error("give names of recipes, or --table")
+    for name in args.recipes:
+        check_recipe(parser, name, RECIPES)
     args.recipes = args.recipes or TABLES[args.table]
     if min(args.batch_size, args.rounds) < 1:
         parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no CUDA device")
     for path in (args.csv, args.markdown, args.plot):
-        if path and (reason := why_not_writable(path)):
+        if path and (reason := prepare_file(path)):
             parser.error(f"{str(path)!r} cannot be written: {reason}")
     if args.plot and args.plot.suffix not in (".svg", ".png"):
         parser.error(f"--plot must end in .svg or .png, got {str(args.plot)!r}")

@@ -32,7 +32,7 @@ from util.data.datasets import open_images
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
-from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 
 
 def draw_patterns(
@@ -84,7 +84,7 @@ def show_run(args: argparse.Namespace) -> None:
 def check_picture(flag: str, path: Path) -> None:
     """Raise ValueError if no picture can be written to the `path` that `flag` gives."""
     pictures.check_suffix(path)
-    if reason := why_not_writable(path):
+    if reason := prepare_file(path):
         raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
 
 

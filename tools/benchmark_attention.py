@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models_vit import split_heads
 from util.attention import KERNELS
 from util.costs import device_name, time_in_turn
-from util.run.cli import Parser, run_program, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program
 from util.run.precision import PRECISIONS
 from util.tables import markdown_table
 
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if args.device == "cuda" and not has_cuda:
         parser.error("--device cuda, but there is no CUDA device")
-    if args.markdown and (reason := why_not_writable(args.markdown)):
+    if args.markdown and (reason := prepare_file(args.markdown)):
         parser.error(f"{str(args.markdown)!r} cannot be written: {reason}")
     device = torch.device(args.device)
     table = measure(args.batch_size, args.rounds, device, PRECISIONS[args.precision] or torch.float32)

@@ -41,7 +41,7 @@ from util.data.datasets import batches as load_batches
 from util.data.statistics import normalizer
 from util.plots import pyplot
 from util.run import checkpoint
-from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.tables import markdown_table, read_csv, write_csv
 
 COLUMNS = [
@@ -483,7 +483,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.csv = args.csv or args.out.with_suffix(".csv")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         for path in (args.out, args.csv):
-            if reason := why_not_writable(path):
+            if reason := prepare_file(path):
                 raise ValueError(f"{str(path)!r} cannot be written: {reason}")
         if args.from_csv:
             plot(read_rows(args.from_csv), args.out)

@@ -20,7 +20,7 @@ from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from util import pictures
 from util.atomic import replaced_file
 from util.plots import pyplot
-from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 
 SIDE, PATCH = 224, 16
 GRID = SIDE // PATCH
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.out.suffix not in (".png", ".svg"):
         parser.error(f"the picture must be a .png or .svg, got {str(args.out)!r}")
-    if reason := why_not_writable(args.out):
+    if reason := prepare_file(args.out):
         parser.error(f"{str(args.out)!r} cannot be written: {reason}")
     with user_errors(parser):
         draw(args.out)

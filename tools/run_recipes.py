@@ -49,7 +49,7 @@ from recipes import FINETUNE_RECIPES, RECIPES
 from tools.draws import ENOUGH, Draws
 from util.data.datasets import DOWNLOADED, INATURALIST, available_cores
 from util.run.checkpoint import newest_checkpoint
-from util.run.cli import Parser, run_program, user_errors, why_not_writable
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.tables import write_csv
 
 # Width and height. In an image of 1:5 few boxes of the random crop fit, so the crop uses its fallback.
@@ -433,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with user_errors(parser):
         jobs = find_jobs(args)
-        if args.csv and (reason := why_not_writable(args.csv)):
+        if args.csv and (reason := prepare_file(args.csv)):
             raise ValueError(f"--csv {str(args.csv)!r} cannot be written: {reason}")
         folder = args.output_dir
         if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

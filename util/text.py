@@ -1,6 +1,7 @@
 """Words for messages: counts, short lists of names, durations."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 
@@ -13,6 +14,13 @@ def count_of(number: int, noun: str) -> str:
 def shorten(names: Sequence[str], most: int = 3) -> str:
     """Returns the first `most` names, separated by commas."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def close_to(name: str, known: Iterable[str]) -> str:
+    """Returns "; close to it: NAMES", the known names that a misspelt or shortened one may mean, or ""."""
+    known = list(known)
+    near = [other for other in known if name and other.startswith(name)] or difflib.get_close_matches(name, known)
+    return f"; close to it: {', '.join(near[:5])}" if near else ""
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
 from util.encoder_weights import LoadReport, encoder_weights_of, fit_encoder, refuse_foreign
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
-from util.run.checkpoint import find_checkpoint_file, read_checkpoint
+from util.run.checkpoint import CheckpointError, find_checkpoint_file, read_checkpoint
 
 # Endings of parameters that pre-training does not have, and beginnings of those that detection does not use.
 NEW_KEYS = (".rel_pos_h", ".rel_pos_w")
@@ -221,5 +221,10 @@ def load_backbone(backbone: ViTDet, path: str | Path) -> LoadReport:
     weights = encoder_weights_of(content)
     used = {key: value for key, value in weights.items() if not key.startswith(UNUSED_KEYS)}
     refuse_foreign(backbone, used, what)
+    channels = used["patch_embed.proj.weight"].shape[1] if "patch_embed.proj.weight" in used else 3
+    if channels != 3:
+        raise CheckpointError(
+            f"{what} holds an encoder of {channels} channels, but detection is for RGB: give one of 3"
+        )
     report = fit_encoder(backbone, {**content, "model": used}, what, new_keys=NEW_KEYS)
     return report._replace(unexpected=[*report.unexpected, *(key for key in weights if key not in used)])

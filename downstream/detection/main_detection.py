@@ -84,7 +84,11 @@ def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from downstream/recipes.py; explicit flags win")
+    flag(
+        "--recipe",
+        metavar="NAME",
+        help="set defaults from downstream/recipes.py; explicit flags win; `--recipe list` names all",
+    )
     flag("--eval", action=boolean, default=False, help="only evaluate the model at --resume on the validation images")
 
     model = parser.add_argument_group("model").add_argument
@@ -305,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             model.param_groups(args.weight_decay, args.layer_decay), lr=plan.lr, betas=(0.9, 0.999), fused=True
         )
 
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
         derived |= {"patch_size": model.patch_size, **progress_settings(args, epoch_steps)}
         derived["pretrain_size"] = model.backbone.grid_size[0] * model.patch_size
         if content is not None:

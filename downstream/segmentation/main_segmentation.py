@@ -93,7 +93,11 @@ def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from downstream/recipes.py; explicit flags win")
+    flag(
+        "--recipe",
+        metavar="NAME",
+        help="set defaults from downstream/recipes.py; explicit flags win; `--recipe list` names all",
+    )
     flag("--eval", action=boolean, default=False, help="only evaluate the model at --resume on the validation split")
 
     model = parser.add_argument_group("model").add_argument
@@ -299,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         fill = [round(255 * value) for value in args.mean]
         crop = model.img_size, args.seed, fill, args.image_scale, args.ratio_range, args.cat_max_ratio, args.photometric
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size)
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
         derived = {"patch_size": model.patch_size, **progress_settings(args, epoch_steps)}
         if content is not None:
             derived["finetune"] = content["meta"]["settings"]["finetune"]

@@ -249,7 +249,7 @@ def test_overwrite(tmp_path, capsys):
     ("source", "out", "message"),
     [
         ("vit.pth", "encoder.bin", "must end in .safetensors or .pth"),
-        ("vit.pth", "nowhere/encoder.pth", "there is no folder"),
+        ("vit.pth", "text.pth/encoder.pth", "text.pth' cannot be made: File exists"),
         ("nowhere.pth", "encoder.pth", "no checkpoint at"),
         (".", "encoder.pth", "holds no intact checkpoint: give the folder of a run, or a checkpoint"),
         ("text.pth", "encoder.pth", "cannot be read as a checkpoint"),
@@ -258,7 +258,7 @@ def test_overwrite(tmp_path, capsys):
             "encoder.pth",
             "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, ",
         ),
-        ("norms.pth", "encoder.pth", "missing: norm.weight, norm.bias"),
+        ("norms.pth", "encoder.pth", "missing: norm.bias"),
         ("scaled.pth", "encoder.pth", "this ViTEncoder has no blocks.0.ls1.gamma"),
         ("wide.pth", "encoder.pth", "none is known for width 48 and depth 2; known (width, depth): (64, 3), (96, 4)"),
         ("oblong.pth", "encoder.pth", "positions for 2 tokens, which is no square"),
@@ -271,7 +271,7 @@ def test_errors_name_what_is_wrong(tmp_path, capsys, source, out, message):
     wide = VisionTransformer(img_size=32, embed_dim=48, depth=2, num_heads=3, global_pool="token").state_dict()
     torch.save({"model": encoder}, tmp_path / "vit.pth")
     torch.save({"model": {"fc.weight": torch.zeros(2)}}, tmp_path / "other.pth")
-    torch.save({k: v for k, v in encoder.items() if not k.startswith("norm.")}, tmp_path / "norms.pth")
+    torch.save({k: v for k, v in encoder.items() if k != "norm.bias"}, tmp_path / "norms.pth")
     torch.save({**encoder, "blocks.0.ls1.gamma": torch.zeros(192)}, tmp_path / "scaled.pth")
     torch.save({k: v for k, v in wide.items() if not k.startswith("head.")}, tmp_path / "wide.pth")
     torch.save({**encoder, "pos_embed": torch.zeros(1, 3, 192)}, tmp_path / "oblong.pth")
@@ -378,13 +378,16 @@ def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options)
         ((), "trained with --throw_ratio 0.5: its decoder reconstructs thrown tokens by an aggregation"),
         (("--aggregation", "avgpool"), "by an aggregation, which MAE's decoder lacks"),  # it has no parameters
         (("--throw_ratio", "0", "--input_size", "32", "64"), "is for images of (32, 64) pixels, and MAE's are square"),
-        (("--throw_ratio", "0", "--model", "mff_vit_micro_patch4"), "holds mff_vit_micro_patch4, and --format mae"),
+        (("--throw_ratio", "0", "--model", "mff_vit_micro_patch4"), "to a .pth, which MAE's scripts can fine-tune"),
+        (("--model", "simmim_vit_micro_patch4", "--throw_ratio", "0.25"), "with --format timm to a folder"),
+        (("--model", "greenmim_swin_micro_patch4_window4"), "with --format timm to a folder"),
     ],
 )
 def test_what_mae_s_code_could_not_run_is_refused(tmp_path, capsys, flags, message):
     path, _ = pretrained_run(tmp_path, *flags)
     error = refused(capsys, path, "--out", tmp_path / "mae.pth", "--format", "mae")
     assert message in error and "export its encoder with --format timm" in error
+    assert ("MAE's scripts can fine-tune" in error) == ("to a folder" not in error)
     assert not (tmp_path / "mae.pth").exists()
 
 

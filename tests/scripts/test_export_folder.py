@@ -361,7 +361,8 @@ def test_names_that_are_no_folders(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert "is a file; without a suffix" in refused(capsys, path, "--out", tmp_path / "file", "--overwrite")
     assert "or have no suffix for a folder" in refused(capsys, path, "--out", tmp_path / "prmim.v2")
-    assert "there is no folder" in refused(capsys, path, "--out", tmp_path / "a" / "b")
+    run(capsys, path, tmp_path / "a" / "b")
+    assert set(os.listdir(tmp_path / "a" / "b")) == FILES
     assert "--format mae writes a .pth" in refused(capsys, path, "--out", tmp_path / "e", "--format", "mae")
 
 
@@ -373,7 +374,8 @@ def test_card_and_record(tmp_path, capsys):
     run(capsys, path, tmp_path / "classifier")
     card = (tmp_path / "classifier" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: timm\npipeline_tag: image-classification\n") and "license:" in card
-    assert f'timm.create_model("local-dir:{tmp_path / "classifier"}", pretrained=True).eval()' in card
+    assert 'timm.create_model("local-dir:classifier", pretrained=True).eval()' in card and str(tmp_path) not in card
+    assert "| timm architecture | `vit_base_patch16_224` with `img_size=32, patch_size=4, embed_dim=" in card
     assert "# classifier\n" in card and "| output | logits of 5 classes |" in card
     assert "| images | 3 channels, 32 x 32 pixels, patches of 4 x 4 |" in card
     assert huggingface_hub.ModelCard(card).data.to_dict()["library_name"] == "timm"

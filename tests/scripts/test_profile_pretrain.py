@@ -284,11 +284,11 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
     [
         ("", "give names of recipes, or --table"),
         ("cifar10 --table large", "give names of recipes, or --table"),
-        ("cifra10", "unknown recipe 'cifra10'; close to it: cifar10"),
+        ("cifra10", "profile_pretrain.py: error: unknown recipe 'cifra10'; close to it: cifar10"),
         ("cifar10 --rounds 0", "must be at least 1, got 8 and 0"),
         ("cifar10 --batch_size 0", "must be at least 1, got 0 and 7"),
         ("cifar10 --csv .", "'.' cannot be written: it is a folder"),
-        ("cifar10 --csv nowhere/cost.csv", "'nowhere/cost.csv' cannot be written: there is no folder"),
+        ("cifar10 --csv setup.cfg/cost.csv", "cannot be made: File exists"),
         ("cifar10 --plot cost.xyz", "--plot must end in .svg or .png, got 'cost.xyz'"),
         ("cifar10 --trace setup.cfg", "--trace 'setup.cfg' cannot be a folder: File exists"),
         ("cifar10 --data_path nowhere", "nowhere"),

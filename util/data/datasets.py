@@ -179,12 +179,15 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
     return addressed_uniform(SHUFFLE, seed, epoch, [0], length)[0].argsort(kind="stable")
 
 
-def steps_per_epoch(num_samples: int, total_batch: int) -> int:
+def steps_per_epoch(num_samples: int, total_batch: int, world_size: int = 1) -> int:
     """Returns the number of whole batches in an epoch; ValueError if there is none."""
     if num_samples < total_batch:
+        size = world_size  # becomes the largest batch of which an epoch has at least four
+        while 8 * size <= num_samples:
+            size *= 2
         raise ValueError(
-            f"the data set has {num_samples} images, fewer than one total batch of {total_batch}; "
-            f"lower --batch_size, --accum_iter or --total_batch_size"
+            f"the data set has {num_samples} images, fewer than one total batch of {total_batch}: give "
+            f"--total_batch_size {size} --batch_size {min(64, size // world_size)}, for example"
         )
     return num_samples // total_batch
 

@@ -2,15 +2,16 @@
 
 import argparse
 import copy
-import difflib
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from util.text import close_to
 
 LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
@@ -20,8 +21,8 @@ FINAL = (2, 3, 4)
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows the default of every flag that has one.
 
-    A long list of choices appears once, in the flag's help. If it has more than 12 entries, only their number is shown.
-    Any unknown name, such as "list", prints all choices.
+    A long list of choices appears once, in the flag's help. If it has more than 12 entries, only their number is shown,
+    and the value "list" prints them.
     """
 
     def _format_action(self, action: argparse.Action) -> str:
@@ -73,6 +74,19 @@ class Parser(argparse.ArgumentParser):
         words = [expand_home(word) for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(words, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """For a long list of choices: "list" prints them, and an unknown value is answered with those close to it."""
+        if not _has_long_choices(action) or value in (action.choices or ()):
+            return super()._check_value(action, value)
+        choices = [str(choice) for choice in action.choices or ()]
+        if value == "list":
+            print("\n".join(choices))
+            self.exit()
+        flag = (action.option_strings or [action.dest])[0]
+        raise argparse.ArgumentError(
+            action, f"invalid choice: {value!r}{close_to(value, choices)} (`{flag} list` names all)"
+        )
+
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2. Lines of the message are joined."""
         text = " ".join(line.strip() for line in message.splitlines() if line.strip())
@@ -116,20 +130,40 @@ def parse_with_recipe(
 ) -> argparse.Namespace:
     """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
 
-    recipe_file: where the recipes are, for messages.
+    A warm-up that no flag gives is scaled to a schedule that would be shorter. recipe_file: where the recipes are, for
+    messages.
     """
     name = parser.parse_known_args(argv)[0].recipe
     if name is not None:
-        if name not in recipes:
-            near = [known for known in recipes if known.startswith(name)][:5]
-            near = near or difflib.get_close_matches(name, recipes, n=3, cutoff=0.3) or list(recipes)
-            parser.error(f"unknown recipe {name!r}; close to it: {', '.join(near)} (all of them: {recipe_file})")
+        check_recipe(parser, name, recipes, recipe_file)
         flags = {action.dest for action in parser._actions}
         unknown = [key for key in recipes[name] if key not in flags]
         if unknown:
             parser.error(f"recipe {name!r} sets {', '.join(unknown)}, which {parser.prog} does not know")
         parser.set_defaults(**recipes[name])
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    scale_warmup(parser, args, argv)
+    return args
+
+
+def check_recipe(
+    parser: argparse.ArgumentParser, name: str, recipes: Iterable[str], recipe_file: str = "recipes.py"
+) -> None:
+    """Ends the program unless there is a recipe of this name. The name "list" prints all."""
+    if name == "list":
+        print("\n".join(recipes))
+        parser.exit()
+    if name not in recipes:
+        parser.error(f"unknown recipe {name!r}{close_to(name, recipes)} (all of them: {recipe_file})")
+
+
+def scale_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """Scales a default warm-up, or a recipe's, with the length of a schedule that has become shorter than it."""
+    for length, warmup in (("epochs", "warmup_epochs"), ("num_iters", "warmup_iters")):
+        steps, most = getattr(args, warmup, None), getattr(args, length, None)
+        if steps and most is not None and 0 <= most < steps and warmup not in flags_given(parser, argv):
+            scaled = steps * most / parser.get_default(length)
+            setattr(args, warmup, scaled if length == "epochs" else int(scaled))
 
 
 def flags_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> set[str]:
@@ -204,11 +238,16 @@ def _die_of(number: signal.Signals) -> NoReturn:
     sys.exit(128 + number)  # if the signal is blocked
 
 
-def why_not_writable(path: Path) -> str | None:
-    """Returns why no file can be written at `path`, or None. Programs ask before they compute for minutes."""
+def prepare_file(path: Path) -> str | None:
+    """Creates the folder of a file that a program will write. Returns why the file cannot be written, or None.
+
+    Programs call it before they compute for minutes.
+    """
     folder = path.resolve().parent
-    if not folder.is_dir():
-        return f"there is no folder {str(folder)!r}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"the folder {str(folder)!r} cannot be made: {error.strerror}"
     if path.is_dir():
         return "it is a folder"
     return None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied"

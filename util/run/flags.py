@@ -40,7 +40,8 @@ def add_epoch_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the length of a schedule in epochs, and its learning rate."""
     flag = group.add_argument
     flag("--epochs", type=int, default=100, help="length of the schedule")
-    flag("--warmup_epochs", type=float, help="epochs of linear warm-up")
+    help_text = "epochs of linear warm-up; if not given and longer than --epochs, it is scaled with the schedule"
+    flag("--warmup_epochs", type=float, help=help_text)
     flag("--blr", type=float, help="base learning rate: lr = blr * total batch size / 256")
     flag("--lr", type=float, help="absolute learning rate, instead of --blr")
     flag("--min_lr", type=float, help="learning rate at the end of the schedule")

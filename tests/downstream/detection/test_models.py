@@ -127,17 +127,21 @@ def test_the_pyramid_has_strides_of_4_to_64():
     assert torch.equal(maps[4], maps[3][:, :, ::2, ::2])
 
 
-@pytest.mark.parametrize("kind", ["relative", "width", "scaled"])
+@pytest.mark.parametrize("kind", ["relative", "width", "scaled", "channels"])
 def test_other_encoders_are_refused(tmp_path, kind):
     weights = VisionTransformer(global_pool="token", **MICRO).state_dict()
     if kind == "relative":
         weights["blocks.0.attn.relative_position_bias_table"] = torch.zeros(228, 3)
     elif kind == "scaled":
         weights["blocks.0.ls1.gamma"] = torch.ones(96)
+    elif kind == "channels":
+        weights = VisionTransformer(global_pool="token", in_chans=5, **MICRO).state_dict()
     else:
         weights = VisionTransformer(global_pool="token", **{**MICRO, "embed_dim": 48}).state_dict()
     torch.save({"model": weights}, tmp_path / "vit.pth")
-    with pytest.raises(CheckpointError, match="another kind of encoder|width 48"):
+    with pytest.raises(
+        CheckpointError, match="another kind of encoder|width 48|5 channels, but detection is for RGB: give one of 3$"
+    ):
         load_backbone(ViTDet(**SMALL), tmp_path / "vit.pth")
 
 

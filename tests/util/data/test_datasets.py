@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import tarfile
 
@@ -27,6 +28,7 @@ from util.data.datasets import (
 )
 from util.data.images import CifarImages, FolderImages, evenly_spaced
 from util.data.transforms import RandomResizedCropFlip
+from util.run.flags import split_batch
 
 
 def test_class_folders_under_train(photos):
@@ -179,6 +181,17 @@ def test_starting_later_skips_exactly():
 def test_too_few_images_for_one_step():
     with pytest.raises(ValueError, match="5 images, fewer than one total batch of 64"):
         steps_per_epoch(5, 64)
+
+
+@pytest.mark.fault("U87", "a recipe with a total batch larger than the data", "a batch that fits, as flags to copy")
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("num_images", [9, 40, 1000, 4000])
+def test_the_advice_for_too_few_images_can_be_followed(num_images, world_size):
+    with pytest.raises(ValueError) as raised:
+        steps_per_epoch(num_images, 4096, world_size)
+    total, batch = map(int, re.search(r"--total_batch_size (\d+) --batch_size (\d+)", str(raised.value)).groups())
+    assert split_batch(batch, None, total, world_size)[0] == batch <= 64
+    assert steps_per_epoch(num_images, total, world_size) >= 1
 
 
 def all_batches(photos, num_workers, start=0):

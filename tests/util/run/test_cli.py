@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from util.run.cli import Parser, flags_given, parse_with_recipe, user_errors, why_not_writable
+from util.run.cli import Parser, flags_given, parse_with_recipe, prepare_file, user_errors
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -108,6 +108,55 @@ def test_a_recipe_s_values_are_not_given():
     assert args.epochs == 1 and flags_given(parser, ["--recipe", "fast", "--lr", "1"]) == {"recipe", "rate"}
 
 
+@pytest.mark.fault(
+    "U85", "`--epochs 10` without --warmup_epochs", "the default is scaled; a given one is refused"
+)
+@pytest.mark.parametrize(
+    ("argv", "warmups"),
+    [
+        ("", (40, 50)),
+        ("--epochs 40", (40, 50)),  # it fits, as it always did
+        ("--epochs 10", (4, 50)),
+        ("--recipe fast --epochs 5", (2.5, 50)),
+        ("--num_iters 30", (40, 3)),
+        ("--epochs 10 --warmup_epochs 40", (40, 50)),  # which the checks of the flags refuse
+        ("--epochs -1", (40, 50)),
+    ],
+)
+def test_a_warm_up_that_nobody_gave_fits_into_the_schedule(argv, warmups):
+    parser = Parser("main_x.py")
+    parser.add_argument("--recipe")
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--num_iters", type=int)
+    parser.add_argument("--warmup_epochs", type=float)
+    parser.add_argument("--warmup_iters", type=int)
+    parser.set_defaults(warmup_epochs=40, warmup_iters=50, num_iters=500)
+    args = parse_with_recipe(parser, {"fast": {"epochs": 20, "warmup_epochs": 10}}, argv.split())
+    assert (args.warmup_epochs, args.warmup_iters) == warmups and isinstance(args.warmup_iters, int)
+
+
+@pytest.mark.fault("U86", "a misspelt model or recipe, or `list`", "the few names close to it; `list` prints all")
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        ("--model list", 0, "".join(f"mae_{name}_patch16\n" for name in ("tiny", "small", "base", "large"))),
+        ("--recipe list", 0, "fast\nslow1\nslow2\n"),
+        ("--model mae_bse_patch16", 2, "invalid choice: 'mae_bse_patch16'; close to it: mae_base_patch16, "),
+        ("--model resnet", 2, "invalid choice: 'resnet' (`--model list` names all)"),
+        ("--recipe slow", 2, "unknown recipe 'slow'; close to it: slow1, slow2 (all of them: recipes.py)"),
+        ("--recipe x", 2, "unknown recipe 'x' (all of them: recipes.py)"),
+    ],
+)
+def test_names_of_models_and_recipes(argv, code, words, capsys):
+    parser = Parser("main_x.py")
+    parser.add_argument("--recipe")
+    parser.add_argument("--model", choices=[f"mae_{name}_patch16" for name in ("tiny", "small", "base", "large")])
+    with pytest.raises(SystemExit) as stop:
+        parse_with_recipe(parser, {"fast": {}, "slow1": {}, "slow2": {}}, argv.split())
+    done = capsys.readouterr()
+    assert stop.value.code == code and (done.out == words if code == 0 else words in done.err)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -172,6 +221,9 @@ def test_exit_codes(outcome, code):
 
 
 def test_why_a_path_cannot_be_written(tmp_path):
-    assert why_not_writable(tmp_path / "new.csv") is None
-    assert why_not_writable(tmp_path) == "it is a folder"
-    assert why_not_writable(tmp_path / "no" / "new.csv") == f"there is no folder {str(tmp_path / 'no')!r}"
+    assert prepare_file(tmp_path / "new.csv") is None
+    assert prepare_file(tmp_path) == "it is a folder"
+    assert prepare_file(tmp_path / "a" / "b" / "new.csv") is None and (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    what = f"the folder {str(tmp_path / 'file' / 'b')!r} cannot be made: Not a directory"
+    assert prepare_file(tmp_path / "file" / "b" / "new.csv") == what
