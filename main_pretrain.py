@@ -103,7 +103,7 @@ def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from recipes.py; explicit flags win; `--recipe list` names all")
+    flag("--recipe", metavar="NAME", help="set defaults from recipes.py, or `list` them; explicit flags win")
 
     method = parser.add_argument_group("model and method").add_argument
     method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")

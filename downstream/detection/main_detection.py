@@ -84,11 +84,7 @@ def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag(
-        "--recipe",
-        metavar="NAME",
-        help="set defaults from downstream/recipes.py; explicit flags win; `--recipe list` names all",
-    )
+    flag("--recipe", metavar="NAME", help="set defaults from downstream/recipes.py, or `list` them; explicit flags win")
     flag("--eval", action=boolean, default=False, help="only evaluate the model at --resume on the validation images")
 
     model = parser.add_argument_group("model").add_argument
