@@ -47,7 +47,7 @@ def test_a_kernel_that_fails_is_said_and_left_out(small, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [("--batch_size 1", "must be at least 2"), ("--markdown nowhere/a.md", "there is no folder")]
+    ("flags", "message"), [("--batch_size 1", "must be at least 2"), ("--markdown /dev/null/a.md", "cannot be made")]
 )
 def test_errors_come_first(flags, message, capsys, monkeypatch):
     monkeypatch.setattr(benchmark_attention, "measure", lambda *_: pytest.fail("measured"))

@@ -141,7 +141,7 @@ def test_the_script_writes_a_table(tmp_path, capsys):
         (["--recipes", "cifar11"], "--recipes names cifar11, which recipes.py does not have"),
         (["--output_dir", __file__], f"--output_dir {__file__!r} is not an empty folder"),
         (["--images", "0"], "--images must be at least 1, got 0"),
-        (["--csv", "/nowhere/a.csv"], "--csv '/nowhere/a.csv' cannot be written: there is no folder '/nowhere'"),
+        (["--csv", "/dev/null/a.csv"], "--csv '/dev/null/a.csv' cannot be written: the folder '/dev/null'"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message, capsys):

@@ -108,9 +108,7 @@ def test_a_recipe_s_values_are_not_given():
     assert args.epochs == 1 and flags_given(parser, ["--recipe", "fast", "--lr", "1"]) == {"recipe", "rate"}
 
 
-@pytest.mark.fault(
-    "U85", "`--epochs 10` without --warmup_epochs", "the default is scaled; a given one is refused"
-)
+@pytest.mark.fault("U85", "`--epochs 10` without --warmup_epochs", "the default is scaled; a given one is refused")
 @pytest.mark.parametrize(
     ("argv", "warmups"),
     [
