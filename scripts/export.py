@@ -47,6 +47,7 @@ import models_vit
 from encoders import PLAIN, build_model, find_kind, head_of
 from main_pretrain import load_run, own_flags
 from models_swin import SwinEncoder
+from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
 from timm_models import (
     channels_of,
     data_config,
@@ -67,7 +68,6 @@ from util.run.code_version import code_version
 from util.run.model_card import model_card
 
 SUFFIXES = (".safetensors", ".pth")
-CONFIG, WEIGHTS, CARD, RECORD = "config.json", checkpoint.EXPORTED_WEIGHTS, "README.md", "export.json"  # of a folder
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
 MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
 INSTEAD = "export its encoder with --format timm to a .pth, which MAE's scripts can fine-tune"
@@ -194,7 +194,7 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     location: where the model card says that timm finds the model, `local-dir:FOLDER` or `hf-hub:NAME`.
     """
     content = checkpoint.read_checkpoint(source)
-    model, meta = build_model(content, repr(str(source))), checkpoint.meta_of(content)
+    model, meta, notes = build_model(content, repr(str(source))), checkpoint.meta_of(content), note_on_norm(content)
     del content
     state, (name, options) = timm_weights(model), timm_arguments(model)
     facts = known_facts(model, meta)
@@ -226,6 +226,7 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
     return [
         f"{kind} of {source}: {out}{os.sep} with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}",
         f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
+        *notes,
         loading_call(location),
     ]
 
@@ -283,11 +284,18 @@ def check_loads_folder(folder: Path, model: nn.Module) -> str:
     return largest_difference(model, theirs)
 
 
+def note_on_norm(content: Mapping[str, Any]) -> list[str]:
+    """Returns a note if the content of a checkpoint holds no final norm, as CrossMAE's and TEC's encoders."""
+    if any(name.startswith(("norm.", "fc_norm.")) for name in encoder_weights_of(content)):
+        return []
+    return ["note: the file holds no final norm, so that of the export has weight 1 and bias 0: fine-tune it"]
+
+
 def export_timm(source: Path, out: Path) -> list[str]:
     """Export the checkpoint at `source` for timm. Returns the lines that describe the file."""
     content = checkpoint.read_checkpoint(source)
     refuse_other_kinds(content, repr(str(source)))
-    model, meta = build_model(content, repr(str(source))), checkpoint.meta_of(content)
+    model, meta, notes = build_model(content, repr(str(source))), checkpoint.meta_of(content), note_on_norm(content)
     del content
     state = timm_weights(model)
     name, options = timm_arguments(model)
@@ -301,6 +309,7 @@ def export_timm(source: Path, out: Path) -> list[str]:
         describe(kind, source, out, state),
         f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
         describe_images(facts),
+        *notes,
         loading_line(name, options, out),
     ]
 
@@ -410,45 +419,6 @@ def refuse_files_of_others(folder: Path) -> None:
             f"--out {str(folder)!r}: {', '.join(others)} there was not written by this script, or was changed since: "
             "move it away, or give another folder"
         )
-
-
-def open_hub(name: str, overwrite: bool) -> tuple[Any, str]:
-    """Return (the Hub's client, the full name of the repository). ValueError if nothing can be uploaded there."""
-    from huggingface_hub import HfApi  # comes with timm
-    from huggingface_hub.errors import LocalTokenNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    validate_repo_id(name)  # its errors are ValueErrors
-    api = HfApi()
-    try:
-        user = api.whoami()["name"]
-        name = name if "/" in name else f"{user}/{name}"
-        is_used = api.file_exists(name, CONFIG)
-    except LocalTokenNotFoundError as error:
-        raise ValueError("--push_to_hub needs a login: run `hf auth login`, or set HF_TOKEN") from error
-    except Exception as error:  # many types: no network, a wrong token, errors of the server
-        raise ValueError(f"--push_to_hub {name}: the Hub cannot be used: {error}") from error
-    if is_used and not overwrite:
-        raise ValueError(f"--push_to_hub {name} holds a model; give another name, or --overwrite to add a commit")
-    return api, name
-
-
-def push(api: Any, name: str, folder: Path, private: bool) -> str:
-    """Upload the files that this script has written into `folder`. Return a line that names the repository."""
-    try:
-        api.create_repo(name, private=private, exist_ok=True)
-        if private and not api.model_info(name).private:
-            raise ValueError("it exists and is public, but --private was given")
-        patterns = [CONFIG, WEIGHTS, CARD, RECORD]
-        api.upload_folder(
-            repo_id=name, folder_path=str(folder), allow_patterns=patterns, commit_message="Export from PR-MIM"
-        )
-    except Exception as error:  # many types: no network, no permission, errors of the server
-        raise ValueError(
-            f"{str(folder)!r} is written, but it was not uploaded to {name}: {error}; upload it later with "
-            f"`hf upload {name} {folder}`"
-        ) from error
-    return f"uploaded to https://huggingface.co/{name}"
 
 
 def check_push(push_to_hub: str | None, private: bool, layout: str, out: Path) -> None:

@@ -425,3 +425,11 @@ def test_frameworks_without_a_plain_vit_are_named(tmp_path, capsys):
     assert "main_finetune.py --finetune takes it as it is" in error
     torch.save(weights, tmp_path / "bare.pth")
     assert "holds a ViT with relative positions:" in refused(capsys, tmp_path / "bare.pth", "--out", tmp_path / "e.pth")
+
+
+def test_a_missing_final_norm_is_said(tmp_path, capsys):
+    """As in TEC's published encoders and in CrossMAE's."""
+    weights = vit_mini_patch4(global_pool="token").state_dict()
+    torch.save({k: v for k, v in weights.items() if not k.startswith(("head.", "norm."))}, tmp_path / "normless.pth")
+    export.main([str(tmp_path / "normless.pth"), "--out", str(tmp_path / "encoder.pth")])
+    assert "note: the file holds no final norm" in capsys.readouterr().out
