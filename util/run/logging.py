@@ -4,8 +4,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,7 +37,10 @@ class RunLog:
         self.text = open(output_dir / "log.txt", "a", encoding="utf-8")
         done = start_step or -1  # a new run repeats what an earlier one has reported at step 0
         self.reports = ReportFile(output_dir / "log.jsonl", done)
-        self.tensorboard: SummaryWriter | None = SummaryWriter(output_dir / "tensorboard", purge_step=done + 1)
+        # Made with the first report: its thread would write after a start that fails, whose files are removed.
+        self.tensorboard: SummaryWriter | None = None
+        self.open_tensorboard: Callable[[], SummaryWriter] | None
+        self.open_tensorboard = partial(SummaryWriter, output_dir / "tensorboard", purge_step=done + 1)
         # Some terminals report a size of 0 x 0.
         size = {"dynamic_ncols": True} if terminal_columns(sys.stderr) else {"ncols": 80, "nrows": 24}
         options = {"unit": "step", "file": sys.stderr, "disable": not sys.stderr.isatty(), **size}
@@ -102,12 +106,14 @@ class RunLog:
 
     def _to_tensorboard(self, method: str, *values: object, **options: object) -> None:
         """Calls the SummaryWriter. After the first failed write it is dropped, with a warning."""
-        if self.tensorboard is None:
+        if self.open_tensorboard is None:
             return
         try:
+            if self.tensorboard is None:
+                self.tensorboard = self.open_tensorboard()
             getattr(self.tensorboard, method)(*values, **options)
         except OSError as error:
-            self.tensorboard = None
+            self.open_tensorboard = None
             self.info(f"warning: TensorBoard's file cannot be written ({error}); this start writes no more to it")
 
     def renew(self) -> bool:
@@ -117,7 +123,7 @@ class RunLog:
             return False
         self.text = open(self.text.name, "a", encoding="utf-8")
         self.reports.write_all()
-        self.tensorboard = SummaryWriter(path.parent / "tensorboard")
+        self.tensorboard, self.open_tensorboard = None, partial(SummaryWriter, path.parent / "tensorboard")
         for report in self.history():
             for name, value in report.items():
                 if value is not None and name != "step" and "interim" not in report:
@@ -136,7 +142,8 @@ class RunLog:
     def close(self) -> None:
         """Writes what is still in memory and closes all files."""
         if self.enabled:
-            self._to_tensorboard("close")
+            if self.tensorboard is not None:
+                self._to_tensorboard("close")
             with redirect_if_broken(sys.stderr):
                 self.bar.close()
             problem = self.reports.flush()

@@ -15,7 +15,7 @@ from util.atomic import replaced_file
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
 
-LOCK, PROGRESS, TENSORBOARD = ".lock", ".progress", "tensorboard"
+LOCK, PROGRESS = ".lock", ".progress"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
 TRACES: list[Path] = []  # paths that this start creates, in this order
 PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
@@ -36,12 +36,10 @@ def remove_traces() -> None:
     """Removes what a start that has failed has created. Folders that hold anything else stay."""
     for path in reversed(TRACES):
         with suppress(OSError):
-            if not path.is_dir():
+            if path.is_dir():
+                path.rmdir()
+            else:
                 path.unlink()
-                continue
-            for file in path.glob("events.out.tfevents.*"):  # of TensorBoard
-                file.unlink()
-            path.rmdir()
     TRACES.clear()
 
 
@@ -73,7 +71,7 @@ class FolderLock:
         self.remarks: list[str] = []
         self.path = Path(folder) / LOCK
         here, end = socket.gethostname(), time.monotonic() + PATIENCE
-        paths = [self.path.with_name(name) for name in (LOCK, TENSORBOARD, *FILES)]
+        paths = [self.path.with_name(name) for name in (LOCK, *FILES)]
         new = [path for path in paths if not path.exists()]
         while True:
             self.file = open(self.path, "a+")
