@@ -5,7 +5,7 @@ import colorsys
 import numpy as np
 from PIL import Image
 
-PANEL = 192  # side of a panel in pixels
+PANEL = 192  # side of a panel in pixels, if no other is given
 
 
 def default_colors(num_classes: int) -> np.ndarray:
@@ -15,10 +15,10 @@ def default_colors(num_classes: int) -> np.ndarray:
     return (np.array(colors) * 255).round().astype(np.uint8)
 
 
-def panel(picture: np.ndarray) -> np.ndarray:
-    """Fits uint8 [h, w, 3] into a white square, with its aspect ratio kept."""
-    scale = PANEL / max(picture.shape[:2])
-    size = [max(1, round(side * scale)) for side in picture.shape[1::-1]]
-    square = Image.new("RGB", (PANEL, PANEL), (255, 255, 255))
+def panel(picture: np.ndarray, side: int = PANEL) -> np.ndarray:
+    """Fits uint8 [h, w, 3] into a white square of this side, with its aspect ratio kept."""
+    scale = side / max(picture.shape[:2])
+    size = [max(1, round(length * scale)) for length in picture.shape[1::-1]]
+    square = Image.new("RGB", (side, side), (255, 255, 255))
     square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
     return np.asarray(square)

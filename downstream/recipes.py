@@ -86,8 +86,8 @@ DETECTION_RECIPES: dict[str, Recipe] = {
     # Photographs pasted on photographs, written by downstream/detection/demo.py: minutes on a CPU.
     "detection_demo": MASK_RCNN_DEFAULTS
     | dict(model="vit_micro_patch4", input_size=64, window_size=4, decoder_channels=32, scale_range=(0.8, 1.25))
-    | dict(num_iters=400, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=200, drop_path=0.0)
-    | dict(num_rois=64),
+    | dict(num_iters=1200, warmup_iters=50, total_batch_size=4, lr=1e-3, layer_decay=1.0, eval_every=400, drop_path=0.0)
+    | dict(num_rois=32),
 }
 
 DOWNSTREAM_RECIPES = {"main_segmentation": SEGMENTATION_RECIPES, "main_detection": DETECTION_RECIPES}

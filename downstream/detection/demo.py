@@ -1,4 +1,4 @@
-"""Trains a small Mask R-CNN on photographs pasted on photographs, in some minutes on a CPU, and shows what it finds.
+"""Trains a small Mask R-CNN on photographs pasted on photographs, in ten minutes on a CPU, and shows what it finds.
 
     python downstream/detection/demo.py output/detection_demo
 
@@ -30,7 +30,7 @@ from util.run.cli import Parser, run_program, user_errors
 from util.run.run_folder import read_json, writable_folder
 
 BACKGROUNDS = ("gravel.png", "grass.png")
-OBJECTS = ("coins.png", "coffee.png", "chelsea.png")
+OBJECTS = ("ihc.png", "coffee.png", "rocket.jpg")
 SIDE = 64  # of a scene, in pixels
 LEAST_VISIBLE = 0.5  # share of an object that later ones may not cover
 
@@ -108,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> bool:
     """Runs the demonstration. Returns False if a signal stopped the training."""
     parser = Parser("demo.py", description=__doc__)
     parser.add_argument("output_dir", nargs="?", default="output/detection_demo", help="folder of data and run")
-    parser.add_argument("--num_iters", type=int, default=400, help="iterations of the training")
+    parser.add_argument("--num_iters", type=int, default=1200, help="iterations of the training")
     args = parser.parse_args(argv)
     with user_errors(parser):
         root = writable_folder(args.output_dir).resolve()
         write_scenes(root / "scenes")
     flags = ["--recipe", "detection_demo", "--data_path", root / "scenes", "--output_dir", root / "run"]
-    flags += ["--num_iters", args.num_iters, "--warmup_iters", min(50, args.num_iters), "--num_workers", "0"]
+    flags += ["--num_iters", args.num_iters, "--num_workers", "0"]
     if not main_detection.main([str(flag) for flag in flags]):
         return False
     print(f"  baseline     the most frequent boxes of training: AP box {baseline(root / 'scenes'):.2f} %")

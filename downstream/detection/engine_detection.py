@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -26,8 +26,10 @@ from util.run.loop import TrainLoop
 Batch = Sequence[torch.Tensor]  # of `PadAndStack`
 SHOWN_SCORE = 0.5  # least score of a detection in a picture
 PASTED = 16  # masks that are pasted together
+PANEL = 384  # side of an image in a picture, in pixels
 
 Objects = list[tuple[list[float], int, float, np.ndarray | None]]  # (box, label, score, mask bool [H, W]) of an image
+Plate = tuple[float, float, float, float]  # (left, top, right, bottom), in pixels of a panel
 Picture = tuple[np.ndarray, Objects, Objects]  # (image uint8 [H, W, 3], truth, detections)
 
 
@@ -219,21 +221,44 @@ def true_objects(images: CocoImages, index: int) -> Objects:
 
 
 def draw_objects(img: np.ndarray, objects: Objects, names: Sequence[str]) -> np.ndarray:
-    """Draws masks, boxes and names of objects on uint8 [H, W, 3]. Returns a panel of a picture."""
-    colors, canvas = default_colors(len(names)), img.astype(np.float32)
-    for _, label, _, mask in objects:
-        if mask is not None:
-            canvas[mask] = 0.5 * canvas[mask] + 0.5 * colors[label - 1]
-    small = panel(canvas.round().astype(np.uint8))
-    scale = len(small) / max(img.shape[:2])
-    picture = Image.fromarray(small)
+    """Draws outlines of boxes and masks on uint8 [H, W, 3], names and scores beside them. Returns a panel."""
+    scale, colors = PANEL / max(img.shape[:2]), default_colors(len(names))
+    picture = Image.fromarray(panel(img, PANEL))
     draw = ImageDraw.Draw(picture)
-    for box, label, score, _ in objects:
+    for box, label, _, mask in objects:
         color = tuple(colors[label - 1].tolist())
-        draw.rectangle([value * scale for value in box], outline=color)
+        draw.rectangle([value * scale for value in box], outline=color, width=2)
+        if mask is not None:
+            large = Image.fromarray(panel(mask[:, :, None].repeat(3, 2).astype(np.uint8) * 255, PANEL)).convert("L")
+            picture.paste(color, mask=ImageChops.subtract(large, large.filter(ImageFilter.MinFilter(5))))
+    plates: list[Plate] = []
+    for box, label, score, _ in objects:
         text = names[label - 1] if score == 1 else f"{names[label - 1]} {score:.2f}"
-        draw.text((box[0] * scale + 2, box[1] * scale + 1), text, fill=color)
+        plates.append(draw_plate(draw, text, [value * scale for value in box], colors[label - 1].tolist(), plates))
     return np.asarray(picture)
+
+
+def draw_plate(
+    draw: ImageDraw.ImageDraw, text: str, box: Sequence[float], color: Sequence[int], others: Sequence[Plate]
+) -> Plate:
+    """Writes `text` on a plate above a box; below or in it if the picture ends there or one of `others` is there."""
+    font = ImageFont.load_default(size=14)
+    width, height = font.getlength(text) + 6, 18
+    x = max(0.0, min(box[0], PANEL - width))
+    places = [(x, y, x + width, y + height) for y in (box[1] - height, box[3], box[1], box[3] - height)]
+    free = [
+        place for place in places if place[1] >= 0 and place[3] <= PANEL and not any(overlap(place, o) for o in others)
+    ]
+    place = (free or places[2:])[0]
+    draw.rectangle(place, fill=tuple(color))
+    is_light = np.dot(color, (0.299, 0.587, 0.114)) > 140
+    draw.text((x + 3, place[1] + height / 2), text, (0, 0, 0) if is_light else (255, 255, 255), font, anchor="lm")
+    return place
+
+
+def overlap(a: Plate, b: Plate) -> bool:
+    """Whether two rectangles (left, top, right, bottom) have a common area."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def draw_pictures(pictures: Sequence[Picture], names: Sequence[str]) -> np.ndarray:

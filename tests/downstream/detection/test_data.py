@@ -22,8 +22,10 @@ from downstream.detection.data import (
     crop_mask,
 )
 from downstream.detection.engine_detection import (
+    PANEL,
     detect_all,
     detections_in_image,
+    draw_objects,
     pad_with_zeros,
     paste_masks,
     split_targets,
@@ -385,6 +387,20 @@ def test_processes_share_the_images_of_an_evaluation(tmp_path, monkeypatch, worl
             else:
                 with pytest.raises(RuntimeError, match=r"\d images were evaluated instead of 5"):
                     detect_all(Recogniser(), images, normalize, *rest)
+
+
+def test_a_picture_shows_the_objects_and_their_names():
+    """Outlines hide no pixel inside an object, and names stand outside of its box and of each other."""
+    img, mask, scale = np.full((64, 64, 3), 128, np.uint8), np.zeros((64, 64), bool), PANEL // 64
+    mask[20:40, 20:40] = True
+    objects = [([20, 20, 40, 40], 1, 0.75, mask), ([20, 46, 40, 60], 2, 0.5, None), ([0, 0, 10, 10], 2, 1.0, None)]
+    drawn = draw_objects(img, objects, ["cup", "rocket"])
+    assert drawn.shape == (PANEL, PANEL, 3)
+    changed = (drawn != 128).any(axis=2)
+    inside = slice(20 * scale + 4, 40 * scale - 3)
+    assert not changed[inside, inside].any() and not changed[47 * scale : 59 * scale, inside].any()
+    assert not changed[10 * scale + 19 : 20 * scale - 19].any()  # between the name below one box and above the next
+    assert changed[20 * scale - 10, 20 * scale + 2] and changed[46 * scale - 10, 20 * scale + 2]
 
 
 def collect(parts, part, complete):

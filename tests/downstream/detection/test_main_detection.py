@@ -422,10 +422,10 @@ def test_the_demonstration_runs_to_its_end(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5400)
 def test_the_demonstration_beats_its_baseline(tmp_path):
     """Boxes and masks of the detector against the boxes that are the most frequent ones without an image."""
     pytest.importorskip("skimage")
     assert demo.main([str(tmp_path)])
     last, blind = read_json(tmp_path / "run" / RESULTS)["last"], demo.baseline(tmp_path / "scenes")
-    assert 0 < blind < 2 and min(last["val_box_ap"], last["val_mask_ap"]) > 10
+    assert 0 < blind < 2 and min(last["val_box_ap"], last["val_mask_ap"]) > 25
