@@ -286,7 +286,7 @@ def test_several_finetunings_and_the_frozen_encoder(run_study, images, tmp_path,
     (knn,) = (
         row["top1"]
         for row in json.loads((tmp_path / "probe/probe.json").read_text())["results"]
-        if (row["feature"], row["scaling"], row["k"]) == ("mean", "z", 20)
+        if (row["feature"], row["scaling"], row["k"]) == ("mean", "z", 16)  # the whole bank; 20 are asked for
     )
     assert ours["knn"] == knn
 

@@ -324,7 +324,7 @@ def load_strict(
 
 def refuse_non_finite(weights: Mapping[str, torch.Tensor], what: str) -> None:
     """FloatingPointError if a tensor of `weights` has a value that is not finite. what: their name, in the plural."""
-    bad = [name for name, value in weights.items() if not value.isfinite().all()]
+    bad = [name for name, value in weights.items() if not (value.is_meta or value.isfinite().all())]
     if bad:
         raise FloatingPointError(f"{what} are not finite: {shorten(bad, most=6)}")
 
