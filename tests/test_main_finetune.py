@@ -387,7 +387,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
             "--data_path {tmp}/other",
             "the training data has 2 classes, the validation data 2; only one of them has dog, fox",
         ),
-        ("--data_path {tmp}/fewer", "the training data has 2 classes, the validation data 1; only one of them has dog"),
+        ("--data_path {tmp}/fewer", "fewer/val' have the class 'cat', but a classifier needs two or more"),
         ("--data_path {photos}", "has no folder val/"),
         ("--dataset inat18", "does not exist; --data_path must hold iNaturalist's train2018.json"),
         ("--finetune {tmp}/nowhere.pth", "nowhere.pth' does not exist"),

@@ -127,7 +127,8 @@ def test_frozen_evaluation_of_five_bands(bands, encoder, tmp_path):
     ]
     main_probe.main([str(encoder), *flags, "--data_path", str(bands[0]), "--output_dir", str(tmp_path / "probe")])
     rows = json.loads((tmp_path / "probe" / "probe.json").read_text())["results"]
-    offline = {(row.get("scaling"), row["feature"]): row["top1"] for row in rows if row.get("k") == 20}
+    k = min(20, max(row.get("k", 0) for row in rows))  # the bank may be smaller
+    offline = {(row.get("scaling"), row["feature"]): row["top1"] for row in rows if row.get("k") == k}
     pretrain(bands[0], tmp_path / "run", "--in_chans", 5, "--knn_every", 2)
     reports = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     *_, last = (report for report in reports if "rankme" in report)

@@ -171,7 +171,7 @@ def _error_of(argv):
     rank = dist.get_rank()
     distributed.init_process = lambda *_: distributed.Process(torch.device("cpu"), rank, 2, 2)  # of this child
     found = []
-    errors.refuse = lambda parser, error: found.append(str(error)) or sys.exit(2)
+    errors.refuse = lambda parser, error, *_: found.append(str(error)) or sys.exit(2)
     distributed.shut_down = lambda: None
     main_pretrain.train_one_epoch = lambda *_: sys.exit(0)
     with pytest.raises(SystemExit):
