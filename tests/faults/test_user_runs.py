@@ -230,8 +230,8 @@ run_program(main_pretrain.main, "main_pretrain.py")
 def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path, name, code):
     program = tmp_path / "program.py"
     program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=command(photos, tmp_path / "out", *MICRO)))
-    shell = f"{sys.executable} {program} && echo next; echo code $?"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    shell = ["bash", "-c", '"$0" "$1" && echo next; echo code $?', sys.executable, program]
+    done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert f"stopped by {name} after step 3 of 6" in done.stdout, done.stderr
     assert "next" not in done.stdout and f"code {code}" in done.stdout and "Traceback" not in done.stderr
     assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
