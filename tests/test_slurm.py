@@ -95,8 +95,8 @@ class Run:
 
     def resumed(self, what, before, begin):
         """Waits for the next start's first step; -> the step where it resumed."""
-        wait_for(lambda: len(re.findall(r"resuming \S+ at step", self.text())) == self.starts, self.why)
-        at = int(re.findall(r"resuming \S+ at step (\d+)", self.text())[-1])
+        wait_for(lambda: len(re.findall(r"resuming .+ at step", self.text())) == self.starts, self.why)
+        at = int(re.findall(r"resuming .+ at step (\d+)", self.text())[-1])
         wait_for(lambda: self.step() > at, self.why)
         self.told.append(f"{what}: {max(0, before - at)} steps lost, {time.monotonic() - begin:.0f} s to the next step")
         return at
@@ -307,6 +307,6 @@ def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path, record_property
     wait_for(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why, seconds=800)
     losses, stops = run.wait_for_the_end(), run.stopped()
     assert len(losses) == 1200 and len(stops) >= 2 and {name for name, _ in stops} == {"SIGUSR2"}
-    resumed = [int(step) for step in re.findall(r"resuming \S+ at step (\d+)", run.text())]
+    resumed = [int(step) for step in re.findall(r"resuming .+ at step (\d+)", run.text())]
     assert resumed == [step for _, step in stops]
     record_property("measured", f"1200 steps over {len(stops) + 1} jobs, 0 lost")

@@ -1,5 +1,6 @@
 """When a run saves, what it keeps, and how it survives a full disk and values that are not finite."""
 
+import shlex
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class CheckpointSaver:
             return ". No checkpoint of this run has a finite loss: start again in another --output_dir"
         return (
             f". The last checkpoint with a finite loss is {str(good[-1])!r}. To go on from it with other settings, "
-            f"give another --output_dir, --resume {good[-1]} and --allow_changes"
+            f"give another --output_dir, --resume {shlex.quote(str(good[-1]))} and --allow_changes"
         )
 
     def is_kept(self, step: int) -> bool:

@@ -1,6 +1,7 @@
 """When a run saves."""
 
 import re
+import shlex
 import time
 from argparse import Namespace
 
@@ -72,7 +73,8 @@ def test_no_save_among_lost_steps_costs_the_last_good_checkpoint(tmp_path, saves
         saver.save(required=False)
     assert [checkpoint.step_of(path) for path in checkpoint.list_finished(tmp_path)] == kept
     advice = saver.advice(FloatingPointError())
-    assert (f"--resume {tmp_path / f'checkpoint-{good}.pth'}" if good else "No checkpoint of this run") in advice
+    resume = f"--resume {shlex.quote(str(tmp_path / f'checkpoint-{good}.pth'))}"
+    assert (resume if good else "No checkpoint of this run") in advice
     assert "goes on from the newest checkpoint" in saver.advice(OSError()) and saver.advice(ValueError()) == ""
 
 
