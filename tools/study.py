@@ -97,10 +97,14 @@ def plan(
                 own = {name: value for name, value in method.items() if name not in ("reading", "pretrain_per_class")}
                 reading, pretrain = method.get("reading"), to_argv(preset.pretrain | own | dict(seed=seed))
                 finetune = preset.finetune
+            if preset.finetuned_seeds is None or seed in preset.finetuned_seeds:
+                finetune = to_argv(finetune | dict(seed=seed, eval_every=10**6))  # evaluate after the last epoch
+            else:
+                finetune = None
             job = dict(
                 reading=reading,
                 pretrain=pretrain,
-                finetune=to_argv(finetune | dict(seed=seed, eval_every=10**6)),  # evaluate after the last epoch
+                finetune=finetune,
                 labels_per_class=preset.labels_per_class,
                 measured_images=preset.measured_images,
                 data=data,
@@ -274,7 +278,8 @@ def describe_end(run: Run, exit_code: int) -> str:
     if result is None:
         tail = "\n    ".join(log.read_text().splitlines()[-3:])
         return f"{run.name} FAILED (exit code {exit_code}; {log}):\n    {tail}\n"
-    return f"{run.name}: " + (result["status"] if result["top1"] is None else f"top-1 {result['top1']:.2f} %")
+    measured = [f"{name} {result[name]:.2f} %" for name in ("top1", "knn", "ridge") if result.get(name) is not None]
+    return f"{run.name}: " + (", ".join(measured) or result["status"])
 
 
 def finished_results(preset: Preset, output_dir: Path, data: Mapping[str, Any], csv: Path) -> list[dict[str, Any]]:

@@ -159,13 +159,17 @@ def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
     """Do the job and write result.json. Returns False, and writes nothing, if a signal stops it."""
     result = dict.fromkeys(("top1", "loss", "mse_masked", "mse_retained", "mse_thrown", "gmac"))
     result |= {"status": "finished", "device": machine["device"], "torch": torch.__version__}
-    result |= {"threads": torch.get_num_threads(), "images": machine["images"], "code": study_version()}
+    with open(folder / "starts", "a") as starts:
+        starts.write(".")
+    result |= {"starts": (folder / "starts").stat().st_size, "threads": torch.get_num_threads()}
+    result |= {"images": machine["images"], "code": study_version()}
     try:
         if job["pretrain"]:
             result |= pretrain(job, machine, folder / "pretrain")
             if job.get("frozen"):
                 result |= measure_frozen(machine, folder / "pretrain")
-        result |= finetune(job, machine, folder, folder / "pretrain" if job["pretrain"] else None)
+        if job["finetune"]:
+            result |= finetune(job, machine, folder, folder / "pretrain" if job["pretrain"] else None)
     except Stopped:
         return False
     except SystemExit as stop:

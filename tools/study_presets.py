@@ -71,7 +71,18 @@ GRID14: dict[str, Flags | None] = {
     "mae_short": paper_arm("mae") | dict(pretrain_per_class=1430),  # the multiply-adds of prmim50
     "scratch": None,
 }
-# Its learning rate, for MAE alone.
+# The third study: throwing, recovery, level and furthest sampling, by the frozen encoder.
+FROZEN14: dict[str, Flags | None] = {
+    name: ARMS[name]
+    for name in ("mae", *(f"{name}{ratio}" for ratio in (50, 65) for name in ("plain", "progressive", "prmim")))
+}
+# Its pilot, for MAE alone: learning rate, twice the length, and an encoder that is hardly trained.
+PILOT14: dict[str, Flags | None] = {
+    **{f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (1e-2, 2e-2, 4e-2)},
+    **{f"mae_long_blr{blr:g}": paper_arm("mae") | dict(blr=blr, epochs=2, warmup_epochs=0.2) for blr in (1e-2, 2e-2)},
+    "mae_untrained": paper_arm("mae") | dict(pretrain_per_class=4),  # one step
+}
+# The learning rate of the second study, for MAE alone.
 TUNING14: dict[str, Flags | None] = {f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (1e-2, 2e-2, 4e-2)}
 
 
@@ -85,6 +96,7 @@ class Preset:
     arms: Mapping[str, Flags | None] = field(default_factory=lambda: ARMS)
     pretrain_per_class: int | None = None  # pre-train on the first images of each class; None: on all
     finetunes: int = 1  # fine-tunings of each encoder, with seeds of their own
+    finetuned_seeds: tuple[int, ...] | None = None  # only the encoders of these seeds are fine-tuned; None: all
     frozen: bool = False  # also measure the frozen encoder, by kNN and ridge regression
     seeds: tuple[int, ...] = (0, 1)
     measured_images: int = 1000  # of val/, for the errors of reconstruction
@@ -108,6 +120,10 @@ _GRID14 = Preset(
     frozen=True,
     seeds=SEEDS,
 )  # fmt: skip
+# 1,562 steps: one pass over all 50,000 images, of which 5,000 are labelled for kNN, ridge regression and fine-tuning.
+_FROZEN14 = replace(
+    _GRID14, arms=FROZEN14, pretrain_per_class=None, finetunes=1, finetuned_seeds=(), seeds=tuple(range(400, 420))
+)
 PRESETS = {
     # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.
     "cpu": Preset(
@@ -155,4 +171,6 @@ PRESETS = {
     # 14 x 14 tokens on two cores: 781 steps of pre-training, twice 624 of fine-tuning.
     "grid14": _GRID14,
     "tuning14": replace(_GRID14, arms=TUNING14, seeds=(100, 101)),
+    "frozen14": _FROZEN14,
+    "pilot14": replace(_FROZEN14, arms=PILOT14, seeds=(200, 201, 202), finetuned_seeds=()),
 }  # fmt: skip

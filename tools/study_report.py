@@ -65,6 +65,7 @@ VARIANTS = {  # {title: {arm: its name}}; compared with DEFAULT
     },
 }
 
+ARMS_ALONE = ("tuning14", "pilot14", "frozen14")  # presets whose section is the table of arms
 PEERS = {  # {arm: its name} of the preset `peers`
     "mae": "MAE",
     "plain50": "plain, random sampling",
@@ -240,7 +241,7 @@ def section(results: Results, preset: str) -> str:
     """The Markdown between the preset's two markers."""
     if preset == "grid14":
         return study_comparisons.section(results)
-    if preset == "tuning14":
+    if preset in ARMS_ALONE:
         return study_comparisons.arms_table(results, {arm: f"`{arm}`" for arm in sorted(results.arms)})
     if preset == "peers":
         return f"{peers_table(results)}\n\n![accuracy against cost](figures/study_peers.svg)"
@@ -281,7 +282,7 @@ def render(path: str | Path, report: str | Path) -> str:
     elif preset == "grid14":
         study_comparisons.plot_comparisons(results, figures / "study_grid14_comparisons.svg")
         study_comparisons.plot_arms(results, figures / "study_grid14_arms.svg")
-    elif preset != "tuning14":
+    elif preset not in ARMS_ALONE:
         plot_ratios(results, figures / f"study_{preset}_ratios.svg")
         plot_variants(results, figures / f"study_{preset}_variants.svg")
     report.write_text(text, encoding="utf-8")

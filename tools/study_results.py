@@ -28,6 +28,7 @@ ADDED = [
     "ridge",
     "val_loss",  # mean over the fine-tunings
     "cpu_seconds",  # of the process, without those of earlier processes if the run was resumed
+    "starts",  # 1: the run was never interrupted, so its CPU seconds are complete
     "threads",
     "finished",  # UTC
     "code",
