@@ -168,7 +168,7 @@ def work(job: dict[str, Any], machine: dict[str, Any], folder: Path) -> bool:
             result |= pretrain(job, machine, folder / "pretrain")
             if job.get("frozen"):
                 result |= measure_frozen(machine, folder / "pretrain")
-        if job["finetune"]:
+        if job["finetune"] is not None:
             result |= finetune(job, machine, folder, folder / "pretrain" if job["pretrain"] else None)
     except Stopped:
         return False

@@ -122,7 +122,12 @@ _GRID14 = Preset(
 )  # fmt: skip
 # 1,562 steps: one pass over all 50,000 images, of which 5,000 are labelled for kNN, ridge regression and fine-tuning.
 _FROZEN14 = replace(
-    _GRID14, arms=FROZEN14, pretrain_per_class=None, finetunes=1, finetuned_seeds=(), seeds=tuple(range(400, 420))
+    _GRID14,
+    arms=FROZEN14,
+    pretrain_per_class=None,
+    finetunes=1,
+    finetuned_seeds=tuple(range(400, 404)),
+    seeds=tuple(range(400, 418)),
 )
 PRESETS = {
     # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.

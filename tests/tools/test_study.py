@@ -23,7 +23,7 @@ TINY = study.Preset(
     measured_images=4,
 )
 
-TIMES = {"finished": "", "cpu_seconds": None}
+TIMES = {"finished": "", "cpu_seconds": None, "starts": None}
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_arms_differ_in_the_method_alone():
 @pytest.mark.parametrize("name", study.PRESETS)
 def test_presets_are_what_the_mains_take(name):
     preset = study.PRESETS[name]
-    for run in study.plan(preset, preset.arms, (0,), Path("x"), {}):
+    for run in study.plan(replace(preset, finetuned_seeds=None), preset.arms, (0,), Path("x"), {}):
         _, finetune = parse_finetune_args(run.job["finetune"])
         assert finetune.layer_decay == (1.0 if run.arm == "scratch" else 0.75)
         if run.job["pretrain"]:
@@ -123,6 +123,25 @@ def test_the_learning_rate_is_tuned_for_mae_on_other_seeds():
         assert run.job | {"pretrain": None} == mae.job | {"pretrain": None}
         rates.add(ours["blr"])
     assert len(rates) == len(tuning.arms) == 3
+
+
+def test_arms_and_seeds_of_the_third_study():
+    """Arms differ in the method alone. No seed was used before, neither in another preset nor in a CSV."""
+    preset, parser = study.PRESETS["frozen14"], get_args_parser()
+    steps = [f"{step}{ratio}" for ratio in (50, 65) for step in ("plain", "progressive", "prmim")]
+    assert list(preset.arms) == ["mae", *steps]
+    jobs = {run.arm: run.job for run in study.plan(preset, preset.arms, preset.seeds[:1], Path("x"), {})}
+    settings = {arm: vars(parser.parse_args(job["pretrain"])) for arm, job in jobs.items()}
+    for ours in settings.values():
+        assert {name for name in ours if ours[name] != settings["mae"][name]} <= {*study_presets.METHOD}
+    sampling = {arm: ours["sampling"] for arm, ours in settings.items() if arm != "mae"}
+    assert sampling == {arm: "furthest" if arm.startswith("prmim") else "random" for arm in steps}
+    earlier = {*(study.ROOT / "docs").glob("study_*.csv")} - {study.ROOT / "docs/study_frozen14.csv"}
+    used = {row["seed"] for path in earlier for row in read_rows(path)}
+    for other in study.PRESETS.values():
+        if other is not preset:
+            used |= {n * seed + i for seed in other.seeds for n in (1, other.finetunes) for i in range(n)}
+    assert not used & set(preset.seeds) and set(preset.finetuned_seeds) < set(preset.seeds)
 
 
 def test_the_report_speaks_of_every_arm_but_none_that_is_not_there():
@@ -263,10 +282,13 @@ def test_an_arm_with_fewer_images(run_study, tmp_path, monkeypatch):
 
 
 def test_several_finetunings_and_the_frozen_encoder(run_study, images, tmp_path, monkeypatch):
-    preset = replace(TINY, finetunes=2, frozen=True, pretrain_per_class=10)
+    preset = replace(TINY, finetunes=2, finetuned_seeds=(3,), frozen=True, pretrain_per_class=10)
     monkeypatch.setitem(study.PRESETS, "cpu", preset)
     runs = run_study("--arms", "prmim50", "scratch", "--seeds", "3")
     ours, scratch = read_rows(tmp_path / "docs/study_cpu.csv")
+    run_study("--arms", "prmim50", "--seeds", "4")
+    *_, other = read_rows(tmp_path / "docs/study_cpu.csv")
+    assert (other["seed"], other["top1"], other["starts"]) == (4, None, 1) and other["knn"] and other["ridge"]
     folder = runs / "prmim50-seed3"
     accuracies = [json.loads((folder / f"finetune-{seed}/results.json").read_text()) for seed in (6, 7)]
     accuracies = [content["last"]["val_top1"] for content in accuracies]
