@@ -78,7 +78,7 @@ FROZEN14: dict[str, Flags | None] = {
 }
 # Its pilot, for MAE alone: learning rate, twice the length, and an encoder that is hardly trained.
 PILOT14: dict[str, Flags | None] = {
-    **{f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (1e-2, 2e-2, 4e-2)},
+    **{f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (5e-3, 1e-2, 2e-2, 4e-2)},
     **{f"mae_long_blr{blr:g}": paper_arm("mae") | dict(blr=blr, epochs=2, warmup_epochs=0.2) for blr in (1e-2, 2e-2)},
     "mae_untrained": paper_arm("mae") | dict(pretrain_per_class=4),  # one step
 }
