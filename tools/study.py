@@ -97,14 +97,12 @@ def plan(
                 own = {name: value for name, value in method.items() if name not in ("reading", "pretrain_per_class")}
                 reading, pretrain = method.get("reading"), to_argv(preset.pretrain | own | dict(seed=seed))
                 finetune = preset.finetune
-            if preset.finetuned_seeds is None or seed in preset.finetuned_seeds:
-                finetune = to_argv(finetune | dict(seed=seed, eval_every=10**6))  # evaluate after the last epoch
-            else:
-                finetune = None
+            is_finetuned = preset.finetuned_seeds is None or seed in preset.finetuned_seeds
+            flags = to_argv(finetune | dict(seed=seed, eval_every=10**6))  # evaluate after the last epoch
             job = dict(
                 reading=reading,
                 pretrain=pretrain,
-                finetune=finetune,
+                finetune=flags if is_finetuned else None,
                 labels_per_class=preset.labels_per_class,
                 measured_images=preset.measured_images,
                 data=data,
