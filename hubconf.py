@@ -15,13 +15,13 @@ from typing import Any as _Any
 
 from torch import nn as _nn
 
-import models_absolute_vit as _models_absolute_vit
-import models_relative_vit as _models_relative_vit
-import models_swin as _models_swin
 import models_vit as _models_vit
-from encoders import load_model as _load_model
-from timm_models import is_classifier as _is_classifier
-from util.encoder_weights import load_encoder as _load_encoder
+from encoders import models_absolute_vit as _models_absolute_vit
+from encoders import models_relative_vit as _models_relative_vit
+from encoders import models_swin as _models_swin
+from encoders.kinds import load_model as _load_model
+from encoders.names import load_encoder as _load_encoder
+from encoders.timm_models import is_classifier as _is_classifier
 
 dependencies = ["torch", "timm", "numpy", "safetensors"]
 

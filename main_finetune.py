@@ -20,12 +20,11 @@ from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-import encoders
-import models_absolute_vit
-import models_relative_vit
-import models_swin
 import models_vit
-from encoders import head_of
+from encoders import kinds as encoders
+from encoders import models_absolute_vit, models_relative_vit, models_swin
+from encoders.kinds import head_of
+from encoders.names import encoder_weights_of, load_encoder
 from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack, steps_per_epoch
@@ -34,7 +33,6 @@ from util.data.open import data_settings, open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, normalizer
 from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
-from util.encoder_weights import encoder_weights_of, load_encoder
 from util.lars import LARS
 from util.pos_embed import height_and_width
 from util.run import checkpoint, distributed

@@ -18,27 +18,29 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
-import attention_phases
-import models_amt_pr
-import models_crossmae_pr
-import models_greenmim_pr
-import models_localmim_pr
 import models_mae_pr
-import models_mff_pr
-import models_simmim_pr
-import models_tec_pr
 import monitor
+from encoders.names import load_pretrained
 from engine_pretrain import compile_shapes, train_one_epoch
 from framework import Framework
+from frameworks import (
+    attention_phases,
+    models_amt_pr,
+    models_crossmae_pr,
+    models_greenmim_pr,
+    models_localmim_pr,
+    models_mff_pr,
+    models_simmim_pr,
+    models_tec_pr,
+)
+from frameworks.reconstruction import crops, reconstruction_picture
 from prmim import SAMPLING, SpatialAggregation
 from recipes import RECIPES
-from reconstruction import crops, reconstruction_picture
 from util.data.datasets import steps_per_epoch
 from util.data.images import evenly_spaced
 from util.data.open import data_settings, open_everywhere
 from util.data.statistics import choose_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
-from util.encoder_weights import load_pretrained
 from util.run import distributed, shard
 from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, pixel_settings, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from encoders.names import rename_prefixes
 from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
-from util.encoder_weights import rename_prefixes
 from util.run.checkpoint import load_strict
 
 __all__ = [

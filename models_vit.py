@@ -4,7 +4,7 @@
 fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTransformer`. To compute features:
 
     from models_vit import vit_base_patch16
-    from util.encoder_weights import load_encoder
+    from encoders.names import load_encoder
 
     model = vit_base_patch16(global_pool="token")
     print(load_encoder(model, "checkpoint.pth"))

@@ -36,7 +36,9 @@ from util.run.run_folder import PROGRESS
 from util.run.watchdog import TEMPORARY
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
-MAINS = {name: name for name in ("main_pretrain", "main_finetune", "main_robustness", "main_probe")}
+MAINS = {"main_pretrain": "main_pretrain", "main_finetune": "main_finetune"}
+MAINS["main_probe"] = "downstream.probe.main_probe"
+MAINS["main_robustness"] = "downstream.robustness.main_robustness"
 MAINS["main_segmentation"] = "downstream.segmentation.main_segmentation"
 MAINS["main_detection"] = "downstream.detection.main_detection"
 ROOT = Path(__file__).resolve().parent

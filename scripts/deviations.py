@@ -12,7 +12,7 @@ import main_pretrain
 import submitit_launch
 from downstream.recipes import DOWNSTREAM_RECIPES
 from recipes import FINETUNE_RECIPES, RECIPES
-from table_runs import Run
+from scripts.table_runs import Run
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
 from util.run.encoder_origin import warn_if_unfinished

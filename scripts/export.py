@@ -44,11 +44,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_mae_pr
 import models_vit
-from encoders import PLAIN, build_model, find_kind, head_of
-from main_pretrain import load_run, own_flags
-from models_swin import SwinEncoder
-from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
-from timm_models import (
+from encoders.kinds import PLAIN, build_model, find_kind, head_of
+from encoders.models_swin import SwinEncoder
+from encoders.names import encoder_weights_of, rename_prefixes
+from encoders.timm_models import (
     channels_of,
     data_config,
     is_classifier,
@@ -58,10 +57,11 @@ from timm_models import (
     timm_arguments,
     timm_weights,
 )
+from main_pretrain import load_run, own_flags
+from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
 from util.atomic import filled_folder, replaced_file
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
-from util.encoder_weights import encoder_weights_of, rename_prefixes
 from util.run import checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.code_version import code_version

@@ -19,7 +19,7 @@ conv ms         forward and backward of the spatial aggregation alone, eager, wi
 roofline        ideal time of an eager step as a share of its measured time. Ideal: matrix products run at the rate of
                 a large one, everything else at the rate of a large copy. Both rates are measured
 MFU             train GFLOP per second, relative to the measured rate of a large matrix product
-x reference     speed relative to MAE's step as the reference computes it (models_reference_mae.py), with --against
+x reference     speed relative to MAE's step as the reference computes it (tools/reference_mae.py), with --against
 
 A step is a training step of main_pretrain.py: bytes to floats, forward, backward, gradient norm, AdamW, running sums
 for the log. Its batch stays on the device, so data loading is not measured. Ratios are relative to the recipe of the
@@ -40,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
 from main_pretrain import build_model, get_args_parser
-from models_reference_mae import SIZES, ReferenceMAE
 from prmim import SpatialAggregation
 from recipes import RECIPES
+from tools.reference_mae import SIZES, ReferenceMAE
 from util import costs
 from util.attention import KERNELS, prefer
 from util.data.datasets import open_images

@@ -39,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_pretrain
 import submitit_launch
-from main_robustness import BENCHMARKS
-from paper_tables import TABLES, Row, Table
+from downstream.robustness.main_robustness import BENCHMARKS
 from prmim import SpatialAggregation
 from recipes import RECIPES
 from scripts.deviations import RECIPES_OF, find_deviations, settings_of
-from table_runs import (
+from scripts.paper_tables import TABLES, Row, Table
+from scripts.table_runs import (
     DOWNSTREAM,
     Run,
     describe_state,

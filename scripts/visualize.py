@@ -24,9 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from framework import PixelFramework
+from frameworks.reconstruction import crops, measure, reconstruction_picture
 from main_pretrain import load_run
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
-from reconstruction import crops, measure, reconstruction_picture
 from util import pictures
 from util.data.datasets import open_images
 from util.data.folders import refuse_inside_data

@@ -8,9 +8,9 @@ import torch
 
 import main_pretrain
 from framework import token_counts
-from models_crossmae_pr import CrossMaskedAutoencoderViT
+from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
+from frameworks.models_mff_pr import MFFMaskedAutoencoderViT
 from models_mae_pr import MaskedAutoencoderViT
-from models_mff_pr import MFFMaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from tests.slow_mae import slow_loss
 from tests.test_main_pretrain import assert_same_state, fails, run

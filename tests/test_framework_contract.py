@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 import main_pretrain
+from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
+from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
+from encoders.models_swin import SwinEncoder, SwinTransformer
+from encoders.names import encoder_names, load_encoder
 from framework import PixelFramework
-from models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
-from models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
-from models_swin import SwinEncoder, SwinTransformer
 from models_vit import VisionTransformer, ViTEncoder
 from prmim import TokenOrder
 from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize
-from util.encoder_weights import encoder_names, load_encoder
 from util.pictures import as_rgb
 from util.recompute import recompute_blocks
 from util.run.checkpoint import save_checkpoint

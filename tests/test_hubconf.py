@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-import models_greenmim_pr
 import models_mae_pr
-import models_simmim_pr
-import models_swin
 import models_vit
+from encoders import models_swin
+from encoders.names import load_encoder
+from frameworks import models_greenmim_pr, models_simmim_pr
 from tests.scripts.programs import ROOT, run_file
-from util.encoder_weights import load_encoder
 from util.run.checkpoint import save_checkpoint
 
 PROGRAM = """

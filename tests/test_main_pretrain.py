@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.datasets import CIFAR10
 
 import main_pretrain
-import models_greenmim_pr
+from encoders.models_swin import GroupPlanner
 from framework import Framework
-from models_swin import GroupPlanner
+from frameworks import models_greenmim_pr
 from scripts import pack_dataset
 from tests.warm import Python, run_by_torchrun, torchrun
 from util.data import images

@@ -10,8 +10,8 @@ from timm.models import adapt_input_conv
 
 import main_finetune
 import main_pretrain
-import main_probe
-import models_probe
+from downstream.probe import main_probe
+from downstream.probe import models as models_probe
 from scripts import visualize
 from scripts.export import export
 from tests.conftest import write_photo

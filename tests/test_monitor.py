@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_pretrain
 import monitor
-from engine_probe import Features, extract_features, knn_accuracy, moments_of_all
 from tests.conftest import write_photo
 from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
 from tests.two_processes import run_in_two_processes
@@ -22,6 +21,7 @@ from tests.warm import run_by_torchrun
 from util.costs import count_gmac, forward_gmac
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
+from util.features import Features, extract_features, knn_accuracy, moments_of_all
 from util.run.checkpoint import newest_checkpoint
 
 KNN = ("--knn_every", 1)

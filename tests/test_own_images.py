@@ -16,7 +16,7 @@ SMALL = {  # what is appended to the commands; later flags win
     "scripts/sample_photos.py": "--num_train 3 --num_val 2",
     "main_pretrain.py": f"--knn_every 1 {SHORT}",
     "scripts/visualize.py": "--rows 2",
-    "main_probe.py": CPU,
+    "downstream/probe/main_probe.py": CPU,
     "main_finetune.py": SHORT,
     "scripts/export.py": "",
 }

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import main_finetune
-from attention_phases import refresh_epochs
 from framework import PixelFramework
+from frameworks.attention_phases import refresh_epochs
 from main_pretrain import build_model, get_args_parser, note_on_micro_batch
 from prmim import TokenOrder
 from recipes import FINETUNE_RECIPES, RECIPES

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import models_greenmim_pr
-import models_swin
+from encoders import models_swin
+from frameworks import models_greenmim_pr
 from tests.reads import reads
 from tests.test_engine_pretrain import a_loop
 from tests.test_framework_contract import a_batch, build, frameworks, gradients, total

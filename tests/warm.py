@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def server():
     """Returns the multiprocessing context whose processes are forks of the server."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["main_robustness", "torch.distributed.run"])  # the main imports the other mains
+    context.set_forkserver_preload(
+        ["downstream.robustness.main_robustness", "torch.distributed.run"]
+    )  # the main imports the other mains
     return context
 
 

@@ -20,9 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import models_greenmim_pr
-from models_greenmim_pr import GreenMIMSwin
-from models_swin import GroupPlanner, WindowGroups, cut_windows, join_windows, unit_coords
+from encoders.models_swin import GroupPlanner, WindowGroups, cut_windows, join_windows, unit_coords
+from frameworks import models_greenmim_pr
+from frameworks.models_greenmim_pr import GreenMIMSwin
 from util.costs import device_name, saved_bytes, time_in_turn
 from util.run.cli import Parser, run_program, user_errors
 from util.tables import markdown_table

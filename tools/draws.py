@@ -13,7 +13,7 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath
 
-from models_swin import GroupPlanner, SwinEncoder
+from encoders.models_swin import GroupPlanner, SwinEncoder
 from util.addressed import AUGMENT
 from util.data import transforms
 

@@ -39,12 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_finetune
 import main_pretrain
-import models_amt_pr
-import models_greenmim_pr
 import models_mae_pr
-import models_tec_pr
-from models_greenmim_pr import GreenMIMSwin
-from models_swin import SwinEncoder
+from encoders.models_swin import SwinEncoder
+from frameworks import models_amt_pr, models_greenmim_pr, models_tec_pr
+from frameworks.models_greenmim_pr import GreenMIMSwin
 from recipes import FINETUNE_RECIPES, RECIPES
 from tools.draws import ENOUGH, Draws
 from util.data.datasets import DOWNLOADED, INATURALIST, available_cores

@@ -25,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_finetune
 import main_pretrain
-from engine_probe import Features, extract_features, knn_accuracy
+from downstream.probe.models import open_encoder
 from framework import Framework
-from models_probe import open_encoder
-from reconstruction import measure
+from frameworks.reconstruction import measure
 from tools.readings import READINGS
 from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset, open_images
 from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
+from util.features import Features, extract_features, knn_accuracy
 from util.knn import Moments
 from util.run.cli import Parser, run_program, user_errors
 from util.run.code_version import code_version, files_hash

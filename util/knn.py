@@ -1,7 +1,7 @@
 """Weighted k-nearest-neighbour classification of frozen features, and the effective rank of features (RankMe).
 
 The protocol is that of DINO (Caron et al., ICCV 2021): cosine similarity, votes exp(similarity / 0.07). The functions
-are pure. `engine_probe` applies them to features that are spread over processes.
+are pure. `util.features` applies them to features that are spread over processes.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,8 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
+from encoders.names import LoadReport, encoder_weights_of, fit_encoder, refuse_foreign
 from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
-from util.encoder_weights import LoadReport, encoder_weights_of, fit_encoder, refuse_foreign
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
 from util.run.checkpoint import CheckpointError, find_checkpoint_file, read_checkpoint
 
@@ -211,7 +211,7 @@ class SimpleFeaturePyramid(nn.Module):
 
 
 def load_backbone(backbone: ViTDet, path: str | Path) -> LoadReport:
-    """Loads a pre-trained plain ViT, as `util.encoder_weights.load_encoder` does. Returns what was done with the keys.
+    """Loads a pre-trained plain ViT, as `encoders.names.load_encoder` does. Returns what was done with the keys.
 
     path: a checkpoint of this project, a release or a file of timm. Raises CheckpointError, a ValueError, if the file
     holds another encoder.

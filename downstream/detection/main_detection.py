@@ -42,9 +42,9 @@ from downstream.detection.masks import coco_masks
 from downstream.detection.models import SIZES, Detector, build_detector
 from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
+from encoders.names import weights_of
 from util.data.datasets import steps_per_epoch
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.encoder_weights import weights_of
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.encoder_origin import choose_encoder

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from encoders.names import Weights
 from models_vit import find_factory
-from util.encoder_weights import Weights
 from util.run.checkpoint import CheckpointError
 
 # Names that a pickle of arrays needs. Nothing else is loaded, so reading a file runs no code of it.

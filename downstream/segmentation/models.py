@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.vit_backbone import SIZES, DenseViT, dense_names, pyramid_blocks
-from util.encoder_weights import Weights
+from encoders.names import Weights
 
 HEADS = ("upernet", "linear")
 POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from downstream.segmentation.models import Segmenter, build_segmenter, is_mmsegmentation, mmsegmentation_names
+from encoders.names import weights_of
 from models_vit import find_factory
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.encoder_weights import weights_of
 from util.run import checkpoint
 
 ADE20K_CLASSES = 150

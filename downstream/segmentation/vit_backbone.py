@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models_relative_vit import RelativeBlock
+from encoders.models_relative_vit import RelativeBlock
+from encoders.names import LoadReport, Weights, encoder_weights_of, fit_encoder, refuse_foreign
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
-from util.encoder_weights import LoadReport, Weights, encoder_weights_of, fit_encoder, refuse_foreign
 from util.pos_embed import sincos_pos_embed
 from util.run.checkpoint import find_checkpoint_file, read_checkpoint
 
@@ -82,7 +82,7 @@ def pyramid_blocks(depth: int) -> tuple[int, int, int, int]:
 
 
 def load_backbone(backbone: DenseViT, path: str | Path) -> LoadReport:
-    """Loads a pre-trained encoder, as `util.encoder_weights.load_encoder` does. Returns what was done with the keys.
+    """Loads a pre-trained encoder, as `encoders.names.load_encoder` does. Returns what was done with the keys.
 
     path: a checkpoint of this project, a release or a file of timm, with a plain ViT or SimMIM's. Tables are resized. A
     patch embedding of RGB images is converted to another number of channels as timm does. SimMIM has relative positions

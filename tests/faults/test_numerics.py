@@ -8,7 +8,7 @@ import torch
 
 import main_finetune
 import main_pretrain
-import main_probe
+from downstream.probe import main_probe
 from scripts import export, visualize
 from tests.test_main_finetune import command as finetune_command
 from tests.test_main_finetune import labelled  # noqa: F401

@@ -16,10 +16,10 @@ from PIL import Image
 import main_finetune
 import main_pretrain
 import models_mae_pr
-from models_reference_mae import ReferenceMAE
 from scripts import visualize
 from tests.conftest import write_photo
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
+from tools.reference_mae import ReferenceMAE
 from util import pictures
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 

@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import main_robustness  # noqa: F401  (imports all libraries before the forks)
 import submitit_launch  # noqa: F401
+from downstream.robustness import main_robustness  # noqa: F401  (imports all libraries before the forks)
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("downstream/*/demo.py")]

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import main_pretrain
 import models_mae_pr
+from encoders.names import load_encoder
 from models_vit import VisionTransformer, ViTEncoder, vit_mini_patch4
 from scripts import export
-from util.encoder_weights import load_encoder
 from util.run.checkpoint import save_checkpoint
 
 SMALL_DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)

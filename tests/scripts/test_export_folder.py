@@ -15,24 +15,18 @@ from timm.layers import resize_rel_pos_bias_table
 from torch.nn import functional as F
 
 import main_finetune
-import models_absolute_vit
-import models_amt_pr
-import models_crossmae_pr
-import models_greenmim_pr
 import models_mae_pr
-import models_relative_vit
-import models_simmim_pr
-import models_swin
 import models_vit
-import timm_models
-from encoders import load_model
-from models_probe import open_encoder
+from downstream.probe.models import open_encoder
+from encoders import models_absolute_vit, models_relative_vit, models_swin, timm_models
+from encoders.kinds import load_model
+from encoders.names import load_encoder
+from frameworks import models_amt_pr, models_crossmae_pr, models_greenmim_pr, models_simmim_pr
 from scripts import export
 from tests.patches import StandIn
 from tests.scripts.test_export import CLOSE, refused, run
 from tests.scripts.test_export import shake as shake_parts
 from util import atomic
-from util.encoder_weights import load_encoder
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
 

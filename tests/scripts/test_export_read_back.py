@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import main_finetune
+from encoders.names import load_encoder
 from tests.scripts.test_export import run
 from tests.scripts.test_export_folder import VIT, check_read_back, features_by_finetuning, finetuned, pretrained
-from util.encoder_weights import load_encoder
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])

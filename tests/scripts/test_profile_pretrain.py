@@ -14,10 +14,10 @@ from torch import nn
 import main_pretrain
 from framework import Framework
 from models_mae_pr import MaskedAutoencoderViT
-from models_reference_mae import ReferenceMAE
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
 from tests.patches import StandIn
+from tools.reference_mae import ReferenceMAE
 from util import costs
 from util.costs import Traffic, forward_gmac, saved_bytes
 from util.plots import pyplot

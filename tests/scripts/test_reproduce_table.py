@@ -14,8 +14,8 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import submitit_launch
-from paper_tables import TABLES, Row, Table
 from scripts import reproduce_table
+from scripts.paper_tables import TABLES, Row, Table
 from scripts.profile_pretrain import COLUMNS
 from util.tables import write_csv
 

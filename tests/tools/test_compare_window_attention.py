@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from models_greenmim_pr import GreenMIMSwin
+from frameworks.models_greenmim_pr import GreenMIMSwin
 from tools import compare_window_attention
 from tools.compare_window_attention import Ways
 
@@ -10,7 +10,8 @@ SIZES = dict(img_size=64, embed_dim=16, depths=(2, 2, 2), num_heads=(2, 2, 4), w
 
 def test_the_ways_agree_and_are_measured(capsys, monkeypatch):
     monkeypatch.setattr(
-        "models_greenmim_pr.greenmim_swin_base_patch4_window7", lambda: GreenMIMSwin(**SIZES, decoder_num_heads=2)
+        "frameworks.models_greenmim_pr.greenmim_swin_base_patch4_window7",
+        lambda: GreenMIMSwin(**SIZES, decoder_num_heads=2),
     )
     compare_window_attention.main(["--batch_size", "2", "--rounds", "1", "--device", "cpu"])
     out = capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import main_probe
+from downstream.probe import main_probe
 from main_finetune import parse_args as parse_finetune_args
 from main_pretrain import get_args_parser
 from tests.conftest import write_photo

@@ -7,8 +7,8 @@ import torch
 
 import main_finetune
 import main_pretrain
-from engine_probe import Features
 from tools import study_job
+from util.features import Features
 
 JOB = {"pretrain": ["--model", "mae_vit_micro_patch4"], "finetune": [], "reading": None, "measured_images": 4}
 MACHINE = {"data_path": "data", "labelled": "data", "images": "", "device": "cpu", "num_workers": 0}

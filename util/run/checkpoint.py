@@ -6,7 +6,7 @@ meta. Both files are written under temporary names and synced before they are re
 without a record is not used, unless `adopt_checkpoint` can read it. The newest checkpoint is computed from the files in
 the folder. No link points to it.
 
-Weights of other key names or sizes are fitted into an encoder by `util.encoder_weights`.
+Weights of other key names or sizes are fitted into an encoder by `encoders.names`.
 """
 
 import argparse

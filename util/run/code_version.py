@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("util", "encoders", "frameworks", "downstream")
 RECORD = "code_version.json"  # in copies of the code, which have no git repository
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
-    """The source files of a training run, sorted: the modules of the top level, of util/ and of downstream/."""
-    return sorted([*root.glob("*.py"), *(root / "util").rglob("*.py"), *(root / "downstream").rglob("*.py")])
+    """The source files of a training run, sorted: the modules of the top level and of PACKAGES."""
+    return sorted([*root.glob("*.py"), *(path for name in PACKAGES for path in (root / name).rglob("*.py"))])
 
 
 def source_hash(root: Path = ROOT) -> str:

@@ -14,10 +14,10 @@ from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.engine_segmentation import segmentation_losses
 from downstream.segmentation.models import LinearSegmenter, UPerNet, mmsegmentation_names
 from downstream.segmentation.vit_backbone import DenseViT, load_backbone, pyramid_blocks
-from models_relative_vit import RelativeViTEncoder
+from encoders.models_relative_vit import RelativeViTEncoder
+from encoders.rel_pos import resize_bias_table
 from models_vit import BASE, VisionTransformer
 from tests.two_processes import run_in_two_processes
-from util.rel_pos import resize_bias_table
 from util.run.checkpoint import CheckpointError, load_strict
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=12, depth=4, num_heads=3)

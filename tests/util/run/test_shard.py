@@ -6,10 +6,10 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch.nn.parallel import DistributedDataParallel
 
+from encoders.models_relative_vit import RelativeBlock
+from encoders.models_swin import SwinBlock, swin_micro_patch4_window4
 from engine_finetune import BatchAugmentation
-from models_crossmae_pr import CrossBlock
-from models_relative_vit import RelativeBlock
-from models_swin import SwinBlock, swin_micro_patch4_window4
+from frameworks.models_crossmae_pr import CrossBlock
 from models_vit import Block, vit_micro_patch4
 from tests import test_main_finetune, test_main_pretrain
 from tests.loops import a_driver

@@ -1,0 +1,442 @@
+"""Evaluates a frozen encoder by k nearest neighbours, linear probes and attentive probes.
+
+    torchrun --nproc_per_node 8 downstream/probe/main_probe.py output/prmim50_base --data_path IMAGENET
+    python downstream/probe/main_probe.py mae_pretrain_vit_base.pth --data_path IMAGENET --probes knn --blocks 9 12
+    python downstream/probe/main_probe.py --timm vit_small_patch16_dinov3.lvd1689m --data_path IMAGENET --probes knn
+
+kNN: DINO's protocol on the whole training set. Probes: the heads of CAPI's grid, all trained at the same time. A tenth
+of the training images is held out and selects learning rate and weight decay. The chosen heads are scored on val/ once.
+The program does not resume: after a stop, the same command starts from the beginning.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, open_encoder, open_timm_model
+from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
+from util.data.images import Images, check_splits
+from util.data.open import open_everywhere
+from util.data.statistics import complete_settings, normalizer
+from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop
+from util.features import Features, extract_features, knn_accuracy, moments_of_all
+from util.run import distributed
+from util.run.cli import Parser, run_program
+from util.run.code_version import code_version
+from util.run.errors import exit_on_setup_errors
+from util.run.evaluation import evaluation_batches
+from util.run.flags import add_data_flags, check_least, num_workers, split_batch
+from util.run.precision import PRECISIONS, Precision, precision
+from util.run.run_folder import write_json
+from util.run.start import lock_folder, refuse_different_starts, refuse_output_inside_data
+from util.tables import markdown_table
+from util.text import count_of
+
+PROGRAM, RESULTS = "main_probe.py", "probe.json"
+PROBES = ("knn", "linear", "attentive")
+NEIGHBOURS = (10, 20, 100, 200)
+LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # for 256 images
+WEIGHT_DECAYS = (5e-4, 1e-3, 5e-2)
+GRID = tuple((lr, weight_decay) for lr in LEARNING_RATES for weight_decay in WEIGHT_DECAYS)
+HELD_OUT, HELD_OUT_SEED = 0.1, 42
+WARMUP = 0.1  # share of the steps
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser(PROGRAM, description=__doc__)
+    flag = parser.add_argument
+    flag("encoder", nargs="?", help="a run's folder, or a checkpoint of this project, MAE or timm")
+    flag("--timm", metavar="NAME", help="a model of timm, with its pre-trained weights or those of the file given")
+    flag("--input_size", type=int, help="image side in pixels (default: the encoder's)")
+
+    protocol = parser.add_argument_group("protocol").add_argument
+    protocol("--probes", nargs="+", default=PROBES, choices=PROBES, help="what is evaluated")
+    protocol("--blocks", type=int, nargs="+", help="blocks whose outputs are evaluated, from 1 (default: the last)")
+    protocol("--steps", type=int, default=12_500, help="optimizer steps of the heads")
+    protocol("--total_batch_size", type=int, default=1024, help="images per step over all processes")
+    protocol("--seed", type=int, default=0, help="seed of first weights, shuffling and augmentation")
+    add_data_flags(parser.add_argument_group("data"))
+
+    run = parser.add_argument_group("run").add_argument
+    run("--output_dir", default="output/probe", help=f"folder for {RESULTS}")
+    run("--batch_size", type=int, help="images per process and micro-batch (default: at most 128)")
+    run("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    run("--precision", default="auto", choices=("auto", *PRECISIONS), help="of the encoder; heads have float32")
+    parser.set_defaults(crop_scale=(0.08, 1.0))
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Returns (parser, flags)."""
+    parser = get_args_parser()
+    return parser, parser.parse_args(argv)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError if a flag, or a pair of flags, is out of range."""
+    check_least(args, 1, "steps total_batch_size batch_size input_size")
+    check_least(args, 0, "num_workers seed")
+    if args.encoder is None and args.timm is None:
+        raise ValueError("nothing to evaluate: give a checkpoint, a run's folder, or --timm NAME")
+    if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
+        raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
+    if not 0 <= args.max_bad_fraction < 1:
+        raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
+    refuse_output_inside_data(args)
+
+
+def make_encoder(args: argparse.Namespace) -> FrozenEncoder:
+    """Loads the encoder that the flags name, and chooses its blocks."""
+    if args.timm is not None:
+        encoder = open_timm_model(args.timm, args.encoder, args.input_size)
+    else:
+        encoder = open_encoder(args.encoder, args.input_size)
+    if args.blocks:
+        encoder.read_blocks(args.blocks)
+    return encoder
+
+
+def open_data(args: argparse.Namespace, in_chans: int) -> tuple[Images, Images]:
+    """Opens train/ and val/. in_chans: of the encoder. ValueError unless both have the same classes and format."""
+    images = open_everywhere(args, "train", True, args.max_bad_fraction, in_chans)
+    val_images = open_everywhere(args, "val", True, in_chans=in_chans)
+    check_splits(images, val_images)
+    return images, val_images
+
+
+def protocol_of(
+    args: argparse.Namespace, encoder: FrozenEncoder, images: Images, val_images: Images, precision_name: str
+) -> dict[str, Any]:
+    """Returns everything that the results depend on, beside the weights, as JSON holds it."""
+    protocol: dict[str, Any] = {
+        "probes": [name for name in PROBES if name in args.probes],
+        "blocks": encoder.blocks,
+        "input_size": list(encoder.img_size),
+        "in_chans": encoder.in_chans,
+        "mean": encoder.pixel_settings["mean"],
+        "std": encoder.pixel_settings["std"],
+        "precision": precision_name,
+        "loader": args.loader,
+        "train": [len(images), images.fingerprint()],
+        "val": [len(val_images), val_images.fingerprint()],
+    }
+    if set(args.probes) - {"knn"}:
+        names = ("steps", "total_batch_size", "seed", "crop_scale")
+        protocol |= {name: getattr(args, name) for name in names} | {"grid": [list(pair) for pair in GRID]}
+        protocol |= {"held_out": HELD_OUT}
+    return json.loads(json.dumps(protocol))
+
+
+def earlier_results(path: Path, sha256: str, protocol: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the content of `path` if it holds these results. ValueError if it holds others."""
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        before = {"encoder": content["sha256"], **content["protocol"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no result of this program ({error!r}); choose another --output_dir"
+        ) from error
+    now = {"encoder": sha256, **protocol}
+    odd = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if odd:
+        changes = "; ".join(f"{name} was {before.get(name)} and now is {now.get(name)}" for name in odd[:3])
+        raise ValueError(
+            f"{str(path)!r} holds other results ({changes[:400]}); choose another --output_dir, or remove it"
+        )
+    return content
+
+
+class ImageSubset:
+    """Some of the images, renumbered from 0."""
+
+    def __init__(self, images: Images, indices: np.ndarray) -> None:
+        self.images, self.indices, self.pixel_format = images, indices, images.pixel_format
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def load(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, C], label)."""
+        return self.images.load(int(self.indices[i]))
+
+
+def split_held_out(num_images: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (images to train on, images that select the head), both ascending: nine tenths and one tenth."""
+    order = permutation(HELD_OUT_SEED, 0, num_images)
+    number = max(1, int(num_images * HELD_OUT))
+    return np.sort(order[number:]), np.sort(order[:number])
+
+
+class Probes(nn.Module):
+    """The grids of heads of all features, by their names: "<block> <feature> <probe>"."""
+
+    def __init__(self, encoder: FrozenEncoder, probes: Sequence[str], num_classes: int) -> None:
+        super().__init__()
+        self.grids = nn.ModuleDict()
+        for block in encoder.blocks:
+            if "linear" in probes:
+                for feature in ("mean", "cls") if encoder.num_cls else ("mean",):
+                    self.grids[f"{block} {feature} linear"] = HeadGrid(LinearHead, encoder.dim, num_classes, GRID)
+            if "attentive" in probes:
+                self.grids[f"{block} patches attentive"] = HeadGrid(AttentiveHead, encoder.dim, num_classes, GRID)
+
+    def forward(self, tokens: Mapping[int, Any]) -> dict[str, torch.Tensor]:
+        """Returns {name: logits [G, B, C]} of what the encoder returns."""
+        logits = {}
+        for name, grid in self.grids.items():
+            block, feature, _ = name.split()
+            cls, patches = tokens[int(block)]
+            logits[name] = grid({"mean": patches.mean(dim=1), "cls": cls, "patches": patches}[feature])
+        return logits
+
+
+def rate_at(step: int, num_steps: int) -> float:
+    """Returns the factor on the learning rates: linear warm-up over a tenth of the steps, then half a cosine to 0."""
+    warmup = WARMUP * num_steps
+    if step < warmup:
+        return step / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
+
+
+class Evaluation:
+    """One encoder with the data and the resources to evaluate it."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        process: distributed.Process,
+        encoder: FrozenEncoder,
+        images: Images,
+        val_images: Images,
+        numbers: Precision,
+    ) -> None:
+        self.args, self.process, self.images, self.val_images = args, process, images, val_images
+        self.encoder, self.autocast = encoder.to(process.device), numbers.autocast
+        self.normalize = normalizer(encoder.pixel_settings, images.pixel_format).to(process.device)
+        self.batch_size, self.accum_iter, _ = split_batch(
+            args.batch_size, None, args.total_batch_size, process.world_size, 128
+        )
+        self.num_workers = num_workers(args, process)
+        self.view = ResizeCenterCrop(encoder.img_size, reference=args.loader == "reference")
+
+    def print_on_rank0(self, line: str) -> None:
+        """Prints a line on rank 0."""
+        if self.process.is_main:
+            print(line, flush=True)
+
+    def dataset(self, images: Any, transform: Any) -> AddressedDataset:
+        """Returns a data set; of training images, unreadable ones are replaced."""
+        return AddressedDataset(
+            images, transform, replace=images is not self.val_images and self.args.max_bad_fraction > 0
+        )
+
+    def knn(self) -> list[dict[str, Any]]:
+        """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
+        rows = []
+        neighbours = sorted({min(k, len(self.images)) for k in NEIGHBOURS})
+        bank, queries = (self.extract(images) for images in (self.images, self.val_images))
+        for name, features in bank.values.items():
+            block, feature = name.split()
+            for scaling, moments in (("raw", None), ("z", moments_of_all(features))):
+                found = knn_accuracy(bank, queries, name, len(self.images.classes), neighbours, moments)
+                where = {"probe": "knn", "block": int(block), "feature": feature, "scaling": scaling}
+                rows += [{**where, "k": k, **accuracy} for k, accuracy in found.items()]
+        return rows
+
+    def extract(self, images: Images) -> Features:
+        """Encodes this rank's share of the images. FloatingPointError on all ranks if a feature is not finite."""
+        sizes = self.batch_size, self.num_workers
+        dataset, encode = self.dataset(images, self.view), self.encoder.vectors
+        found = extract_features(
+            encode, dataset, np.arange(len(images)), self.encoder, self.normalize, self.autocast, *sizes
+        )
+        for name, x in found.values.items():
+            bad = distributed.all_reduce_sum((~x.norm(dim=1).isfinite()).sum()).item()  # overflows count, too
+            if bad:
+                block, feature = name.split()
+                raise FloatingPointError(
+                    f"the encoder's features ({feature}, block {block}) of {bad} of {len(images)} images are not "
+                    "finite: try --precision fp32"
+                )
+        return found
+
+    def train_heads(self, probes: Probes, indices: np.ndarray) -> None:
+        """Trains all heads at once on the same augmented images."""
+        args, process = self.args, self.process
+        model = DistributedDataParallel(probes) if process.world_size > 1 else probes
+        scale = args.total_batch_size / 256
+        groups = [group for grid in probes.grids.values() for group in grid.parameter_groups(scale)]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        crop = RandomResizedCropFlip(
+            self.encoder.img_size, args.seed, args.crop_scale, reference=args.loader == "reference"
+        )
+        split = self.batch_size, self.accum_iter, process.rank, process.world_size
+        sampler = StepBatchSampler(len(indices), *split, args.seed, 0, args.steps)
+        stream = batches(
+            self.dataset(ImageSubset(self.images, indices), crop),
+            sampler,
+            stack,
+            self.num_workers,
+            process.device.type == "cuda",
+            batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(self.encoder.img_size) * self.batch_size,
+        )
+        begin = time.monotonic()
+        for step in range(args.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * rate_at(step, args.steps)
+            for micro in range(self.accum_iter):
+                tokens, labels = self.encode(next(stream))
+                if model is not probes:
+                    model.require_backward_grad_sync = micro == self.accum_iter - 1
+                losses = [F.cross_entropy(x.flatten(0, 1), labels.repeat(len(x))) for x in model(tokens).values()]
+                loss = torch.stack(losses).sum()
+                (loss / self.accum_iter).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if (step + 1) % max(1, args.steps // 20) == 0:
+                mean, seconds = loss.item() / len(losses), time.monotonic() - begin
+                self.print_on_rank0(f"step {step + 1}/{args.steps}: mean loss of all heads {mean:.4f}, {seconds:.0f} s")
+        stream.close()
+
+    def encode(self, batch: Sequence[torch.Tensor]) -> tuple[dict[int, Any], torch.Tensor]:
+        """Returns (the encoder's tokens by block, labels) of images as they are stored, and labels."""
+        imgs, labels = (x.to(self.process.device, non_blocking=True) for x in batch)
+        with self.autocast():
+            return self.encoder(self.normalize(imgs)), labels
+
+    @torch.no_grad()
+    def score_heads(self, probes: Probes, images: Any) -> dict[str, torch.Tensor]:
+        """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of the images in the evaluation view.
+
+        An image counts as an error of the heads whose logits of it are not finite. FloatingPointError on all ranks if
+        there is such an image for each head of a grid.
+        """
+        hits = {
+            name: torch.zeros(len(grid.grid), 3, dtype=torch.float64, device=self.process.device)
+            for name, grid in probes.grids.items()
+        }
+        sizes = self.batch_size, self.num_workers
+        dataset, everything = self.dataset(images, self.view), range(len(images))
+        for batch in evaluation_batches(
+            dataset, everything, self.encoder, self.encoder, self.autocast, self.process.device, *sizes
+        ):
+            tokens, labels = self.encode(batch)
+            for name, logits in probes(tokens).items():
+                finite = logits.isfinite().all(dim=2)  # [G, B]
+                best = (logits.topk(min(5, logits.shape[2])).indices == labels[:, None]) & finite[..., None]
+                found = best[..., 0], best.any(dim=2), ~finite
+                hits[name] += torch.stack([x.sum(dim=1) for x in found], dim=1)
+        for name, x in hits.items():
+            if distributed.all_reduce_sum(x)[:, 2].all():
+                raise FloatingPointError(
+                    f"the logits of all heads ({name}) are not finite: the encoder's features may not be finite, try "
+                    "--precision fp32"
+                )
+        return {name: 100 * x[:, :2] / len(images) for name, x in hits.items()}
+
+    def heads(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Trains the grids of heads. Returns (the chosen ones on val/, all of them on the held-out images)."""
+        torch.manual_seed(self.args.seed)
+        chosen_probes = [name for name in self.args.probes if name != "knn"]
+        probes = Probes(self.encoder, chosen_probes, len(self.images.classes)).to(self.process.device)
+        training, held_out = split_held_out(len(self.images))
+        self.train_heads(probes, training)
+        selection = self.score_heads(probes, ImageSubset(self.images, held_out))
+        accuracies = self.score_heads(probes, self.val_images)
+        rows, everything = [], []
+        for name, grid in probes.grids.items():
+            block, feature, probe = name.split()
+            where = {"probe": probe, "block": int(block), "feature": feature}
+            scores = selection[name][:, 0].tolist()
+            for (lr, weight_decay), score in zip(grid.grid, scores, strict=True):
+                everything.append({**where, "lr": lr, "weight_decay": weight_decay, "held_out_top1": score})
+            best = scores.index(max(scores))
+            top1, top5 = accuracies[name][best].tolist()
+            lr, weight_decay = grid.grid[best]
+            chosen = {"lr": lr, "weight_decay": weight_decay, "held_out_top1": scores[best]}
+            rows.append({**where, **chosen, "top1": top1, "top5": top5})
+        return rows, everything
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the results as a table."""
+    cells = []
+    for row in rows:
+        if row["probe"] == "knn":
+            setting = f"k {row['k']}, {row['scaling']}"
+        else:
+            setting = f"lr {row['lr']:g}, wd {row['weight_decay']:g}"
+        block = row["block"] or "last"
+        cells.append([row["probe"], block, row["feature"], setting, f"{row['top1']:.2f}", f"{row['top5']:.2f}"])
+    titles = ["probe", "block", "feature", "setting", "top-1, %", "top-5, %"]
+    return markdown_table(titles, cells, left=4, pad=True)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Checks everything, then evaluates. Returns the content of probe.json."""
+    check_flags(args)
+    process = distributed.init_process(args.device, timeout_minutes=240)
+    refuse_different_starts(args)
+    encoder = distributed.run_everywhere(lambda: make_encoder(args))
+    images, val_images = open_data(args, encoder.in_chans)
+    encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
+    numbers = precision(args.precision, process.device)
+    protocol = protocol_of(args, encoder, images, val_images, numbers.name)
+    folder, _lock = lock_folder(args.output_dir)  # until this function ends
+    path = folder / RESULTS
+    content = distributed.run_on_rank0(lambda: earlier_results(path, encoder.sha256, protocol))
+    evaluation = Evaluation(args, process, encoder, images, val_images, numbers)
+    training, _ = split_held_out(len(images))
+    if set(args.probes) - {"knn"} and len(training) < args.total_batch_size:
+        raise ValueError(
+            f"nine tenths of the training set are {count_of(len(training), 'image')}, fewer than one batch of "
+            f"{args.total_batch_size}: lower --total_batch_size"
+        )
+    if content is not None:
+        evaluation.print_on_rank0(f"{path} holds these results already")
+    else:
+        for note in [encoder.name, *encoder.notes, *remarks, *images.notes, *val_images.notes]:
+            evaluation.print_on_rank0(note)
+        begin = time.monotonic()
+        rows: list[dict[str, Any]] = []
+        everything: list[dict[str, Any]] = []
+        if "knn" in args.probes:
+            rows += evaluation.knn()
+            evaluation.print_on_rank0(table_of(rows))
+        if set(args.probes) - {"knn"}:
+            chosen, everything = evaluation.heads()
+            rows += chosen
+        content = {"encoder": encoder.name, "sha256": encoder.sha256, "protocol": protocol, "results": rows}
+        content |= {"held_out": everything, "code": code_version(), "seconds": time.monotonic() - begin}
+        if process.is_main:
+            write_json(path, content)
+    evaluation.print_on_rank0(f"\n{table_of(content['results'])}\n{path}")
+    distributed.shut_down()
+    return content
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluates the encoder that the flags name."""
+    parser, args = parse_args(argv)
+    with exit_on_setup_errors(parser):
+        run(args)
+
+
+if __name__ == "__main__":
+    run_program(main, PROGRAM)

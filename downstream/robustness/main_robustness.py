@@ -1,0 +1,452 @@
+"""Evaluates an ImageNet-fine-tuned classifier, without further training, on ImageNet-A, -R, -Sketch and -C.
+
+    python downstream/robustness/main_robustness.py --resume output/finetune --imagenet_a DIR --imagenet_r DIR
+    torchrun --nproc_per_node 8 downstream/robustness/main_robustness.py --resume output/finetune --imagenet_c DIR
+
+Each set is a folder of class folders named by wnids, as published: DIR/<wnid>/*, and for ImageNet-C
+DIR/<corruption>/<1-5>/<wnid>/*. All sets are checked before anything is evaluated. Each result is saved at once: the
+same command again continues after the last set (or corruption and severity) that was finished.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timm.data import ImageNetInfo
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine_finetune import evaluate_images
+from main_finetune import load_classifier
+from util.data.images import FolderImages, refuse_single_class
+from util.data.pixel_format import RGB8, PixelFormat
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+from util.run import checkpoint, distributed
+from util.run.cli import Parser, run_program
+from util.run.errors import exit_on_setup_errors
+from util.run.flags import check_least, check_pixel_flags, num_workers
+from util.run.precision import PRECISIONS, precision
+from util.run.run_folder import write_json, write_progress
+from util.run.start import lock_folder, refuse_different_starts
+from util.tables import markdown_table
+from util.text import count_of, shorten
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A published test set. restricted: predictions are chosen from the classes of the set, as its authors do."""
+
+    title: str
+    num_images: int  # of each corruption and severity, for ImageNet-C
+    num_classes: int
+    protocol: str
+    restricted: bool = False
+
+
+# In the table's order; the names are the flags'.
+BENCHMARKS = {
+    "imagenet": Benchmark("ImageNet", 50_000, 1000, "top-1 on the validation set"),
+    "imagenet_a": Benchmark("ImageNet-A", 7_500, 200, "top-1, logits restricted to the set's classes", restricted=True),
+    "imagenet_r": Benchmark(
+        "ImageNet-R", 30_000, 200, "top-1, logits restricted to the set's classes", restricted=True
+    ),
+    "imagenet_sketch": Benchmark("ImageNet-Sketch", 50_889, 1000, "top-1 among all classes"),
+    "imagenet_c": Benchmark(
+        "ImageNet-C", 50_000, 1000, "mCE: errors relative to AlexNet's, 15 corruptions x 5 severities"
+    ),
+}
+
+# AlexNet's error on each corruption, averaged over severities: Hendrycks and Dietterich (ICLR 2019), with the digits
+# of the table in their repository.
+ALEXNET_ERRORS = dict(
+    gaussian_noise=0.886428,
+    shot_noise=0.894468,
+    impulse_noise=0.922640,
+    defocus_blur=0.819880,
+    glass_blur=0.826268,
+    motion_blur=0.785948,
+    zoom_blur=0.798360,
+    snow=0.866816,
+    frost=0.826572,
+    fog=0.819324,
+    brightness=0.564592,
+    contrast=0.853204,
+    elastic_transform=0.646056,
+    pixelate=0.717840,
+    jpeg_compression=0.606500,
+)
+SEVERITIES = (1, 2, 3, 4, 5)
+
+
+def get_args_parser() -> Parser:
+    """Returns the parser of all flags."""
+    parser = Parser("main_robustness.py", description=__doc__)
+    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--resume", required=True, help="fine-tuned classifier: a checkpoint, or the folder of a fine-tuning run")
+
+    data = parser.add_argument_group("data").add_argument
+    for name, benchmark in BENCHMARKS.items():
+        holds = "folder with val/<wnid>/*" if name == "imagenet" else f"folder of {benchmark.title}"
+        data(f"--{name}", metavar="DIR", help=holds)
+    data("--allow_incomplete", action=boolean, default=False, help="also evaluate sets that lack images or classes")
+    crop = "images are resized to input_size / crop_pct, except in -C (default: .875; 1 above 224 px)"
+    data("--crop_pct", type=float, help=crop)
+    data("--mean", type=float, nargs=3, help="pixel mean in [0, 1] (default: the checkpoint's, else ImageNet's)")
+    data("--std", type=float, nargs=3, help="pixel deviation (default: the checkpoint's, else ImageNet's)")
+
+    run = parser.add_argument_group("run").add_argument
+    run("--output_dir", default="output/robustness", help="folder for robustness.json and robustness.md")
+    run("--batch_size", type=int, default=64, help="images per process and batch")
+    run("--num_workers", type=int, help="loader processes per process (default: its share of the cores, at most 16)")
+    run("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    run("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Returns (parser, flags)."""
+    parser = get_args_parser()
+    return parser, parser.parse_args(argv)
+
+
+def imagenet_wnids() -> list[str]:
+    """Returns the wnids of ImageNet-1k in the order of a classifier's logits."""
+    return sorted(ImageNetInfo().label_names())
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is evaluated and saved at once: a set, or one severity of one corruption."""
+
+    name: str  # "imagenet_a", "imagenet_c/fog/3"
+    folder: str
+    classes: tuple[str, ...] = ()  # wnids, sorted: label i is classes[i]
+    num_images: int = 0
+
+    @property
+    def flag(self) -> str:
+        """The flag that names the set."""
+        return self.name.partition("/")[0]
+
+    @property
+    def benchmark(self) -> Benchmark:
+        """The published set."""
+        return BENCHMARKS[self.flag]
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether images or classes are missing."""
+        official = self.benchmark
+        return (self.num_images, len(self.classes)) != (official.num_images, official.num_classes)
+
+    def __str__(self) -> str:
+        return f"{self.num_images} images of {len(self.classes)} classes in {self.folder!r}"
+
+    def columns(self, wnids: list[str]) -> list[int]:
+        """Returns the logit of each label: label i is logit columns[i]. Increasing, because both lists are sorted."""
+        return [wnids.index(wnid) for wnid in self.classes]
+
+    def open(self) -> FolderImages:
+        """Opens the images."""
+        try:
+            return FolderImages(self.folder, "", labelled=True)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data_path", f"--{self.flag}")) from error
+
+
+def find_parts(args: argparse.Namespace, wnids: list[str]) -> list[Part]:
+    """Returns all parts that the flags ask for. ValueError if one of them differs from the published set."""
+    given = {name: Path(getattr(args, name)) for name in BENCHMARKS if getattr(args, name) is not None}
+    if not given:
+        raise ValueError(
+            f"nothing to evaluate on: give at least one of {', '.join(f'--{name}' for name in BENCHMARKS)}"
+        )
+    parts = []
+    for name, root in given.items():
+        if not root.is_dir():
+            raise ValueError(f"--{name} {str(root)!r} is not a folder")
+        folders = {name: root}
+        if name == "imagenet":
+            folders = {name: root / "val"}
+        elif name == "imagenet_c":
+            folders = {f"{name}/{c}/{s}": root / c / str(s) for c in ALEXNET_ERRORS for s in SEVERITIES}
+        missing = [str(folder.relative_to(root)) for folder in folders.values() if not folder.is_dir()]
+        if missing:
+            raise ValueError(
+                f"--{name} {str(root)!r} lacks {len(missing)} of its {len(folders)} folders: {shorten(missing, 5)}"
+            )
+        parts += [Part(part, str(folder.resolve())) for part, folder in folders.items()]
+    return [check_part(part, wnids, args.allow_incomplete) for part in parts]
+
+
+def check_part(part: Part, wnids: list[str], allow_incomplete: bool) -> Part:
+    """Returns the part with its classes and number of images. ValueError if they are not the published ones."""
+    official, what = part.benchmark, f"--{part.flag} {part.folder!r}"
+    images = part.open()
+    refuse_single_class(images, "val")
+    images.num_checked = 200  # there are many parts
+    images.check()
+    unknown = sorted(set(images.classes) - set(wnids))
+    if unknown:
+        raise ValueError(f"{what} has {len(unknown)} folders that are no class of ImageNet-1k: {shorten(unknown, 5)}")
+    num_classes = len(images.classes)
+    if num_classes > official.num_classes:
+        raise ValueError(f"{what} has {num_classes} class folders, {official.title} has {official.num_classes}")
+    part = Part(part.name, part.folder, tuple(images.classes), len(images))
+    if part.incomplete and not allow_incomplete:
+        absent = sorted(set(wnids) - set(images.classes)) if official.num_classes == len(wnids) else []
+        raise ValueError(
+            f"{what} has {len(images)} images of {num_classes} classes, {official.title} has {official.num_images} of "
+            f"{official.num_classes}{f' (missing: {shorten(absent, 5)})' if absent else ''}; "
+            f"--allow_incomplete scores it anyway and marks the result"
+        )
+    return part
+
+
+def corruption_errors(errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Returns CE, mCE and un-normalised errors in percent. errors: of each corruption at severities 1 to 5, in [0, 1].
+
+    CE_c = mean_s E_cs / AlexNet's mean_s E_cs. mCE is the mean over the 15 corruptions (Hendrycks and Dietterich,
+    ICLR 2019).
+    """
+    odd = sorted(set(errors) ^ set(ALEXNET_ERRORS)) or [c for c in errors if len(errors[c]) != len(SEVERITIES)]
+    if odd:
+        raise ValueError(
+            f"mCE takes five errors of each of the {len(ALEXNET_ERRORS)} corruptions; off: {', '.join(odd)}"
+        )
+    means = {c: sum(errors[c]) / len(errors[c]) for c in ALEXNET_ERRORS}
+    ce = {c: 100 * mean / ALEXNET_ERRORS[c] for c, mean in means.items()}
+    return {
+        "mce": sum(ce.values()) / len(ce),
+        "mean_error": 100 * sum(means.values()) / len(means),
+        "ce": ce,
+        "errors": {c: 100 * mean for c, mean in means.items()},
+    }
+
+
+def summarise(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns {benchmark: its published figure and others}. ImageNet-C is included once all its parts are there."""
+    summary: dict[str, dict[str, Any]] = {}
+    for flag, benchmark in BENCHMARKS.items():
+        own = {name: r for name, r in parts.items() if name.partition("/")[0] == flag}
+        if flag == "imagenet_c":
+            names = {c: [f"{flag}/{c}/{s}" for s in SEVERITIES] for c in ALEXNET_ERRORS}
+            if len(own) < sum(map(len, names.values())):
+                continue
+            figures = corruption_errors({c: [1 - own[name]["top1"] / 100 for name in names[c]] for c in names})
+        elif own:
+            figures = {name: value for name, value in own[flag].items() if name.startswith("top1")}
+        else:
+            continue
+        summary[flag] = {
+            "title": benchmark.title,
+            "published_protocol": benchmark.protocol,
+            **figures,
+            "num_classes": min(r["num_classes"] for r in own.values()),
+            "official_num_classes": max(r["official_num_classes"] for r in own.values()),
+            "num_images": sum(r["num_images"] for r in own.values()),
+            "official_num_images": sum(r["official_num_images"] for r in own.values()),
+            "incomplete": any(r["incomplete"] for r in own.values()),
+        }
+    return summary
+
+
+def report(summary: Mapping[str, dict[str, Any]], num_classes: int) -> str:
+    """Returns the tables in Markdown. num_classes: of the classifier."""
+    rows: list[list[Any]] = []
+    corruptions: list[list[Any]] = []
+    for flag, s in summary.items():
+        images = str(s["num_images"])
+        if s["incomplete"]:
+            images += (
+                f" of {s['official_num_images']}, {s['num_classes']} of {s['official_num_classes']} classes: INCOMPLETE"
+            )
+        if flag == "imagenet_c":
+            rows.append([s["title"], "mCE, AlexNet's is 100", s["mce"], images])
+            rows.append([s["title"], "mean error, un-normalised", s["mean_error"], images])
+            corruptions = [[c, s["ce"][c], s["errors"][c]] for c in s["ce"]]
+            corruptions.append(["mean", s["mce"], s["mean_error"]])
+        elif "top1_unrestricted" in s:
+            rows.append([s["title"], f"top-1 among its {s['num_classes']} classes", s["top1"], images])
+            rows.append([s["title"], f"top-1 among all {num_classes} classes", s["top1_unrestricted"], images])
+        else:
+            rows.append([s["title"], "top-1", s["top1"], images])
+    text = results_table(["set", "metric", "%", "images"], rows)
+    if corruptions:
+        text += "\n" + results_table(["ImageNet-C", "CE, %", "mean error, %"], corruptions)
+    return text
+
+
+def results_table(titles: list[str], rows: list[list[Any]]) -> str:
+    """Returns a Markdown table. Floats get two digits."""
+    cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    return markdown_table(titles, cells, pad=True) + "\n"
+
+
+def identify(resume: str) -> tuple[Path, str]:
+    """Returns (path of the checkpoint that --resume means, its SHA-256)."""
+    path = checkpoint.find_checkpoint_file(resume)
+    if not path.is_file():
+        raise ValueError(
+            f"no checkpoint at --resume {str(path)!r}: give a fine-tuned checkpoint, or the folder of a run"
+        )
+    return path, checkpoint.sha256(path)
+
+
+def load_wnid_classifier(path: Path, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
+    model, settings, classes = load_classifier(path, args)
+    pixels = PixelFormat(settings["in_chans"], settings["pixels"] or RGB8.dtype)
+    if pixels != RGB8:
+        raise ValueError(f"{str(path)!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
+    if settings["nb_classes"] != len(wnids):
+        raise ValueError(
+            f"the head of {str(path)!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
+            f"these sets need a classifier that was fine-tuned on ImageNet-1k"
+        )
+    if classes and list(classes) != wnids:
+        odd = sorted(set(classes) - set(wnids)) or ["another order"]
+        raise ValueError(f"{str(path)!r} was not fine-tuned on ImageNet-1k; its classes differ: {shorten(odd, 5)}")
+    return model, settings
+
+
+def earlier_results(path: Path, sha256: str, settings: dict[str, Any], parts: list[Part]) -> dict[str, dict[str, Any]]:
+    """Returns {part: result} of an earlier start. ValueError if its checkpoint, settings or data were different."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        before = {"checkpoint": content["sha256"], **content["settings"]}
+        done = content["parts"]
+        sources = {name: r["source"] for name, r in done.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no result of this program ({error!r}); choose another --output_dir"
+        ) from error
+    now = {"checkpoint": sha256, **settings}
+    odd = [
+        f"{name} was {before.get(name)} and now is {value}" for name, value in now.items() if before.get(name) != value
+    ]
+    for part in parts:
+        if sources.get(part.name, str(part)) != str(part):
+            odd.append(f"{part.name} was {sources[part.name]} and now is {part}")
+    if odd:
+        raise ValueError(f"{str(path)!r} holds other results ({'; '.join(odd[:2])}); choose another --output_dir")
+    return done
+
+
+def evaluate_part(
+    part: Part,
+    model: nn.Module,
+    wnids: list[str],
+    settings: dict[str, Any],
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    sizes: tuple[int, int],
+) -> dict[str, Any]:
+    """Returns the part's entry in the results: top-1 in percent by the published protocol, and others.
+
+    sizes: batch size and number of workers.
+    """
+    images = part.open()
+    if (tuple(images.classes), len(images)) != (part.classes, part.num_images):
+        raise ValueError(f"{part.folder!r} has changed since it was checked; start again")
+    # ImageNet-C was resized and cropped before it was corrupted: resizing it again would blur what is measured.
+    crop_pct = 1.0 if part.flag == "imagenet_c" else settings["crop_pct"]
+    view = ResizeCenterCrop(settings["input_size"], crop_pct)
+    official = part.benchmark
+    columns = part.columns(wnids)
+    chosen = None if len(columns) == len(wnids) else columns
+    result = evaluate_images(model, images, view, normalize, autocast, *sizes, columns=chosen)
+    if official.restricted:
+        figures = {name: result[name] for name in ("top1", "top1_unrestricted")}
+    else:  # if class folders are missing, their logits still compete, and label i is not logit i
+        figures = {"top1": result.get("top1_unrestricted", result["top1"])}
+    return {
+        **figures,
+        "num_images": part.num_images,
+        "official_num_images": official.num_images,
+        "num_classes": len(part.classes),
+        "official_num_classes": official.num_classes,
+        "incomplete": part.incomplete,
+        "source": str(part),
+    }
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Checks everything, then evaluates what is not done yet. Returns the content of robustness.json."""
+    check_least(args, 1, "batch_size")
+    check_least(args, 0, "num_workers")
+    check_pixel_flags(args)
+    # The other ranks wait while rank 0 counts up to four million files.
+    process = distributed.init_process(args.device, timeout_minutes=240)
+    refuse_different_starts(args)
+    wnids = imagenet_wnids()
+    path, sha256 = distributed.run_on_rank0(lambda: identify(args.resume))
+    model, found = load_wnid_classifier(path, args, wnids)
+    name, autocast, _ = precision(args.precision, process.device)
+    settings = {
+        "input_size": found["input_size"],
+        "crop_pct": found["crop_pct"],
+        "mean": list(found["mean"] or IMAGENET_MEAN),
+        "std": list(found["std"] or IMAGENET_STD),
+        "precision": name,
+    }
+    ResizeCenterCrop(settings["input_size"], settings["crop_pct"])  # ValueError now rather than later
+    if process.is_main:
+        print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first", flush=True)
+    parts = distributed.run_on_rank0(lambda: find_parts(args, wnids))
+    output_dir, _lock = lock_folder(args.output_dir)  # until this function ends
+    results = output_dir / "robustness.json"
+    done = distributed.run_on_rank0(lambda: earlier_results(results, sha256, settings, parts))
+    skipped = [part.name for part in parts if part.name in done]
+    if skipped and process.is_main:
+        print(f"{results} already holds {len(skipped)} of {count_of(len(parts), 'part')}: {shorten(skipped, 5)}")
+
+    model = model.to(process.device)
+    normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
+    sizes = args.batch_size, num_workers(args, process)
+    content: dict[str, Any] = {
+        "checkpoint": str(path),
+        "sha256": sha256,
+        "settings": settings,
+        "summary": summarise(done),
+        "parts": done,
+    }
+    for part in parts:
+        if part.name in skipped:
+            continue
+        start = time.perf_counter()
+        done[part.name] = result = evaluate_part(part, model, wnids, settings, normalize, autocast, sizes)
+        content["summary"] = summarise(done)
+        if process.is_main:
+            write_json(results, content)
+            write_progress(output_dir, len(done))
+            seconds = time.perf_counter() - start
+            print(
+                f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s", flush=True
+            )
+    if process.is_main:
+        text = report(content["summary"], len(wnids))
+        (output_dir / "robustness.md").write_text(text)
+        print(f"\n{text}\nwritten to {results} and {results.with_suffix('.md')}")
+    distributed.shut_down()
+    return content
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluates on all sets that the flags name."""
+    parser, args = parse_args(argv)
+    with exit_on_setup_errors(parser):
+        run(args)
+
+
+if __name__ == "__main__":
+    run_program(main, "main_robustness.py")

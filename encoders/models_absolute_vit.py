@@ -1,0 +1,96 @@
+"""SimMIM's ViT with learned absolute positions instead of relative biases, as AMT has it: encoder and fine-tune model.
+
+Tokens can then be left out of a sequence without a bias for each pair of the rest. State-dict names are those of
+SimMIM's code.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from encoders.models_relative_vit import RelativeBlock, init_weights_simmim
+from models_vit import BASE, MICRO, MINI, Classifier, PositionedEncoder, drop_path_rates, layer_norm
+
+__all__ = [
+    "AbsoluteVisionTransformer",
+    "absolute_vit_micro_patch4",
+    "absolute_vit_mini_patch4",
+    "absolute_vit_base_patch16",
+]
+
+
+class AbsoluteViTEncoder(PositionedEncoder):
+    """The blocks of `models_relative_vit` without biases of the logits, and a learned position table.
+
+    img_size to drop_path_rate: see `models_vit.ViTEncoder`.
+    init_values: initial value of the layer scales.
+    pretraining: truncate the normal distribution of the initial weights at one sigma. As in the release, this is not
+        done in fine-tuning.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        init_values: float = 0.1,
+        pretraining: bool = True,
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.num_tokens, embed_dim))  # class token first
+        self.blocks = nn.ModuleList(
+            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values)
+            for rate in drop_path_rates(drop_path_rate, depth)
+        )
+        self.norm = layer_norm(embed_dim)
+        cut = 0.02 if pretraining else 2.0
+        init_weights_simmim(self, cut)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02, a=-cut, b=cut)
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones."""
+        return {"cls_token", "pos_embed"}
+
+
+class AbsoluteVisionTransformer(Classifier, AbsoluteViTEncoder):
+    """The encoder with a classification head, as AMT fine-tunes it.
+
+    num_classes: width of the head.
+    global_pool: `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the encoder's `norm`.
+        `token` takes the class token after the encoder's norm, as AMT does.
+    probe: must be False. It exists because the other fine-tune models have it.
+    kwargs: arguments of `AbsoluteViTEncoder`.
+    """
+
+    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+        super().__init__(pretraining=False, **kwargs)
+        if global_pool not in ("avg", "token"):
+            raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
+        if probe:
+            raise ValueError("this model has no probe: set trainable_blocks above 0, or leave it out")
+        self.global_pool = global_pool
+        if global_pool == "avg":
+            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
+        else:
+            self.fc_norm = nn.Identity()
+        self.head = nn.Linear(self.embed_dim, num_classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
+        nn.init.zeros_(self.head.bias)
+
+
+def absolute_vit_micro_patch4(**kwargs: Any) -> AbsoluteVisionTransformer:
+    return AbsoluteVisionTransformer(**{**MICRO, **kwargs})
+
+
+def absolute_vit_mini_patch4(**kwargs: Any) -> AbsoluteVisionTransformer:
+    return AbsoluteVisionTransformer(**{**MINI, **kwargs})
+
+
+def absolute_vit_base_patch16(**kwargs: Any) -> AbsoluteVisionTransformer:
+    return AbsoluteVisionTransformer(**{**BASE, **kwargs})

@@ -1,0 +1,265 @@
+"""The ViT with relative positions that SimMIM takes from BEiT (Bao et al., ICLR 2022): encoder and fine-tune model.
+
+Positions enter as learned biases of the attention logits. The outputs of attention and MLP have learned scales.
+State-dict names are those of SimMIM's releases.
+"""
+
+from typing import Any
+
+import torch
+from timm.layers import DropPath, Mlp
+from torch import nn
+from torch.nn import functional as F
+
+from encoders.rel_pos import grid_coords, relative_offset_index
+from models_vit import (
+    BASE,
+    MICRO,
+    MINI,
+    Classifier,
+    PatchEncoder,
+    attention_of_first,
+    drop_path_rates,
+    layer_norm,
+    split_heads,
+)
+
+__all__ = [
+    "RelativeVisionTransformer",
+    "relative_vit_micro_patch4",
+    "relative_vit_mini_patch4",
+    "relative_vit_base_patch16",
+]
+
+
+def relative_position_index(grid_size: tuple[int, int]) -> torch.Tensor:
+    """Returns the row of the bias table for each (query, key) of [class token, N raster tokens], int64 [1 + N, 1 + N].
+
+    The table has a row for each of the (2 rows - 1) (2 columns - 1) offsets, which are query less key. Three rows
+    follow, for (query, key) = (class, token), (token, class) and (class, class).
+    """
+    rows, columns = grid_size
+    offsets = (2 * rows - 1) * (2 * columns - 1)
+    index = torch.full((1 + rows * columns, 1 + rows * columns), offsets)  # (class, token)
+    index[1:, 1:] = relative_offset_index(grid_coords(rows, columns), grid_size)
+    index[1:, 0], index[0, 0] = offsets + 1, offsets + 2
+    return index
+
+
+class RelativePositionBias(nn.Module):
+    """Learned biases of the attention logits: one for each offset between two tokens, and three for the class token."""
+
+    def __init__(self, grid_size: tuple[int, int], num_heads: int) -> None:
+        super().__init__()
+        rows = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1) + 3
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(rows, num_heads))
+        self.register_buffer("relative_position_index", relative_position_index(grid_size), persistent=False)
+
+    def forward(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the biases of all tokens [1, heads, 1 + N, 1 + N].
+
+        With raster `ids` [B, n] it returns those of these tokens only, [B, heads, 1 + n, 1 + n].
+        """
+        index = self.relative_position_index
+        if ids is None:
+            index = index.unsqueeze(0)
+        else:
+            tokens = F.pad(ids + 1, (1, 0))  # [B, 1 + n], class token first
+            index = index[tokens.unsqueeze(2), tokens.unsqueeze(1)]
+        return lookup_bias(index, self.relative_position_bias_table)
+
+
+def lookup_bias(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Looks up rows `index` [..., q, k] of a bias table [rows, heads]. Returns [..., heads, q, k].
+
+    The result has the memory layout that fused attention needs on a GPU, and the precision of autocast. It is cast
+    here once, and not in each block that uses it.
+    """
+    device = table.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # the meta device, used to count costs, has no autocast
+        table = table.to(torch.get_autocast_dtype(device))
+    return F.embedding(index, table).movedim(-1, -3).contiguous()
+
+
+class RelativeAttention(nn.Module):
+    """Attention with biased logits. The projections of queries and values have a bias, that of keys has none.
+
+    dim, num_heads: width, and number of heads.
+    grid_size: (rows, columns) of the tokens if this layer has a bias table of its own, as in fine-tuning. Without it
+        the caller passes the bias, or None for logits without bias.
+    """
+
+    def __init__(self, dim: int, num_heads: int, grid_size: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
+        self.proj = nn.Linear(dim, dim)
+        if grid_size is not None:
+            own = RelativePositionBias(grid_size, num_heads)
+            self.relative_position_bias_table = own.relative_position_bias_table
+            self.register_buffer("relative_position_index", own.relative_position_index, persistent=False)
+
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Returns queries, keys and values of x [B, T, C], each [B, heads, T, d], and the bias of the logits."""
+        if bias is None and hasattr(self, "relative_position_bias_table"):
+            bias = lookup_bias(self.relative_position_index.unsqueeze(0), self.relative_position_bias_table)
+        qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)
+        return q, k, v, None if bias is None else bias.to(q.dtype)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v, bias = self.project(x, bias)
+        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+    def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
+        q, k, _, bias = self.project(x, bias)
+        return attention_of_first(q, k, bias)
+
+
+class RelativeBlock(nn.Module):
+    """Pre-norm block with layer scales that begin at `init_values`. `grid_size` is that of `RelativeAttention`."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        drop_path: float = 0.0,
+        init_values: float = 0.1,
+        grid_size: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = layer_norm(dim), layer_norm(dim)
+        self.attn = RelativeAttention(dim, num_heads, grid_size)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.gamma_1, self.gamma_2 = (nn.Parameter(torch.full((dim,), init_values)) for _ in range(2))
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
+        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
+
+    def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
+        return self.attn.cls_attention(self.norm1(x), bias)
+
+
+class RelativeViTEncoder(PatchEncoder):
+    """SimMIM's ViT, which has tables of relative-position biases instead of a position table.
+
+    img_size to drop_path_rate: see `models_vit.ViTEncoder`.
+    init_values: initial value of the layer scales.
+    shared_bias: True if all blocks share one bias table (pre-training), False if each has its own (fine-tuning).
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        init_values: float = 0.1,
+        shared_bias: bool = True,
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim)
+        grid_size = None if shared_bias else self.grid_size
+        self.blocks = nn.ModuleList(
+            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values, grid_size)
+            for rate in drop_path_rates(drop_path_rate, depth)
+        )
+        self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
+        self.norm = layer_norm(embed_dim)
+        # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
+        init_weights_simmim(self, cut=0.02 if shared_bias else 2.0)
+
+    def encode(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
+
+        Returns [B, 1 + n, D], class token first, before the final norm.
+        """
+        x, bias = self.start(tokens, ids)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm.
+
+        The fine-tune model has no norm here.
+        """
+        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
+
+    def start(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
+        x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        return x, None if self.rel_pos_bias is None else self.rel_pos_bias(ids)
+
+    def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
+
+        imgs: normalised images [B, C, H, W], of which all patches are visible.
+        """
+        x, bias = self.start(self.patch_embed(self.cut(imgs)))
+        for block in self.blocks[:-1]:
+            x = block(x, bias)
+        return self.blocks[-1].cls_attention(x, bias)
+
+
+def init_weights_simmim(encoder: PatchEncoder, cut: float) -> None:
+    """Initialises an encoder as SimMIM does: normal with sigma 0.02, truncated at +-`cut`, and zero biases.
+
+    The output layers of block k (from 1) are then divided by sqrt(2 k).
+    """
+    for m in encoder.modules():
+        if isinstance(m, (nn.Linear, nn.Conv2d)):
+            nn.init.trunc_normal_(m.weight, std=0.02, a=-cut, b=cut)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+    nn.init.trunc_normal_(encoder.cls_token, std=0.02, a=-cut, b=cut)
+    for number, block in enumerate(encoder.blocks, start=1):
+        for linear in (block.attn.proj, block.mlp.fc2):
+            linear.weight.data.div_((2 * number) ** 0.5)
+
+
+class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
+    """The encoder with a classification head, as SimMIM fine-tunes it: a bias table per block, mean pooling, `fc_norm`.
+
+    num_classes: width of the head.
+    global_pool, probe: must be `avg` and False. They exist because the other fine-tune models have them.
+    kwargs: arguments of `RelativeViTEncoder`.
+    """
+
+    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+        super().__init__(shared_bias=False, **kwargs)
+        if global_pool != "avg" or probe:
+            raise ValueError(
+                f"this model pools its patch tokens (global_pool 'avg') and has no probe, "
+                f"got global_pool {global_pool!r} and probe {probe}"
+            )
+        self.global_pool = global_pool
+        self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
+        self.head = nn.Linear(self.embed_dim, num_classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
+        nn.init.zeros_(self.head.bias)
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""
+        return {"cls_token"}
+
+
+def relative_vit_micro_patch4(**kwargs: Any) -> RelativeVisionTransformer:
+    return RelativeVisionTransformer(**{**MICRO, **kwargs})
+
+
+def relative_vit_mini_patch4(**kwargs: Any) -> RelativeVisionTransformer:
+    return RelativeVisionTransformer(**{**MINI, **kwargs})
+
+
+def relative_vit_base_patch16(**kwargs: Any) -> RelativeVisionTransformer:
+    return RelativeVisionTransformer(**{**BASE, **kwargs})

@@ -1,0 +1,494 @@
+"""The Swin Transformer (Liu et al., ICCV 2021): an encoder for dense or visible tokens, and the fine-tune model.
+
+State-dict names are those of Swin's and SimMIM's releases, in which a stage ends with its `downsample`.
+
+Dense tokens stay on their grid, [B, rows, columns, C], from the patches to the final norm. Visible tokens (GreenMIM,
+Huang et al., NeurIPS 2022) belong to whole units, the squares of tokens that become one cell of the last stage. Their
+shape is [B, units, side, side, C], and the side halves from stage to stage. Patch merging on a unit is the same as on
+an image. Windows do not line up with units, so they become groups of tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from timm.layers import DropPath, Mlp
+from torch import nn
+from torch.nn import functional as F
+
+from encoders.models_relative_vit import lookup_bias
+from encoders.rel_pos import grid_coords, relative_offset_index
+from encoders.window_groups import plan_groups
+from models_vit import PatchEmbed, check_image_size, drop_path_rates, patchify, split_heads
+
+__all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
+
+MICRO = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)  # ours, for 32-px images
+BASE = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+LARGE = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
+
+
+class SwinPatchEmbed(PatchEmbed):
+    """Patch embedding with a norm: patches [B, N, p*p*C] become tokens [B, N, D]."""
+
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
+        super().__init__(patch_size, in_chans, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(patches))
+
+
+class WindowAttention(nn.Module):
+    """Attention inside windows, with a learned bias for each offset between two tokens."""
+
+    def __init__(self, dim: int, window: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
+        index = relative_offset_index(grid_coords(window, window), (window, window))  # [L, L]
+        self.register_buffer("relative_position_index", index, persistent=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attends inside W windows of L tokens, [B, W, L, C]. The mask [W, L, L] is added to the logits."""
+        return self.proj(self.attend(self.qkv(x), self.relative_position_index, mask))
+
+    def among_visible(self, x: torch.Tensor, groups: "WindowGroups") -> torch.Tensor:
+        """Attends among visible tokens [B, T, C]. The projections do not run on the padding of the groups."""
+        x = self.attend(groups.gather(self.qkv(x)), groups.bias_index, groups.mask)
+        return self.proj(groups.scatter(x))
+
+    def attend(self, qkv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attends inside G groups of L tokens, given their queries, keys and values [B, G, L, 3 C].
+
+        index: row of the bias table for each pair, [L, L] or [G, L, L]. mask: None, or [G, L, L], added to the logits.
+        Returns [B, G, L, C].
+        """
+        B, G, L, _ = qkv.shape
+        bias = lookup_bias(index, self.relative_position_bias_table)  # [heads, L, L] or [G, heads, L, L]
+        if mask is not None:
+            bias = bias + mask.unsqueeze(1).to(bias.dtype)
+        q, k, v = split_heads(qkv, self.num_heads)  # [B, G, heads, L, d] each
+        # All images share the bias. If it differs between groups, groups and heads become one dimension. If all groups
+        # share it, groups and images do.
+        if bias.ndim == 4:
+            (q, k, v), bias = (x.flatten(1, 2) for x in (q, k, v)), bias.flatten(0, 1).unsqueeze(0)
+        else:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        return x.reshape(B, G, self.num_heads, L, -1).transpose(2, 3).flatten(3)
+
+
+class SwinBlock(nn.Module):
+    """Pre-norm block with attention in windows of `window` x `window` tokens, which are shifted by `shift` tokens."""
+
+    def __init__(
+        self,
+        dim: int,
+        grid_size: tuple[int, int],
+        num_heads: int,
+        window: int,
+        shift: int,
+        mlp_ratio: float,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.window, self.shift = window, shift
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attn = WindowAttention(dim, window, num_heads)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
+
+    def forward(self, x: torch.Tensor, groups: "WindowGroups | None" = None) -> torch.Tensor:
+        """Runs the block on dense tokens [B, rows, columns, C] or, with `groups`, on visible tokens [B, T, C]."""
+        y = self.norm1(x)
+        x = x + self.drop_path(self.attend(y) if groups is None else self.attn.among_visible(y, groups))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """Rolls dense tokens [B, rows, columns, C] by the shift, attends inside windows, and rolls them back."""
+        if self.shift:
+            x = x.roll((-self.shift, -self.shift), dims=(1, 2))
+        x = join_windows(self.attn(cut_windows(x, self.window), self.attn_mask), self.window, x.shape[1:3])
+        return x.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else x
+
+
+def cut_windows(x: torch.Tensor, window: int) -> torch.Tensor:
+    """Cuts [B, rows, columns, C] into windows [B, W, window * window, C], both in raster order."""
+    B, rows, columns, C = x.shape
+    x = x.view(B, rows // window, window, columns // window, window, C)
+    return x.transpose(2, 3).reshape(B, -1, window * window, C)
+
+
+def join_windows(x: torch.Tensor, window: int, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Joins windows [B, W, window * window, C] into [B, rows, columns, C], the inverse of `cut_windows`."""
+    rows, columns = grid_size
+    x = x.view(len(x), rows // window, columns // window, window, window, x.shape[-1])
+    return x.transpose(2, 3).reshape(len(x), rows, columns, -1)
+
+
+def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> torch.Tensor:
+    """Returns a mask [W, L, L] with -100 between tokens that share a window only because of the roll."""
+    parts = []
+    for side in grid_size:
+        rolled = (torch.arange(side) + shift) % side
+        parts.append((rolled - shift + window) // window)  # the window of each place if nothing were rolled
+    region = parts[0][:, None] * (max(grid_size) + 1) + parts[1]
+    region = cut_windows(region.view(1, *grid_size, 1), window)[0, :, :, 0]  # [W, L]
+    return (region[:, :, None] != region[:, None, :]) * -100.0
+
+
+class PatchMerging(nn.Module):
+    """Merges four neighbouring tokens into one token of twice the width."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(4 * dim), nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Merges [B, rows, columns, C] into [B, rows / 2, columns / 2, 2 C].
+
+        The four neighbours (row, column) are concatenated in the order 00, 10, 01, 11.
+        """
+        x = torch.cat([x[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], dim=-1)
+        return self.reduction(self.norm(x))
+
+
+class WindowGroups:
+    """Which of T visible tokens attend to each other, computed in groups of whole windows that are padded to one size.
+
+    coords: (row, column) of each token, int64 [T, 2].
+    window, shift: side of a window, and shift of all windows, in tokens.
+    groups: tokens of each group, int64 [G, g], padded with -1. None is one group of all tokens. The grouping changes
+        the cost only, not the result.
+    """
+
+    def __init__(self, coords: torch.Tensor, window: int, shift: int, groups: torch.Tensor | None = None) -> None:
+        self.ids: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
+        if groups is None:
+            coords, present = coords.unsqueeze(0), None  # [1, T, 2]
+        else:
+            present, T = groups >= 0, len(coords)
+            if groups.device.type == "cpu" and not torch.compiler.is_compiling() and int(present.sum()) != T:
+                raise ValueError(f"the plan groups {int(present.sum())} tokens, but {T} are visible")
+            self.ids = groups.clamp(min=0)
+            ranks = torch.arange(groups.numel(), device=groups.device)
+            home = torch.where(present, groups, T).flatten()  # padding is sent to a place after the last token
+            self.slots = torch.full((T + 1,), -1, device=groups.device).scatter_(0, home, ranks)[:T]
+            coords = coords[self.ids]  # [G, g, 2]
+        homes = window_of(coords, window, shift)
+        same = (homes[:, :, None] == homes[:, None]).all(dim=-1)
+        if present is not None:
+            same = same & present[:, :, None] & present[:, None]
+        self.bias_index = torch.where(same, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
+        self.mask = torch.where(same, 0.0, -100.0)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers the tokens [B, T, C] of each group. Returns [B, G, g, C]."""
+        if self.ids is None:
+            return x.unsqueeze(1)
+        return _Gather.apply(x, self.ids.flatten(), self.slots).unflatten(1, self.ids.shape)
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Puts the tokens of all groups [B, G, g, C] back into their order [B, T, C] and drops the padding."""
+        return x.squeeze(1) if self.ids is None else x.flatten(1, 2).index_select(1, self.slots)
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers tokens [B, T, C] into slots [B, S, C].
+
+    Padding reads token 0 and gets no gradient. The backward pass is therefore a gather, too. A scatter would add up in
+    no fixed order on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        return x.index_select(1, ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return gradient.index_select(1, slots), None, None
+
+
+def window_of(coords: torch.Tensor, window: int, shift: int) -> torch.Tensor:
+    """Returns the (row, column) of the shifted window that holds each token (row, column) [..., 2], without a roll."""
+    return (coords + (window - shift) % window) // window
+
+
+def unit_coords(units: torch.Tensor, columns: int, side: int) -> torch.Tensor:
+    """Returns the (row, column) of all tokens of the units [V], raster ids on a grid that is `columns` units wide.
+
+    A unit has side * side tokens. The result has the shape [V * side * side, 2].
+    """
+    y, x = units // columns, units % columns
+    corner = side * torch.stack([y, x], dim=-1)  # [V, 2]
+    inside = torch.stack(torch.meshgrid(*[torch.arange(side, device=units.device)] * 2, indexing="ij"), dim=-1)
+    return (corner[:, None, None] + inside).flatten(0, 2)
+
+
+class GroupPlanner:
+    """Plans the window groups of every stage for a set of visible units. It is slow, so the DataLoader workers run it.
+
+    `planner(units)` takes raster ids, int64 [V], and returns int64 [G, window * window] for each stage and shift, for
+    `SwinEncoder.encode_visible` on sorted units. A group has the size of a full window for every mask, so that shapes
+    are static. Only the attention itself runs on the padding.
+
+    The number of groups depends on the mask. Plans are padded to the largest number among `samples` random masks. If a
+    mask needs more in any stage, its plans are padded to a number that no mask can exceed. So there are two shapes.
+    """
+
+    def __init__(self, encoder: "SwinEncoder", num_visible: int, samples: int = 64) -> None:
+        self.columns, self.stages = encoder.unit_grid[1], encoder.grouped_stages(num_visible)
+        # Any two groups exceed the capacity of one group. Otherwise they would have been merged.
+        tokens = [num_visible * side**2 for side, _, _ in self.stages]
+        self.ceilings = [2 * (T // (window**2 + 1)) + 1 for T, (_, window, _) in zip(tokens, self.stages, strict=True)]
+        rng, num_units = np.random.default_rng(0), encoder.unit_grid[0] * encoder.unit_grid[1]
+        self.capacities = [0] * len(self.stages)
+        if self.stages:
+            for _ in range(samples):
+                units = torch.from_numpy(np.sort(rng.permutation(num_units)[:num_visible]))
+                needed = [len(plan) for plan in self.plan(units, [0] * len(self.stages))]
+                self.capacities = [max(pair) for pair in zip(self.capacities, needed, strict=True)]
+
+    def __call__(self, units: torch.Tensor) -> list[torch.Tensor]:
+        plans = self.plan(units, self.capacities)
+        if any(len(plan) > capacity for plan, capacity in zip(plans, self.capacities, strict=True)):
+            plans = self.plan(units, self.ceilings)
+        return plans
+
+    def shapes(self, units: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Returns plans of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
+        if not self.stages:
+            return []
+        largest = self.plan(units, self.ceilings)
+        return [[plan[:n] for plan, n in zip(largest, self.capacities, strict=True)], largest]
+
+    def plan(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
+        """Returns a plan for each stage and shift, padded to at least `capacities` groups."""
+        plans, units = [], units.sort().values  # tokens are numbered in the order in which the encoder takes them
+        for (side, window, shift), capacity in zip(self.stages, capacities, strict=True):
+            y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
+            plans.append(torch.from_numpy(plan_groups(y * (x.max() + 1) + x, window**2, capacity)))
+        return plans
+
+
+class Stage(nn.Module):
+    """Blocks on one grid, of which every second one has shifted windows, and the merging into the next stage.
+
+    dim, grid_size, num_heads, window, mlp_ratio: see `SwinBlock`. The window shrinks to the grid's shorter side.
+    drop_paths: drop-path rate of each block.
+    downsample: whether the stage ends with `PatchMerging`. The last stage does not.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        grid_size: tuple[int, int],
+        num_heads: int,
+        window: int,
+        mlp_ratio: float,
+        drop_paths: Sequence[float],
+        downsample: bool,
+    ) -> None:
+        super().__init__()
+        shift = 0 if min(grid_size) <= window else window // 2  # one window, or one row of windows, is not shifted
+        window = min(window, *grid_size)
+        if any(side % window for side in grid_size):
+            raise ValueError(f"windows of {window} do not divide the stage's {grid_size[0]} x {grid_size[1]} tokens")
+        self.blocks = nn.ModuleList(
+            SwinBlock(dim, grid_size, num_heads, window, shift if i % 2 else 0, mlp_ratio, rate)
+            for i, rate in enumerate(drop_paths)
+        )
+        self.window, self.shifts = window, sorted({block.shift for block in self.blocks})
+        self.downsample = PatchMerging(dim) if downsample else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs the stage on dense tokens [B, rows, columns, C]. Merging makes them [B, rows / 2, columns / 2, 2 C]."""
+        for block in self.blocks:
+            x = block(x)
+        return x if self.downsample is None else self.downsample(x)
+
+    def forward_visible(self, x: torch.Tensor, groups: dict[int, WindowGroups]) -> torch.Tensor:
+        """Runs the stage on visible units [B, V, side, side, C], with the window groups of each shift.
+
+        Merging makes them [B, V, side / 2, side / 2, 2 C].
+        """
+        shape, x = x.shape, x.flatten(1, 3)
+        for block in self.blocks:
+            x = block(x, groups[block.shift])
+        x = x.view(-1, *shape[2:])  # the merging takes units for images
+        x = x if self.downsample is None else self.downsample(x)
+        return x.unflatten(0, shape[:2])
+
+
+class SwinEncoder(nn.Module):
+    """Patch embedding, stages of windowed attention, and final norm.
+
+    img_size, patch_size, in_chans: image side or (height, width) and side of a patch in pixels, and colour channels.
+        The number of tokens per side must halve from stage to stage and divide into windows.
+    embed_dim: width of the first stage. It doubles from stage to stage.
+    depths, num_heads: number of blocks and of heads in each stage.
+    window_size, mlp_ratio: side of a window in tokens, and hidden width of an MLP as a multiple of the stage's width.
+    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        embed_dim: int = 128,
+        depths: Sequence[int] = (2, 2, 18, 2),
+        num_heads: Sequence[int] = (4, 8, 16, 32),
+        window_size: int = 7,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.img_size = (height, width)
+        self.stride = patch_size * 2 ** (len(depths) - 1)
+        if any(side < self.stride or side % self.stride for side in self.img_size):
+            raise ValueError(f"img_size {self.img_size[0]} x {self.img_size[1]} must be a multiple of {self.stride} px")
+        self.patch_size, self.embed_dim, self.depths = patch_size, embed_dim, tuple(depths)
+        self.grid_size = self.token_grid = (height // patch_size, width // patch_size)
+        self.unit_grid = (height // self.stride, width // self.stride)  # the cells of the last stage
+        self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
+        rates = drop_path_rates(drop_path_rate, sum(depths))
+        self.layers = nn.ModuleList()
+        for s, depth in enumerate(depths):
+            grid_size, first = (self.token_grid[0] >> s, self.token_grid[1] >> s), sum(depths[:s])
+            stage_rates, downsample = rates[first : first + depth], s < len(depths) - 1
+            stage = Stage(embed_dim << s, grid_size, num_heads[s], window_size, mlp_ratio, stage_rates, downsample)
+            self.layers.append(stage)
+        self.num_features = embed_dim << (len(depths) - 1)
+        self.norm = nn.LayerNorm(self.num_features)
+        self.apply(init_weights)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    def cut(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
+        check_image_size(imgs, self.img_size)
+        return patchify(imgs, self.patch_size)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Runs all stages and the norm on embedded tokens [B, N, D]. Returns [B, cells, 8 D] in raster order."""
+        x = tokens.unflatten(1, self.token_grid)
+        for stage in self.layers:
+            x = stage(x)
+        return self.norm(x.flatten(1, 2))
+
+    def encode_visible(
+        self, tokens: torch.Tensor, units: torch.Tensor, plans: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """Runs all stages and the norm on embedded tokens of V units [B, V, side, side, D]. Returns [B, V, 8 D].
+
+        units: raster ids [V] of the units, the same for all images.
+        plans: groups made by `GroupPlanner`. Without them every stage is one group of all tokens, which gives the same
+            result and is slower.
+        """
+        grouped = self.grouped_stages(len(units))
+        if len(plans) not in (0, len(grouped)):
+            raise ValueError(f"{len(grouped)} plans are needed, or none, got {len(plans)}")
+        x, remaining = tokens, iter(plans)
+        for stage in self.layers:
+            side = x.shape[2]
+            coords, groups = unit_coords(units, self.unit_grid[1], side), {}
+            for shift in stage.shifts:
+                plan = next(remaining, None) if (side, stage.window, shift) in grouped else None
+                groups[shift] = WindowGroups(coords, stage.window, shift, plan)
+            x = stage.forward_visible(x, groups)
+        return self.norm(x.flatten(1, 3))
+
+    def grouped_stages(self, num_units: int) -> list[tuple[int, int, int]]:
+        """Returns (tokens per side of a unit, window, shift) where windows are grouped: above two windows of tokens."""
+        sides = [self.stride // self.patch_size >> s for s in range(len(self.layers))]
+        stages = zip(sides, self.layers, strict=True)
+        many = [(side, stage) for side, stage in stages if num_units * side**2 > 2 * stage.window**2]
+        return [(side, stage.window, shift) for side, stage in many for shift in stage.shifts]
+
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, cells, 8 D] of normalised images [B, C, H, W]."""
+        return self.encode(self.patch_embed(self.cut(imgs)))
+
+
+def init_weights(module: nn.Module) -> None:
+    """Initialises one module as Swin does: linear layers and bias tables normal with sigma 0.02, biases zero.
+
+    The patch convolution keeps PyTorch's default.
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, WindowAttention):
+        nn.init.trunc_normal_(module.relative_position_bias_table, std=0.02)
+
+
+class SwinTransformer(SwinEncoder):
+    """The encoder with a classification head on the mean of its tokens. All modules are trained.
+
+    num_classes: width of the head.
+    global_pool, probe: must be `avg` and False. They exist because the other fine-tune models have them.
+    kwargs: arguments of `SwinEncoder`.
+    """
+
+    frozen: Sequence[nn.Module] = ()  # modules that stay in eval mode
+
+    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if global_pool != "avg" or probe:
+            raise ValueError(
+                f"Swin pools its tokens (global_pool 'avg') and has no probe, "
+                f"got global_pool {global_pool!r} and probe {probe}"
+            )
+        self.global_pool, self.head = global_pool, nn.Linear(self.num_features, num_classes)
+        init_weights(self.head)
+
+    @property
+    def blocks(self) -> list[SwinBlock]:
+        """The blocks of all stages, in order."""
+        return [block for stage in self.layers for block in stage.blocks]
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
+        x = self.forward_features(imgs).mean(dim=1)
+        with torch.autocast(x.device.type, enabled=False):  # many bfloat16 logits would tie
+            return self.head(x.to(self.head.weight.dtype))
+
+    def freeze_all_but(self, trainable_blocks: int) -> None:
+        """Raises ValueError, because Swin is fine-tuned as a whole."""
+        raise ValueError(f"Swin is fine-tuned as a whole, got trainable_blocks {trainable_blocks}")
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones: the bias tables."""
+        return {name for name, _ in self.named_parameters() if name.endswith("relative_position_bias_table")}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Describes the layers to timm's layer-wise learning-rate decay: embedding, each block, then norm and head.
+
+        A stage's merging belongs to its last block.
+        """
+        merging = [(rf"^layers\.{s}\.downsample", (s, depth - 1)) for s, depth in enumerate(self.depths)]
+        return {"stem": r"^patch_embed", "blocks": [(r"^layers\.(\d+)\.blocks\.(\d+)", None), *merging]}
+
+
+def swin_micro_patch4_window4(**kwargs: Any) -> SwinTransformer:
+    return SwinTransformer(**{**MICRO, **kwargs})
+
+
+def swin_base_patch4_window7(**kwargs: Any) -> SwinTransformer:
+    return SwinTransformer(**{**BASE, "window_size": 7, **kwargs})
+
+
+def swin_large_patch4_window14(**kwargs: Any) -> SwinTransformer:
+    return SwinTransformer(**{**LARGE, "window_size": 14, **kwargs})

@@ -1,0 +1,230 @@
+"""The timm architecture, arguments and weights that equal an encoder or a classifier of this project.
+
+| model here | timm architecture |
+|---|---|
+| `models_vit` | `vit_<size>_patch<p>_224`, a `VisionTransformer` |
+| `models_relative_vit` | `beit_base_patch16_224` |
+| `models_absolute_vit` | `beit_base_patch16_224` with `use_abs_pos_emb` instead of `use_rel_pos_bias` |
+| `models_swin` | `swin_<size>_patch4_window7_224` |
+
+Sizes that differ from those of the architecture become arguments.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import models_vit
+from encoders.models_absolute_vit import AbsoluteViTEncoder
+from encoders.models_relative_vit import RelativeViTEncoder
+from encoders.models_swin import SwinEncoder
+
+TOLERANCE = 1e-5  # of the outputs, absolute and relative
+
+Weights = dict[str, torch.Tensor]
+BEIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0, in_chans=3)
+SWIN_SIZES = {
+    "swin_tiny_patch4_window7_224": dict(embed_dim=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24]),
+    "swin_small_patch4_window7_224": dict(embed_dim=96, depths=[2, 2, 18, 2], num_heads=[3, 6, 12, 24]),
+    "swin_base_patch4_window7_224": dict(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32]),
+    "swin_large_patch4_window7_224": dict(embed_dim=192, depths=[2, 2, 18, 2], num_heads=[6, 12, 24, 48]),
+}
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Returns whether a model of this project is a classifier, and not an encoder alone."""
+    return hasattr(model, "head")
+
+
+def channels_of(model: nn.Module) -> int:
+    """Returns the number of colour channels of the model's images."""
+    return model.patch_embed.proj.in_channels
+
+
+def timm_weights(model: nn.Module) -> Weights:
+    """Returns the model's state dict with a plain linear head: the BatchNorm of a linear probe is folded into it.
+
+    timm's models have these names, and `timm.create_model` renames those of Swin as it loads them from a folder.
+    """
+    state = model.state_dict()
+    if not is_classifier(model) or not isinstance(model.head, nn.Sequential):
+        return state
+    # BatchNorm, then linear: W ((x - mean) / s) + b = (W / s) x + (b - (W / s) mean), with s = sqrt(var + eps).
+    without_head = {name: value for name, value in state.items() if not name.startswith("head.")}
+    names = ("0.running_mean", "0.running_var", "1.weight", "1.bias")
+    mean, var, weight, bias = (state[f"head.{name}"].double() for name in names)
+    weight = weight / (var + model.head[0].eps).sqrt()
+    return without_head | {"head.weight": weight.float(), "head.bias": (bias - weight @ mean).float()}
+
+
+def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the keyword arguments with which `timm.create_model` builds `model`, without its weights.
+
+    Raises ValueError for a Swin Transformer that timm cannot build.
+    """
+    if isinstance(model, SwinEncoder):
+        name, options = swin_arguments(model)
+    elif isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
+        name, options = beit_arguments(model)
+    else:
+        name, options = vit_arguments(model)
+    if not is_classifier(model):
+        return name, options | {"num_classes": 0}
+    head = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
+    return name, options | {"global_pool": model.global_pool, "num_classes": head.out_features}
+
+
+def size_option(model: nn.Module) -> dict[str, Any]:
+    """Returns timm's `img_size`, one side or (height, width), or nothing for 224 pixels."""
+    height, width = model.img_size
+    if (height, width) == (224, 224):
+        return {}
+    return {"img_size": height if height == width else (height, width)}
+
+
+def vit_arguments(model: models_vit.ViTEncoder) -> tuple[str, dict[str, Any]]:
+    """Returns `timm_arguments` of a plain ViT, without those of its head."""
+    block, patch_size, options = model.blocks[0], model.patch_size, size_option(model)
+    factory, _ = models_vit.find_factory(model.embed_dim, len(model.blocks), "the model")
+    name = f"{factory.rpartition('_')[0]}_patch{patch_size}_224"
+    if not timm.is_model(name):
+        name = f"{factory}_224"
+        options["patch_size"] = patch_size
+    if not timm.is_model(name):  # timm has no ViT of this size: give all sizes
+        name = "vit_base_patch16_224"
+        options |= dict(embed_dim=model.embed_dim, depth=len(model.blocks), num_heads=block.attn.num_heads)
+    mlp_ratio = block.mlp.fc1.out_features / model.embed_dim
+    if channels_of(model) != 3:
+        options["in_chans"] = channels_of(model)
+    if mlp_ratio != 4:
+        options["mlp_ratio"] = mlp_ratio
+    return name, options
+
+
+def beit_arguments(model: RelativeViTEncoder | AbsoluteViTEncoder) -> tuple[str, dict[str, Any]]:
+    """Returns `timm_arguments` of a ViT with layer scales, without `num_classes`.
+
+    An encoder has the pooling `token`, because timm's BEiT drops the final norm for `avg`.
+    """
+    block = model.blocks[0]
+    sizes = dict(
+        patch_size=model.patch_size,
+        embed_dim=model.embed_dim,
+        depth=len(model.blocks),
+        num_heads=block.attn.num_heads,
+        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        in_chans=channels_of(model),
+    )
+    options = size_option(model) | {name: value for name, value in sizes.items() if value != BEIT_BASE[name]}
+    if isinstance(model, AbsoluteViTEncoder):
+        options |= dict(use_abs_pos_emb=True, use_rel_pos_bias=False)
+    return "beit_base_patch16_224", options | {"global_pool": "token"}
+
+
+def swin_arguments(model: SwinEncoder) -> tuple[str, dict[str, Any]]:
+    """Returns `timm_arguments` of a Swin Transformer, without those of its head.
+
+    Raises ValueError if timm would cut other windows.
+    """
+    window_size = max(stage.window for stage in model.layers)
+    check_windows(model, window_size)
+    block, options = model.layers[0].blocks[0], size_option(model)
+    sizes = dict(
+        embed_dim=model.embed_dim,
+        depths=list(model.depths),
+        num_heads=[stage.blocks[0].attn.num_heads for stage in model.layers],
+    )
+    name = next((known for known, published in SWIN_SIZES.items() if published == sizes), None)
+    if name is None:
+        name = "swin_base_patch4_window7_224"
+        options |= sizes
+    others = dict(
+        patch_size=model.patch_size,
+        window_size=window_size,
+        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        in_chans=channels_of(model),
+    )
+    defaults = dict(patch_size=4, window_size=7, mlp_ratio=4.0, in_chans=3)
+    return name, options | {key: value for key, value in others.items() if value != defaults[key]}
+
+
+def check_windows(model: SwinEncoder, window_size: int) -> None:
+    """Raises ValueError if timm's windows or shifts differ from the model's.
+
+    timm limits a window to the grid, and leaves out the shift, for rows and columns each on their own. Here, a window
+    is square, and one row of windows is not shifted at all.
+    """
+    for number, stage in enumerate(model.layers):
+        rows, columns = (side >> number for side in model.token_grid)
+        windows = [min(window_size, side) for side in (rows, columns)]
+        shifts = [0 if side <= window_size else window_size // 2 for side in (rows, columns)]
+        shift = max(stage.shifts)
+        if windows != [stage.window] * 2 or (len(stage.blocks) > 1 and shifts != [shift] * 2):
+            raise ValueError(
+                f"timm has no such Swin Transformer: on the {rows} x {columns} tokens of stage {number} its windows "
+                f"are {windows[0]} x {windows[1]}, shifted by {shifts[0]} and {shifts[1]}, and this model's are "
+                f"{stage.window} x {stage.window}, shifted by {shift}"
+            )
+
+
+@torch.inference_mode()
+def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
+    """Returns the largest difference of a timm model's features or logits from ours, as text.
+
+    The outputs of two random images are compared in float32. If they differ by more than TOLERANCE, which may be
+    rounding, they are compared in float64. Raises ValueError if they still differ, FloatingPointError if they are not
+    finite.
+    """
+    imgs, differences = random_images(ours), []
+    for dtype in (torch.float32, torch.float64):
+        models = ours.to(dtype), theirs.to(dtype)
+        expected, output = (output_of(model, imgs.to(dtype), is_classifier(ours)) for model in models)
+        differences.append(f"{(output - expected).abs().max().item():.1e}")
+        if torch.allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE):
+            return " in float32, which is rounding: in float64 ".join(differences)
+    outputs = "logits" if is_classifier(ours) else "features"
+    raise ValueError(
+        f"timm's {outputs} differ from ours by up to {differences[-1]}, more than {TOLERANCE}; nothing is written"
+    )
+
+
+def random_images(model: nn.Module) -> torch.Tensor:
+    """Returns two images of noise [2, C, H, W] for a model of this project."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, channels_of(model), *model.img_size, generator=generator)
+
+
+def output_of(model: nn.Module, imgs: torch.Tensor, as_classifier: bool) -> torch.Tensor:
+    """Returns the logits of a model, ours or timm's, or its features [B, tokens, D].
+
+    FloatingPointError if they are not finite.
+    """
+    output = model(imgs) if as_classifier else model.forward_features(imgs)
+    if not output.isfinite().all():
+        raise FloatingPointError(
+            f"the {'logits' if as_classifier else 'features'} of two random images are not finite; nothing is written"
+        )
+    return output.flatten(1, 2) if output.ndim == 4 else output  # timm's Swin keeps the grid
+
+
+def data_config(model: nn.Module, settings: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:
+    """Returns timm's `pretrained_cfg` of a model: the images that it takes, and the names of its first and last layer.
+
+    settings: those of the run. mean, std: of the pixels.
+    """
+    in_chans, size = channels_of(model), list(model.img_size)
+    return dict(
+        input_size=[in_chans, *size],
+        fixed_input_size=True,
+        mean=mean,
+        std=std,
+        crop_pct=settings.get("crop_pct") or (0.875 if max(size) <= 224 else 1.0),
+        interpolation="bicubic",
+        num_classes=timm_arguments(model)[1]["num_classes"],
+        # Older versions of timm drop a first kernel of another number of channels if they know its name.
+        first_conv="patch_embed.proj" if in_chans in (1, 3) else None,
+        classifier="head.fc" if isinstance(model, SwinEncoder) else "head",
+    )

@@ -1,0 +1,214 @@
+"""AMT (Liu et al., "Good helper is around you: Attention-driven Masked Image Modeling"), a peer of PR-MIM.
+
+It is built on MAE and on SimMIM.
+
+One weighted permutation of the tokens decides everything. The tokens drawn first, those of high attention, are masked
+and reconstructed. The next ones are thrown: neither encoder nor decoder sees them. The last ones are visible. The
+weights are the attention maps of `frameworks/attention_phases.py`. Before there are maps, masking is random and nothing
+is thrown.
+
+In the notation of PR-MIM `mask_ratio` includes the thrown tokens: AMT's mask ratio .45 and throw ratio .40 are
+mask_ratio .85 and throw_ratio .40 here. AMT does not supervise thrown tokens, which is `--no-progressive`.
+With `--progressive` they get PR-MIM's aggregation, which nobody has published.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from encoders.models_absolute_vit import AbsoluteViTEncoder
+from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
+from models_mae_pr import MaskedAutoencoderViT
+from models_vit import BASE, MICRO, MINI
+from prmim import TokenCounts, TokenOrder, TokenOrderSampler
+from util.peer_sampling import weighted_permutation
+from util.run.checkpoint import load_strict
+
+__all__ = [
+    "AMTViT",
+    "AMTSimMIMViT",
+    "amt_vit_micro_patch4",
+    "amt_vit_mini_patch4",
+    "amt_vit_base_patch16",
+    "amt_simmim_vit_micro_patch4",
+    "amt_simmim_vit_mini_patch4",
+    "amt_simmim_vit_base_patch16",
+]
+
+RANDOM_MASK_RATIO = 0.75  # before there are attention maps
+
+
+def count_amt(num_tokens: int, mask_ratio: float, throw_ratio: float) -> TokenCounts:
+    """Returns AMT's counts: int(N (mask_ratio - throw_ratio)) retained tokens and int(N mask_ratio) masked ones.
+
+    For example, 196 tokens with ratios 0.85 and 0.4 give 30 visible, 88 retained and 78 thrown tokens. Raises
+    ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
+    """
+    TokenCounts.from_ratios(num_tokens, mask_ratio, throw_ratio)  # checks the ratios
+    # A difference of decimals such as .85 - .4 may lie just below its exact value.
+    num_retained, num_masked = (int(num_tokens * share + 1e-9) for share in (mask_ratio - throw_ratio, mask_ratio))
+    return TokenCounts(num_tokens - num_masked, num_retained, num_masked - num_retained)
+
+
+def count_amt_units(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
+    """Returns AMT's counts if whole units of mask_unit * mask_unit tokens are masked and thrown, both rounded up.
+
+    For example, 49 units with ratios 0.7 and 0.26 give 14 visible, 22 retained and 13 thrown units. Raises ValueError
+    unless 0 <= throw_ratio < mask_ratio < 1 and at least one unit is visible.
+    """
+    units = num_tokens // mask_unit**2
+    num_retained, num_thrown = (math.ceil(units * share - 1e-9) for share in (mask_ratio - throw_ratio, throw_ratio))
+    num_visible = units - num_retained - num_thrown
+    if not 0 <= throw_ratio < mask_ratio < 1 or num_visible < 1:
+        raise ValueError(
+            f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens) and leave one of "
+            f"{units} units visible, got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
+        )
+    return TokenCounts(*(count * mask_unit**2 for count in (num_visible, num_retained, num_thrown)))
+
+
+class AMTOrderSampler(TokenOrderSampler):
+    """Draws one weighted permutation of the masked units: the first are retained, the next thrown, the last visible."""
+
+    def __call__(
+        self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Returns ids_shuffle [B, N] for noise [B, N]. weights: of the tokens [B, N], by default all the same.
+
+        The weight of a unit is the mean of its tokens' weights. Its noise is that of its first token. `visible` is not
+        used.
+        """
+        unit, (rows, columns) = self.mask_unit, self.grid_size
+        cells = (len(noise), rows // unit, unit, columns // unit, unit)
+        unit_noise = noise.reshape(cells)[:, :, 0, :, 0].reshape(len(noise), -1)  # [B, units]
+        unit_weights = np.ones_like(unit_noise)
+        if weights is not None:
+            unit_weights = weights.reshape(cells).mean(axis=(2, 4)).reshape(len(noise), -1)
+        order = weighted_permutation(unit_weights, unit_noise)
+        num_retained, num_masked = (n // unit**2 for n in (self.counts.num_retained, self.counts.num_masked))
+        state = np.zeros(order.shape, np.int8)  # 0 visible, 1 retained, 2 thrown
+        np.put_along_axis(state, order[:, :num_retained], 1, axis=1)
+        np.put_along_axis(state, order[:, num_retained:num_masked], 2, axis=1)
+        state = state.reshape(-1, rows // unit, 1, columns // unit, 1)
+        state = np.broadcast_to(state, cells).reshape(noise.shape)
+        return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
+
+
+class AMTViT(MaskedAutoencoderViT):
+    """MAE with AMT's masking and throwing. It has MAE's parameters, and loads MAE's releases and AMT's.
+
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
+    kwargs: arguments of `MaskedAutoencoderViT`. AMT itself has `progressive=False`.
+    """
+
+    masks_by_attention = True
+
+    def __init__(self, mask_ratio: float = 0.85, throw_ratio: float = 0.4, **kwargs: Any) -> None:
+        super().__init__(mask_ratio=mask_ratio, throw_ratio=throw_ratio, **kwargs)
+        self.ratios = mask_ratio, throw_ratio
+        self.set_attention_phase(True)
+
+    def own_settings(self) -> dict[str, Any]:
+        """Returns no settings, because AMT has no flag of its own."""
+        return {}
+
+    def set_attention_phase(self, has_maps: bool) -> None:
+        """Sets AMT's token counts, or those of random masking (.75, nothing thrown) before there are maps."""
+        if has_maps:
+            self.counts = count_amt(self.num_tokens, *self.ratios)
+        else:
+            self.counts = TokenCounts.from_ratios(self.num_tokens, RANDOM_MASK_RATIO, 0.0)
+        self.decoder.counts = self.counts
+
+    def sampler(self, sampling: str) -> TokenOrderSampler:
+        """Returns AMT's sampler, whatever `sampling` is."""
+        return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
+
+
+class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
+    """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
+
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
+    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`. The aggregation follows the last
+        block. AMT itself has `progressive=False`.
+    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
+    mask_unit: side, in tokens, of the units. 2 tokens of 16 px are SimMIM's 32 px.
+    in_chans, kwargs: arguments of `models_absolute_vit.AbsoluteViTEncoder`.
+    """
+
+    masks_by_attention = True
+
+    def __init__(
+        self,
+        mask_ratio: float = 0.7,
+        throw_ratio: float = 0.26,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        norm_pix_loss: bool = False,
+        mask_unit: int = 2,
+        in_chans: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_chans=in_chans, **kwargs)
+        self.mask_unit, self.norm_pix_loss, self.ratios = mask_unit, norm_pix_loss, (mask_ratio, throw_ratio)
+        self.set_attention_phase(True)
+        self.add_head(in_chans, progressive, kernel_size, aggregation, applies_to)
+
+    def set_attention_phase(self, has_maps: bool) -> None:
+        """Sets AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
+        mask_ratio, throw_ratio = self.ratios
+        if not has_maps:
+            mask_ratio, throw_ratio = mask_ratio - throw_ratio, 0.0
+        self.counts = count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
+
+    def sampler(self, sampling: str) -> TokenOrderSampler:
+        """Returns AMT's sampler, whatever `sampling` is."""
+        return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
+
+    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Adds the positions and runs the encoder."""
+        return self.encode(tokens + order.take_kept(self.pos_embed[:, 1:]))
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of AMT's public code on SimMIM from before fine-tuning.
+
+        state_dict: the content of a file, or its `model` dict.
+
+        That code has a layer scale for attention, `gamma_1`, but does not use it. So it becomes 1 here. All keys must
+        match, except that AMT has no aggregation. Raises ValueError, which names missing, unexpected and mis-shaped
+        keys.
+        """
+        weights = rename_release(state_dict, self.patch_size)
+        unused = {name: torch.ones_like(value) for name, value in weights.items() if name.endswith(".gamma_1")}
+        load_strict(self, weights | unused, "AMT weights", optional="aggregation.")
+
+
+def amt_vit_micro_patch4(**kwargs: Any) -> AMTViT:
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+    return AMTViT(**{**MICRO, **decoder, **kwargs})
+
+
+def amt_vit_mini_patch4(**kwargs: Any) -> AMTViT:
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+    return AMTViT(**{**MINI, **decoder, **kwargs})
+
+
+def amt_vit_base_patch16(**kwargs: Any) -> AMTViT:
+    return AMTViT(**{**BASE, **kwargs})
+
+
+def amt_simmim_vit_micro_patch4(**kwargs: Any) -> AMTSimMIMViT:
+    return AMTSimMIMViT(**{**MICRO, **kwargs})
+
+
+def amt_simmim_vit_mini_patch4(**kwargs: Any) -> AMTSimMIMViT:
+    return AMTSimMIMViT(**{**MINI, **kwargs})
+
+
+def amt_simmim_vit_base_patch16(**kwargs: Any) -> AMTSimMIMViT:
+    return AMTSimMIMViT(**{**BASE, "drop_path_rate": 0.1, **kwargs})

@@ -1,0 +1,367 @@
+"""CrossMAE (Fu et al., TMLR 2025: "Rethinking Patch Dependence for Masked Autoencoders") with PR-MIM.
+
+The encoder is MAE's, without the final norm. The decoder has no self-attention. Each masked token is a query that reads
+the encoder's tokens, but no other query. Each decoder block reads its own learned mixture of the encoder's levels.
+
+`throw_ratio=0` is CrossMAE that predicts all masked tokens. `progressive=False` with `--sampling random` is CrossMAE
+with a smaller prediction ratio, which is mask_ratio - throw_ratio. PR-MIM on CrossMAE is not published: the decoder
+makes no features of visible tokens, so `visible_source` says what the convolution reads there.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.layers import Mlp
+from torch import nn
+from torch.nn import functional as F
+
+from encoders.names import rename_prefixes
+from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
+from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
+from prmim import SpatialAggregation, TokenCounts, TokenOrder
+from util.pos_embed import sincos_pos_embed
+from util.run.checkpoint import load_strict
+
+__all__ = [
+    "CrossMaskedAutoencoderViT",
+    "crossmae_vit_nano_patch4",
+    "crossmae_vit_micro_patch4",
+    "crossmae_vit_mini_patch4",
+    "crossmae_vit_small_patch16",
+    "crossmae_vit_base_patch16",
+    "crossmae_vit_large_patch16",
+    "crossmae_vit_huge_patch14",
+]
+
+# Prefixes of parameter names in CrossMAE's releases, and the ones here.
+OFFICIAL_NAMES = {
+    "mask_token": "decoder.mask_token",
+    "decoder_pos_embed": "decoder.pos_embed",
+    "wfm.linear.weight": "decoder.level_weights",
+    "dec_norms.": "decoder.level_norms.",
+    "decoder_blocks.": "decoder.blocks.",
+    "decoder_norm.": "decoder.norm.",
+    "decoder_pred.": "decoder.pred.",
+}
+VISIBLE_SOURCES = ("embed", "zeros", "blocks")
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds CrossMAE's flags to a group of a parser. They are None unless given: the model then uses its defaults."""
+    add_decoder_flags(group)
+    group.add_argument(
+        "--visible_source",
+        choices=VISIBLE_SOURCES,
+        help="what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: "
+        "nothing; blocks: the features of visible tokens that run through the decoder, too (default: embed)",
+    )
+
+
+class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
+    """A ViT encoder that owns a cross-attention decoder. The arguments are MAE's, CrossMAE's, then PR-MIM's.
+
+    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
+        Its final norm is an identity.
+    decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
+        `mlp_ratio` is the same as the encoder's.
+    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
+    levels: numbers of the blocks (from 0) whose outputs the decoder reads. They increase and include the last block.
+        The default is all blocks.
+    use_input: whether the input of the first block is a level, too. It comes before the others.
+    visible_source: see `CrossAggregation`. It has no effect without aggregation.
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
+    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        decoder_embed_dim: int = 512,
+        decoder_depth: int = 12,
+        decoder_num_heads: int | None = None,
+        mlp_ratio: float = 4.0,
+        norm_pix_loss: bool = False,
+        levels: Sequence[int] | None = None,
+        use_input: bool = True,
+        visible_source: str = "embed",
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        mask_unit: int = 1,
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
+        self.norm = nn.Identity()
+        self.norm_pix_loss, self.use_input, self.visible_source = norm_pix_loss, use_input, visible_source
+        self.levels = tuple(range(depth) if levels is None else levels)
+        if list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (depth - 1,) or self.levels[0] < 0:
+            raise ValueError(f"levels must increase from 0 or more to the last block {depth - 1}, got {self.levels}")
+        self.mask_unit = mask_unit
+        self.counts = token_counts(self.grid_size, mask_ratio, throw_ratio, mask_unit)
+        num_levels = len(self.levels) + use_input
+        self.decoder = CrossAttentionDecoder(
+            self.grid_size,
+            self.counts,
+            embed_dim,
+            num_levels,
+            out_dim=patch_size**2 * in_chans,
+            decoder_embed_dim=decoder_embed_dim,
+            decoder_depth=decoder_depth,
+            decoder_num_heads=decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads),
+            mlp_ratio=mlp_ratio,
+        )
+        if visible_source not in VISIBLE_SOURCES:
+            raise ValueError(f"unknown visible_source {visible_source!r}, choose from {', '.join(VISIBLE_SOURCES)}")
+        if progressive and self.counts.num_thrown:
+            self.decoder.aggregation = CrossAggregation(
+                decoder_embed_dim, embed_dim, num_levels, visible_source, kernel_size, aggregation, applies_to
+            )
+
+    def own_settings(self) -> dict[str, Any]:
+        """Returns the resolved values of CrossMAE's flags, by their names."""
+        return {
+            "decoder_depth": len(self.decoder.blocks),
+            "decoder_embed_dim": self.decoder.pos_embed.shape[-1],
+            "decoder_num_heads": self.decoder.blocks[0].cross_attn.num_heads,
+            "mask_unit": self.mask_unit,
+            "visible_source": self.visible_source,
+        }
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        patches = self.cut(imgs)  # [B, N, p*p*C]
+        pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
+        return {"pixel": self.error(pred, patches, order).square().mean()}
+
+    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
+        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:])
+        return self.encode_levels(tokens)
+
+    def encode_levels(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Runs the blocks on embedded tokens with positions [B, n, D].
+
+        Returns the levels [k, B, 1 + n, D], class token first: the blocks' input if `use_input`, then the outputs of
+        the blocks in `levels`.
+        """
+        x = self.prepend_cls_token(tokens)
+        levels = [x] if self.use_input else []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i in self.levels:
+                levels.append(x)
+        return torch.stack(levels)
+
+    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts the supervised tokens. Returns [B, num_visible + num_supervised, p*p*C] in token order.
+
+        The decoder predicts no visible tokens. They are zero.
+        """
+        pred = self.decoder(self.forward_encoder(self.cut(imgs), order), order)
+        return torch.cat([pred.new_zeros(len(pred), self.counts.num_visible, pred.shape[2]), pred], dim=1)
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of CrossMAE's pre-training files.
+
+        state_dict: the content of a file, or its `model` dict.
+
+        All keys must match, except that CrossMAE has no aggregation. Raises ValueError, which names missing, unexpected
+        and mis-shaped keys.
+        """
+        renamed = rename_prefixes(state_dict.get("model", state_dict), OFFICIAL_NAMES)
+        load_strict(self, renamed, "CrossMAE weights", optional="aggregation.")
+
+
+class CrossAttentionDecoder(nn.Module):
+    """CrossMAE's decoder: mask tokens that read mixtures of the encoder's levels. An aggregation may be set afterwards.
+
+    grid_size, counts: (rows, columns) of the tokens, and how many are visible, retained and thrown.
+    embed_dim, num_levels: width and number k of the encoder's levels.
+    out_dim: number of values that are predicted for a token.
+    decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the blocks.
+
+    `level_weights` [decoder_depth, k] are the weights of the mixtures. They are free, that is, not normalised. Their
+    initialisation is that of the release, Xavier-uniform.
+    """
+
+    def __init__(
+        self,
+        grid_size: tuple[int, int],
+        counts: TokenCounts,
+        embed_dim: int,
+        num_levels: int,
+        out_dim: int,
+        decoder_embed_dim: int,
+        decoder_depth: int,
+        decoder_num_heads: int,
+        mlp_ratio: float,
+    ) -> None:
+        super().__init__()
+        self.grid_size, self.counts = grid_size, counts
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
+        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token=True).float()
+        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # the row of the class token is unused
+        self.level_weights = nn.Parameter(torch.empty(decoder_depth, num_levels))
+        self.level_norms = nn.ModuleList(layer_norm(embed_dim) for _ in range(decoder_depth))
+        blocks = (CrossBlock(decoder_embed_dim, embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = layer_norm(decoder_embed_dim)
+        self.pred = nn.Linear(decoder_embed_dim, out_dim)
+        init_weights(self)
+        nn.init.xavier_uniform_(self.level_weights)
+        nn.init.normal_(self.mask_token, std=0.02)
+        self.aggregation: CrossAggregation | None = None
+
+    def forward(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts the supervised tokens from the levels [k, B, 1 + num_visible, D], class token first.
+
+        Returns [B, num_supervised, out_dim] in token order: of all masked tokens, or of the retained ones without
+        aggregation.
+        """
+        return self.pred(self.norm(self.reconstruct(levels, order)))
+
+    def reconstruct(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Turns the levels [k, B, 1 + num_visible, D] into features of the supervised tokens [B, num_supervised, C]."""
+        positions, num_visible = order.take_kept(self.pos_embed[:, 1:]), self.counts.num_visible
+        queries = self.mask_token + positions[:, num_visible:]  # [B, num_retained, C]
+        if self.aggregation is None:
+            return self.decode(queries, levels)
+        visible = self.aggregation.visible_features(levels)  # [B, num_visible, C]
+        if self.aggregation.visible_source == "blocks":
+            kept = self.decode(torch.cat([visible + positions[:, :num_visible], queries], dim=1), levels)
+        else:
+            kept = torch.cat([visible, self.decode(queries, levels)], dim=1)
+        return self.aggregation(kept, order, self.grid_size)[:, num_visible:]
+
+    def decode(self, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """Runs the blocks on queries [B, n, C], which read the levels [k, B, T, D]. Returns [B, n, C]."""
+        mixtures = mix_levels(self.level_weights, levels).unbind()
+        for block, norm, mixture in zip(self.blocks, self.level_norms, mixtures, strict=True):
+            x = block(x, norm(mixture))
+        return x
+
+
+def mix_levels(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Returns the mixtures [J, B, T, D] of the levels [k, B, T, D] by the weights [J, k].
+
+    Autocast is off: levels are residual streams in float32, and half precision would round their differences.
+    """
+    device = "cpu" if levels.device.type == "meta" else levels.device.type  # autocast has no meta device
+    with torch.autocast(device, enabled=False):
+        return (weights @ levels.flatten(1)).view(-1, *levels.shape[1:])
+
+
+class CrossBlock(nn.Module):
+    """Pre-norm block: cross-attention from queries to a context, then an MLP (exact GELU), each with a residual.
+
+    The context is not normalised here.
+    """
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int, mlp_ratio: float) -> None:
+        super().__init__()
+        self.norm1 = layer_norm(dim)
+        self.cross_attn = CrossAttention(dim, context_dim, num_heads)
+        self.norm2 = layer_norm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Updates the queries `x` [B, n, C] from the context [B, T, D]. Returns [B, n, C]."""
+        x = x + self.cross_attn(self.norm1(x), context)
+        return x + self.mlp(self.norm2(x))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head cross-attention on torch's fused kernel. Keys and values are made from a context of another width."""
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"width {dim} does not divide into {num_heads} heads")
+        self.num_heads = num_heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(context_dim, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, n, d]
+        kv = self.kv(context).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
+        k, v = (tensor.transpose(1, 2) for tensor in kv)  # each [B, heads, T, d]
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class CrossAggregation(SpatialAggregation):
+    """A `SpatialAggregation` that also makes features of the visible cells, because the decoder makes none.
+
+    embed_dim, num_levels: width and number of the encoder's levels.
+    visible_source: what the visible cells hold. With `embed` it is a learned mixture of the levels, which is normalised
+        and projected to the decoder's width. The mixture is the last level at first. With `zeros` it is zero. With
+        `blocks`, the projected mixture, with positions, runs through the decoder's blocks as further queries.
+    dim, kernel_size, kind, applies_to: see `prmim.SpatialAggregation`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        embed_dim: int,
+        num_levels: int,
+        visible_source: str = "embed",
+        kernel_size: int = 7,
+        kind: str = "dwconv",
+        applies_to: str = "thrown",
+    ) -> None:
+        super().__init__(dim, kernel_size, kind, applies_to)
+        self.dim, self.visible_source = dim, visible_source
+        if visible_source != "zeros":
+            self.visible_weights = nn.Parameter(torch.eye(num_levels)[-1].clone())
+            self.visible_norm = layer_norm(embed_dim)
+            self.visible_embed = nn.Linear(embed_dim, dim)
+            init_weights(self.visible_embed)
+
+    def visible_features(self, levels: torch.Tensor) -> torch.Tensor:
+        """Returns features of the visible tokens [B, n, C] from the levels [k, B, 1 + n, D]. They hold no positions."""
+        if self.visible_source == "zeros":
+            return levels.new_zeros(levels.shape[1], levels.shape[2] - 1, self.dim)
+        mixture = mix_levels(self.visible_weights.unsqueeze(0), levels)[0, :, 1:]
+        return self.visible_embed(self.visible_norm(mixture))
+
+
+def crossmae_vit_nano_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=64, decoder_depth=2)
+    return CrossMaskedAutoencoderViT(**{**NANO, **decoder, **kwargs})
+
+
+def crossmae_vit_micro_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
+    return CrossMaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
+
+
+def crossmae_vit_mini_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
+    return CrossMaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
+
+
+def crossmae_vit_small_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    return CrossMaskedAutoencoderViT(**{**SMALL, "decoder_embed_dim": 256, **kwargs})
+
+
+def crossmae_vit_base_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    return CrossMaskedAutoencoderViT(**{**BASE, **kwargs})
+
+
+def crossmae_vit_large_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    return CrossMaskedAutoencoderViT(**{**LARGE, **kwargs})
+
+
+def crossmae_vit_huge_patch14(**kwargs: Any) -> CrossMaskedAutoencoderViT:
+    return CrossMaskedAutoencoderViT(**{**HUGE, **kwargs})

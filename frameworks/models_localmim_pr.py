@@ -1,0 +1,326 @@
+"""LocalMIM (Wang et al., CVPR 2023) with PR-MIM: four depths of the encoder reconstruct HOG features at four scales.
+
+After each of four blocks, the visible tokens go through a norm and a small decoder of that level. Low blocks predict
+fine cells, high blocks predict coarse cells. The four losses are summed. PR-MIM works in every decoder, on the grid of
+tokens, and all four decoders throw the same tokens of an image.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from framework import Framework
+from frameworks.hog import hog, orientation_colors
+from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
+from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from util.run.checkpoint import load_strict
+
+__all__ = [
+    "LocalMIMViT",
+    "localmim_vit_micro_patch4",
+    "localmim_vit_mini_patch4",
+    "localmim_vit_base_patch16",
+    "localmim_vit_large_patch16",
+]
+
+SCALES = (4, 2, 1, 0.5)  # cells per side of a token at each level: for ViT-B 56 x 56, 28 x 28, 14 x 14 and 7 x 7 cells
+
+
+class LocalMIMViT(Framework, ViTEncoder):
+    """A ViT encoder that owns four progressive decoders. The arguments are MAE's, then LocalMIM's, then PR-MIM's.
+
+    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
+    decoder_embed_dim, decoder_depth, decoder_num_heads: the blocks of each decoder, with the encoder's `mlp_ratio`.
+    taps: numbers (from 0) of the four blocks whose outputs are decoded. They increase up to the last block. The default
+        is the second, fourth, third last and last block, as in the release.
+    num_bins: orientations of a histogram.
+    hog_bias: give the gradient filters a random bias that is never trained, as in the release's ViT-L.
+    norm_pix_loss: has no effect. Every framework has this argument.
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
+    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        decoder_embed_dim: int = 256,
+        decoder_depth: int = 1,
+        decoder_num_heads: int = 8,
+        mlp_ratio: float = 4.0,
+        taps: Sequence[int] | None = None,
+        num_bins: int = 9,
+        hog_bias: bool = False,
+        norm_pix_loss: bool = False,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.65,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
+        self.taps = tuple((1, 3, depth - 3, depth - 1) if taps is None else taps)
+        increases = len(set(self.taps)) == 4 and sorted(self.taps) == list(self.taps)
+        if not increases or self.taps[0] < 0 or self.taps[3] != depth - 1:
+            raise ValueError(
+                f"taps must be four numbers that increase from 0 or more to the last block {depth - 1}, got {self.taps}"
+            )
+        if patch_size % 4 or any(side % 2 for side in self.grid_size):
+            rows, columns = self.grid_size
+            raise ValueError(
+                f"LocalMIM needs a patch_size that is a multiple of 4 and an even grid of tokens, "
+                f"got patch_size {patch_size} and a grid of {rows} x {columns}"
+            )
+        self.cells = tuple(int(patch_size / scale) for scale in SCALES)  # side of a cell in pixels, at each level
+        self.num_bins = num_bins
+        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
+        self.register_buffer("hog_bias", torch.empty(4, 2).uniform_(-1 / 3, 1 / 3) if hog_bias else None)
+        self.norm = nn.ModuleList(layer_norm(embed_dim) for _ in SCALES)
+        self.decoder = nn.ModuleList(
+            LocalDecoder(
+                self.grid_size,
+                self.counts,
+                embed_dim,
+                head=make_head(scale, decoder_embed_dim, in_chans * num_bins),
+                decoder_embed_dim=decoder_embed_dim,
+                decoder_depth=decoder_depth,
+                decoder_num_heads=decoder_num_heads,
+                mlp_ratio=mlp_ratio,
+                progressive=False,
+            )
+            for scale in SCALES
+        )
+        if progressive:
+            for decoder in self.decoder:
+                decoder.add_aggregation(kernel_size, aggregation, applies_to)
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the scalar losses of normalised images [B, C, H, W] with ids_shuffle int64 [B, N].
+
+        There is one per level, named by the side of a cell: "hog4", "hog8", "hog16" and "hog32" for patches of 16 px.
+        """
+        order = TokenOrder(ids_shuffle, self.counts)
+        *targets, coarse = self.target(imgs)
+        latents = self.forward_encoder(imgs, order)
+        *features, last = [decoder.reconstruct(x, order) for decoder, x in zip(self.decoder, latents, strict=True)]
+        losses = [self.token_loss(k, x, t, order) for k, (x, t) in enumerate(zip(features, targets, strict=True))]
+        losses.append(self.group_loss(last, coarse, order))
+        return {f"hog{cell}": loss for cell, loss in zip(self.cells, losses, strict=True)}
+
+    def forward_encoder(self, imgs: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
+        """Encodes the visible tokens. Returns the latents of the four levels, [B, 1 + num_visible, D] each."""
+        tokens = self.patch_embed(order.take_visible(self.cut(imgs))) + order.take_visible(self.pos_embed[:, 1:])
+        return self.encode(tokens)
+
+    def encode(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Runs the blocks on embedded tokens with positions [B, n, D].
+
+        Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first.
+        """
+        x = self.prepend_cls_token(tokens)
+        levels: list[torch.Tensor] = []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i in self.taps:  # the norm is on a side branch; the next block takes x itself
+                levels.append(self.norm[len(levels)](x))
+        return levels
+
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W] after the last level's norm."""
+        return self.encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])[-1]
+
+    def target(self, imgs: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the HOG features of the four levels, float32 [B, C * num_bins, rows, columns] without gradient."""
+        return hog(imgs, self.cells, self.num_bins, self.hog_bias)
+
+    def token_loss(self, level: int, x: torch.Tensor, target: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Returns the loss of level 0, 1 or 2: the mean squared error over the cells of the supervised tokens.
+
+        x: features [B, n, C] in token order. target: [B, C', rows, columns].
+        """
+        supervised = slice(self.counts.num_visible, x.shape[1])
+        cells = patchify(target, int(SCALES[level]))  # [B, N, cells * C']
+        target = order.take(cells, order.ids_shuffle[:, supervised])
+        pred = self.decoder[level].predict(x[:, supervised])
+        return (pred.to(target.dtype) - target).square().mean()
+
+    def group_loss(self, x: torch.Tensor, target: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Returns the loss of level 3, in which a cell is a group of 2 x 2 tokens.
+
+        It is the squared error, weighted by the share of supervised tokens in each group. x: features [B, n, C] in
+        token order. target: [B, C', rows / 2, columns / 2].
+        """
+        pred = self.decoder[3].predict(x, order)  # [B, N/4, C']
+        error = (pred.to(target.dtype) - target.flatten(2).transpose(1, 2)).square().mean(dim=-1)
+        supervised = order.masked_of_first(x.shape[1])
+        weights = pool(supervised.unsqueeze(-1).to(error.dtype), self.grid_size).squeeze(-1)  # 0, 1/4, 1/2, 3/4, 1
+        return (error * weights).sum() / weights.sum()
+
+    @torch.no_grad()
+    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Returns (HOG features predicted at the four levels, mask of the predicted tokens, bool [B, N]).
+
+        The features are [B, cells, C * num_bins] each, in raster order. Plain partial reconstruction predicts no thrown
+        token. The mask is False there, and the cells of levels 0 to 2 are zero.
+        """
+        order = TokenOrder(ids_shuffle, self.counts)
+        latents, preds = self.forward_encoder(imgs, order), []
+        for level, (decoder, latent) in enumerate(zip(self.decoder, latents, strict=True)):
+            x = decoder.reconstruct(latent, order)
+            if level == 3:
+                preds.append(decoder.predict(x, order))
+            else:
+                grid = unpatchify(order.restore(decoder.predict(x)), int(SCALES[level]), self.grid_size)
+                preds.append(grid.flatten(2).transpose(1, 2))
+        return preds, order.masked_of_first(x.shape[1])
+
+    @torch.no_grad()
+    def panels(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns two panels per level, whose colours are orientations: the target, and the prediction.
+
+        The second shows the target at visible tokens, the prediction at predicted tokens, and black elsewhere.
+        """
+        preds, mask = self.reconstruct(imgs, ids_shuffle)
+        panels: dict[str, torch.Tensor] = {}
+        visible = ~TokenOrder(ids_shuffle, self.counts).mask
+        for cell, pred, target in zip(self.cells, preds, self.target(imgs), strict=True):
+            truth = orientation_colors(target, self.num_bins)
+            pred = orientation_colors(pred.transpose(1, 2).reshape(target.shape), self.num_bins)
+            truth, pred = (F.interpolate(x, size=self.img_size, mode="nearest") for x in (truth, pred))
+            masks = (m.view(-1, 1, *self.grid_size).float() for m in (mask, visible))
+            predicted, true = (F.interpolate(m, size=self.img_size) for m in masks)
+            panels |= {f"HOG, {cell} px": truth, f"predicted, {cell} px": pred * predicted + truth * true}
+        return panels
+
+    @torch.no_grad()
+    def token_errors(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the squared error of each level's features, averaged over the cells of each token.
+
+        At level 3 the tokens of a cell have the same error.
+        """
+        preds, _ = self.reconstruct(imgs, ids_shuffle)
+        errors = {}
+        for cell, pred, target in zip(self.cells, preds, self.target(imgs), strict=True):
+            error = (pred - target.flatten(2).transpose(1, 2)).square().mean(dim=-1).view(-1, 1, *target.shape[2:])
+            resize = F.adaptive_avg_pool2d if cell <= self.patch_size else F.interpolate
+            errors[f"HOG error at {cell} px"] = resize(error, self.grid_size).flatten(1)
+        return errors
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of LocalMIM's ViT releases from before fine-tuning.
+
+        state_dict: the content of a file, or its `model` dict.
+
+        The names are the release's. All keys must match, except that LocalMIM has no aggregation. The gradient filters
+        are computed. Their bias is zero if the file has none. Raises ValueError, which names missing, unexpected and
+        mis-shaped keys, or if the file has a bias and the model has not.
+        """
+        weights = dict(state_dict.get("model", state_dict))
+        filters = {name: weights.pop(name) for name in [*weights] if name.startswith("hog_enc.")}
+        if self.hog_bias is not None:
+            zero = torch.zeros(2)
+            weights["hog_bias"] = torch.stack([filters.get(f"hog_enc.{k}.conv.bias", zero) for k in range(len(SCALES))])
+        elif any(name.endswith(".bias") for name in filters):
+            raise ValueError(
+                "these LocalMIM weights have a bias in their gradient filters: build the model with hog_bias=True"
+            )
+        load_strict(self, weights, "LocalMIM weights", optional="aggregation.")
+
+
+class LocalDecoder(ProgressiveDecoder):
+    """The decoder of one level: blocks, aggregation, norm, and a head that brings the tokens to the level's scale."""
+
+    def predict(self, x: torch.Tensor, order: TokenOrder | None = None) -> torch.Tensor:
+        """Predicts the cells of each token from features [B, n, C]. Returns [B, n, cells * C'], cells in raster order.
+
+        With `order` it predicts level 3, in which a cell is a group of 2 x 2 tokens, and returns [B, N/4, C']. Each
+        group is the mean over its tokens that are present. Plain partial reconstruction lacks some of them. A mean with
+        zeros in their place would shrink the features by the share of tokens that are present.
+        """
+        x = self.norm(x)
+        if order is not None:
+            present = pool(order.restore(torch.ones_like(x[..., :1])), self.grid_size)
+            # The share of present tokens is at least 1/4, unless the group is empty.
+            x = pool(order.restore(x), self.grid_size) / present.clamp(min=0.25)
+        return self.pred(x).flatten(2)
+
+
+def pool(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Averages raster tokens [B, N, C] over groups of 2 x 2. Returns [B, N/4, C]."""
+    rows, columns = grid_size
+    return x.reshape(len(x), rows // 2, 2, columns // 2, 2, -1).mean(dim=(2, 4)).flatten(1, 2)
+
+
+def make_head(scale: float, dim: int, out_dim: int) -> nn.Sequential:
+    """Returns a head from tokens [B, n, dim] to cells [B, n, cells, out_dim].
+
+    If a token has no more than one cell, the result is [B, n, out_dim]. The modules have the same indices as the
+    release's convolutions on the grid. Those of stride 2 do not overlap, so the head works token by token, and only on
+    the tokens that are needed.
+    """
+    if scale == 4:
+        up = [Upsample(dim, dim // 2), layer_norm(dim // 2), nn.GELU(), Upsample(dim // 2, dim // 4)]
+        return nn.Sequential(*up, Pointwise(dim // 4, out_dim), RasterCells())
+    if scale == 2:
+        return nn.Sequential(Upsample(dim, dim // 2), Pointwise(dim // 2, out_dim))
+    if scale == 1:
+        return nn.Sequential(Pointwise(dim, out_dim))
+    return nn.Sequential(nn.Identity(), Pointwise(dim, out_dim))  # index 0 is the pooling, done by LocalDecoder
+
+
+class Upsample(nn.ConvTranspose2d):
+    """A transposed convolution of 2 x 2 cells and stride 2, on tokens: [..., C] to [..., 4, C'] in raster order."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__(dim, out_dim, kernel_size=2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.permute(2, 3, 1, 0).flatten(0, 2)  # [4 * C', C]
+        return F.linear(x, weight, self.bias.repeat(4)).unflatten(-1, (4, -1))
+
+
+class Pointwise(nn.Conv2d):
+    """A 1 x 1 convolution, on tokens: [..., C] to [..., C']."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__(dim, out_dim, kernel_size=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.flatten(1), self.bias)
+
+
+class RasterCells(nn.Module):
+    """Puts the cells of cells that two upsamplings make, [B, n, 4, 4, C], in raster order, [B, n, 16, C]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(3, (2, 2)).unflatten(2, (2, 2)).transpose(3, 4).flatten(2, 5)
+
+
+def localmim_vit_micro_patch4(**kwargs: Any) -> LocalMIMViT:
+    decoder = dict(decoder_embed_dim=64, decoder_num_heads=2, taps=(0, 1, 2, 3))
+    return LocalMIMViT(**{**MICRO, **decoder, **kwargs})
+
+
+def localmim_vit_mini_patch4(**kwargs: Any) -> LocalMIMViT:
+    decoder = dict(decoder_embed_dim=128, decoder_num_heads=4, taps=(1, 2, 3, 5))
+    return LocalMIMViT(**{**MINI, **decoder, **kwargs})
+
+
+def localmim_vit_base_patch16(**kwargs: Any) -> LocalMIMViT:
+    return LocalMIMViT(**{**BASE, **kwargs})
+
+
+def localmim_vit_large_patch16(**kwargs: Any) -> LocalMIMViT:
+    return LocalMIMViT(**{**LARGE, "num_bins": 18, "hog_bias": True, **kwargs})

@@ -1,0 +1,106 @@
+"""MFF (Liu et al., ICCV 2023) with PR-MIM: MAE whose decoder reads a learned mixture of several blocks' outputs.
+
+Low-level features reach the decoder directly, so the encoder's last blocks need not carry pixels to it. Decoder,
+target, loss and throwing are those of MAE with PR-MIM. Fine-tuning drops the fusion, and the encoder is a plain ViT.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from encoders.names import from_mmpretrain
+from framework import add_decoder_flags
+from models_mae_pr import MaskedAutoencoderViT
+from models_vit import BASE, MICRO, MINI, init_weights
+from util.run.checkpoint import load_strict
+
+__all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
+
+add_flags = add_decoder_flags
+
+
+class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
+    """MAE with PR-MIM and fused levels.
+
+    fused_blocks: numbers of the blocks (from 0) whose outputs are mixed. They increase and include the last block. The
+        default is every second block and the last, for ViT-B 0, 2, 4, 6, 8 and 11 as in the release.
+    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    kwargs: the other arguments of `MaskedAutoencoderViT`.
+    """
+
+    def __init__(
+        self,
+        fused_blocks: Sequence[int] | None = None,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(progressive=False, **kwargs)
+        last = len(self.blocks) - 1
+        fused = tuple([*range(0, last - 1, 2), last] if fused_blocks is None else fused_blocks)
+        if list(fused) != sorted(set(fused)) or fused[-1:] != (last,) or fused[0] < 0:
+            raise ValueError(f"fused_blocks must increase from 0 or more to the last block {last}, got {fused}")
+        self.fused_blocks = fused
+        # All levels but the last are projected. The last enters the mixture as it is.
+        self.proj_layers = nn.ModuleList(nn.Linear(self.embed_dim, self.embed_dim) for _ in self.fused_blocks[:-1])
+        self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
+        init_weights(self.proj_layers)
+        if progressive:
+            self.decoder.add_aggregation(kernel_size, aggregation, applies_to)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels.
+
+        Returns [B, 1 + n, D], class token first, before the final norm.
+        """
+        x, last = self.prepend_cls_token(tokens), len(self.blocks) - 1
+        levels: list[torch.Tensor] = []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == last:
+                levels.append(x)
+            elif i in self.fused_blocks:
+                levels.append(self.proj_layers[len(levels)](x))
+        return (self.proj_weights.softmax(dim=0) * torch.stack(levels)).sum(dim=0)
+
+    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns token features [B, 1 + N, D] after the norm, of the last block alone, as the encoder is fine-tuned.
+
+        imgs: [B, C, H, W], normalised.
+        """
+        return self.norm(super().encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones. As in the release, not `proj_weights`."""
+        return {"cls_token", "decoder.mask_token"}
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of MFF's releases.
+
+        state_dict: the content of a file, or its `state_dict`.
+
+        All keys must match, except that MFF has no aggregation. Raises ValueError, which names missing, unexpected and
+        mis-shaped keys. The position tables are loaded, too: MFF's encode the row first, those here the column first.
+        """
+        weights = state_dict.get("state_dict", state_dict)
+        known = ("backbone.", "neck.", "data_preprocessor.")  # the last are mean and std of the images
+        others = {name: value for name, value in weights.items() if not name.startswith(known)}
+        load_strict(self, others | from_mmpretrain(weights), "MFF weights", optional="aggregation.")
+
+
+def mff_vit_micro_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
+    return MFFMaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
+
+
+def mff_vit_mini_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:
+    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
+    return MFFMaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
+
+
+def mff_vit_base_patch16(**kwargs: Any) -> MFFMaskedAutoencoderViT:
+    return MFFMaskedAutoencoderViT(**{**BASE, **kwargs})

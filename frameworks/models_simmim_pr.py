@@ -1,0 +1,252 @@
+"""SimMIM (Xie et al., CVPR 2022) on ViT with PR-MIM, and on Swin without it.
+
+The encoder runs on visible and masked tokens. A linear head predicts the pixels of the masked tokens, with an L1 loss.
+Images are masked in units of 32 px, and tokens are thrown one by one.
+
+On ViT, thrown tokens are dropped before the first block, together with their rows and columns of the relative-position
+bias. The aggregation after the last block reconstructs them. On Swin no token can be thrown, because its windows need
+whole grids. SimMIM on Swin is the release's baseline, and GreenMIM is the Swin with PR-MIM.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from encoders import models_swin
+from encoders.models_relative_vit import RelativeViTEncoder
+from encoders.models_swin import SwinEncoder
+from encoders.names import from_simmim
+from framework import PixelFramework
+from models_vit import BASE, MICRO, MINI, patchify, unpatchify
+from prmim import SpatialAggregation, TokenCounts, TokenOrder
+from util.run.checkpoint import load_strict
+
+__all__ = [
+    "SimMIMViT",
+    "SimMIMSwin",
+    "simmim_vit_micro_patch4",
+    "simmim_vit_mini_patch4",
+    "simmim_vit_base_patch16",
+    "simmim_swin_micro_patch4_window4",
+    "simmim_swin_base_patch4_window6",
+    "simmim_swin_large_patch4_window12",
+]
+
+
+class SimMIMOnViT(PixelFramework):
+    """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
+
+    A subclass inherits from an encoder, too. It calls `add_head` and implements `encode_kept`.
+    """
+
+    def add_head(self, in_chans: int, progressive: bool, kernel_size: int, aggregation: str, applies_to: str) -> None:
+        """Adds mask token, head and aggregation. The encoder and `counts` must be there."""
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
+        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * in_chans)
+        # Made last, so that a seed gives every arm of an ablation the same weights.
+        self.aggregation: SpatialAggregation | None = None
+        if progressive and self.counts.num_thrown:
+            self.aggregation = SpatialAggregation(self.embed_dim, kernel_size, aggregation, applies_to)
+
+    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
+        raise NotImplementedError
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        patches = self.cut(imgs)  # [B, N, p*p*C]
+        x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
+        pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
+        return {"pixel": self.error(pred, patches, order).abs().mean()}
+
+    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
+
+        Returns [B, N, D] in token order. Plain partial reconstruction returns the kept tokens [B, num_kept, D].
+        """
+        visible = self.patch_embed(order.take_visible(patches))
+        tokens = order.append_mask_tokens(visible, self.mask_token)  # [B, num_kept, D]
+        x = self.encode_kept(tokens, order)[:, 1:]
+        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+
+    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
+        return self.pred(self.norm(self.forward_encoder(self.cut(imgs), order)))
+
+
+class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
+    """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
+
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The number of masked units is rounded up,
+        as in the release: 30 of 49 at mask_ratio 0.6.
+    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
+    mask_unit: side, in tokens, of the units that are masked as a whole. 2 tokens of 16 px are SimMIM's 32 px.
+    in_chans, kwargs: arguments of `models_relative_vit.RelativeViTEncoder`.
+    """
+
+    def __init__(
+        self,
+        mask_ratio: float = 0.6,
+        throw_ratio: float = 0.3,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        norm_pix_loss: bool = False,
+        mask_unit: int = 2,
+        in_chans: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_chans=in_chans, **kwargs)
+        self.mask_unit, self.norm_pix_loss = mask_unit, norm_pix_loss
+        self.counts = count_tokens(self.num_tokens, mask_ratio, throw_ratio, mask_unit)
+        self.add_head(in_chans, progressive, kernel_size, aggregation, applies_to)
+
+    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Thrown tokens have no row and no column in the bias."""
+        return self.encode(tokens, order.ids_kept)
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones.
+
+        As in the release, the mask token and the bias table decay.
+        """
+        return {"cls_token"}
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of SimMIM's ViT releases from before fine-tuning.
+
+        state_dict: the content of a file, or its `model` dict.
+
+        All keys must match, except that SimMIM has no aggregation. Raises ValueError, which names missing, unexpected
+        and mis-shaped keys.
+        """
+        load_strict(self, rename_release(state_dict, self.patch_size), "SimMIM weights", optional="aggregation.")
+
+
+class SimMIMSwin(PixelFramework, SwinEncoder):
+    """A dense Swin that also runs on mask tokens, with a linear head on the last stage. Its cells are the masked units.
+
+    mask_ratio: share of all tokens that are masked. The number of masked units is rounded up.
+    throw_ratio: must be 0.
+    progressive, kernel_size, aggregation, applies_to: have no effect. Every framework has these arguments.
+    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
+    in_chans, kwargs: arguments of `models_swin.SwinEncoder`.
+    """
+
+    throws = False
+
+    def __init__(
+        self,
+        mask_ratio: float = 0.6,
+        throw_ratio: float = 0.0,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        norm_pix_loss: bool = False,
+        in_chans: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_chans=in_chans, **kwargs)
+        if throw_ratio:
+            raise ValueError(
+                f"SimMIM on Swin throws no tokens (its windows need whole grids), got throw_ratio {throw_ratio}; "
+                "set it to 0"
+            )
+        self.mask_unit, self.norm_pix_loss = self.stride // self.patch_size, norm_pix_loss
+        self.counts = count_tokens(self.num_tokens, mask_ratio, 0.0, self.mask_unit)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        nn.init.trunc_normal_(self.mask_token, std=0.02)
+        self.pred = nn.Linear(self.num_features, self.stride**2 * in_chans)
+
+    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
+        order = TokenOrder(ids_shuffle, self.counts)
+        pred = self.predict_all(imgs, order)[:, self.counts.num_visible :]
+        return {"pixel": self.error(pred, self.cut(imgs), order).abs().mean()}
+
+    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+        """Predicts all tokens [B, N, p*p*C] in token order."""
+        tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.cut(imgs))), self.mask_token)
+        cells = self.pred(self.encode(order.restore(tokens)))  # [B, cells, stride * stride * C]
+        patches = patchify(unpatchify(cells, self.stride, self.unit_grid), self.patch_size)  # [B, N, p*p*C], raster
+        return order.take(patches, order.ids_shuffle)
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""
+        return {"mask_token"}
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the weights of SimMIM's Swin releases from before fine-tuning. All keys must match.
+
+        state_dict: the content of a file, or its `model` dict. Raises ValueError, which names missing, unexpected and
+        mis-shaped keys.
+        """
+        load_strict(self, rename_release(state_dict, self.stride), "SimMIM weights")
+
+
+def rename_release(state_dict: Mapping[str, Any], stride: int) -> dict[str, torch.Tensor]:
+    """Returns the weights of SimMIM's release under the names here, with the head re-indexed.
+
+    The release's head is a 1x1 convolution with channels (colour, row, column). The linear head here has outputs (row,
+    column, colour). Keys that a release does not have stay as they are. stride: side, in pixels, of the square that one
+    output of the head covers.
+    """
+    weights = dict(state_dict.get("model", state_dict))
+    renamed = from_simmim(weights)
+    for kind in ("weight", "bias"):
+        if f"decoder.0.{kind}" in weights:
+            value = weights.pop(f"decoder.0.{kind}")
+            if kind == "weight":
+                value = value.flatten(1)
+            value = value.unflatten(0, (-1, stride, stride))
+            renamed[f"pred.{kind}"] = value.movedim(0, 2).flatten(0, 2)
+    return {name: value for name, value in weights.items() if not name.startswith("encoder.")} | renamed
+
+
+def count_tokens(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
+    """Returns the token counts if whole units of mask_unit * mask_unit tokens are masked. Their number is rounded up.
+
+    Both ratios are shares of all tokens. Raises ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one
+    token is retained.
+    """
+    units = num_tokens // mask_unit**2
+    num_visible = (units - math.ceil(units * mask_ratio)) * mask_unit**2
+    num_thrown = int(num_tokens * throw_ratio)
+    if not 0 <= throw_ratio < mask_ratio < 1 or num_visible + num_thrown >= num_tokens:
+        raise ValueError(
+            f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens), "
+            f"got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
+        )
+    return TokenCounts(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
+
+
+def simmim_vit_micro_patch4(**kwargs: Any) -> SimMIMViT:
+    return SimMIMViT(**{**MICRO, **kwargs})
+
+
+def simmim_vit_mini_patch4(**kwargs: Any) -> SimMIMViT:
+    return SimMIMViT(**{**MINI, **kwargs})
+
+
+def simmim_vit_base_patch16(**kwargs: Any) -> SimMIMViT:
+    return SimMIMViT(**{**BASE, "drop_path_rate": 0.1, **kwargs})
+
+
+def simmim_swin_micro_patch4_window4(**kwargs: Any) -> SimMIMSwin:
+    return SimMIMSwin(**{**models_swin.MICRO, **kwargs})
+
+
+def simmim_swin_base_patch4_window6(**kwargs: Any) -> SimMIMSwin:
+    return SimMIMSwin(**{**models_swin.BASE, "img_size": 192, "window_size": 6, **kwargs})
+
+
+def simmim_swin_large_patch4_window12(**kwargs: Any) -> SimMIMSwin:
+    return SimMIMSwin(**{**models_swin.LARGE, "img_size": 192, "window_size": 12, **kwargs})

@@ -1,0 +1,199 @@
+"""A frozen teacher: a pre-trained plain ViT that sees whole images, and the targets that a student predicts."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from encoders import names as encoder_weights
+from models_vit import ViTEncoder, read_sizes
+from prmim import TokenOrder
+from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.run import checkpoint
+from util.text import close_to
+
+
+class Teacher(ViTEncoder):
+    """A ViT without gradients that is always in eval mode. Arguments are those of `ViTEncoder`.
+
+    Attributes: `source`: path of the checkpoint with its weights, or the name of a timm model; None if untrained.
+    `origin`: a sentence for the log about the weights. `fingerprint`: identifies the weights; None if untrained.
+    `statistics`: mean and deviation by which its images must be normalised; None if they are not known.
+    """
+
+    source: str | None = None
+    origin: str = "untrained"
+    fingerprint: str | None = None
+    statistics: tuple[Sequence[float], Sequence[float]] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_heads: int = self.blocks[0].attn.num_heads
+        if len(self.blocks) < 2:
+            raise ValueError("a teacher needs two blocks: its features are the mean of the outputs of the last two")
+        self.norm = nn.Identity()  # the targets are outputs of blocks
+        self.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def forward(
+        self, imgs: torch.Tensor, order: TokenOrder, num_keys: int, topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (features, logits, queries) of normalised images [B, C, H, W].
+
+        features [B, N, T], in raster order: the mean of the outputs of the last two blocks, without the final norm.
+        queries [B, topk]: positions in token order, below num_keys, of the patches to which the class token attends
+        most, averaged over the heads. logits [B, heads, 1 + topk, num_keys] of the last block's attention, before its
+        softmax: the rows are the class token and the `queries`, the columns the first num_keys patches in token order.
+        """
+        features, last_input = self._forward_blocks(imgs)
+        x, qkv = self.blocks[-1].norm1(last_input), self.blocks[-1].attn.qkv
+        (q_weight, k_weight, _), (q_bias, k_bias, _) = qkv.weight.chunk(3), qkv.bias.chunk(3)
+        patches = order.take(x[:, 1:], order.ids_shuffle[:, :num_keys])  # [B, num_keys, T]
+        keys = F.linear(patches, k_weight, k_bias) * (self.embed_dim // self.num_heads) ** -0.5
+        cls_row = attention_logits(
+            F.linear(x[:, :1], q_weight, q_bias), keys, self.num_heads
+        )  # [B, heads, 1, num_keys]
+        queries = cls_row.mean(dim=(1, 2)).topk(topk, dim=1).indices
+        rows = attention_logits(F.linear(order.take(patches, queries), q_weight, q_bias), keys, self.num_heads)
+        return features, torch.cat([cls_row, rows], dim=2), queries
+
+    @torch.no_grad()
+    def renormalize(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Folds a change of the pixel normalisation, to `mean` and `std`, into the patch embedding."""
+        if self.statistics is not None:
+            kernel, bias = self.patch_embed.proj.weight, self.patch_embed.proj.bias
+            values = (torch.tensor(value, device=kernel.device) for value in (*self.statistics, mean, std))
+            old_mean, old_std, new_mean, new_std = values
+            bias += (kernel.sum(dim=(2, 3)) * ((new_mean - old_mean) / old_std)).sum(dim=1)
+            kernel *= (new_std / old_std).view(-1, 1, 1)
+        self.statistics = tuple(mean), tuple(std)
+
+    @torch.no_grad()
+    def features(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns the mean of the last two blocks' outputs, [B, N, T] in raster order, of normalised [B, C, H, W]."""
+        return self._forward_blocks(imgs)[0]
+
+    def _forward_blocks(self, imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (features [B, N, T], input of the last block [B, 1 + N, T])."""
+        x = self.prepend_cls_token(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return (x + self.blocks[-1](x))[:, 1:] / 2, x
+
+
+def attention_logits(q: torch.Tensor, k: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Returns the products of queries [B, Q, T] and keys [B, n, T] per head, unscaled, [B, heads, Q, n].
+
+    They are computed in float32 or wider. Half precision would round the values before a ranking and a softmax. The
+    cost is small, since there are few rows.
+    """
+    device = "cpu" if q.device.type == "meta" else q.device.type  # autocast has no meta device, which counts costs
+    with torch.autocast(device, enabled=False):
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        q, k = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k))
+        return q @ k.transpose(-2, -1)
+
+
+def open_teacher(source: str | Path, img_size: tuple[int, int], patch_size: int) -> Teacher:
+    """Builds the teacher with the weights at `source`, for images of `img_size` (height, width) and the patch size.
+
+    source: a checkpoint (of this project, or a release of iBOT, DINO or MAE), the folder of a run, or the name of a
+    timm model, whose pre-trained weights timm downloads. Position tables of another grid are resized.
+
+    Raises ValueError if `source` does not exist, is no plain ViT of a known size, or has patches of another size.
+    """
+    source = str(source)
+    if Path(source).exists():
+        path = checkpoint.find_checkpoint_file(source)
+        return _open_checkpoint(path, img_size, patch_size)
+    if timm.is_model(source):
+        return _open_timm_model(source, img_size, patch_size)
+    near = close_to(source, timm.list_models("vit_*", pretrained=True))
+    raise ValueError(f"teacher {source!r} is neither a file nor the name of a timm model{near}")
+
+
+def _open_checkpoint(path: Path, img_size: tuple[int, int], patch_size: int) -> Teacher:
+    content, what = checkpoint.read_checkpoint(path), f"teacher {str(path)!r}"
+    fingerprint = checkpoint.sha256(path)
+    if encoder_weights.holds_student(content):
+        what = f"{what} (the student of a training checkpoint)"
+    settings = checkpoint.meta_of(content).get("settings", {})
+    teacher = _build_teacher(content, settings, img_size, patch_size, what)
+    _fold_normalization(teacher, settings)
+    teacher.source, teacher.fingerprint = str(path.resolve()), fingerprint
+    return teacher
+
+
+def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
+    what = f"teacher {name!r}"
+    try:
+        theirs = timm.create_model(name, pretrained=True, img_size=img_size).eval()
+    except Exception as error:  # many types: no weights, no network, another kind of network
+        raise ValueError(
+            f"{what}: timm could not make it, with its weights, for images of {img_size} px: {error}"
+        ) from error
+    if not isinstance(theirs, timm.models.VisionTransformer):
+        raise ValueError(f"{what} is a {type(theirs).__name__}; a teacher must be a plain ViT")
+    num_heads = theirs.blocks[0].attn.num_heads
+    teacher = _build_teacher(theirs.state_dict(), {}, img_size, patch_size, what, num_heads)
+    _check_equal_features(teacher, theirs, what)
+    _fold_normalization(teacher, theirs.pretrained_cfg)
+    teacher.source = teacher.fingerprint = name
+    return teacher
+
+
+def _build_teacher(
+    content: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    img_size: tuple[int, int],
+    patch_size: int,
+    what: str,
+    num_heads: int | None = None,
+) -> Teacher:
+    """Builds a teacher from the encoder in a checkpoint's content. Without `num_heads` it is inferred from the size."""
+    weights = encoder_weights.encoder_weights_of(content)
+    sizes = read_sizes(weights, settings, what, num_heads)
+    if sizes["patch_size"] != patch_size:
+        raise ValueError(
+            f"{what} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same"
+        )
+    with torch.random.fork_rng(devices=[]):  # the student's first weights must not depend on the teacher's size
+        teacher = Teacher(**{**sizes, "img_size": img_size})
+    without_norm = {key: value for key, value in weights.items() if not key.startswith("norm.")}
+    encoder_weights.refuse_foreign(teacher, without_norm, what)
+    report = encoder_weights.fit_encoder(teacher, content, what)
+    teacher.origin = f"{what}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
+    return teacher
+
+
+@torch.no_grad()
+def _check_equal_features(teacher: Teacher, theirs: nn.Module, what: str) -> None:
+    """Raises ValueError if timm's model computes other features from equal weights, say by another activation."""
+    outputs: list[torch.Tensor] = []
+    handle = theirs.blocks[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
+    imgs = torch.randn(1, 3, *teacher.img_size, generator=torch.Generator().manual_seed(0))
+    theirs.forward_features(imgs)
+    handle.remove()
+    x = teacher.forward_features(imgs)
+    if outputs[0].shape != x.shape or not torch.allclose(outputs[0], x, rtol=1e-3, atol=1e-3 * x.abs().max().item()):
+        raise ValueError(
+            f"{what} is no plain ViT with a class token: timm's network computes other features of equal weights"
+        )
+
+
+def _fold_normalization(teacher: Teacher, settings: Mapping[str, Any]) -> None:
+    """Folds the change from ImageNet's pixel normalisation to the teacher's own into its patch embedding.
+
+    RGB images of a student are normalised with ImageNet's mean and standard deviation, unless the run says otherwise
+    later. `settings` hold the teacher's own as `mean` and `std`; without them they are ImageNet's. A teacher of other
+    channels keeps its own.
+    """
+    if teacher.patch_embed.proj.in_channels == 3:
+        teacher.statistics = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
+        teacher.renormalize(IMAGENET_MEAN, IMAGENET_STD)
+    elif settings.get("mean"):
+        teacher.statistics = settings["mean"], settings["std"]

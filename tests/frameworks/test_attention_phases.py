@@ -1,0 +1,340 @@
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import main_pretrain
+from frameworks import attention_phases
+from frameworks.attention_phases import compute_maps, mean_over_heads, refresh_epochs
+from models_mae_pr import mae_vit_micro_patch4
+from models_vit import PositionedEncoder
+from prmim import TokenOrderSampler, addressed_noise
+from tests.conftest import write_photo
+from tests.loops import SilentLog
+from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
+from tests.two_processes import run_in_two_processes
+from tests.warm import run_by_torchrun
+from util.data.attention_maps import AttentionMaps, maps_path
+from util.data.datasets import AddressedDataset, permutation
+from util.data.images import FolderImages
+from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
+from util.run import shard
+from util.run.checkpoint import list_checkpoints
+from util.run.loop import TrainLoop
+from util.run.precision import precision
+
+# Four epochs of three steps, with new maps after each of the first three.
+TEXT = "--model mae_vit_micro_patch4 --epochs 4 --sampling attention --no-progressive --picture_every 0 "
+TEXT += "--attention_start 0 --attention_every 1 --blr 0.05 --warmup_epochs 0"
+FLAGS = TEXT.split()
+SIMMIM = [*FLAGS, "--model", "amt_simmim_vit_micro_patch4", "--mask_ratio", "0.7", "--throw_ratio", "0.26"]
+AMT = [*FLAGS, "--model", "amt_vit_micro_patch4", "--mask_ratio", "0.85", "--throw_ratio", "0.4"]
+
+# -------------------------------------------------------------------------------------------------------- schedule
+
+
+@pytest.mark.parametrize(
+    ("epochs", "start", "every", "expected"),
+    [
+        (400, 40, 40, [40, 80, 120, 160, 200, 240, 280, 320, 360]),  # AMT on MAE
+        (200, 40, 40, [40, 80, 120, 160]),  # AMT on SimMIM
+        (200, 10, 40, [40, 80, 120, 160]),
+        (81, 40, 40, [40]),  # epoch 80 is the last one
+        (4, 0, 1, [0, 1, 2]),
+        (40, 40, 40, []),
+    ],
+)
+def test_refresh_epochs(epochs, start, every, expected):
+    assert refresh_epochs(epochs, start, every) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ maps
+
+
+def test_each_head_is_scaled_and_then_averaged():
+    attention = torch.rand(3, 2, 5, generator=torch.Generator().manual_seed(0)).double()
+    attention[1, 0] = 0.2  # a head that attends to all tokens alike
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    for b in range(3):
+        for head in attention[b].tolist():
+            spread = max(head) - min(head)
+            for j, value in enumerate(head):
+                expected[b, j] += (value - min(head)) / spread / 2 if spread else 0
+    torch.testing.assert_close(mean_over_heads(attention), expected)
+    assert mean_over_heads(attention)[0].max() <= 1 and mean_over_heads(attention).min() >= 0
+
+
+class Constant(nn.Module):
+    """A model whose class token attends to all tokens alike."""
+
+    img_size, grid_size = (32, 32), (8, 8)
+
+    def cls_attention(self, imgs):
+        return torch.full((len(imgs), 3, 64), 1 / 65)
+
+
+def a_loop():
+    options = dict(log=SilentLog(), images_per_step=4, steps_per_epoch=3, last_step=9)
+    return TrainLoop([], None, precision("fp32", torch.device("cpu")), Normalize(), None, **options)
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """Seven images of several sizes, of which number 2 is broken."""
+    (tmp_path / "uneven").mkdir()
+    for i in range(7):
+        write_photo(tmp_path / "uneven" / f"{i}.png", size=(36 + 5 * i, 60 - 3 * i), seed=i)
+    (tmp_path / "uneven" / "2.png").write_bytes(b"no image")
+    return tmp_path / "uneven"
+
+
+def dataset_of(folder):
+    return AddressedDataset(FolderImages(folder), Squash(32), replace=True)
+
+
+def test_a_model_of_constant_attention_gives_zeros(uneven):
+    maps, finished = compute_maps(Constant(), dataset_of(uneven), a_loop(), batch_size=3, num_workers=0)
+    assert finished and maps.shape == (7, 8, 8) and not maps.any()
+
+
+def test_attention_that_is_not_finite_is_an_error(uneven):
+    model = Constant()
+    model.cls_attention = lambda imgs: torch.full((len(imgs), 3, 64), torch.nan)
+    with pytest.raises(FloatingPointError, match="attention of the class token is not finite"):
+        compute_maps(model, dataset_of(uneven), a_loop(), batch_size=3, num_workers=0)
+
+
+def a_model():
+    torch.manual_seed(0)
+    model = mae_vit_micro_patch4(throw_ratio=0.5)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(3)  # so that attention differs between tokens
+    return model
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_maps_are_those_of_the_whole_images_one_by_one(uneven, num_workers):
+    model, loop = a_model(), a_loop()
+    model.train()
+    maps, _ = compute_maps(model, dataset_of(uneven), loop, batch_size=3, num_workers=num_workers)
+    assert model.training and maps.dtype == np.float16
+    assert maps.min() >= 0 and maps.max() <= 1 and maps.std() > 0.05
+    images = FolderImages(uneven)
+    for i in range(7):
+        pixels = torch.from_numpy(images.load(3 if i == 2 else i)[0]).permute(2, 0, 1)  # image 3 takes the place of 2
+        with torch.no_grad():
+            attention = model.cls_attention(loop.normalize(Squash(32)(pixels)[None]))[0]
+        heads = [(head - head.min()) / (head.max() - head.min()) for head in attention]
+        torch.testing.assert_close(
+            torch.from_numpy(maps[i].astype(np.float32)).flatten(), sum(heads) / 3, atol=1e-3, rtol=0
+        )
+
+
+def _maps_in_two_processes(rank, folder, sharded):
+    model = a_model()
+    if sharded:  # before any other forward pass, as after a resume
+        shard.shard(model, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+    maps, finished = compute_maps(model, dataset_of(folder), a_loop(), batch_size=3, num_workers=0)
+    _, _, ids = model.collator("attention", 0)([(torch.zeros(1), 0, (0, i)) for i in range(2)])
+    model(torch.randn(2, 3, 32, 32), ids)["pixel"].backward()  # training goes on
+    return {"maps": maps, "finished": finished}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_give_the_maps_of_one(uneven, sharded):
+    """Four and three images: the last one is computed twice, so that no rank waits for the other."""
+    expected, _ = compute_maps(a_model(), dataset_of(uneven), a_loop(), batch_size=3, num_workers=0)
+    first, second = run_in_two_processes(_maps_in_two_processes, uneven, sharded)
+    assert first["finished"] and second["finished"] and second["maps"] is None
+    assert first["maps"].shape == (7, 8, 8)
+    np.testing.assert_allclose(first["maps"].astype(float), expected.astype(float), atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def orders_of(monkeypatch):
+    """Records the token orders of all micro-batches that a run trains on."""
+    taken, exact = [], TrainLoop.next_batch
+
+    def note(loop, batches, micro):
+        batch = exact(loop, batches, micro)
+        taken.append(batch[2].clone())
+        return batch
+
+    monkeypatch.setattr(TrainLoop, "next_batch", note)
+    return taken
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_epoch_draws_by_the_newest_maps(photos, tmp_path, monkeypatch, num_workers):
+    """Also if workers prepare batches ahead. The expected orders follow from the files of the maps."""
+    taken = orders_of(monkeypatch)
+    run(photos, tmp_path / "out", *FLAGS, "--num_workers", num_workers)
+    images, transform = FolderImages(photos), RandomResizedCropFlip(32, seed=0)
+    model = mae_vit_micro_patch4(throw_ratio=0.5)
+    assert len(taken) == 12 and len({maps_path(tmp_path / "out", e).read_bytes() for e in range(3)}) == 3
+    for step, found in enumerate(taken):
+        epoch, first = step // 3, step % 3 * 8
+        indices = permutation(0, epoch, 24)[first : first + 8].tolist()
+        weights = None
+        if epoch > 0:
+            views = [(i, transform.view(images.load(i)[0].shape[:2], epoch, i)) for i in indices]
+            weights = AttentionMaps(maps_path(tmp_path / "out", epoch - 1), 4).token_weights(views)
+        noise = addressed_noise(0, epoch, indices, 64)
+        expected = TokenOrderSampler(8, model.counts, "attention" if epoch else "random")(noise, weights=weights)
+        assert np.array_equal(found.numpy(), expected), step
+    assert not maps_path(tmp_path / "out", 3).exists()
+
+
+def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch, capsys):
+    exact, counts = attention_phases.Framework.__call__, []
+    monkeypatch.setattr(
+        attention_phases.Framework, "__call__", lambda model, *a: counts.append(model.counts) or exact(model, *a)
+    )
+    taken = orders_of(monkeypatch)
+    run(photos, tmp_path / "out", *AMT)
+    kinds = [(c.num_visible, c.num_retained, c.num_thrown) for c in counts]
+    assert kinds == [(16, 48, 0)] * 3 + [(10, 28, 26)] * 9
+    assert all((order[:, :n].diff(dim=1) > 0).all() for order, (n, *_) in zip(taken, kinds, strict=True))
+    out = capsys.readouterr().out
+    assert "epoch 0: tokens are drawn at random, 16 visible + 48 retained + 0 thrown" in out
+    assert "epoch 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
+
+
+def test_the_random_phase_is_random_sampling(photos, tmp_path):
+    run(photos, tmp_path / "attention", *FLAGS, "--max_steps", 3)
+    run(photos, tmp_path / "random", *FLAGS, "--max_steps", 3, "--sampling", "random")
+    ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("attention", "random"))
+    assert ours == theirs and not (tmp_path / "random" / "attention").exists()
+
+
+@pytest.mark.parametrize("flags", [FLAGS, AMT, SIMMIM], ids=["attention", "AMT", "AMT on SimMIM"])
+def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flags):
+    """Stopped in mid-epoch before the first maps, at the end of an epoch, and in the midst of a phase."""
+    flags = [*flags, "--attention_every", 2]  # maps after epochs 0 and 2: a phase has two epochs
+    expected = run(photos, tmp_path / "whole", *flags)
+    for stop, workers in ((2, 1), (3, 0), (5, 2), (8, 0), (9, 0)):
+        run(photos, tmp_path / "parts", *flags, "--max_steps", stop, "--num_workers", workers)
+    first = maps_path(tmp_path / "parts", 0)
+    before = first.stat().st_ino
+    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    assert first.stat().st_ino == before  # not made again
+    for epoch in (0, 2):
+        whole, parts = (maps_path(tmp_path / name, epoch).read_bytes() for name in ("whole", "parts"))
+        assert whole == parts
+    assert [r["step"] for r in reports(tmp_path / "parts")] == list(range(1, 13))
+
+
+def test_a_run_that_starts_at_another_one_takes_its_maps(photos, tmp_path, capsys):
+    expected = run(photos, tmp_path / "whole", *FLAGS)
+    run(photos, tmp_path / "first", *FLAGS, "--max_steps", 8)
+    maps_path(tmp_path / "second", 1).parent.mkdir(parents=True)
+    np.save(maps_path(tmp_path / "second", 1), np.zeros((24, 8, 8), np.float16))  # left over from something else
+    capsys.readouterr()
+    assert_same_state(run(photos, tmp_path / "second", *FLAGS, "--resume", tmp_path / "first"), expected)
+    assert "warning" not in capsys.readouterr().out
+    maps = [maps_path(tmp_path / name, 1).read_bytes() for name in ("whole", "second")]
+    assert maps[0] == maps[1] and not maps_path(tmp_path / "second", 0).exists()
+
+
+def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
+    maps_path(tmp_path / "out", 1).unlink()
+    capsys.readouterr()
+    run(photos, tmp_path / "out", *FLAGS)
+    out = capsys.readouterr().out
+    assert "epoch-0001.npy' is missing, so maps are made with the weights of step 8" in out
+    assert maps_path(tmp_path / "out", 1).exists() and out.count("is missing") == 1
+
+
+def test_a_crash_while_maps_are_written_costs_only_them(photos, tmp_path, monkeypatch):
+    expected, exact = run(photos, tmp_path / "whole", *FLAGS), attention_phases.write_maps
+
+    def full_disk(path, maps):
+        if path.name == "epoch-0001.npy":
+            raise OSError(28, "No space left on device", str(path))
+        exact(path, maps)
+
+    monkeypatch.setattr(attention_phases, "write_maps", full_disk)
+    with pytest.raises(SystemExit) as stop:
+        run(photos, tmp_path / "parts", *FLAGS)
+    assert stop.value.code == 75
+    monkeypatch.setattr(attention_phases, "write_maps", exact)
+    assert_same_state(run(photos, tmp_path / "parts", *FLAGS), expected)
+
+
+def test_a_signal_while_maps_are_made_loses_nothing(photos, tmp_path, monkeypatch):
+    """The last two checkpoints stay, and the same maps are made again."""
+    expected, exact = run(photos, tmp_path / "whole", *FLAGS), PositionedEncoder.cls_attention
+    count = iter(range(1000))
+
+    def interrupted(model, imgs):
+        if next(count) == 4:  # in the midst of the second refresh, of three batches each
+            os.kill(os.getpid(), signal.SIGTERM)
+        return exact(model, imgs)
+
+    monkeypatch.setattr(PositionedEncoder, "cls_attention", interrupted)
+    assert main_pretrain.main(command(photos, tmp_path / "parts", *FLAGS)) is False
+    assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
+    assert maps_path(tmp_path / "parts", 0).exists() and not maps_path(tmp_path / "parts", 1).exists()
+    monkeypatch.undo()
+    assert_same_state(run(photos, tmp_path / "parts", *FLAGS), expected)
+
+
+def test_maps_that_another_run_has_left_are_not_used(photos, tmp_path):
+    """A run in the same folder, with another seed, has made maps after the same epochs."""
+    expected = run(photos, tmp_path / "whole", *FLAGS)
+    run(photos, tmp_path / "out", *FLAGS, "--seed", 1)
+    for path in [*(tmp_path / "out").glob("checkpoint*"), tmp_path / "out" / "log.jsonl"]:
+        path.unlink()
+    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 6)  # the maps after epoch 1 come next
+    assert_same_state(run(photos, tmp_path / "out", *FLAGS), expected)
+
+
+def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):
+    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
+    np.save(maps_path(tmp_path / "out", 1), np.zeros((23, 8, 8), np.float16))
+    assert "holds attention maps [23, 8, 8] in float16, but this run needs [24, 8, 8]" in fails(
+        capsys, photos, tmp_path / "out", *FLAGS
+    )
+
+
+def test_two_processes_draw_as_one(photos, tmp_path):
+    """Through torchrun with accumulation and workers: the same losses and maps."""
+    flags = command(photos, tmp_path / "two", *AMT, "--batch_size", 4, "--num_workers", 1)
+    code, out = run_by_torchrun("main_pretrain.py", *flags)
+    assert code == 0, out[-3000:]
+    run(photos, tmp_path / "one", *AMT)
+    ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("two", "one"))
+    assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 12
+    for epoch in range(3):
+        maps = [np.load(maps_path(tmp_path / name, epoch)).astype(float) for name in ("two", "one")]
+        np.testing.assert_allclose(*maps, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--throw_ratio 0", "--sampling attention chooses the tokens that are thrown, but --throw_ratio is 0"),
+        ("--model simmim_swin_micro_patch4_window4 --throw_ratio 0", "swin_micro_patch4_window4 does not have: choose"),
+        ("--attention_start 3", "--attention_start 3 and --attention_every 1 leave none of 4 epochs"),
+        ("--attention_start -1", "--attention_start must be at least 0, got -1"),
+        ("--attention_every 0", "--attention_every must be at least 1, got 0"),
+        ("--model amt_vit_micro_patch4 --sampling furthest", "draws its tokens by attention: set --sampling attention"),
+        ("--attention_crop whole", "invalid choice: 'whole'"),
+    ],
+)
+def test_impossible_flags_are_refused(photos, tmp_path, capsys, flags, message):
+    assert message in fails(capsys, photos, tmp_path / "out", *FLAGS, *flags.split())
+
+
+def test_the_released_crop_gives_another_run(photos, tmp_path):
+    for crop in ("view", "released"):
+        run(photos, tmp_path / crop, *FLAGS, "--max_steps", 5, "--attention_crop", crop)
+    ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("view", "released"))
+    assert ours[:3] == theirs[:3] and ours[3:] != theirs[3:]

@@ -1,0 +1,111 @@
+import re
+
+import pytest
+import torch
+from timm.optim import param_groups_weight_decay
+
+from frameworks.models_mff_pr import MFFMaskedAutoencoderViT, mff_vit_base_patch16
+from tests import slow_mae
+from tests.test_models_mae_pr import official_state_dict, orders, perturbed, segments
+
+SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3)
+SIZES |= dict(decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2)
+FUSED = (1, 2, 3)
+
+
+def slow_fusion(tokens, w, name, heads):
+    """Mixes three levels by the softmax of three logits. The first two go through a linear layer each."""
+    logits = w["proj_weights"].flatten()
+    shares = [logit.exp() / sum(other.exp() for other in logits) for logit in logits]
+    mixture = dict.fromkeys(tokens, 0.0)
+    for layer in range(4):
+        tokens = slow_mae.block(tokens, w, f"{name}.{layer}", heads)
+        if layer in FUSED:
+            level = FUSED.index(layer)
+            for t, x in tokens.items():
+                x = x if layer == 3 else slow_mae.linear(x, w, f"proj_layers.{level}")
+                mixture[t] = mixture[t] + shares[level] * x
+    return mixture
+
+
+@pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
+def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive):
+    torch.manual_seed(0)
+    options = dict(throw_ratio=throw_ratio, progressive=progressive, kernel_size=3, norm_pix_loss=True)
+    model = perturbed(MFFMaskedAutoencoderViT(fused_blocks=FUSED, **SIZES, **options))
+    imgs, ids = torch.randn(2, 3, 32, 32, dtype=torch.float64), orders(model, 2)
+    aggregation = dict(model.decoder.aggregation.operator.named_parameters()) if throw_ratio and progressive else None
+    weights = official_state_dict(model)
+    losses = []
+    pred, _ = model.reconstruct(imgs, ids)
+    for b in range(2):
+        args = (weights, imgs[b], *segments(ids[b], model.counts), 8, 3, 2, True)
+        loss, predictions = slow_mae.slow_loss(*args, aggregation=aggregation, encode=slow_fusion)
+        losses.append(loss)
+        for token, value in predictions.items():
+            torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+
+
+def test_the_mixture_begins_even_and_the_default_is_that_of_the_release():
+    with torch.device("meta"):
+        model = mff_vit_base_patch16(throw_ratio=0.0)
+    assert model.fused_blocks == (0, 2, 4, 6, 8, 11)
+    assert model.proj_weights.shape == (6, 1, 1, 1) and len(model.proj_layers) == 5
+    assert len(model.state_dict()) == 265
+    assert sum(p.numel() for p in model.parameters()) == 114_860_806
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 114_608_646
+    model = MFFMaskedAutoencoderViT(**SIZES)
+    assert model.fused_blocks == (0, 3) and model.proj_weights.softmax(0).flatten().tolist() == [0.5, 0.5]
+    assert model.proj_layers[0].bias.abs().max() == 0 and model.proj_layers[0].weight.abs().max() < (6 / 48) ** 0.5
+
+
+def test_weight_decay_spares_the_tokens_and_not_the_logits():
+    model = MFFMaskedAutoencoderViT(**SIZES, throw_ratio=0.5)
+    spared, decayed = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    names = {id(p): name for name, p in model.named_parameters()}
+    spared, decayed = ({names[id(p)] for p in group["params"]} for group in (spared, decayed))
+    assert {"cls_token", "decoder.mask_token", "norm.weight", "proj_layers.0.bias"} <= spared
+    assert {"proj_weights", "proj_layers.0.weight", "patch_embed.proj.weight"} <= decayed
+    assert "decoder.aggregation.operator.weight" in decayed
+
+
+def release_name(name):
+    """Returns the release's name of one of our parameters, by a table that is independent of the tested one."""
+    name = name.replace("mlp.fc1.", "ffn.layers.0.0.").replace("mlp.fc2.", "ffn.layers.1.")
+    name = name.replace("norm1.", "ln1.").replace("norm2.", "ln2.")
+    if name.startswith("decoder."):
+        name = name.removeprefix("decoder.")
+        if name == "mask_token" or name.startswith("norm."):
+            return "neck." + name.replace("norm.", "ln1.")
+        return f"neck.decoder_{name}"
+    name = re.sub(r"^norm\.", "ln1.", name)
+    name = name.replace("patch_embed.proj.", "patch_embed.projection.").replace("blocks.", "layers.")
+    return f"backbone.{name}"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_load_official(older):
+    source = perturbed(MFFMaskedAutoencoderViT(**SIZES, throw_ratio=0.0)).float()
+    released = {release_name(name): value for name, value in source.state_dict().items()}
+    known = {"backbone.layers.3.ffn.layers.0.0.weight", "backbone.ln1.bias", "backbone.proj_weights"}
+    known |= {"neck.decoder_blocks.1.ln2.bias", "neck.ln1.weight", "neck.decoder_pos_embed", "neck.decoder_pred.weight"}
+    assert known <= set(released)
+    if older:
+        released = {name.replace(".ln1.", ".norm1.").replace(".ln2.", ".norm2."): v for name, v in released.items()}
+    released["data_preprocessor.mean"] = torch.zeros(3)
+    model = MFFMaskedAutoencoderViT(**SIZES, throw_ratio=0.5)
+    model.load_official({"state_dict": released, "meta": {}})
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    del released["backbone.proj_layers.0.bias"]
+    released |= {"backbone.extra": torch.zeros(1), "momentum.cls_token": torch.zeros(1)}
+    message = "MFFMaskedAutoencoderViT: 1 missing: proj_layers.0.bias; 2 unexpected: momentum.cls_token, extra"
+    with pytest.raises(ValueError, match=message):
+        model.load_official(released)
+
+
+@pytest.mark.parametrize("fused", [(0, 1), (3, 0), (-1, 3), (), (0, 0, 3), (0, 4)])
+def test_fused_blocks_that_cannot_be(fused):
+    with pytest.raises(ValueError, match="fused_blocks must increase from 0 or more to the last block 3"):
+        MFFMaskedAutoencoderViT(fused_blocks=fused, **SIZES)
