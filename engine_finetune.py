@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run import checkpoint, distributed
+from util.run import checkpoint
 from util.run.evaluation import evaluation_batches
 from util.run.loop import TrainLoop
+from util.run.run import Run
 from util.run.run_folder import write_json
-from util.run.saving import CheckpointSaver
-from util.run.watchdog import BETWEEN
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
 
@@ -106,7 +106,7 @@ def evaluate(
         own_count += len(labels)
     model.train(was_training)
     sums[4] = own_count
-    top1, top5, unrestricted, loss, count = distributed.all_reduce_sum(sums).tolist()
+    top1, top5, unrestricted, loss, count = collectives.all_reduce_sum(sums).tolist()
     if count != num_images:
         raise RuntimeError(f"{count:.0f} images were evaluated instead of {num_images}")
     if not math.isfinite(loss):
@@ -141,46 +141,35 @@ def evaluate_images(
 class Evaluator:
     """Evaluates a run on val/, logs it, keeps the best weights, and writes results.json."""
 
+    run: Run
+    model: nn.Module
     images: Any
     transform: ResizeCenterCrop
-    model: nn.Module
-    loop: TrainLoop
-    saver: CheckpointSaver
-    batch_size: int
-    num_workers: int
-    eval_every: int
-    epochs: int
 
     def is_due(self) -> bool:
         """Whether the current step ends an epoch that is to be evaluated."""
-        epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
-        return self.loop.step > 0 and not rest and (epoch % self.eval_every == 0 or epoch == self.epochs)
+        return self.run.loop.step > 0 and self.run.ends_epoch(self.run.args.eval_every)
 
     def is_done(self) -> bool:
-        """Whether the log holds the evaluation of the current step. All ranks must call it."""
-        return distributed.run_on_rank0(lambda: any(r["step"] == self.loop.step for r in self.evaluations()))
+        """Whether the log holds the evaluation of the current step."""
+        return any(report["step"] == self.run.loop.step for report in self.evaluations())
 
-    def run(self) -> None:
-        """Evaluates after an epoch. All ranks must call it."""
-        loop, saver, record = self.loop, self.saver, self.saver.record
-        distributed.broadcast_buffers(self.model)
-
-        def alive() -> None:
-            if loop.watchdog is not None:
-                loop.watchdog.reached(loop.step - 1, BETWEEN)
-
-        sizes = self.batch_size, self.num_workers
+    def perform(self) -> None:
+        """Evaluates after an epoch."""
+        run, loop, saver = self.run, self.run.loop, self.run.saver
+        collectives.broadcast_buffers(self.model)
+        sizes = run.plan.batch_size, run.plan.num_workers
         result = evaluate_images(
-            self.model, self.images, self.transform, loop.normalize, loop.autocast, *sizes, on_batch=alive
+            self.model, self.images, self.transform, loop.normalize, loop.autocast, *sizes, on_batch=run.alive
         )
         # All ranks must know, because gathering takes all of them.
-        is_best = distributed.run_on_rank0(lambda: result["top1"] > self.best_before())
+        is_best = collectives.run_on_rank0(lambda: result["top1"] > self.best_before())
         weights = saver.gather(self.model) if is_best else None
-        if not record.process.is_main:
+        if not run.process.is_main:
             return
         # The log comes last: an evaluation that is not in the log is repeated after a kill.
         if is_best:
-            saver.write("best", {"model": weights}, {**record.meta(loop.step), "val": result}, required=False)
+            saver.write("best", {"model": weights}, {**run.record.meta(loop.step), "val": result}, required=False)
         scalars = {"epoch": loop.step // loop.steps_per_epoch - 1, **{f"val_{name}": v for name, v in result.items()}}
         line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
         loop.log.report(loop.step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
@@ -191,19 +180,19 @@ class Evaluator:
 
     def best_before(self) -> float:
         """Returns top-1 of the best checkpoint so far, of an earlier step than the current one, or -1."""
-        meta = checkpoint.read_record(self.saver.output_dir / "checkpoint-best.pth")
-        return meta["val"]["top1"] if meta and meta["step"] < self.loop.step else -1.0
+        meta = checkpoint.read_record(self.run.output_dir / "checkpoint-best.pth")
+        return meta["val"]["top1"] if meta and meta["step"] < self.run.loop.step else -1.0
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Returns the reports of all evaluations so far, on rank 0."""
-        return [report for report in self.loop.log.history() if "val_top1" in report]
+        return [report for report in self.run.log.history() if "val_top1" in report]
 
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json: the last and the best evaluation, encoder and code."""
         reports = {report["step"]: report for report in self.evaluations()}
         if not reports:
             return {}
-        evaluations, record = list(reports.values()), self.saver.record
+        evaluations, record = list(reports.values()), self.run.record
         best = max(evaluations, key=lambda report: report["val_top1"])
         return {
             "last": evaluations[-1],
@@ -214,5 +203,5 @@ class Evaluator:
 
     def write_results(self) -> None:
         """Writes results.json."""
-        if self.saver.record.process.is_main:
-            write_json(self.saver.output_dir / "results.json", self.results())
+        if self.run.process.is_main:
+            write_json(self.run.output_dir / "results.json", self.results())

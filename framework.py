@@ -1,46 +1,75 @@
 """The contract of a pre-training framework, and what the frameworks that predict pixels share."""
 
-import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from models_vit import unpatchify
-from prmim import MaskCollator, TokenCounts, TokenOrder, TokenOrderSampler
+from encoders.models_swin import SwinSizes
+from models_vit import ViTSizes, unpatchify
+from prmim import MaskCollator, Method, SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler
 
 
-class Planner(Protocol):
-    """Computes further inputs of a model from the visible tokens of a batch, such as `models_swin.GroupPlanner`."""
+class Arguments(Method, total=False):
+    """Further arguments that every framework takes, see `Framework`."""
 
-    def __call__(self, ids_visible: torch.Tensor, /) -> Sequence[torch.Tensor]:
-        """Returns the inputs for the visible tokens [V] that a whole batch shares. Runs in a DataLoader worker."""
+    norm_pix_loss: bool
+    mask_unit: int
 
-    def shapes(self, ids_visible: torch.Tensor, /) -> Sequence[Sequence[torch.Tensor]]:
-        """Returns one example of the inputs for each combination of shapes that they can have."""
+
+class ViTArguments(Arguments, ViTSizes, total=False):
+    """The arguments of every framework on a ViT, apart from its own."""
+
+
+class SwinArguments(Arguments, SwinSizes, total=False):
+    """The arguments of every framework on a Swin, apart from its own."""
+
+
+class MAEArguments(ViTArguments, total=False):
+    """The arguments of MAE, for frameworks that are built on it."""
+
+    decoder_embed_dim: int
+    decoder_depth: int
+    decoder_num_heads: int | None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A command-line flag of a framework: an argument of its constructor, and an attribute of the model that holds it.
+
+    required: whether a run needs it. names_file: its attribute has `source`, the path or name; `fingerprint`, which
+    checkpoints record, because files may move but must not change; and `origin`, a sentence for the log.
+    """
+
+    name: str
+    help: str
+    type: type = str
+    choices: tuple[str, ...] | None = None
+    required: bool = False
+    names_file: bool = False
 
 
 class Framework(nn.Module):
     """A pre-training model: `model(imgs, ids_shuffle)` returns {name: scalar loss}, and the sum is trained on.
 
-    imgs: float [B, C, H, W], normalised. ids_shuffle: int64 [B, N], made by `collator`. If the framework has a
-    `planner`, the model also accepts its outputs, `model(imgs, ids_shuffle, *plans)`, but does not need them.
+    imgs: float [B, C, H, W], normalised. ids_shuffle: int64 [B, N], made by `collator`. What else
+    a framework's collator adds to a batch follows as further arguments, which the model does not need.
 
     A framework is a file `models_<framework>_pr.py` with a subclass of this class and of an encoder. The encoder has
     the methods `cut`, which cuts images into patches, `forward_features` and `no_weight_decay`. The subclass sets the
     attributes below and implements `forward`, `reconstruct`, `panels`, `token_errors` and `load_official(state_dict)`,
     which loads weights under the names of the framework's release.
 
-    The file may also define two functions at module level:
-
-        add_flags(group: argparse._ArgumentGroup) -> None
-            Adds the flags that belong to this framework, with the default None. A flag that is given becomes an
-            argument of the constructor. Frameworks that share a flag declare it by the same function, such as
-            `add_decoder_flags`.
-        check_flags(settings: Mapping[str, Any]) -> None
-            Raises ValueError for settings that cannot work.
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
+    progressive: reconstruct the thrown tokens by an aggregation. False is plain partial reconstruction: they are not
+        supervised.
+    kernel_size, aggregation, applies_to: arguments of `prmim.SpatialAggregation`. `aggregation` is its `kind`.
+    norm_pix_loss: normalise the target pixels of each patch. It has no effect if the targets are not pixels.
+    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
+    sizes: arguments of the encoder, the next class in the order of inheritance.
     """
 
     img_size: tuple[int, int]  # (height, width) in pixels
@@ -50,24 +79,50 @@ class Framework(nn.Module):
     mask_unit: int = 1  # side, in tokens, of the squares that are masked as a whole
     shared_visible: bool = False  # whether all images of a batch have the same visible tokens
     throws: bool = True  # whether the framework can throw tokens
-    masks_by_attention: bool = False  # whether attention also chooses the masked tokens (AMT)
-    visible_order: str = "raster"  # of the visible tokens in ids_shuffle; "noise" leaves them as they were shuffled
-    planner: Planner | None = None
+    flags: tuple[Flag, ...] = ()
+
+    def __init__(
+        self,
+        mask_ratio: float = 0.75,
+        throw_ratio: float = 0.5,
+        progressive: bool = True,
+        kernel_size: int = 7,
+        aggregation: str = "dwconv",
+        applies_to: str = "thrown",
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        **sizes: Any,
+    ) -> None:
+        super().__init__(**sizes)
+        self.norm_pix_loss, self.mask_unit = norm_pix_loss, mask_unit
+        self.progressive, self.aggregation_options = progressive, (kernel_size, aggregation, applies_to)
+        self.mask_ratio, self.throw_ratio = mask_ratio, throw_ratio
+        self.counts = self.count_tokens()
+
+    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+        """Returns how many tokens are visible, retained and thrown. The number of visible squares is rounded down.
+
+        has_maps: False before there are attention maps. Only AMT has other counts then.
+        """
+        return token_counts(self.grid_size, self.mask_ratio, self.throw_ratio, self.mask_unit)
+
+    def make_aggregation(self, dim: int) -> SpatialAggregation | None:
+        """Returns what reconstructs the thrown tokens from features of width `dim`, or None if nothing does.
+
+        A framework makes it last, so that a seed gives every arm of an ablation the same weights.
+        """
+        if not (self.progressive and self.counts.num_thrown):
+            return None
+        return SpatialAggregation(dim, *self.aggregation_options)
 
     def own_settings(self) -> dict[str, Any]:
-        """Returns the resolved values of the framework's own command-line flags. They are recorded with the run."""
-        return {}
+        """Returns the resolved values of the framework's flags. They are recorded with the run."""
+        values = {flag: getattr(self, flag.name) for flag in self.flags}
+        return {flag.name: value.source if flag.names_file else value for flag, value in values.items()}
 
-    def checkpoint_meta(self) -> dict[str, str]:
-        """Returns {flag: fingerprint} of the files that the framework's flags name, such as a teacher's weights.
-
-        Checkpoints record them, and a run is resumed with the same files only.
-        """
-        return {}
-
-    def notes(self) -> list[str]:
-        """Returns sentences that are printed at the start of a run."""
-        return []
+    def named_files(self) -> dict[str, Any]:
+        """Returns {flag: what was made of its file}."""
+        return {flag.name: getattr(self, flag.name) for flag in self.flags if flag.names_file}
 
     def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Tells the model by which mean and deviation its images are normalised. A teacher must know; others need not.
@@ -75,15 +130,9 @@ class Framework(nn.Module):
         Without a call they are ImageNet's.
         """
 
-    def set_attention_phase(self, has_maps: bool) -> None:
-        """Sets the token counts for batches that are drawn by attention maps, or at random before there are maps.
-
-        Most frameworks have the same counts in both cases.
-        """
-
     def sampler(self, sampling: str) -> TokenOrderSampler:
         """Returns the sampler of the token orders that this model takes. sampling: see `collator`."""
-        return TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, self.visible_order)
+        return TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit)
 
     def collator(
         self, sampling: str, seed: int, token_weights: Callable[[Sequence], np.ndarray] | None = None
@@ -93,7 +142,7 @@ class Framework(nn.Module):
         sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
         token_weights: for sampling by attention, see `MaskCollator`. By default all tokens have the same weight.
         """
-        return MaskCollator(self.sampler(sampling), seed, self.shared_visible, self.planner, token_weights)
+        return MaskCollator(self.sampler(sampling), seed, self.shared_visible, token_weights)
 
     def monitor_features(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Computes one feature vector per whole image, by the encoder that is fine-tuned, in float32 or wider.
@@ -129,15 +178,12 @@ class Framework(nn.Module):
         raise NotImplementedError
 
 
-def add_decoder_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags that MAE, MFF and CrossMAE share. They are None unless given: the model then uses its defaults.
-
-    Their constructors use `decoder_heads` and `token_counts`.
-    """
-    group.add_argument("--decoder_depth", type=int, help="blocks of the decoder (default: the model's)")
-    group.add_argument("--decoder_embed_dim", type=int, help="width of the decoder (default: the model's)")
-    group.add_argument("--decoder_num_heads", type=int, help="heads of a decoder block (default: one per 32 channels)")
-    group.add_argument("--mask_unit", type=int, help="side, in tokens, of the squares that are masked (default: 1)")
+DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`
+    Flag("decoder_depth", "blocks of the decoder (default: the model's)", int),
+    Flag("decoder_embed_dim", "width of the decoder (default: the model's)", int),
+    Flag("decoder_num_heads", "heads of a decoder block (default: one per 32 channels)", int),
+    Flag("mask_unit", "side, in tokens, of the squares that are masked (default: 1)", int),
+)
 
 
 def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
@@ -188,8 +234,6 @@ class PixelFramework(Framework):
     A subclass has `norm_pix_loss` (normalise the target of each token) and `predict_all`. Below, P is the number of
     pixel values of a token, p*p*C for a patch of side p.
     """
-
-    norm_pix_loss: bool
 
     def cut_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] into the pixels of each token [B, N, P]. Raises ValueError for another size."""

@@ -10,7 +10,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,31 @@ from encoders.kinds import head_of
 from encoders.names import encoder_weights_of, load_encoder
 from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
-from util.data.datasets import stack, steps_per_epoch
+from util.data.datasets import stack
 from util.data.images import check_classes, check_splits
-from util.data.open import data_settings, open_everywhere
+from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import choose_statistics, normalizer
-from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
+from util.data.statistics import normalizer
+from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop
 from util.lars import LARS
 from util.pos_embed import height_and_width
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import choose_encoder, warn_if_unfinished
-from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
-from util.run.errors import exit_on_setup_errors, exit_on_training_errors
+from util.run.encoder_origin import warn_if_unfinished
+from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
+    Plan,
     add_data_flags,
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
     check_least,
     check_pixel_flags,
-    free_flags,
-    make_plan,
     num_workers,
-    schedule_by_epochs,
 )
-from util.run.loop import TrainLoop
 from util.run.precision import precision
-from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.saving import step_ranges
-from util.run.setup import announce, assemble, build_device
-from util.run.signals import StopSignal
-from util.run.start import enter_folder, join_processes, refuse_different_starts
+from util.run.run import Run
+from util.run.start import refuse_different_starts
 from util.text import count_of
 
 PROGRAM = "main_finetune.py"
@@ -171,8 +164,9 @@ def plain_size(size: Sequence[int]) -> int | list[int]:
     return height if height == width else [height, width]
 
 
-def check_flags(args: argparse.Namespace, batch_size: int) -> None:
-    """ValueError if a flag of fine-tuning, or a pair of flags, is out of range. batch_size: of a micro-batch."""
+def check_flags(args: argparse.Namespace, plan: Plan) -> None:
+    """ValueError if a flag of fine-tuning, or a pair of flags, is out of range."""
+    batch_size = plan.batch_size
     check_pixel_flags(args, args.in_chans)
     check_least(
         args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter"
@@ -321,20 +315,6 @@ def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_im
     }
 
 
-def summary_of_run(
-    args: argparse.Namespace, loop: TrainLoop, num_images: int, results: Mapping[str, Any], closing: list[str]
-) -> str:
-    """Returns what the run did, from its whole log, so that a finished run can say it again."""
-    lines = [f"trained {args.model} {describe_progress(loop, num_images, args.epochs * loop.steps_per_epoch)}"]
-    for name in ("last", "best"):
-        if name in results:
-            r = results[name]
-            lines.append(
-                f"  {name:4} epoch   top-1 {r['val_top1']:.2f} %, top-5 {r['val_top5']:.2f} % (epoch {r['epoch']})"
-            )
-    return "\n".join([*lines, *closing])
-
-
 def load_first_weights(
     model: nn.Module, encoder: dict[str, Any] | None, args: argparse.Namespace, classes: list[str]
 ) -> list[str]:
@@ -368,85 +348,64 @@ def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     return images, val_images
 
 
+def summary_of_run(args: argparse.Namespace, run: Run, evaluator: Evaluator) -> list[str]:
+    """Returns what the run did, from its whole log, so that a finished run can say it again."""
+    lines, results = [f"trained {args.model} {run.progress()}"], evaluator.results()
+    for name in ("last", "best"):
+        if name in results:
+            r = results[name]
+            lines.append(
+                f"  {name:4} epoch   top-1 {r['val_top1']:.2f} %, top-5 {r['val_top5']:.2f} % (epoch {r['epoch']})"
+            )
+    evaluator.write_results()
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
+    given = flags_given(parser, argv)
     if args.eval:
         with exit_on_setup_errors(parser):
-            return evaluate_only(args, flags_given(parser, argv))
-    with exit_on_setup_errors(parser):
-        process = join_processes(args)
-        largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
-        plan = make_plan(args, process, default_batch_size=largest)
-        check_flags(args, plan.batch_size)
-        start = enter_folder(PROGRAM, args, argv, process)
-
+            return evaluate_only(args, given)
+    largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, default_batch_size=largest) as run:
         images, val_images = open_data(args)
+        run.note(*val_images.notes, *note_on_size(args.dataset, val_images))
         classes = images.classes
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model({**vars(args), "nb_classes": len(classes)})
-        start.remarks += val_images.notes + note_on_size(args.dataset, val_images)
-        content = read_run(start, plan.total_batch_size)
-        encoder = choose_encoder(args.finetune, start, content)
-        if content is None:
-            start.remarks += load_first_weights(model, encoder, args, classes)
+        encoder = run.choose_encoder("finetune")
+        if run.checkpoint is None:
+            run.note(*load_first_weights(model, encoder, args, classes))
         else:
-            match_resumed(model, content, classes)
-        model = model.to(build_device(args, process))
-        (mean, std), remarks = choose_statistics(args, images, content, encoder)
-        start.remarks += remarks
-        normalize = Normalize(mean, std, images.pixel_format).to(process.device)
-        optimizer = make_optimizer(model, args, plan.lr)
+            match_resumed(model, run.checkpoint, classes)
+        model = model.to(run.build_device)
+        optimizer = make_optimizer(model, args, run.plan.lr)
 
-        size, given = model.img_size, flags_given(parser, argv)
+        size, reference = model.img_size, args.loader == "reference"
         transform, remarks = make_augmentation(args, size, images.pixel_format, given)
-        start.remarks += remarks
-        val_transform = ResizeCenterCrop(size, args.crop_pct, args.loader == "reference")
-        augment = make_batch_augmentation(args, len(classes), process.device)
-        derived = {"nb_classes": len(classes), "input_size": plain_size(size), "patch_size": model.patch_size}
-        derived |= {"mean": mean, "std": std}
-        if content is not None:
-            derived["finetune"] = content["meta"]["settings"]["finetune"]
-        settings = json_settings(vars(args), asdict(plan), derived, data_settings(images))
-        data = {"num_images": len(images), "data": images.fingerprint()}
-        data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
-        data["pixels"] = images.pixel_format.dtype
-        extra = {"classes": classes, "encoder": encoder}
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
-        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
-        start.remarks += images.notes
-        if content is not None:
+        run.note(*remarks)
+        augment = make_batch_augmentation(args, len(classes), run.process.device)
+        run.open(
+            model=model,
+            optimizer=optimizer,
+            images=images,
+            val_images=val_images,
+            transform=transform,
+            collate=stack,
+            statistics=run.choose_statistics(images),
+            rows=summary_rows(args, model, images, val_images),
+            settings={"nb_classes": len(classes), "input_size": plain_size(size), "patch_size": model.patch_size},
+            extra={"classes": classes},
+            free={"finetune", "eval", "eval_every"},
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
-            free = free_flags(plan, {"finetune", "eval", "eval_every"})
-            content["meta"]["settings"] = VIT_FLAGS | content["meta"]["settings"]
-            restore(content, start, record, model, optimizer, free, args.allow_changes, split_changes_draws=True)
-        schedule = schedule_by_epochs(args, plan, epoch_steps)
-        run = assemble(
-            args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack
+            split_changes_draws=True,
         )
-        announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images, val_images))
-        del content  # weights and moments of the checkpoint
-
-    with exit_on_training_errors(parser, run.saver), run.watchdog, StopSignal(process.device) as stop:
-        loop = run.loop
-        loop.stop = stop
-        sizes = plan.batch_size, plan.num_workers
-        evaluator = Evaluator(val_images, val_transform, model, loop, run.saver, *sizes, args.eval_every, args.epochs)
-        if evaluator.is_due() and not evaluator.is_done():
-            evaluator.run()  # the run was stopped between the checkpoint and its evaluation
-        for steps in step_ranges(loop.step, loop.last_step, loop.steps_per_epoch, args.save_steps):
-            stopped = train_one_epoch(run.model, run.batches, steps, loop, augment)
-            run.saver.save(required=stopped or loop.step == loop.last_step)
-            if stopped and loop.step < loop.last_step:
-                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
-                return False
-            if evaluator.is_due():
-                evaluator.run()
-        evaluator.write_results()
-        closing = closing_lines(start.output_dir, process.is_main)
-        finish_run(loop, stop, summary_of_run(args, loop, len(images), evaluator.results(), closing))
-    return True
+        evaluator = Evaluator(run, model, val_images, ResizeCenterCrop(size, args.crop_pct, reference))
+        train = partial(train_one_epoch, augment=augment)
+        return run.train(train, [evaluator], lambda: summary_of_run(args, run, evaluator))
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, float]:

@@ -9,20 +9,18 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from timm.optim import param_groups_weight_decay
-from torch import nn
 
 import models_mae_pr
 import monitor
 from encoders.names import load_pretrained
 from engine_pretrain import compile_shapes, train_one_epoch
-from framework import Framework
+from framework import Flag, Framework
 from frameworks import (
     attention_phases,
     models_amt_pr,
@@ -34,19 +32,15 @@ from frameworks import (
     models_tec_pr,
 )
 from frameworks.reconstruction import crops, reconstruction_picture
-from prmim import SAMPLING, SpatialAggregation
+from prmim import SAMPLING, MaskCollator, SpatialAggregation
 from recipes import RECIPES
-from util.data.datasets import steps_per_epoch
 from util.data.images import evenly_spaced
-from util.data.open import data_settings, open_everywhere
-from util.data.statistics import choose_statistics
-from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip
-from util.run import distributed, shard
+from util.data.open import open_everywhere
+from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
+from util.run import shard
 from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, pixel_settings, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program
-from util.run.encoder_origin import choose_encoder, warn_if_unfinished
-from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
-from util.run.errors import exit_on_setup_errors, exit_on_training_errors
+from util.run.encoder_origin import warn_if_unfinished
 from util.run.flags import (
     Plan,
     add_data_flags,
@@ -54,16 +48,9 @@ from util.run.flags import (
     add_pixel_flags,
     add_run_flags,
     check_pixel_flags,
-    free_flags,
-    make_plan,
-    schedule_by_epochs,
 )
-from util.run.loop import TrainLoop
-from util.run.resume import RunRecord, has_drop_path, json_settings, read_run, restore
-from util.run.saving import step_ranges
-from util.run.setup import announce, assemble, build_device
-from util.run.signals import StopSignal
-from util.run.start import enter_folder, join_processes
+from util.run.resume import has_drop_path
+from util.run.run import Periodic, Run
 from util.text import count_of
 
 FRAMEWORKS = (
@@ -78,27 +65,22 @@ FRAMEWORKS = (
 )
 FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
+CLASS_OF = {name: factory.func for name, factory in MODELS.items()}
 # Frameworks' flags that name files, such as a teacher's. A file may move, so its content is compared, not its path.
-PATH_FLAGS = {flag for module in FRAMEWORKS for flag in getattr(module, "PATH_FLAGS", ())}
+PATH_FLAGS = {flag.name for model in CLASS_OF.values() for flag in model.flags if flag.names_file}
 FREE_FLAGS = {"picture_every", "pretrained"} | PATH_FLAGS | monitor.FLAGS  # may differ between two starts of a run
 PROGRAM = "main_pretrain.py"
 
 
-def own_flags() -> dict[str, tuple[argparse.Action, list[ModuleType]]]:
-    """Returns {flag: (its definition, the framework files that declare it)} for the flags of some frameworks only."""
-    found: dict[str, tuple[argparse.Action, list[ModuleType]]] = {}
-    for module in FRAMEWORKS:
-        if hasattr(module, "add_flags"):
-            group = argparse.ArgumentParser().add_argument_group()
-            module.add_flags(group)
-            for action in group._group_actions:
-                found.setdefault(action.dest, (action, []))[1].append(module)
+def own_flags() -> dict[Flag, list[str]]:
+    """Returns {flag: first words of the names of the models that have it} for the flags of some frameworks only."""
+    found: dict[Flag, list[str]] = {}
+    for name, model in CLASS_OF.items():
+        for flag in model.flags:
+            families = found.setdefault(flag, [])
+            if name.split("_")[0] not in families:
+                families.append(name.split("_")[0])
     return found
-
-
-def families_of(modules: Sequence[ModuleType]) -> str:
-    """Returns the first words of the names of the frameworks' models, for example "mae, mff"."""
-    return ", ".join(module.__name__.removeprefix("models_").removesuffix("_pr") for module in modules)
 
 
 def get_args_parser() -> Parser:
@@ -132,11 +114,11 @@ def get_args_parser() -> Parser:
     )
     method("--norm_pix_loss", action=boolean, default=True, help="normalise the target pixels of each patch")
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for action, modules in own_flags().values():
-        title = f"only for {families_of(modules)} models"
+    for own, families in own_flags().items():
+        title = f"only for {', '.join(families)} models"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        groups[title]._add_action(action)
+        groups[title].add_argument(f"--{own.name}", type=own.type, choices=own.choices, help=own.help)
 
     attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
@@ -165,6 +147,13 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     return parser, parse_with_recipe(parser, RECIPES, argv)
 
 
+def check_own_flags(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if a flag that the framework needs is missing."""
+    for flag in CLASS_OF[settings["model"]].flags:
+        if flag.required and settings.get(flag.name) is None:
+            raise ValueError(f"--model {settings['model']} needs --{flag.name}: {flag.help}")
+
+
 def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framework:
     """Builds the model that `settings` describe: vars(args) or a checkpoint's. ValueError for an impossible pair.
 
@@ -175,12 +164,12 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
         settings = {**settings, **dict.fromkeys(PATH_FLAGS)}
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
     options = {option: settings[option] for option in names} | {"in_chans": settings.get("in_chans", 3)}
-    for flag, (_, modules) in own_flags().items():
-        if settings.get(flag) is not None:
-            if FRAMEWORK_OF[name] not in modules:
-                owners = families_of(modules)
-                raise ValueError(f"--{flag} belongs to {owners} models, but --model is {name}: leave it out")
-            options[flag] = settings[flag]
+    for flag, families in own_flags().items():
+        if settings.get(flag.name) is not None:
+            if flag not in CLASS_OF[name].flags:
+                owners = ", ".join(families)
+                raise ValueError(f"--{flag.name} belongs to {owners} models, but --model is {name}: leave it out")
+            options[flag.name] = settings[flag.name]
     if settings["patch_size"] is not None:
         options["patch_size"] = settings["patch_size"]
     if settings["input_size"] is not None:
@@ -198,17 +187,6 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     return model
 
 
-def add_newer_settings(settings: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Adds flags that did not exist when the run began, with their defaults, to its `settings`.
-
-    own: the framework's flags now.
-    """
-    if own.keys() - settings.keys():
-        with torch.device("meta"):
-            defaults = build_model(settings, read_files=False).own_settings()
-        settings |= {flag: value for flag, value in defaults.items() if flag not in settings}
-
-
 def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[Framework, dict[str, Any]]:
     """Loads a model that this program has pre-trained. Returns (model in eval mode, settings of its run).
 
@@ -223,8 +201,8 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     check_pretrained(meta, path)
     settings = {**meta["settings"], **pixel_settings(meta), **(moved or {})}
     model = build_model(settings)
-    for flag, fingerprint in model.checkpoint_meta().items():
-        if meta.get(flag, fingerprint) != fingerprint:
+    for flag, file in model.named_files().items():
+        if meta.get(flag, file.fingerprint) != file.fingerprint:
             raise ValueError(f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(path)!r}")
     load_strict(model, content["model"], "the checkpoint's weights")
     if settings.get("mean"):
@@ -262,6 +240,16 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
 
 
+def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
+    """Returns what is printed about model and data at the start."""
+    counts, size = model.counts, sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    return {
+        "model": f"{args.model}, {size:.1f} M trainable parameters",
+        "tokens": f"{counts.num_tokens} = {counts}",
+        "data": f"{count_of(len(images), 'image')} in {images.root}",
+    }
+
+
 def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
     """Returns a note if the micro-batch is not that of the recipe, for recipes whose results depend on it."""
     size = RECIPES[args.recipe].get("batch_size", plan.batch_size) if args.recipe else plan.batch_size
@@ -273,142 +261,120 @@ def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
     ]
 
 
-def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
-    """Returns what is printed about model and data at the start."""
-    counts, size = model.counts, sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    return {
-        "model": f"{args.model}, {size:.1f} M trainable parameters",
-        "tokens": f"{counts.num_tokens} = {counts}",
-        "data": f"{count_of(len(images), 'image')} in {images.root}",
-    }
-
-
-def summary_of_run(args: argparse.Namespace, loop: TrainLoop, num_images: int, closing: Sequence[str]) -> str:
+def summary_of_run(args: argparse.Namespace, run: Run) -> list[str]:
     """Returns a summary of the whole run, made from its log. A finished run that is started again prints it again."""
-    progress = describe_progress(loop, num_images, args.epochs * loop.steps_per_epoch)
-    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {progress}"]
-    finite = [report for report in loop.log.history() if report.get("epoch_loss") is not None]
+    history = run.log.history()
+    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {run.progress()}"]
+    finite = [report for report in history if report.get("epoch_loss") is not None]
     losses = [f"{report['epoch_loss']:.4f} in epoch {report['epoch']}" for report in finite[:1] + finite[1:][-1:]]
     if losses:
         lines.append(f"  loss         {', '.join(losses)}")
-    return "\n".join([*lines, *monitor.summary_lines(loop.log.history()), *closing])
+    return [*lines, *monitor.summary_lines(history)]
 
 
-def compile_planned_shapes(
-    wrapped: nn.Module, model: Framework, collator: Callable, loop: TrainLoop, size: int
-) -> None:
-    """Compiles all shapes that a framework's plans can have, instead of one by one in the middle of training.
+@dataclass
+class CompiledPlans:
+    """Compiles all shapes that a framework's batches can have, instead of one by one in the middle of training."""
 
-    size: images in a micro-batch.
-    """
-    if model.planner is None:
-        return
-    pixels = loop.normalize.pixels
-    blank = torch.zeros(pixels.channels, *model.img_size, dtype=getattr(torch, pixels.dtype))
-    imgs, labels, ids_shuffle, *_ = collator([(blank, 0, (0, i)) for i in range(size)])
-    for plans in model.planner.shapes(ids_shuffle[0, : model.counts.num_visible]):
-        compile_shapes(wrapped, (imgs, labels, ids_shuffle, *plans), loop)
+    run: Run
+    model: Framework
+    collator: MaskCollator
+    is_compiled: bool = False
+
+    def is_due(self) -> bool:
+        """Whether this start has not compiled them yet."""
+        return self.run.args.compile and not self.is_compiled
+
+    def is_done(self) -> bool:
+        """Never: each start compiles."""
+        return False
+
+    def perform(self) -> None:
+        """Compiles."""
+        loop, self.is_compiled = self.run.loop, True
+        pixels = loop.normalize.pixels
+        blank = torch.zeros(pixels.channels, *self.model.img_size, dtype=getattr(torch, pixels.dtype))
+        examples = self.collator.examples([(blank, 0, (0, i)) for i in range(self.run.plan.batch_size)])
+        for example in examples if len(examples) > 1 else []:  # a single shape is compiled by the first step
+            compile_shapes(self.run.wrapped, example, loop)
 
 
-def draw_reconstructions(
-    model: Framework, settings: Mapping[str, Any], images: Any, loop: TrainLoop, is_main: bool
-) -> None:
-    """Sends a fixed set of training images and their reconstructions to TensorBoard. All ranks must call it."""
-    is_sharded = shard.is_sharded(model)
-    if not (is_main or is_sharded):  # a sharded model computes on all ranks or on none
-        return
-    indices = evenly_spaced(len(images), 8)
-    ((imgs, ids_shuffle),) = crops(model, settings, images, indices, replace=True)
-    with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(model):
-        picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
-    loop.log.picture("reconstruction", picture, loop.step)
+@dataclass
+class Pictures:
+    """Sends a fixed set of training images and their reconstructions to TensorBoard, every `--picture_every` epochs."""
+
+    run: Run
+    model: Framework
+    images: Any
+
+    def is_due(self) -> bool:
+        """Whether the current step ends an epoch with a picture, or this start."""
+        every, loop = self.run.args.picture_every, self.run.loop
+        return loop.step > 0 and (self.run.ends_epoch(every) or (every > 0 and loop.step == loop.last_step))
+
+    def is_done(self) -> bool:
+        """Whether this start continues from here: a picture is not made up for."""
+        return self.run.loop.step == self.run.saver.first_step
+
+    def perform(self) -> None:
+        """Draws the picture on rank 0; on all ranks if the model is sharded."""
+        model, loop, is_sharded = self.model, self.run.loop, shard.is_sharded(self.model)
+        if not (self.run.process.is_main or is_sharded):
+            return
+        indices = evenly_spaced(len(self.images), 8)
+        ((imgs, ids_shuffle),) = crops(model, self.run.record.settings, self.images, indices, replace=True)
+        with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(model):
+            picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
+        loop.log.picture("reconstruction", picture, loop.step)
+
+
+def check_flags(args: argparse.Namespace, plan: Plan) -> None:
+    """ValueError if a flag of pre-training or of the framework is out of range."""
+    check_pixel_flags(args, args.in_chans)
+    check_own_flags(vars(args))
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
-    with exit_on_setup_errors(parser):
-        process = join_processes(args, PATH_FLAGS)
-        plan = make_plan(args, process)
-        check_pixel_flags(args, args.in_chans)
-        start = enter_folder(PROGRAM, args, argv, process)
-
-        framework = FRAMEWORK_OF[args.model]
-        if hasattr(framework, "check_flags"):
-            framework.check_flags(vars(args))
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, path_flags=PATH_FLAGS) as run:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model(vars(args)).to(build_device(args, process))
-        start.remarks += attention_phases.check_sampling(args, model)
-        optimizer = make_optimizer(model, args, plan.lr)
+        model = build_model(vars(args)).to(run.build_device)
+        run.note(*attention_phases.check_sampling(args, model), *(file.origin for file in model.named_files().values()))
+        optimizer = make_optimizer(model, args, run.plan.lr)
 
-        content = read_run(start, plan.total_batch_size)
-        pretrained = choose_encoder(args.pretrained, start, content, "pretrained")
+        encoder = run.choose_encoder("pretrained")
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
-        if content is None and pretrained is not None:
-            report = load_pretrained(model, pretrained["path"])
-            start.remarks += [f"weights from {pretrained['path']}: {report}", *warn_if_unfinished(pretrained)]
-        (mean, std), remarks = choose_statistics(args, images, content, pretrained)
-        start.remarks += remarks
-        model.use_statistics(mean, std)
-        normalize = Normalize(mean, std, images.pixel_format).to(process.device)
+        if run.is_new and encoder is not None:
+            report = load_pretrained(model, encoder["path"])
+            run.note(f"weights from {encoder['path']}: {report}", *warn_if_unfinished(encoder))
+        statistics = run.choose_statistics(images)
+        model.use_statistics(*statistics)
+        run.note(*note_on_micro_batch(args, run.plan))
 
-        transform = make_augmentation(args, model.img_size)
         collator = model.collator(args.sampling, args.seed)
-        derived = {"input_size": model.img_size, "patch_size": model.patch_size, "mean": mean, "std": std}
-        if content is not None:
-            derived["pretrained"] = content["meta"]["settings"].get("pretrained")
-        settings = json_settings(vars(args), asdict(plan), derived, model.own_settings(), data_settings(images))
-        data = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
-        files = model.checkpoint_meta()
-        distributed.refuse_differences(files, "model")
-        extra = {} if pretrained is None else {"encoder": pretrained}
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
-        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra, files)
-        start.remarks += model.notes() + note_on_micro_batch(args, plan) + images.notes
-        if content is not None:
-            if content["meta"]["settings"]["model"] == args.model:
-                add_newer_settings(content["meta"]["settings"], model.own_settings())
+        observer = monitor.Monitor(run, model, images)
+        run.open(
+            model=model,
+            optimizer=optimizer,
+            images=images,
+            transform=make_augmentation(args, model.img_size),
+            collate=collator,
+            statistics=statistics,
+            rows=summary_rows(args, model, images),
+            settings={"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()},
+            files={
+                flag: file.fingerprint for flag, file in model.named_files().items() if file.fingerprint is not None
+            },
+            free=FREE_FLAGS,
             # All images of a micro-batch may share one visible set. Drop path draws by micro-batch and rank.
-            fixed = frozenset({"batch_size"} if model.shared_visible else ())
-            split_changes_draws = model.shared_visible or has_drop_path(model)
-            free = free_flags(plan, FREE_FLAGS)
-            restore(content, start, record, model, optimizer, free, args.allow_changes, split_changes_draws, fixed)
-        schedule = schedule_by_epochs(args, plan, epoch_steps)
-        run = assemble(
-            args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, collator
+            fixed={"batch_size"} if model.shared_visible else set(),
+            split_changes_draws=model.shared_visible or has_drop_path(model),
         )
-        phases = attention_phases.AttentionPhases(args, plan, start, model, images, run)
-        observer = monitor.Monitor(args, plan, start, model, images, run)
-        announce(args, plan, start, schedule, run.loop.log, settings, summary_rows(args, model, images))
-        del content  # weights and moments of the checkpoint
-
-    with exit_on_training_errors(parser, run.saver), run.watchdog, StopSignal(process.device) as stop:
-        loop = run.loop
-        loop.stop = stop
-        if args.compile:
-            compile_planned_shapes(run.model, model, collator, loop, plan.batch_size)
-        observer.run_if_due()  # before the first step, or missing because the run was stopped meanwhile
-        for steps in step_ranges(loop.step, loop.last_step, loop.steps_per_epoch, args.save_steps):
-            stopped = not phases.begin(steps)  # only for sampling by attention: maps and batches of a new phase
-            stopped = stopped or train_one_epoch(run.model, run.batches, steps, loop)
-            run.saver.save(required=stopped or loop.step == loop.last_step)
-            if picture_is_due(args.picture_every, loop):
-                draw_reconstructions(model, settings, images, loop, process.is_main)
-            if stopped and loop.step < loop.last_step:
-                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
-                return False
-            observer.run_if_due()
-        closing = closing_lines(start.output_dir, process.is_main)
-        finish_run(loop, stop, summary_of_run(args, loop, len(images), closing))
-    return True
-
-
-def picture_is_due(picture_every: int, loop: TrainLoop) -> bool:
-    """Whether pictures are drawn after this step: every `picture_every` epochs and after the last step; 0: never."""
-    if not picture_every:
-        return False
-    epoch, rest = divmod(loop.step, loop.steps_per_epoch)
-    return loop.step == loop.last_step or (rest == 0 and epoch % picture_every == 0)
+        between: list[Periodic] = [CompiledPlans(run, model, collator), Pictures(run, model, images), observer]
+        if args.sampling == "attention":
+            between.append(attention_phases.AttentionPhases(run, model, images))
+        return run.train(train_one_epoch, between, lambda: summary_of_run(args, run))
 
 
 if __name__ == "__main__":

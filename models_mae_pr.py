@@ -4,12 +4,14 @@
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from encoders.names import rename_prefixes
-from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
+from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
 from util.run.checkpoint import load_strict
@@ -26,8 +28,6 @@ __all__ = [
     "mae_vit_huge_patch14",
 ]
 
-add_flags = add_decoder_flags
-
 # Prefixes of parameter names in MAE's releases, and the ones here.
 OFFICIAL_NAMES = {
     "mask_token": "decoder.mask_token",
@@ -40,64 +40,36 @@ OFFICIAL_NAMES = {
 
 
 class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
-    """A ViT encoder that owns a progressive decoder. The arguments are MAE's, followed by PR-MIM's.
+    """A ViT encoder that owns a progressive decoder. Without sizes it is MAE's ViT-L.
 
-    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
-    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
-    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
-    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
+    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
+
+    flags: tuple[Flag, ...] = DECODER_FLAGS
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 1024,
-        depth: int = 24,
-        num_heads: int = 16,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
         decoder_num_heads: int | None = None,
-        mlp_ratio: float = 4.0,
-        norm_pix_loss: bool = False,
-        mask_ratio: float = 0.75,
-        throw_ratio: float = 0.5,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
-        mask_unit: int = 1,
+        **kwargs: Unpack[ViTArguments],
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
-        self.norm_pix_loss, self.mask_unit = norm_pix_loss, mask_unit
-        self.counts = token_counts(self.grid_size, mask_ratio, throw_ratio, mask_unit)
+        arguments: ViTArguments = {**LARGE, **kwargs}
+        super().__init__(**arguments)
+        self.decoder_embed_dim, self.decoder_depth = decoder_embed_dim, decoder_depth
+        self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
-            self.counts,
-            embed_dim,
-            head=patch_size**2 * in_chans,
+            self.embed_dim,
+            head=self.patch_size**2 * self.in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
-            decoder_num_heads=decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads),
-            mlp_ratio=mlp_ratio,
-            progressive=progressive,
-            kernel_size=kernel_size,
-            aggregation=aggregation,
-            applies_to=applies_to,
+            decoder_num_heads=self.decoder_num_heads,
+            mlp_ratio=self.mlp_ratio,
         )
-
-    def own_settings(self) -> dict[str, Any]:
-        """Returns the sizes of the decoder and of the masked squares, resolved, by the names of their flags."""
-        return {
-            "decoder_depth": len(self.decoder.blocks),
-            "decoder_embed_dim": self.decoder.embed.out_features,
-            "decoder_num_heads": self.decoder.blocks[0].attn.num_heads,
-            "mask_unit": self.mask_unit,
-        }
+        self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
@@ -128,36 +100,11 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         load_strict(self, renamed, "MAE weights", optional="aggregation.")
 
 
-def mae_vit_nano_patch4(**kwargs: Any) -> MaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=2)
-    return MaskedAutoencoderViT(**{**NANO, **decoder, **kwargs})
-
-
-def mae_vit_micro_patch4(**kwargs: Any) -> MaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
-    return MaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
-
-
-def mae_vit_mini_patch4(**kwargs: Any) -> MaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
-    return MaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
-
-
-def mae_vit_tiny_patch16(**kwargs: Any) -> MaskedAutoencoderViT:
-    return MaskedAutoencoderViT(**{**TINY, **kwargs})
-
-
-def mae_vit_small_patch16(**kwargs: Any) -> MaskedAutoencoderViT:
-    return MaskedAutoencoderViT(**{**SMALL, **kwargs})
-
-
-def mae_vit_base_patch16(**kwargs: Any) -> MaskedAutoencoderViT:
-    return MaskedAutoencoderViT(**{**BASE, **kwargs})
-
-
-def mae_vit_large_patch16(**kwargs: Any) -> MaskedAutoencoderViT:
-    return MaskedAutoencoderViT(**{**LARGE, **kwargs})
-
-
-def mae_vit_huge_patch14(**kwargs: Any) -> MaskedAutoencoderViT:
-    return MaskedAutoencoderViT(**{**HUGE, **kwargs})
+mae_vit_nano_patch4 = partial(MaskedAutoencoderViT, **NANO, decoder_embed_dim=64, decoder_depth=2)
+mae_vit_micro_patch4 = partial(MaskedAutoencoderViT, **MICRO, decoder_embed_dim=64, decoder_depth=4)
+mae_vit_mini_patch4 = partial(MaskedAutoencoderViT, **MINI, decoder_embed_dim=128, decoder_depth=4)
+mae_vit_tiny_patch16 = partial(MaskedAutoencoderViT, **TINY)
+mae_vit_small_patch16 = partial(MaskedAutoencoderViT, **SMALL)
+mae_vit_base_patch16 = partial(MaskedAutoencoderViT, **BASE)
+mae_vit_large_patch16 = partial(MaskedAutoencoderViT, **LARGE)
+mae_vit_huge_patch14 = partial(MaskedAutoencoderViT, **HUGE)

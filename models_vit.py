@@ -13,7 +13,8 @@ fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTr
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 from timm.layers import DropPath, Mlp
@@ -34,15 +35,29 @@ __all__ = [
     "vit_huge_patch14",
 ]
 
+
+class ViTSizes(TypedDict, total=False):
+    """The size arguments of the ViT encoders. `ViTEncoder` says what they mean."""
+
+    img_size: int | tuple[int, int]
+    patch_size: int
+    in_chans: int
+    embed_dim: int
+    depth: int
+    num_heads: int
+    mlp_ratio: float
+    drop_path_rate: float
+
+
 # Encoder sizes by their usual names. "Nano" to "mini" are ours, for 32-px images: 64 tokens of 4 px.
-NANO = dict(img_size=32, patch_size=4, embed_dim=64, depth=3, num_heads=2)
-MICRO = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
-MINI = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
-TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
-SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
-BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
-LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
-HUGE = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
+NANO: ViTSizes = dict(img_size=32, patch_size=4, embed_dim=64, depth=3, num_heads=2)
+MICRO: ViTSizes = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
+MINI: ViTSizes = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
+TINY: ViTSizes = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+SMALL: ViTSizes = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
+BASE: ViTSizes = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+LARGE: ViTSizes = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
+HUGE: ViTSizes = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
 
 _SIZES_BY_FACTORY = {
     "vit_nano_patch4": NANO,
@@ -197,7 +212,7 @@ class PatchEncoder(nn.Module):
                 f"img_size {height} x {width} is not divisible by patch_size {patch_size}; "
                 f"the nearest size that is: {near[0]} x {near[1]}"
             )
-        self.img_size, self.patch_size, self.embed_dim = (height, width), patch_size, embed_dim
+        self.img_size, self.patch_size, self.in_chans, self.embed_dim = (height, width), patch_size, in_chans, embed_dim
         self.grid_size = (height // patch_size, width // patch_size)
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
@@ -287,7 +302,7 @@ class ViTEncoder(PositionedEncoder):
         super().__init__(img_size, patch_size, in_chans, embed_dim)
         table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
-        rates = drop_path_rates(drop_path_rate, depth)
+        self.mlp_ratio, rates = mlp_ratio, drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
         self.norm = layer_norm(embed_dim)
         init_weights(self)
@@ -425,7 +440,7 @@ def read_sizes(
         in_chans=in_chans,
         embed_dim=embed_dim,
         depth=depth,
-        num_heads=num_heads or find_factory(embed_dim, depth, what)[1]["num_heads"],
+        num_heads=num_heads or settings.get("num_heads") or find_factory(embed_dim, depth, what)[1]["num_heads"],
         mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
     )
 
@@ -447,7 +462,7 @@ def read_grid(settings: Mapping[str, Any], patch_size: int, num_tokens: int, wha
     return side, side
 
 
-def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, int]]:
+def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, ViTSizes]:
     """Returns (name, sizes) of the factory below that builds a ViT of this width and depth.
 
     Raises ValueError, with `what` as the name of the file, if there is none.
@@ -461,33 +476,11 @@ def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, 
     return known[embed_dim, depth]
 
 
-def vit_nano_patch4(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**NANO, **kwargs})
-
-
-def vit_micro_patch4(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**MICRO, **kwargs})
-
-
-def vit_mini_patch4(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**MINI, **kwargs})
-
-
-def vit_tiny_patch16(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**TINY, **kwargs})
-
-
-def vit_small_patch16(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**SMALL, **kwargs})
-
-
-def vit_base_patch16(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**BASE, **kwargs})
-
-
-def vit_large_patch16(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**LARGE, **kwargs})
-
-
-def vit_huge_patch14(**kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(**{**HUGE, **kwargs})
+vit_nano_patch4 = partial(VisionTransformer, **NANO)
+vit_micro_patch4 = partial(VisionTransformer, **MICRO)
+vit_mini_patch4 = partial(VisionTransformer, **MINI)
+vit_tiny_patch16 = partial(VisionTransformer, **TINY)
+vit_small_patch16 = partial(VisionTransformer, **SMALL)
+vit_base_patch16 = partial(VisionTransformer, **BASE)
+vit_large_patch16 = partial(VisionTransformer, **LARGE)
+vit_huge_patch14 = partial(VisionTransformer, **HUGE)

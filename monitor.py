@@ -22,10 +22,8 @@ from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy, moments_of_all
 from util.run.distributed import run_on_rank0
-from util.run.flags import Plan, check_least
-from util.run.setup import RunParts
-from util.run.start import Start
-from util.run.watchdog import DATA
+from util.run.flags import check_least
+from util.run.run import Run
 from util.text import count_of
 
 MOST_QUERIES = 10_000
@@ -69,21 +67,18 @@ class Monitor:
     """Evaluates the encoder before the first step, after every `--knn_every` epochs and at the end of the schedule.
 
     Unless all training images have classes, it computes RankMe alone, which needs no labels. Without validation images
-    each query is an image of the bank, without itself as a neighbour. What applies is added to `start.remarks`.
-    ValueError if a flag is out of range, or if the validation images are unusable or have other classes.
+    each query is an image of the bank, without itself as a neighbour. A note says what applies. ValueError if a flag is
+    out of range, or if the validation images are unusable or have other classes.
     """
 
-    args: argparse.Namespace
-    plan: Plan
-    start: Start
+    run: Run
     model: Framework
     images: Images  # of training
-    run: RunParts
     val_images: Images | None = field(init=False, default=None)
     bank: np.ndarray = field(init=False)  # indices of the training images in the bank
 
     def __post_init__(self) -> None:
-        args = self.args
+        args = self.run.args
         check_least(args, 0, "knn_every knn_train")
         if not args.knn_every:
             return
@@ -91,38 +86,31 @@ class Monitor:
         missing = missing_classes(self.images)
         self.num_classes = 0 if missing else len(self.images.classes)
         if missing:
-            self.start.remarks.append(f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels")
+            self.run.note(f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels")
         elif not run_on_rank0(lambda: has_val(args, self.images)):
             if len(self.bank) < 2:
                 raise ValueError(
                     f"--knn_every: there are no validation images, and {count_of(len(self.bank), 'training image')} "
                     "cannot be classified by the others: give --knn_train 2 or more"
                 )
-            self.start.remarks.append(
+            self.run.note(
                 "note: there is no validation split, so --knn_every classifies training images by the others "
                 "(leave-one-out)"
             )
         else:
             self.val_images = open_val_images(args, self.images)
-            self.start.remarks += self.val_images.notes
-
-    def run_if_due(self) -> None:
-        """Evaluates the current step, if it is due and not in the log yet. All ranks must call it."""
-        if self.is_due() and not run_on_rank0(self.is_done):
-            self.evaluate()
+            self.run.note(*self.val_images.notes)
 
     def is_due(self) -> bool:
         """Whether the current step is to be evaluated."""
-        loop = self.run.loop
-        epoch, rest = divmod(loop.step, loop.steps_per_epoch)
-        return self.args.knn_every > 0 and rest == 0 and (epoch % self.args.knn_every == 0 or epoch == self.args.epochs)
+        return self.run.ends_epoch(self.run.args.knn_every)
 
     def is_done(self) -> bool:
         """Whether the log holds the evaluation of the current step, with finite features, on rank 0."""
         loop = self.run.loop
         return any(report["step"] == loop.step and report.get("rankme") is not None for report in loop.log.history())
 
-    def evaluate(self) -> None:
+    def perform(self) -> None:
         """Measures the encoder and logs the result. FloatingPointError if features are not finite at the end."""
         loop, begin = self.run.loop, time.perf_counter()
         bank = self.extract(self.images, self.bank)
@@ -148,18 +136,14 @@ class Monitor:
 
     def extract(self, images: Images, indices: np.ndarray) -> Features:
         """Encodes this rank's share of the images `indices`. Unreadable ones are replaced as in training."""
-        args, plan, loop = self.args, self.plan, self.run.loop
+        args, plan, loop = self.run.args, self.run.plan, self.run.loop
         view = ResizeCenterCrop(self.model.img_size, reference=args.loader == "reference")
         dataset = AddressedDataset(images, view, replace=args.max_bad_fraction > 0)
         sizes = plan.batch_size, plan.num_workers
         encode, model = self.model.monitor_features, self.model
         return extract_features(
-            encode, dataset, indices, model, loop.normalize, loop.autocast, *sizes, on_batch=self.alive
+            encode, dataset, indices, model, loop.normalize, loop.autocast, *sizes, on_batch=self.run.alive
         )
-
-    def alive(self) -> None:
-        """Tells the watchdog that this process works."""
-        self.run.loop.reached(DATA)
 
     def accuracies(self, bank: Features, moments: Mapping[str, Any]) -> dict[str, float]:
         """Returns the kNN accuracies by their names in the log. The headline is the mean of the patch tokens, z."""
@@ -179,7 +163,7 @@ class Monitor:
                     (NEIGHBOURS,),
                     statistics,
                     leave_one_out=self.val_images is None,
-                    on_chunk=self.alive,
+                    on_chunk=self.run.alive,
                 ).values()
                 if (name, scaling) == ("mean", "z"):
                     found |= {"knn_top1": best["top1"], "knn_top5": best["top5"]}

@@ -25,6 +25,7 @@ Where the paper can be read in two ways, this file does the following (measured:
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -34,6 +35,18 @@ from models_vit import Block, init_weights, layer_norm
 from util.addressed import MASK, addressed_uniform
 from util.peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.pos_embed import sincos_pos_embed
+
+
+class Method(TypedDict, total=False):
+    """The arguments of the method. Every framework takes them, and `framework.Framework` says what they mean."""
+
+    mask_ratio: float
+    throw_ratio: float
+    progressive: bool
+    kernel_size: int
+    aggregation: str
+    applies_to: str
+
 
 # ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
 
@@ -150,34 +163,29 @@ class TokenOrder:
 class ProgressiveDecoder(nn.Module):
     """MAE's decoder on the kept tokens, followed by the aggregation of the thrown ones (Fig. 2c of the paper).
 
-    grid_size, counts: (rows, columns) of the tokens, and how many are visible, retained and thrown.
+    grid_size: (rows, columns) of the tokens.
     embed_dim: width of the encoder's output.
     head: the last layer, either a module that takes features [B, n, C] or the output width of a linear layer.
     decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the Transformer blocks.
-    progressive: False is plain partial reconstruction (Fig. 2b): no aggregation, so thrown tokens are not supervised.
-        Without thrown tokens there is no aggregation either, and this is MAE's decoder (Fig. 2a).
-    kernel_size, aggregation, applies_to: arguments of `SpatialAggregation`. `aggregation` is its `kind`.
     cls_token: whether the encoder's output begins with a class token. P below is 1 if it does and 0 otherwise.
+
+    `aggregation` is None until a framework sets it (`Framework.make_aggregation`). Without it this is MAE's decoder
+    (Fig. 2a), or plain partial reconstruction if tokens are thrown (Fig. 2b).
     """
 
     def __init__(
         self,
         grid_size: tuple[int, int],
-        counts: TokenCounts,
         embed_dim: int,
         head: int | nn.Module,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
         decoder_num_heads: int = 16,
         mlp_ratio: float = 4.0,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
         cls_token: bool = True,
     ) -> None:
         super().__init__()
-        self.grid_size, self.counts, self.num_prefix = grid_size, counts, int(cls_token)
+        self.grid_size, self.num_prefix = grid_size, int(cls_token)
         self.embed = nn.Linear(embed_dim, decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
         table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token).float()
@@ -189,28 +197,13 @@ class ProgressiveDecoder(nn.Module):
         init_weights(self)
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation: SpatialAggregation | None = None
-        if progressive:
-            self.add_aggregation(kernel_size, aggregation, applies_to)
-
-    def add_aggregation(self, kernel_size: int = 7, kind: str = "dwconv", applies_to: str = "thrown") -> None:
-        """Adds the spatial aggregation if any tokens are thrown.
-
-        A framework with further layers calls this last, so that a seed gives every arm of an ablation the same weights.
-        """
-        if self.counts.num_thrown:
-            self.aggregation = SpatialAggregation(self.embed.out_features, kernel_size, kind, applies_to)
-
-    @property
-    def num_supervised(self) -> int:
-        """Number of predicted and supervised tokens: all masked ones, or the retained ones without aggregation."""
-        return self.counts.num_retained if self.aggregation is None else self.counts.num_masked
 
     def forward(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class token first.
 
         Returns [B, num_supervised, out_dim] in token order.
         """
-        return self.predict(self.reconstruct(x, order)[:, self.counts.num_visible :])
+        return self.predict(self.reconstruct(x, order)[:, order.counts.num_visible :])
 
     def reconstruct(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Turns the latent [B, P + num_visible, D] into features of all tokens [B, N, C] in token order.
@@ -420,6 +413,11 @@ class TokenOrderSampler:
         self.visible_order = visible_order
         self.coords = np.stack(np.divmod(np.arange(rows * columns), columns), axis=-1).astype(np.int16)  # [N, 2]
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the tokens' weights, which attention gives, decide anything."""
+        return self.sampling == "attention" and self.counts.num_thrown > 0
+
     def visible_tokens(self, noise: np.ndarray) -> np.ndarray:
         """Chooses the visible tokens by noise [B, N]. Returns bool [B, N] with `num_visible` True per row."""
         unit, (rows, columns) = self.mask_unit, self.grid_size
@@ -466,11 +464,10 @@ class MaskCollator:
     """Collates samples and draws their token orders, once per batch and in the DataLoader worker.
 
     A sample is `(img [C, H, W], label, (epoch, index))`, and its view if `token_weights` needs it. A batch is `(imgs
-    [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`, and the planner's tensors.
+    [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`.
 
     sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
     shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.
-    planner: turns the shared visible tokens [V] into further inputs of the model.
     token_weights: turns the views of a batch into the sampler's `weights`, for sampling by attention.
     """
 
@@ -479,10 +476,9 @@ class MaskCollator:
         sampler: TokenOrderSampler,
         seed: int,
         shared_visible: bool = False,
-        planner: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None,
         token_weights: Callable[[Sequence], np.ndarray] | None = None,
     ) -> None:
-        self.sampler, self.seed, self.shared_visible, self.planner = sampler, seed, shared_visible, planner
+        self.sampler, self.seed, self.shared_visible = sampler, seed, shared_visible
         self.token_weights = token_weights
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
@@ -495,6 +491,9 @@ class MaskCollator:
         ids_visible = ids_shuffle[:, : self.sampler.counts.num_visible]
         if self.shared_visible:
             ids_visible[:] = ids_visible[:1].clone()  # the set is shared already; this shares its order
-        plans = () if self.planner is None else self.planner(ids_visible[0])
         # In a worker, default_collate stacks the images straight into shared memory.
-        return torch.utils.data.default_collate(imgs), torch.as_tensor(labels), ids_shuffle, *plans
+        return torch.utils.data.default_collate(imgs), torch.as_tensor(labels), ids_shuffle
+
+    def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
+        """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""
+        return [self(samples)]

@@ -332,7 +332,7 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     # All rows of the tables of ablations, schedules, kernels and designs. There is one recipe per model size: only the
     # pre-trained encoder differs between the rows. ViT-B and ViT-L: the paper. ViT-H: MAE's release.
     # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
-    # The same classifiers with main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
+    # The same classifiers with downstream/robustness/main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
     # 51.2, 34.6, 49.4, 35.2 / 51.9, 32.9, 49.4, 36.0 / 51.4, 35.4, 49.7, 36.4
     "finetune_vit_base": _FINETUNE_BASE,
     # MAE / PR-MIM .5, 800 epochs: 85.4 / 85.4
@@ -345,7 +345,7 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     "amt_finetune_vit_base": _FINETUNE_BASE | dict(blr=1e-3, layer_decay=0.75),
     # MFF's release. The floor of its schedule is the same for all layers.
     # MFF / plain .5 / PR-MIM .5, 800 epochs: 83.6 / 83.3 / 83.8
-    # The same classifiers with main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
+    # The same classifiers with downstream/robustness/main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
     # 49.0, 37.2, 51.0, 36.8 / 50.5, 35.6, 51.7, 37.6 / 49.9, 37.9, 52.1, 37.6
     "mff_finetune_vit_base": _MFF_FINETUNE,
     # SimMIM's release, after 800 epochs. That ViT-B after 100 epochs has the same settings is a judgement.

@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from util.pictures import save
 from util.run import distributed
 from util.run.encoder_origin import warn_if_unfinished
-from util.run.ending import closing_lines, describe_progress, end_after_signal, finish_run
-from util.run.errors import exit_on_training_errors
 from util.run.flags import Plan, RunSchedule, check_least
-from util.run.loop import TrainLoop
+from util.run.run import Run
 from util.run.run_folder import read_json, writable_folder, write_json
-from util.run.saving import CheckpointSaver, step_ranges
-from util.run.setup import RunParts
-from util.run.signals import StopSignal
 from util.run.start import refuse_different_starts
-from util.run.watchdog import BETWEEN
 from util.text import count_of
 
 RESULTS = "results.json"
@@ -80,7 +73,8 @@ def schedule_by_iterations(
         learning_rate = LinearDecay(args.num_iters, args.warmup_iters, plan.lr, args.min_lr)
     summary = f"{count_of(args.num_iters, 'iteration')}, {args.num_iters / steps_per_epoch:.4g} epochs of "
     summary += f"{count_of(steps_per_epoch, 'step')}, {args.warmup_iters} of warm-up, peak learning rate {plan.lr:.4g}"
-    return RunSchedule(steps_per_epoch, args.num_iters, args.save_every, learning_rate, summary)
+    pauses, epochs = (args.eval_every, args.save_every), args.num_iters / steps_per_epoch
+    return RunSchedule(steps_per_epoch, args.num_iters, args.save_every, learning_rate, summary, pauses, epochs)
 
 
 def load_first_weights(load: Callable[[str], object], encoder: dict[str, Any] | None) -> list[str]:
@@ -110,46 +104,29 @@ class Evaluator:
     describe: returns scores in one line. picture_name: of the picture's file in the output folder.
     """
 
+    run: Run
     evaluate: Callable[[Callable[[], None]], Evaluation]
     describe: Callable[[Mapping[str, Any]], str]
     picture_name: str
-    model: torch.nn.Module
-    loop: TrainLoop
-    saver: CheckpointSaver
-    eval_every: int
 
     def is_due(self) -> bool:
         """Whether the current step is to be evaluated."""
-        step = self.loop.step
-        return step > 0 and (step % self.eval_every == 0 or step == self.saver.schedule.num_steps)
+        step = self.run.loop.step
+        return step > 0 and (step % self.run.args.eval_every == 0 or step == self.run.schedule.num_steps)
 
     def is_done(self) -> bool:
-        """Whether log and results.json hold the evaluation of the current step. All ranks must call it."""
+        """Whether log and results.json hold the evaluation of the current step."""
+        step = self.run.loop.step
+        in_log = any(report["step"] == step and "val_num_images" in report for report in self.run.log.history())
+        return in_log and self.results().get("last", {}).get("step") == step
 
-        def look() -> bool:
-            step = self.loop.step
-            in_log = any(report["step"] == step and "val_num_images" in report for report in self.loop.log.history())
-            return in_log and self.results().get("last", {}).get("step") == step
-
-        return distributed.run_on_rank0(look)
-
-    def run(self) -> None:
-        """Evaluates the current weights, outside the measured time of training. All ranks must call it."""
-        loop = self.loop
-        distributed.broadcast_buffers(self.model)
-
-        def alive() -> None:
-            if loop.watchdog is not None:
-                loop.watchdog.reached(loop.step - 1, BETWEEN)
-
-        result = self.evaluate(alive)
-        if self.saver.record.process.is_main:
-            self.write(result)
-        loop.clock.restart()
-
-    def write(self, result: Evaluation) -> None:
-        """Writes picture and scores of the current weights to the output folder and to the log."""
-        loop, record, folder = self.loop, self.saver.record, self.saver.output_dir
+    def perform(self) -> None:
+        """Evaluates the current weights, and writes picture and scores to the output folder and to the log."""
+        distributed.broadcast_buffers(self.run.model)
+        result = self.evaluate(self.run.alive)
+        if not self.run.process.is_main:
+            return
+        loop, record, folder = self.run.loop, self.run.record, self.run.output_dir
         if result.picture is not None:
             loop.log.picture(Path(self.picture_name).stem, result.picture, loop.step)
             try:
@@ -170,57 +147,18 @@ class Evaluator:
 
     def results(self) -> dict[str, Any]:
         """Returns the content of results.json; an empty dict if there is none."""
-        return read_json(self.saver.output_dir / RESULTS)
+        return read_json(self.run.output_dir / RESULTS)
 
-
-def progress_settings(args: argparse.Namespace, steps_per_epoch: int) -> Mapping[str, float]:
-    """Returns the setting `epochs`, by which other programs see how far a run is."""
-    return {"epochs": args.num_iters / steps_per_epoch}
-
-
-def train_and_evaluate(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    run: RunParts,
-    evaluator: Evaluator,
-    train: Callable[[range], bool],
-    what: str,
-) -> bool:
-    """Trains to the last step, with evaluations between. Returns False if a signal stopped the run before.
-
-    train: `train(steps)` makes these optimizer steps and returns whether a signal stopped it. what: the model's name.
-    """
-    loop, process = run.loop, run.saver.record.process
-    with exit_on_training_errors(parser, run.saver), run.watchdog, StopSignal(process.device) as stop:
-        loop.stop = stop
-        if evaluator.is_due() and not evaluator.is_done():
-            evaluator.run()  # the run was stopped between the checkpoint and its evaluation
-        for steps in step_ranges(loop.step, loop.last_step, args.eval_every, args.save_steps, args.save_every):
-            stopped = train(steps)
-            run.saver.save(required=stopped or loop.step == loop.last_step)
-            if stopped and loop.step < loop.last_step:
-                end_after_signal(loop, stop)  # the resumed run makes up for a missing evaluation
-                return False
-            if evaluator.is_due():
-                evaluator.run()
-        lines = [summary_of_run(evaluator, what), *closing_lines(run.saver.output_dir, process.is_main)]
-        finish_run(loop, stop, "\n".join(lines))
-    return True
-
-
-def summary_of_run(evaluator: Evaluator, what: str) -> str:
-    """Returns what the run did, from its results, so that a finished run can say it again."""
-    loop, saver = evaluator.loop, evaluator.saver
-    progress = describe_progress(loop, saver.record.data["num_images"], saver.schedule.num_steps)
-    lines = [f"trained {what} {progress}"]
-    last = evaluator.results().get("last")
-    if last:
-        scores = {name.removeprefix("val_"): value for name, value in last.items()}
-        lines.append(f"  iteration {last['step']}: {evaluator.describe(scores)}")
-    picture = saver.output_dir / evaluator.picture_name
-    if saver.record.settings["num_pictures"] and picture.exists():
-        lines.append(f"  pictures     {picture}")
-    return "\n".join(lines)
+    def summary(self, what: str) -> list[str]:
+        """Returns what the run did, from its results, so that a finished run can say it again. what: the model."""
+        lines, last = [f"trained {what} {self.run.progress()}"], self.results().get("last")
+        if last:
+            scores = {name.removeprefix("val_"): value for name, value in last.items()}
+            lines.append(f"  iteration {last['step']}: {self.describe(scores)}")
+        picture = self.run.output_dir / self.picture_name
+        if self.run.args.num_pictures and picture.exists():
+            lines.append(f"  pictures     {picture}")
+        return lines
 
 
 # -------------------------------------------------------------------------------------------------- evaluation alone

@@ -4,6 +4,7 @@ Tokens can then be left out of a sequence without a bias for each pair of the re
 SimMIM's code.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,13 +85,6 @@ class AbsoluteVisionTransformer(Classifier, AbsoluteViTEncoder):
         nn.init.zeros_(self.head.bias)
 
 
-def absolute_vit_micro_patch4(**kwargs: Any) -> AbsoluteVisionTransformer:
-    return AbsoluteVisionTransformer(**{**MICRO, **kwargs})
-
-
-def absolute_vit_mini_patch4(**kwargs: Any) -> AbsoluteVisionTransformer:
-    return AbsoluteVisionTransformer(**{**MINI, **kwargs})
-
-
-def absolute_vit_base_patch16(**kwargs: Any) -> AbsoluteVisionTransformer:
-    return AbsoluteVisionTransformer(**{**BASE, **kwargs})
+absolute_vit_micro_patch4 = partial(AbsoluteVisionTransformer, **MICRO)
+absolute_vit_mini_patch4 = partial(AbsoluteVisionTransformer, **MINI)
+absolute_vit_base_patch16 = partial(AbsoluteVisionTransformer, **BASE)

@@ -4,6 +4,7 @@ Positions enter as learned biases of the attention logits. The outputs of attent
 State-dict names are those of SimMIM's releases.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,13 +254,6 @@ class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
         return {"cls_token"}
 
 
-def relative_vit_micro_patch4(**kwargs: Any) -> RelativeVisionTransformer:
-    return RelativeVisionTransformer(**{**MICRO, **kwargs})
-
-
-def relative_vit_mini_patch4(**kwargs: Any) -> RelativeVisionTransformer:
-    return RelativeVisionTransformer(**{**MINI, **kwargs})
-
-
-def relative_vit_base_patch16(**kwargs: Any) -> RelativeVisionTransformer:
-    return RelativeVisionTransformer(**{**BASE, **kwargs})
+relative_vit_micro_patch4 = partial(RelativeVisionTransformer, **MICRO)
+relative_vit_mini_patch4 = partial(RelativeVisionTransformer, **MINI)
+relative_vit_base_patch16 = partial(RelativeVisionTransformer, **BASE)

@@ -9,9 +9,9 @@ an image. Windows do not line up with units, so they become groups of tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
@@ -19,14 +19,30 @@ from torch.nn import functional as F
 
 from encoders.models_relative_vit import lookup_bias
 from encoders.rel_pos import grid_coords, relative_offset_index
-from encoders.window_groups import plan_groups
+from encoders.window_groups import WindowGroups, unit_coords
 from models_vit import PatchEmbed, check_image_size, drop_path_rates, patchify, split_heads
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
-MICRO = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)  # ours, for 32-px images
-BASE = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
-LARGE = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
+
+class SwinSizes(TypedDict, total=False):
+    """The size arguments of `SwinEncoder`, which says what they mean."""
+
+    img_size: int | tuple[int, int]
+    patch_size: int
+    in_chans: int
+    embed_dim: int
+    depths: Sequence[int]
+    num_heads: Sequence[int]
+    window_size: int
+    mlp_ratio: float
+    drop_path_rate: float
+
+
+# Micro is ours, for 32-px images.
+MICRO: SwinSizes = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)
+BASE: SwinSizes = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+LARGE: SwinSizes = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
 
 
 class SwinPatchEmbed(PatchEmbed):
@@ -55,7 +71,7 @@ class WindowAttention(nn.Module):
         """Attends inside W windows of L tokens, [B, W, L, C]. The mask [W, L, L] is added to the logits."""
         return self.proj(self.attend(self.qkv(x), self.relative_position_index, mask))
 
-    def among_visible(self, x: torch.Tensor, groups: "WindowGroups") -> torch.Tensor:
+    def among_visible(self, x: torch.Tensor, groups: WindowGroups) -> torch.Tensor:
         """Attends among visible tokens [B, T, C]. The projections do not run on the padding of the groups."""
         x = self.attend(groups.gather(self.qkv(x)), groups.bias_index, groups.mask)
         return self.proj(groups.scatter(x))
@@ -102,7 +118,7 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
 
-    def forward(self, x: torch.Tensor, groups: "WindowGroups | None" = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, groups: WindowGroups | None = None) -> torch.Tensor:
         """Runs the block on dense tokens [B, rows, columns, C] or, with `groups`, on visible tokens [B, T, C]."""
         y = self.norm1(x)
         x = x + self.drop_path(self.attend(y) if groups is None else self.attn.among_visible(y, groups))
@@ -155,127 +171,6 @@ class PatchMerging(nn.Module):
         """
         x = torch.cat([x[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], dim=-1)
         return self.reduction(self.norm(x))
-
-
-class WindowGroups:
-    """Which of T visible tokens attend to each other, computed in groups of whole windows that are padded to one size.
-
-    coords: (row, column) of each token, int64 [T, 2].
-    window, shift: side of a window, and shift of all windows, in tokens.
-    groups: tokens of each group, int64 [G, g], padded with -1. None is one group of all tokens. The grouping changes
-        the cost only, not the result.
-    """
-
-    def __init__(self, coords: torch.Tensor, window: int, shift: int, groups: torch.Tensor | None = None) -> None:
-        self.ids: torch.Tensor | None = None
-        self.slots: torch.Tensor | None = None
-        if groups is None:
-            coords, present = coords.unsqueeze(0), None  # [1, T, 2]
-        else:
-            present, T = groups >= 0, len(coords)
-            if groups.device.type == "cpu" and not torch.compiler.is_compiling() and int(present.sum()) != T:
-                raise ValueError(f"the plan groups {int(present.sum())} tokens, but {T} are visible")
-            self.ids = groups.clamp(min=0)
-            ranks = torch.arange(groups.numel(), device=groups.device)
-            home = torch.where(present, groups, T).flatten()  # padding is sent to a place after the last token
-            self.slots = torch.full((T + 1,), -1, device=groups.device).scatter_(0, home, ranks)[:T]
-            coords = coords[self.ids]  # [G, g, 2]
-        homes = window_of(coords, window, shift)
-        same = (homes[:, :, None] == homes[:, None]).all(dim=-1)
-        if present is not None:
-            same = same & present[:, :, None] & present[:, None]
-        self.bias_index = torch.where(same, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
-        self.mask = torch.where(same, 0.0, -100.0)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers the tokens [B, T, C] of each group. Returns [B, G, g, C]."""
-        if self.ids is None:
-            return x.unsqueeze(1)
-        return _Gather.apply(x, self.ids.flatten(), self.slots).unflatten(1, self.ids.shape)
-
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Puts the tokens of all groups [B, G, g, C] back into their order [B, T, C] and drops the padding."""
-        return x.squeeze(1) if self.ids is None else x.flatten(1, 2).index_select(1, self.slots)
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers tokens [B, T, C] into slots [B, S, C].
-
-    Padding reads token 0 and gets no gradient. The backward pass is therefore a gather, too. A scatter would add up in
-    no fixed order on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(1, ids)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return gradient.index_select(1, slots), None, None
-
-
-def window_of(coords: torch.Tensor, window: int, shift: int) -> torch.Tensor:
-    """Returns the (row, column) of the shifted window that holds each token (row, column) [..., 2], without a roll."""
-    return (coords + (window - shift) % window) // window
-
-
-def unit_coords(units: torch.Tensor, columns: int, side: int) -> torch.Tensor:
-    """Returns the (row, column) of all tokens of the units [V], raster ids on a grid that is `columns` units wide.
-
-    A unit has side * side tokens. The result has the shape [V * side * side, 2].
-    """
-    y, x = units // columns, units % columns
-    corner = side * torch.stack([y, x], dim=-1)  # [V, 2]
-    inside = torch.stack(torch.meshgrid(*[torch.arange(side, device=units.device)] * 2, indexing="ij"), dim=-1)
-    return (corner[:, None, None] + inside).flatten(0, 2)
-
-
-class GroupPlanner:
-    """Plans the window groups of every stage for a set of visible units. It is slow, so the DataLoader workers run it.
-
-    `planner(units)` takes raster ids, int64 [V], and returns int64 [G, window * window] for each stage and shift, for
-    `SwinEncoder.encode_visible` on sorted units. A group has the size of a full window for every mask, so that shapes
-    are static. Only the attention itself runs on the padding.
-
-    The number of groups depends on the mask. Plans are padded to the largest number among `samples` random masks. If a
-    mask needs more in any stage, its plans are padded to a number that no mask can exceed. So there are two shapes.
-    """
-
-    def __init__(self, encoder: "SwinEncoder", num_visible: int, samples: int = 64) -> None:
-        self.columns, self.stages = encoder.unit_grid[1], encoder.grouped_stages(num_visible)
-        # Any two groups exceed the capacity of one group. Otherwise they would have been merged.
-        tokens = [num_visible * side**2 for side, _, _ in self.stages]
-        self.ceilings = [2 * (T // (window**2 + 1)) + 1 for T, (_, window, _) in zip(tokens, self.stages, strict=True)]
-        rng, num_units = np.random.default_rng(0), encoder.unit_grid[0] * encoder.unit_grid[1]
-        self.capacities = [0] * len(self.stages)
-        if self.stages:
-            for _ in range(samples):
-                units = torch.from_numpy(np.sort(rng.permutation(num_units)[:num_visible]))
-                needed = [len(plan) for plan in self.plan(units, [0] * len(self.stages))]
-                self.capacities = [max(pair) for pair in zip(self.capacities, needed, strict=True)]
-
-    def __call__(self, units: torch.Tensor) -> list[torch.Tensor]:
-        plans = self.plan(units, self.capacities)
-        if any(len(plan) > capacity for plan, capacity in zip(plans, self.capacities, strict=True)):
-            plans = self.plan(units, self.ceilings)
-        return plans
-
-    def shapes(self, units: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Returns plans of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
-        if not self.stages:
-            return []
-        largest = self.plan(units, self.ceilings)
-        return [[plan[:n] for plan, n in zip(largest, self.capacities, strict=True)], largest]
-
-    def plan(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
-        """Returns a plan for each stage and shift, padded to at least `capacities` groups."""
-        plans, units = [], units.sort().values  # tokens are numbered in the order in which the encoder takes them
-        for (side, window, shift), capacity in zip(self.stages, capacities, strict=True):
-            y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
-            plans.append(torch.from_numpy(plan_groups(y * (x.max() + 1) + x, window**2, capacity)))
-        return plans
 
 
 class Stage(nn.Module):
@@ -356,7 +251,8 @@ class SwinEncoder(nn.Module):
         self.stride = patch_size * 2 ** (len(depths) - 1)
         if any(side < self.stride or side % self.stride for side in self.img_size):
             raise ValueError(f"img_size {self.img_size[0]} x {self.img_size[1]} must be a multiple of {self.stride} px")
-        self.patch_size, self.embed_dim, self.depths = patch_size, embed_dim, tuple(depths)
+        self.patch_size, self.in_chans, self.embed_dim, self.depths = patch_size, in_chans, embed_dim, tuple(depths)
+        self.mlp_ratio = mlp_ratio
         self.grid_size = self.token_grid = (height // patch_size, width // patch_size)
         self.unit_grid = (height // self.stride, width // self.stride)  # the cells of the last stage
         self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
@@ -482,13 +378,6 @@ class SwinTransformer(SwinEncoder):
         return {"stem": r"^patch_embed", "blocks": [(r"^layers\.(\d+)\.blocks\.(\d+)", None), *merging]}
 
 
-def swin_micro_patch4_window4(**kwargs: Any) -> SwinTransformer:
-    return SwinTransformer(**{**MICRO, **kwargs})
-
-
-def swin_base_patch4_window7(**kwargs: Any) -> SwinTransformer:
-    return SwinTransformer(**{**BASE, "window_size": 7, **kwargs})
-
-
-def swin_large_patch4_window14(**kwargs: Any) -> SwinTransformer:
-    return SwinTransformer(**{**LARGE, "window_size": 14, **kwargs})
+swin_micro_patch4_window4 = partial(SwinTransformer, **MICRO)
+swin_base_patch4_window7 = partial(SwinTransformer, **(BASE | {"window_size": 7}))
+swin_large_patch4_window14 = partial(SwinTransformer, **(LARGE | {"window_size": 14}))

@@ -22,10 +22,9 @@ from util.data.datasets import AddressedDataset, batches, stack
 from util.data.images import Images
 from util.data.transforms import Squash
 from util.run.distributed import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
-from util.run.flags import Plan, check_least
+from util.run.flags import check_least
 from util.run.loop import TrainLoop
-from util.run.setup import RunParts
-from util.run.start import Start
+from util.run.run import Run
 from util.run.watchdog import DATA, FORWARD
 from util.text import count_of
 
@@ -70,7 +69,7 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
     Returns notes on flags that have no effect.
     """
     if args.sampling != "attention":
-        if model.masks_by_attention:
+        if model.sampler(args.sampling).reads_weights:
             raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
         unused = [f"--{flag}" for flag, default in DEFAULTS.items() if getattr(args, flag) != default]
         return [f"note: without --sampling attention, {', '.join(unused)} has no effect"] if unused else []
@@ -81,7 +80,7 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "
             "choose a model on ViT, or another --sampling"
         )
-    if not (model.counts.num_thrown or model.masks_by_attention):
+    if not model.sampler(args.sampling).reads_weights:
         raise ValueError("--sampling attention chooses the tokens that are thrown, but --throw_ratio is 0: raise it")
     if not refresh_epochs(args.epochs, args.attention_start, args.attention_every):
         raise ValueError(
@@ -152,57 +151,55 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class AttentionPhases:
-    """Makes the maps of each phase and opens its batches. For any other sampling it does nothing.
+    """Between two phases: makes the maps of the next one and opens its batches.
 
     When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
     another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
     step of a phase the maps are always made, so a file that an earlier run has left there is never used.
     """
 
-    args: argparse.Namespace
-    plan: Plan
-    start: Start
+    run: Run
     model: Framework
     images: Images
-    run: RunParts
     open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
     found: AttentionMaps | None = field(init=False, default=None)  # maps of the phase in which the run is resumed
 
     def __post_init__(self) -> None:
-        if self.args.sampling == "attention":
-            self.refreshes = refresh_epochs(self.args.epochs, self.args.attention_start, self.args.attention_every)
-            loop = self.run.loop
-            refresh = self.refresh_before(loop.step)
-            if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
-                self.found = self.find_maps(refresh)
+        args, loop = self.run.args, self.run.loop
+        self.refreshes = refresh_epochs(args.epochs, args.attention_start, args.attention_every)
+        refresh = self.refresh_before(loop.step)
+        if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
+            self.found = self.find_maps(refresh)
 
-    def begin(self, steps: range) -> bool:
-        """Opens the batches of the phase that begins at `steps.start`, if one does. All ranks must call it.
+    def is_due(self) -> bool:
+        """Whether the next step belongs to a phase that is not open."""
+        return self.open_until <= self.run.loop.step < self.run.loop.last_step
 
-        Returns False if a signal came while maps were made.
-        """
-        args, run, loop = self.args, self.run, self.run.loop
-        if args.sampling != "attention" or steps.start < self.open_until:
-            return True
+    def is_done(self) -> bool:
+        """Never: each start opens its own batches."""
+        return False
+
+    def perform(self) -> None:
+        """Opens the batches of the phase that begins now. If a signal comes while maps are made, nothing is opened."""
+        args, run, loop = self.run.args, self.run, self.run.loop
         run.batches.close()  # the workers of the phase before
-        refresh, maps = self.refresh_before(steps.start), self.found
+        refresh, maps = self.refresh_before(loop.step), self.found
         if refresh is not None and maps is None:
             maps = self.make_maps(refresh)
             if maps is None:
-                return False
+                return
         self.found = None
-        epoch = steps.start // loop.steps_per_epoch
+        epoch = loop.step // loop.steps_per_epoch
         last = next((e for e in self.refreshes if e >= epoch), args.epochs - 1)
         self.open_until = (last + 1) * loop.steps_per_epoch
-        self.model.set_attention_phase(maps is not None)
+        self.model.counts = self.model.count_tokens(has_maps=maps is not None)
         collator = self.model.collator(args.sampling, args.seed, None if maps is None else maps.token_weights)
-        phase = range(steps.start, min(self.open_until, loop.last_step))
+        phase = range(loop.step, min(self.open_until, loop.last_step))
         run.batches = run.open_batches(phase, collator, with_views=maps is not None)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         how = "at random" if maps is None else f"by the attention after epoch {refresh}"
         epochs = f"epoch {epoch}" if epoch == last else f"epochs {epoch} to {last}"
         loop.log.info(f"{epochs}: tokens are drawn {how}, {self.model.counts}")
-        return True
 
     def refresh_before(self, step: int) -> int | None:
         """Returns the epoch after which the maps that `step` uses are made, or None before the first maps."""
@@ -214,8 +211,8 @@ class AttentionPhases:
         maps = self.maps_of(refresh)
 
         def look() -> bool:
-            if self.start.began_elsewhere and self.start.resume_path is not None:
-                source = maps_path(self.start.resume_path.parent, refresh)
+            if self.run.start.began_elsewhere and self.run.start.resume_path is not None:
+                source = maps_path(self.run.start.resume_path.parent, refresh)
                 if not source.is_file():
                     return False
                 maps.path.parent.mkdir(exist_ok=True)
@@ -238,9 +235,9 @@ class AttentionPhases:
             )
         loop.log.info(f"making attention maps of {count_of(len(self.images), 'image')}")
         began = time.monotonic()
-        whole = Squash(self.model.img_size, self.args.loader == "reference")
-        dataset = AddressedDataset(self.images, whole, replace=self.args.max_bad_fraction > 0)
-        found, finished = compute_maps(self.model, dataset, loop, self.plan.batch_size, self.plan.num_workers)
+        whole = Squash(self.model.img_size, self.run.args.loader == "reference")
+        dataset = AddressedDataset(self.images, whole, replace=self.run.args.max_bad_fraction > 0)
+        found, finished = compute_maps(self.model, dataset, loop, self.run.plan.batch_size, self.run.plan.num_workers)
         if not finished:
             return None
         run_on_rank0(lambda: write_maps(maps.path, found))
@@ -250,5 +247,5 @@ class AttentionPhases:
 
     def maps_of(self, refresh: int) -> AttentionMaps:
         """Returns the maps of this run that are made after the epoch `refresh`, whether they exist or not."""
-        path = maps_path(self.start.output_dir, refresh)
-        return AttentionMaps(path, self.model.patch_size, self.args.attention_crop)
+        path = maps_path(self.run.start.output_dir, refresh)
+        return AttentionMaps(path, self.model.patch_size, self.run.args.attention_crop)

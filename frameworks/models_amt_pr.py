@@ -14,12 +14,15 @@ With `--progressive` they get PR-MIM's aggregation, which nobody has published.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import Unpack
 
 from encoders.models_absolute_vit import AbsoluteViTEncoder
+from framework import MAEArguments, ViTArguments
 from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
@@ -73,6 +76,8 @@ def count_amt_units(num_tokens: int, mask_ratio: float, throw_ratio: float, mask
 class AMTOrderSampler(TokenOrderSampler):
     """Draws one weighted permutation of the masked units: the first are retained, the next thrown, the last visible."""
 
+    reads_weights = True
+
     def __call__(
         self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> np.ndarray:
@@ -104,67 +109,48 @@ class AMTViT(MaskedAutoencoderViT):
     kwargs: arguments of `MaskedAutoencoderViT`. AMT itself has `progressive=False`.
     """
 
-    masks_by_attention = True
+    flags = ()
 
-    def __init__(self, mask_ratio: float = 0.85, throw_ratio: float = 0.4, **kwargs: Any) -> None:
-        super().__init__(mask_ratio=mask_ratio, throw_ratio=throw_ratio, **kwargs)
-        self.ratios = mask_ratio, throw_ratio
-        self.set_attention_phase(True)
+    def __init__(self, **kwargs: Unpack[MAEArguments]) -> None:
+        arguments: MAEArguments = {"mask_ratio": 0.85, "throw_ratio": 0.4, **kwargs}
+        super().__init__(**arguments)
 
-    def own_settings(self) -> dict[str, Any]:
-        """Returns no settings, because AMT has no flag of its own."""
-        return {}
-
-    def set_attention_phase(self, has_maps: bool) -> None:
-        """Sets AMT's token counts, or those of random masking (.75, nothing thrown) before there are maps."""
+    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+        """Returns AMT's token counts, or those of random masking (.75, nothing thrown) before there are maps."""
         if has_maps:
-            self.counts = count_amt(self.num_tokens, *self.ratios)
-        else:
-            self.counts = TokenCounts.from_ratios(self.num_tokens, RANDOM_MASK_RATIO, 0.0)
-        self.decoder.counts = self.counts
+            return count_amt(self.num_tokens, self.mask_ratio, self.throw_ratio)
+        return TokenCounts.from_ratios(self.num_tokens, RANDOM_MASK_RATIO, 0.0)
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
         """Returns AMT's sampler, whatever `sampling` is."""
         return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
 
 
+class AbsoluteArguments(ViTArguments, total=False):
+    """The arguments of AMT on SimMIM."""
+
+    init_values: float
+    pretraining: bool
+
+
 class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
     """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
 
-    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
-    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`. The aggregation follows the last
-        block. AMT itself has `progressive=False`.
-    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
-    mask_unit: side, in tokens, of the units. 2 tokens of 16 px are SimMIM's 32 px.
-    in_chans, kwargs: arguments of `models_absolute_vit.AbsoluteViTEncoder`.
+    `mask_ratio` includes `throw_ratio`. The aggregation follows the last block. AMT itself has `progressive=False`.
+    kwargs: the method, see `framework.Framework`, and the arguments of `AbsoluteViTEncoder`.
     """
 
-    masks_by_attention = True
+    def __init__(self, **kwargs: Unpack[AbsoluteArguments]) -> None:
+        arguments: AbsoluteArguments = {"mask_ratio": 0.7, "throw_ratio": 0.26, "mask_unit": 2, **kwargs}
+        super().__init__(**arguments)
+        self.add_head()
 
-    def __init__(
-        self,
-        mask_ratio: float = 0.7,
-        throw_ratio: float = 0.26,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
-        norm_pix_loss: bool = False,
-        mask_unit: int = 2,
-        in_chans: int = 3,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(in_chans=in_chans, **kwargs)
-        self.mask_unit, self.norm_pix_loss, self.ratios = mask_unit, norm_pix_loss, (mask_ratio, throw_ratio)
-        self.set_attention_phase(True)
-        self.add_head(in_chans, progressive, kernel_size, aggregation, applies_to)
-
-    def set_attention_phase(self, has_maps: bool) -> None:
-        """Sets AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
-        mask_ratio, throw_ratio = self.ratios
+    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+        """Returns AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
+        mask_ratio, throw_ratio = self.mask_ratio, self.throw_ratio
         if not has_maps:
             mask_ratio, throw_ratio = mask_ratio - throw_ratio, 0.0
-        self.counts = count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
+        return count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
         """Returns AMT's sampler, whatever `sampling` is."""
@@ -188,27 +174,9 @@ class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
         load_strict(self, weights | unused, "AMT weights", optional="aggregation.")
 
 
-def amt_vit_micro_patch4(**kwargs: Any) -> AMTViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
-    return AMTViT(**{**MICRO, **decoder, **kwargs})
-
-
-def amt_vit_mini_patch4(**kwargs: Any) -> AMTViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
-    return AMTViT(**{**MINI, **decoder, **kwargs})
-
-
-def amt_vit_base_patch16(**kwargs: Any) -> AMTViT:
-    return AMTViT(**{**BASE, **kwargs})
-
-
-def amt_simmim_vit_micro_patch4(**kwargs: Any) -> AMTSimMIMViT:
-    return AMTSimMIMViT(**{**MICRO, **kwargs})
-
-
-def amt_simmim_vit_mini_patch4(**kwargs: Any) -> AMTSimMIMViT:
-    return AMTSimMIMViT(**{**MINI, **kwargs})
-
-
-def amt_simmim_vit_base_patch16(**kwargs: Any) -> AMTSimMIMViT:
-    return AMTSimMIMViT(**{**BASE, "drop_path_rate": 0.1, **kwargs})
+amt_vit_micro_patch4 = partial(AMTViT, **MICRO, decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)
+amt_vit_mini_patch4 = partial(AMTViT, **MINI, decoder_embed_dim=128, decoder_depth=4, decoder_num_heads=4)
+amt_vit_base_patch16 = partial(AMTViT, **BASE)
+amt_simmim_vit_micro_patch4 = partial(AMTSimMIMViT, **MICRO)
+amt_simmim_vit_mini_patch4 = partial(AMTSimMIMViT, **MINI)
+amt_simmim_vit_base_patch16 = partial(AMTSimMIMViT, **(BASE | {"drop_path_rate": 0.1}))

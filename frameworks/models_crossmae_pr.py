@@ -8,19 +8,20 @@ with a smaller prediction ratio, which is mask_ratio - throw_ratio. PR-MIM on Cr
 makes no features of visible tokens, so `visible_source` says what the convolution reads there.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from encoders.names import rename_prefixes
-from framework import PixelFramework, add_decoder_flags, decoder_heads, token_counts
+from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
-from prmim import SpatialAggregation, TokenCounts, TokenOrder
+from prmim import SpatialAggregation, TokenOrder
 from util.pos_embed import sincos_pos_embed
 from util.run.checkpoint import load_strict
 
@@ -48,94 +49,69 @@ OFFICIAL_NAMES = {
 VISIBLE_SOURCES = ("embed", "zeros", "blocks")
 
 
-def add_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds CrossMAE's flags to a group of a parser. They are None unless given: the model then uses its defaults."""
-    add_decoder_flags(group)
-    group.add_argument(
-        "--visible_source",
-        choices=VISIBLE_SOURCES,
-        help="what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: "
-        "nothing; blocks: the features of visible tokens that run through the decoder, too (default: embed)",
-    )
+VISIBLE_SOURCE = Flag(
+    "visible_source",
+    "what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: nothing; "
+    "blocks: the features of visible tokens that run through the decoder, too (default: embed)",
+    choices=VISIBLE_SOURCES,
+)
 
 
 class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
-    """A ViT encoder that owns a cross-attention decoder. The arguments are MAE's, CrossMAE's, then PR-MIM's.
+    """A ViT encoder, without final norm, that owns a cross-attention decoder. Without sizes it is a ViT-L.
 
-    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
-        Its final norm is an identity.
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
     levels: numbers of the blocks (from 0) whose outputs the decoder reads. They increase and include the last block.
         The default is all blocks.
     use_input: whether the input of the first block is a level, too. It comes before the others.
     visible_source: see `CrossAggregation`. It has no effect without aggregation.
-    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
-    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
-    mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
+    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
+
+    flags = (*DECODER_FLAGS, VISIBLE_SOURCE)
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 1024,
-        depth: int = 24,
-        num_heads: int = 16,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 12,
         decoder_num_heads: int | None = None,
-        mlp_ratio: float = 4.0,
-        norm_pix_loss: bool = False,
         levels: Sequence[int] | None = None,
         use_input: bool = True,
         visible_source: str = "embed",
-        mask_ratio: float = 0.75,
-        throw_ratio: float = 0.5,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
-        mask_unit: int = 1,
+        **kwargs: Unpack[ViTArguments],
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
+        arguments: ViTArguments = {**LARGE, **kwargs}
+        super().__init__(**arguments)
+        self.decoder_embed_dim, self.decoder_depth = decoder_embed_dim, decoder_depth
+        self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
+        depth = len(self.blocks)
         self.norm = nn.Identity()
-        self.norm_pix_loss, self.use_input, self.visible_source = norm_pix_loss, use_input, visible_source
+        self.use_input, self.visible_source = use_input, visible_source
         self.levels = tuple(range(depth) if levels is None else levels)
         if list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (depth - 1,) or self.levels[0] < 0:
             raise ValueError(f"levels must increase from 0 or more to the last block {depth - 1}, got {self.levels}")
-        self.mask_unit = mask_unit
-        self.counts = token_counts(self.grid_size, mask_ratio, throw_ratio, mask_unit)
         num_levels = len(self.levels) + use_input
         self.decoder = CrossAttentionDecoder(
             self.grid_size,
-            self.counts,
-            embed_dim,
+            self.embed_dim,
             num_levels,
-            out_dim=patch_size**2 * in_chans,
+            out_dim=self.patch_size**2 * self.in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
-            decoder_num_heads=decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads),
-            mlp_ratio=mlp_ratio,
+            decoder_num_heads=self.decoder_num_heads,
+            mlp_ratio=self.mlp_ratio,
         )
         if visible_source not in VISIBLE_SOURCES:
             raise ValueError(f"unknown visible_source {visible_source!r}, choose from {', '.join(VISIBLE_SOURCES)}")
-        if progressive and self.counts.num_thrown:
-            self.decoder.aggregation = CrossAggregation(
-                decoder_embed_dim, embed_dim, num_levels, visible_source, kernel_size, aggregation, applies_to
-            )
+        self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def own_settings(self) -> dict[str, Any]:
-        """Returns the resolved values of CrossMAE's flags, by their names."""
-        return {
-            "decoder_depth": len(self.decoder.blocks),
-            "decoder_embed_dim": self.decoder.pos_embed.shape[-1],
-            "decoder_num_heads": self.decoder.blocks[0].cross_attn.num_heads,
-            "mask_unit": self.mask_unit,
-            "visible_source": self.visible_source,
-        }
+    def make_aggregation(self, dim: int) -> "CrossAggregation | None":
+        """Returns the aggregation, which also makes features of the visible cells, or None if there is none."""
+        if not (self.progressive and self.counts.num_thrown):
+            return None
+        num_levels = len(self.levels) + self.use_input
+        return CrossAggregation(dim, self.embed_dim, num_levels, self.visible_source, *self.aggregation_options)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
@@ -186,7 +162,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 class CrossAttentionDecoder(nn.Module):
     """CrossMAE's decoder: mask tokens that read mixtures of the encoder's levels. An aggregation may be set afterwards.
 
-    grid_size, counts: (rows, columns) of the tokens, and how many are visible, retained and thrown.
+    grid_size: (rows, columns) of the tokens.
     embed_dim, num_levels: width and number k of the encoder's levels.
     out_dim: number of values that are predicted for a token.
     decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the blocks.
@@ -198,7 +174,6 @@ class CrossAttentionDecoder(nn.Module):
     def __init__(
         self,
         grid_size: tuple[int, int],
-        counts: TokenCounts,
         embed_dim: int,
         num_levels: int,
         out_dim: int,
@@ -208,7 +183,7 @@ class CrossAttentionDecoder(nn.Module):
         mlp_ratio: float,
     ) -> None:
         super().__init__()
-        self.grid_size, self.counts = grid_size, counts
+        self.grid_size = grid_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
         table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token=True).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # the row of the class token is unused
@@ -233,7 +208,7 @@ class CrossAttentionDecoder(nn.Module):
 
     def reconstruct(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Turns the levels [k, B, 1 + num_visible, D] into features of the supervised tokens [B, num_supervised, C]."""
-        positions, num_visible = order.take_kept(self.pos_embed[:, 1:]), self.counts.num_visible
+        positions, num_visible = order.take_kept(self.pos_embed[:, 1:]), order.counts.num_visible
         queries = self.mask_token + positions[:, num_visible:]  # [B, num_retained, C]
         if self.aggregation is None:
             return self.decode(queries, levels)
@@ -336,32 +311,10 @@ class CrossAggregation(SpatialAggregation):
         return self.visible_embed(self.visible_norm(mixture))
 
 
-def crossmae_vit_nano_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=2)
-    return CrossMaskedAutoencoderViT(**{**NANO, **decoder, **kwargs})
-
-
-def crossmae_vit_micro_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
-    return CrossMaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
-
-
-def crossmae_vit_mini_patch4(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
-    return CrossMaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
-
-
-def crossmae_vit_small_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    return CrossMaskedAutoencoderViT(**{**SMALL, "decoder_embed_dim": 256, **kwargs})
-
-
-def crossmae_vit_base_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    return CrossMaskedAutoencoderViT(**{**BASE, **kwargs})
-
-
-def crossmae_vit_large_patch16(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    return CrossMaskedAutoencoderViT(**{**LARGE, **kwargs})
-
-
-def crossmae_vit_huge_patch14(**kwargs: Any) -> CrossMaskedAutoencoderViT:
-    return CrossMaskedAutoencoderViT(**{**HUGE, **kwargs})
+crossmae_vit_nano_patch4 = partial(CrossMaskedAutoencoderViT, **NANO, decoder_embed_dim=64, decoder_depth=2)
+crossmae_vit_micro_patch4 = partial(CrossMaskedAutoencoderViT, **MICRO, decoder_embed_dim=64, decoder_depth=4)
+crossmae_vit_mini_patch4 = partial(CrossMaskedAutoencoderViT, **MINI, decoder_embed_dim=128, decoder_depth=4)
+crossmae_vit_small_patch16 = partial(CrossMaskedAutoencoderViT, **SMALL, decoder_embed_dim=256)
+crossmae_vit_base_patch16 = partial(CrossMaskedAutoencoderViT, **BASE)
+crossmae_vit_large_patch16 = partial(CrossMaskedAutoencoderViT, **LARGE)
+crossmae_vit_huge_patch14 = partial(CrossMaskedAutoencoderViT, **HUGE)

@@ -5,18 +5,20 @@ that its windows are grouped once. The decoder works on the grid of units. There
 independently, as it does with MAE's tokens.
 """
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from encoders import models_swin
-from encoders.models_swin import GroupPlanner, SwinEncoder
+from encoders.models_swin import SwinEncoder
 from encoders.names import swap_merging
-from framework import PixelFramework
+from encoders.window_groups import GroupPlanner
+from framework import Flag, PixelFramework, SwinArguments
 from models_vit import check_image_size, init_weights, patchify
-from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from prmim import MaskCollator, ProgressiveDecoder, TokenCounts, TokenOrder, TokenOrderSampler
 from util.run.checkpoint import load_strict
 
 __all__ = [
@@ -29,79 +31,88 @@ __all__ = [
 DECODER_ORDERS = ("true", "reference")
 
 
-def add_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds GreenMIM's own flag to a group of a parser. It is None unless given: the model then uses its default."""
-    group.add_argument(
-        "--decoder_order",
-        choices=DECODER_ORDERS,
-        help="where the decoder places the visible units. true: at their own positions; reference: as the release's "
-        "code, which takes their raster order for the order of the mask's noise (default: true)",
-    )
+DECODER_ORDER = Flag(
+    "decoder_order",
+    "where the decoder places the visible units. true: at their own positions; reference: as the release's code, which "
+    "takes their raster order for the order of the mask's noise (default: true)",
+    choices=DECODER_ORDERS,
+)
+
+
+class GroupCollator(MaskCollator):
+    """A `MaskCollator` that also plans the window groups of the batch's visible units."""
+
+    def __init__(self, sampler: TokenOrderSampler, seed: int, planner: GroupPlanner) -> None:
+        super().__init__(sampler, seed, shared_visible=True)
+        self.planner = planner
+
+    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+        batch = super().__call__(samples)
+        return *batch, *self.planner(self.units_of(batch))
+
+    def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
+        batch = super().__call__(samples)
+        return [(*batch, *plans) for plans in self.planner.shapes(self.units_of(batch))] or [batch]
+
+    def units_of(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return batch[2][0, : self.sampler.counts.num_visible]
 
 
 class GreenMIMSwin(PixelFramework, SwinEncoder):
-    """A Swin encoder on visible units that owns a progressive decoder. Arguments are Swin's, then MAE's, then PR-MIM's.
+    """A Swin encoder on visible units that owns a progressive decoder.
 
     N is the number of units here, not of patches. decoder_order: "true" places the visible units where they belong.
     "reference" does as the release's code, which encodes them in raster order and then treats them as if they were in
     the order of the mask's noise. Each visible unit is then placed at a random one of the visible positions. That needs
     the batches of `collator`, since only they keep the order of the noise.
+
+    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `encoders.models_swin.SwinEncoder`.
     """
 
     shared_visible = True
+    flags = (DECODER_ORDER,)
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 4,
-        in_chans: int = 3,
-        embed_dim: int = 128,
-        depths: Sequence[int] = (2, 2, 18, 2),
-        num_heads: Sequence[int] = (4, 8, 16, 32),
-        window_size: int = 7,
-        mlp_ratio: float = 4.0,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 1,
         decoder_num_heads: int = 16,
         decoder_order: str = "true",
-        norm_pix_loss: bool = False,
-        mask_ratio: float = 0.75,
-        throw_ratio: float = 0.5,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
+        **kwargs: Unpack[SwinArguments],
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, depths, num_heads, window_size, mlp_ratio)
+        super().__init__(**kwargs)
         if decoder_order not in DECODER_ORDERS:
             raise ValueError(f"unknown decoder_order {decoder_order!r}, choose from {', '.join(DECODER_ORDERS)}")
-        self.grid_size, self.norm_pix_loss, self.decoder_order = self.unit_grid, norm_pix_loss, decoder_order
-        self.visible_order = "noise" if decoder_order == "reference" else "raster"
+        self.decoder_order = decoder_order
         for module in self.modules():
             if isinstance(module, torch.nn.LayerNorm):
                 module.eps = 1e-6  # only in pre-training: fine-tuning uses Swin's 1e-5
         init_weights(self)  # MAE's initialisation of everything except the bias tables
-        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
         self.planner = GroupPlanner(self, self.counts.num_visible)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
-            self.counts,
             self.num_features,
-            head=self.stride**2 * in_chans,
+            head=self.stride**2 * self.in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=decoder_num_heads,
-            mlp_ratio=mlp_ratio,
-            progressive=progressive,
-            kernel_size=kernel_size,
-            aggregation=aggregation,
-            applies_to=applies_to,
+            mlp_ratio=self.mlp_ratio,
             cls_token=False,
         )
+        self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def own_settings(self) -> dict[str, Any]:
-        """Returns GreenMIM's own settings as resolved values, by the names of its flags."""
-        return {"decoder_order": self.decoder_order}
+    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+        self.grid_size = self.unit_grid  # units are what is masked and thrown
+        return super().count_tokens(has_maps)
+
+    def sampler(self, sampling: str) -> TokenOrderSampler:
+        """Returns the sampler. The reference order needs the visible units in the order of the noise."""
+        order = "noise" if self.decoder_order == "reference" else "raster"
+        return TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, order)
+
+    def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
+        """Returns a collator that also plans window groups."""
+        return GroupCollator(self.sampler(sampling), seed, self.planner)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, *plans: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the scalar loss {"pixel"}.
@@ -136,7 +147,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
                     "all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True"
                 )
             torch._assert_async(shared)  # without a host-device sync
-        if self.visible_order == "noise":  # the reference encodes in raster order, not in the order of the noise
+        if self.decoder_order == "reference":  # the reference encodes in raster order, not in the order of the noise
             ids = ids.sort(dim=1).values
         side, p = self.stride // self.patch_size, self.patch_size
         pixels = order.take(units, ids).unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
@@ -171,14 +182,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         load_strict(self, renamed, "GreenMIM weights", optional="aggregation.")
 
 
-def greenmim_swin_micro_patch4_window4(**kwargs: Any) -> GreenMIMSwin:
-    decoder = dict(decoder_embed_dim=64, decoder_num_heads=2)
-    return GreenMIMSwin(**{**models_swin.MICRO, **decoder, **kwargs})
-
-
-def greenmim_swin_base_patch4_window7(**kwargs: Any) -> GreenMIMSwin:
-    return GreenMIMSwin(**{**models_swin.BASE, "window_size": 7, **kwargs})
-
-
-def greenmim_swin_large_patch4_window14(**kwargs: Any) -> GreenMIMSwin:
-    return GreenMIMSwin(**{**models_swin.LARGE, "window_size": 14, **kwargs})
+greenmim_swin_micro_patch4_window4 = partial(
+    GreenMIMSwin, **models_swin.MICRO, decoder_embed_dim=64, decoder_num_heads=2
+)
+greenmim_swin_base_patch4_window7 = partial(GreenMIMSwin, **(models_swin.BASE | {"window_size": 7}))
+greenmim_swin_large_patch4_window14 = partial(GreenMIMSwin, **(models_swin.LARGE | {"window_size": 14}))

@@ -6,16 +6,18 @@ tokens, and all four decoders throw the same tokens of an image.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from framework import Framework
+from framework import Framework, ViTArguments
 from frameworks.hog import hog, orientation_colors
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
-from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from prmim import ProgressiveDecoder, TokenOrder
 from util.run.checkpoint import load_strict
 
 __all__ = [
@@ -30,43 +32,29 @@ SCALES = (4, 2, 1, 0.5)  # cells per side of a token at each level: for ViT-B 56
 
 
 class LocalMIMViT(Framework, ViTEncoder):
-    """A ViT encoder that owns four progressive decoders. The arguments are MAE's, then LocalMIM's, then PR-MIM's.
+    """A ViT encoder that owns four progressive decoders.
 
-    img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio: the encoder, see `models_vit.ViTEncoder`.
     decoder_embed_dim, decoder_depth, decoder_num_heads: the blocks of each decoder, with the encoder's `mlp_ratio`.
     taps: numbers (from 0) of the four blocks whose outputs are decoded. They increase up to the last block. The default
         is the second, fourth, third last and last block, as in the release.
     num_bins: orientations of a histogram.
     hog_bias: give the gradient filters a random bias that is never trained, as in the release's ViT-L.
-    norm_pix_loss: has no effect. Every framework has this argument.
-    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
-    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
+    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
         decoder_embed_dim: int = 256,
         decoder_depth: int = 1,
         decoder_num_heads: int = 8,
-        mlp_ratio: float = 4.0,
         taps: Sequence[int] | None = None,
         num_bins: int = 9,
         hog_bias: bool = False,
-        norm_pix_loss: bool = False,
-        mask_ratio: float = 0.75,
-        throw_ratio: float = 0.65,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
+        **kwargs: Unpack[ViTArguments],
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
+        arguments: ViTArguments = {"throw_ratio": 0.65, **kwargs}
+        super().__init__(**arguments)
+        depth, patch_size = len(self.blocks), self.patch_size
         self.taps = tuple((1, 3, depth - 3, depth - 1) if taps is None else taps)
         increases = len(set(self.taps)) == 4 and sorted(self.taps) == list(self.taps)
         if not increases or self.taps[0] < 0 or self.taps[3] != depth - 1:
@@ -81,26 +69,22 @@ class LocalMIMViT(Framework, ViTEncoder):
             )
         self.cells = tuple(int(patch_size / scale) for scale in SCALES)  # side of a cell in pixels, at each level
         self.num_bins = num_bins
-        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
         self.register_buffer("hog_bias", torch.empty(4, 2).uniform_(-1 / 3, 1 / 3) if hog_bias else None)
-        self.norm = nn.ModuleList(layer_norm(embed_dim) for _ in SCALES)
+        self.norm = nn.ModuleList(layer_norm(self.embed_dim) for _ in SCALES)
         self.decoder = nn.ModuleList(
             LocalDecoder(
                 self.grid_size,
-                self.counts,
-                embed_dim,
-                head=make_head(scale, decoder_embed_dim, in_chans * num_bins),
+                self.embed_dim,
+                head=make_head(scale, decoder_embed_dim, self.in_chans * num_bins),
                 decoder_embed_dim=decoder_embed_dim,
                 decoder_depth=decoder_depth,
                 decoder_num_heads=decoder_num_heads,
-                mlp_ratio=mlp_ratio,
-                progressive=False,
+                mlp_ratio=self.mlp_ratio,
             )
             for scale in SCALES
         )
-        if progressive:
-            for decoder in self.decoder:
-                decoder.add_aggregation(kernel_size, aggregation, applies_to)
+        for decoder in self.decoder:
+            decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the scalar losses of normalised images [B, C, H, W] with ids_shuffle int64 [B, N].
@@ -308,19 +292,7 @@ class RasterCells(nn.Module):
         return x.unflatten(3, (2, 2)).unflatten(2, (2, 2)).transpose(3, 4).flatten(2, 5)
 
 
-def localmim_vit_micro_patch4(**kwargs: Any) -> LocalMIMViT:
-    decoder = dict(decoder_embed_dim=64, decoder_num_heads=2, taps=(0, 1, 2, 3))
-    return LocalMIMViT(**{**MICRO, **decoder, **kwargs})
-
-
-def localmim_vit_mini_patch4(**kwargs: Any) -> LocalMIMViT:
-    decoder = dict(decoder_embed_dim=128, decoder_num_heads=4, taps=(1, 2, 3, 5))
-    return LocalMIMViT(**{**MINI, **decoder, **kwargs})
-
-
-def localmim_vit_base_patch16(**kwargs: Any) -> LocalMIMViT:
-    return LocalMIMViT(**{**BASE, **kwargs})
-
-
-def localmim_vit_large_patch16(**kwargs: Any) -> LocalMIMViT:
-    return LocalMIMViT(**{**LARGE, "num_bins": 18, "hog_bias": True, **kwargs})
+localmim_vit_micro_patch4 = partial(LocalMIMViT, **MICRO, decoder_embed_dim=64, decoder_num_heads=2, taps=(0, 1, 2, 3))
+localmim_vit_mini_patch4 = partial(LocalMIMViT, **MINI, decoder_embed_dim=128, decoder_num_heads=4, taps=(1, 2, 3, 5))
+localmim_vit_base_patch16 = partial(LocalMIMViT, **BASE)
+localmim_vit_large_patch16 = partial(LocalMIMViT, **LARGE, num_bins=18, hog_bias=True)

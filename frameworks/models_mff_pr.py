@@ -5,20 +5,20 @@ target, loss and throwing are those of MAE with PR-MIM. Fine-tuning drops the fu
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from encoders.names import from_mmpretrain
-from framework import add_decoder_flags
+from framework import MAEArguments
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 from util.run.checkpoint import load_strict
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
-
-add_flags = add_decoder_flags
 
 
 class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
@@ -26,20 +26,11 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     fused_blocks: numbers of the blocks (from 0) whose outputs are mixed. They increase and include the last block. The
         default is every second block and the last, for ViT-B 0, 2, 4, 6, 8 and 11 as in the release.
-    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
-    kwargs: the other arguments of `MaskedAutoencoderViT`.
+    kwargs: the arguments of `MaskedAutoencoderViT`.
     """
 
-    def __init__(
-        self,
-        fused_blocks: Sequence[int] | None = None,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(progressive=False, **kwargs)
+    def __init__(self, fused_blocks: Sequence[int] | None = None, **kwargs: Unpack[MAEArguments]) -> None:
+        super().__init__(**(kwargs | {"progressive": False}))  # the aggregation is made last
         last = len(self.blocks) - 1
         fused = tuple([*range(0, last - 1, 2), last] if fused_blocks is None else fused_blocks)
         if list(fused) != sorted(set(fused)) or fused[-1:] != (last,) or fused[0] < 0:
@@ -49,8 +40,8 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         self.proj_layers = nn.ModuleList(nn.Linear(self.embed_dim, self.embed_dim) for _ in self.fused_blocks[:-1])
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
-        if progressive:
-            self.decoder.add_aggregation(kernel_size, aggregation, applies_to)
+        self.progressive = kwargs.get("progressive", True)
+        self.decoder.aggregation = self.make_aggregation(self.decoder_embed_dim)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels.
@@ -92,15 +83,6 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         load_strict(self, others | from_mmpretrain(weights), "MFF weights", optional="aggregation.")
 
 
-def mff_vit_micro_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=64, decoder_depth=4)
-    return MFFMaskedAutoencoderViT(**{**MICRO, **decoder, **kwargs})
-
-
-def mff_vit_mini_patch4(**kwargs: Any) -> MFFMaskedAutoencoderViT:
-    decoder = dict(decoder_embed_dim=128, decoder_depth=4)
-    return MFFMaskedAutoencoderViT(**{**MINI, **decoder, **kwargs})
-
-
-def mff_vit_base_patch16(**kwargs: Any) -> MFFMaskedAutoencoderViT:
-    return MFFMaskedAutoencoderViT(**{**BASE, **kwargs})
+mff_vit_micro_patch4 = partial(MFFMaskedAutoencoderViT, **MICRO, decoder_embed_dim=64, decoder_depth=4)
+mff_vit_mini_patch4 = partial(MFFMaskedAutoencoderViT, **MINI, decoder_embed_dim=128, decoder_depth=4)
+mff_vit_base_patch16 = partial(MFFMaskedAutoencoderViT, **BASE)

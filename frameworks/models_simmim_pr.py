@@ -10,18 +10,20 @@ whole grids. SimMIM on Swin is the release's baseline, and GreenMIM is the Swin 
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from encoders import models_swin
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.models_swin import SwinEncoder
 from encoders.names import from_simmim
-from framework import PixelFramework
+from framework import PixelFramework, SwinArguments, ViTArguments
 from models_vit import BASE, MICRO, MINI, patchify, unpatchify
-from prmim import SpatialAggregation, TokenCounts, TokenOrder
+from prmim import TokenCounts, TokenOrder
 from util.run.checkpoint import load_strict
 
 __all__ = [
@@ -36,21 +38,25 @@ __all__ = [
 ]
 
 
+class RelativeArguments(ViTArguments, total=False):
+    """The arguments of SimMIM on a ViT."""
+
+    init_values: float
+    shared_bias: bool
+
+
 class SimMIMOnViT(PixelFramework):
     """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
 
     A subclass inherits from an encoder, too. It calls `add_head` and implements `encode_kept`.
     """
 
-    def add_head(self, in_chans: int, progressive: bool, kernel_size: int, aggregation: str, applies_to: str) -> None:
-        """Adds mask token, head and aggregation. The encoder and `counts` must be there."""
+    def add_head(self) -> None:
+        """Adds mask token, head and aggregation. The encoder must be there."""
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
-        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * in_chans)
-        # Made last, so that a seed gives every arm of an ablation the same weights.
-        self.aggregation: SpatialAggregation | None = None
-        if progressive and self.counts.num_thrown:
-            self.aggregation = SpatialAggregation(self.embed_dim, kernel_size, aggregation, applies_to)
+        self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * self.in_chans)
+        self.aggregation = self.make_aggregation(self.embed_dim)
 
     def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
@@ -82,31 +88,17 @@ class SimMIMOnViT(PixelFramework):
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
 
-    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The number of masked units is rounded up,
-        as in the release: 30 of 49 at mask_ratio 0.6.
-    progressive, kernel_size, aggregation, applies_to: see `prmim.ProgressiveDecoder`.
-    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
-    mask_unit: side, in tokens, of the units that are masked as a whole. 2 tokens of 16 px are SimMIM's 32 px.
-    in_chans, kwargs: arguments of `models_relative_vit.RelativeViTEncoder`.
+    The number of masked units is rounded up, as in the release: 30 of 49 at mask_ratio 0.6.
+    kwargs: the method, see `framework.Framework`, and the arguments of `RelativeViTEncoder`.
     """
 
-    def __init__(
-        self,
-        mask_ratio: float = 0.6,
-        throw_ratio: float = 0.3,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
-        norm_pix_loss: bool = False,
-        mask_unit: int = 2,
-        in_chans: int = 3,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(in_chans=in_chans, **kwargs)
-        self.mask_unit, self.norm_pix_loss = mask_unit, norm_pix_loss
-        self.counts = count_tokens(self.num_tokens, mask_ratio, throw_ratio, mask_unit)
-        self.add_head(in_chans, progressive, kernel_size, aggregation, applies_to)
+    def __init__(self, **kwargs: Unpack[RelativeArguments]) -> None:
+        arguments: RelativeArguments = {"mask_ratio": 0.6, "throw_ratio": 0.3, "mask_unit": 2, **kwargs}
+        super().__init__(**arguments)
+        self.add_head()
+
+    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+        return count_tokens(self.num_tokens, self.mask_ratio, self.throw_ratio, self.mask_unit)
 
     def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Thrown tokens have no row and no column in the bias."""
@@ -133,38 +125,27 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
 class SimMIMSwin(PixelFramework, SwinEncoder):
     """A dense Swin that also runs on mask tokens, with a linear head on the last stage. Its cells are the masked units.
 
-    mask_ratio: share of all tokens that are masked. The number of masked units is rounded up.
-    throw_ratio: must be 0.
-    progressive, kernel_size, aggregation, applies_to: have no effect. Every framework has these arguments.
-    norm_pix_loss: normalise the target pixels of each patch by their mean and variance.
-    in_chans, kwargs: arguments of `models_swin.SwinEncoder`.
+    The number of masked units is rounded up. No token can be thrown, so `throw_ratio` is 0 by default.
+    kwargs: the method, see `framework.Framework`, and the arguments of `encoders.models_swin.SwinEncoder`.
     """
 
     throws = False
 
-    def __init__(
-        self,
-        mask_ratio: float = 0.6,
-        throw_ratio: float = 0.0,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
-        norm_pix_loss: bool = False,
-        in_chans: int = 3,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(in_chans=in_chans, **kwargs)
-        if throw_ratio:
-            raise ValueError(
-                f"SimMIM on Swin throws no tokens (its windows need whole grids), got throw_ratio {throw_ratio}; "
-                "set it to 0"
-            )
-        self.mask_unit, self.norm_pix_loss = self.stride // self.patch_size, norm_pix_loss
-        self.counts = count_tokens(self.num_tokens, mask_ratio, 0.0, self.mask_unit)
+    def __init__(self, **kwargs: Unpack[SwinArguments]) -> None:
+        arguments: SwinArguments = {"mask_ratio": 0.6, "throw_ratio": 0.0, **kwargs}
+        super().__init__(**arguments)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02)
-        self.pred = nn.Linear(self.num_features, self.stride**2 * in_chans)
+        self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
+
+    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+        if self.throw_ratio:
+            raise ValueError(
+                f"SimMIM on Swin throws no tokens (its windows need whole grids), got throw_ratio {self.throw_ratio}; "
+                "set it to 0"
+            )
+        self.mask_unit = self.stride // self.patch_size
+        return count_tokens(self.num_tokens, self.mask_ratio, 0.0, self.mask_unit)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
@@ -228,25 +209,9 @@ def count_tokens(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_un
     return TokenCounts(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
 
 
-def simmim_vit_micro_patch4(**kwargs: Any) -> SimMIMViT:
-    return SimMIMViT(**{**MICRO, **kwargs})
-
-
-def simmim_vit_mini_patch4(**kwargs: Any) -> SimMIMViT:
-    return SimMIMViT(**{**MINI, **kwargs})
-
-
-def simmim_vit_base_patch16(**kwargs: Any) -> SimMIMViT:
-    return SimMIMViT(**{**BASE, "drop_path_rate": 0.1, **kwargs})
-
-
-def simmim_swin_micro_patch4_window4(**kwargs: Any) -> SimMIMSwin:
-    return SimMIMSwin(**{**models_swin.MICRO, **kwargs})
-
-
-def simmim_swin_base_patch4_window6(**kwargs: Any) -> SimMIMSwin:
-    return SimMIMSwin(**{**models_swin.BASE, "img_size": 192, "window_size": 6, **kwargs})
-
-
-def simmim_swin_large_patch4_window12(**kwargs: Any) -> SimMIMSwin:
-    return SimMIMSwin(**{**models_swin.LARGE, "img_size": 192, "window_size": 12, **kwargs})
+simmim_vit_micro_patch4 = partial(SimMIMViT, **MICRO)
+simmim_vit_mini_patch4 = partial(SimMIMViT, **MINI)
+simmim_vit_base_patch16 = partial(SimMIMViT, **(BASE | {"drop_path_rate": 0.1}))
+simmim_swin_micro_patch4_window4 = partial(SimMIMSwin, **models_swin.MICRO)
+simmim_swin_base_patch4_window6 = partial(SimMIMSwin, **(models_swin.BASE | {"img_size": 192, "window_size": 6}))
+simmim_swin_large_patch4_window12 = partial(SimMIMSwin, **(models_swin.LARGE | {"img_size": 192, "window_size": 12}))

@@ -6,9 +6,9 @@ predicts the teacher's features, the other predicts rows of the teacher's last a
 decoders, which throw the same tokens.
 """
 
-import argparse
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from encoders.names import is_published_tec
-from framework import Framework
+from framework import Flag, Framework, ViTArguments
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
-from prmim import ProgressiveDecoder, TokenCounts, TokenOrder
+from prmim import ProgressiveDecoder, TokenOrder
 from util.pictures import principal_colors
 from util.run.checkpoint import load_strict
 
@@ -35,87 +36,70 @@ __all__ = [
 
 # Names in TEC's releases -> our names: of the two decoders, and of the modules inside them.
 OFFICIAL_DECODERS = {"forward_fea_decoder": "decoder_fea", "forward_att_decoder": "decoder_att"}
-PATH_FLAGS = ("teacher",)  # may differ between two starts of a run; `checkpoint_meta` says what may not
 OFFICIAL_NAMES = {"decoder_embed": "embed", "decoder_norm": "norm", "decoder_pred": "pred", "decoder_qk": "pred"}
 
 
-def add_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds TEC's own flags to a group of a parser. They are None unless given: the model then uses its defaults."""
-    group.add_argument(
-        "--teacher",
-        help="the pre-trained ViT whose outputs are predicted: a checkpoint (this project's, or a release of iBOT, "
-        "DINO or MAE), the folder of a run, or the name of a timm model",
-    )
-    group.add_argument(
-        "--att_topk",
-        type=int,
-        help="number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)",
-    )
-    group.add_argument(
-        "--att_tau",
-        type=float,
-        help="temperature of the attention target (default: 1.0, for iBOT; use 1.8 for MAE, 1.4 for MAE's ViT-L)",
-    )
-
-
-def check_flags(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if `settings` choose a TEC model without a teacher."""
-    model = settings["model"]
-    if model in __all__ and settings.get("teacher") is None:
-        raise ValueError(f"--model {model} needs --teacher: a checkpoint, a run's folder, or the name of a timm model")
+FLAGS = (
+    Flag(
+        "teacher",
+        "the pre-trained ViT whose outputs are predicted: a checkpoint (this project's, or a release of iBOT, DINO or "
+        "MAE), the folder of a run, or the name of a timm model",
+        required=True,
+        names_file=True,
+    ),
+    Flag("att_topk", "number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)", int),
+    Flag(
+        "att_tau",
+        "temperature of the attention target (default: 1.0, for iBOT; use 1.8 for MAE, 1.4 for MAE's ViT-L)",
+        float,
+    ),
+)
 
 
 class TECViT(Framework, ViTEncoder):
-    """A ViT encoder with adapters that owns two progressive decoders. Arguments are MAE's, then TEC's, then PR-MIM's.
+    """A ViT encoder with adapters that owns two progressive decoders.
 
-    teacher: a `Teacher`, or a source that `models_teacher.open_teacher` accepts: a checkpoint, the folder of a run, or
-    the name of a timm model. None gives an untrained ViT of the student's size, for tests and for counting costs.
+    decoder_embed_dim, decoder_depth, decoder_num_heads: the decoders' blocks, with the encoder's `mlp_ratio`.
+    teacher: a `Teacher`, or a source that `open_teacher` accepts: a checkpoint, the folder of a run, or the name of a
+    timm model. None gives an untrained ViT of the student's size, for tests and for counting costs.
     att_topk: number of patches whose attention is predicted, in addition to the class token's. att_tau: temperature of
     the attention target. The release uses 9 and 1.0 for iBOT, 15 and 1.8 for MAE, 15 and 1.4 for MAE's ViT-L. num_adap:
-    number of groups of blocks that the adapter fuses. norm_pix_loss: has no effect; every framework has this argument.
+    number of groups of blocks that the adapter fuses.
+    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
+
+    flags = FLAGS
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 2,
         decoder_num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        norm_pix_loss: bool = False,
         teacher: Teacher | str | Path | None = None,
         att_topk: int = 9,
         att_tau: float = 1.0,
         num_adap: int | None = None,
-        mask_ratio: float = 0.75,
-        throw_ratio: float = 0.5,
-        progressive: bool = True,
-        kernel_size: int = 7,
-        aggregation: str = "dwconv",
-        applies_to: str = "thrown",
+        **kwargs: Unpack[ViTArguments],
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
-        self.counts = TokenCounts.from_ratios(self.num_tokens, mask_ratio, throw_ratio)
+        super().__init__(**kwargs)
+        embed_dim, depth, mlp_ratio = self.embed_dim, len(self.blocks), self.mlp_ratio
         self.cls_token_mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.encoder_adaptor = EncoderAdaptor(embed_dim, depth, num_adap or max(1, depth // 3), 4 * decoder_embed_dim)
         init_weights(self.cls_token_mlp)
         init_weights(self.encoder_adaptor)
         if teacher is None:
-            teacher = Teacher(self.img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
+            num_heads = self.blocks[0].attn.num_heads
+            teacher = Teacher(self.img_size, self.patch_size, self.in_chans, embed_dim, depth, num_heads, mlp_ratio)
         elif not isinstance(teacher, Teacher):
-            teacher = open_teacher(teacher, self.img_size, patch_size)
-        channels = teacher.patch_embed.proj.in_channels
-        if channels != in_chans:
-            raise ValueError(f"the teacher reads images of {channels} channels, the student of {in_chans} (--in_chans)")
+            teacher = open_teacher(teacher, self.img_size, self.patch_size)
+        if teacher.in_chans != self.in_chans:
+            raise ValueError(
+                f"the teacher reads images of {teacher.in_chans} channels, the student of {self.in_chans} (--in_chans)"
+            )
         # No submodule, so that checkpoints, optimizers and DDP do not include it. `_apply` moves and casts it.
         object.__setattr__(self, "teacher", teacher)
         self.att_topk, self.att_tau = att_topk, att_tau
-        num_keys = self.num_tokens if progressive else self.counts.num_kept
+        num_keys = self.num_tokens if self.progressive else self.counts.num_kept
         if not 1 <= att_topk <= num_keys or att_tau <= 0:
             raise ValueError(f"att_topk must be from 1 to {num_keys} and att_tau above 0, got {att_topk} and {att_tau}")
         self.num_keys = num_keys
@@ -124,30 +108,14 @@ class TECViT(Framework, ViTEncoder):
             decoder_embed_dim=decoder_embed_dim,
             decoder_num_heads=decoder_num_heads,
             mlp_ratio=mlp_ratio,
-            progressive=False,  # the aggregation is added below
         )
         # The attention decoder has no blocks of its own: both decoders use those of the feature decoder.
         self.decoder_fea = ProgressiveDecoder(
-            self.grid_size, self.counts, embed_dim, head=width, decoder_depth=decoder_depth, **options
+            self.grid_size, embed_dim, head=width, decoder_depth=decoder_depth, **options
         )
-        self.decoder_att = ProgressiveDecoder(
-            self.grid_size, self.counts, embed_dim, head=2 * width, decoder_depth=0, **options
-        )
-        if progressive:
-            for decoder in (self.decoder_fea, self.decoder_att):
-                decoder.add_aggregation(kernel_size, aggregation, applies_to)
-
-    def own_settings(self) -> dict[str, Any]:
-        """Returns TEC's own settings as resolved values, by the names of its flags."""
-        return {"teacher": self.teacher.source, "att_topk": self.att_topk, "att_tau": self.att_tau}
-
-    def checkpoint_meta(self) -> dict[str, str]:
-        """Returns the fingerprint of the teacher's weights, so that a run is resumed with the same teacher only."""
-        return {} if self.teacher.fingerprint is None else {"teacher": self.teacher.fingerprint}
-
-    def notes(self) -> list[str]:
-        """Returns a line for the log about the teacher's weights."""
-        return [self.teacher.origin]
+        self.decoder_att = ProgressiveDecoder(self.grid_size, embed_dim, head=2 * width, decoder_depth=0, **options)
+        for decoder in (self.decoder_fea, self.decoder_att):
+            decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Folds the change of the pixel normalisation into the teacher's patch embedding."""
@@ -349,17 +317,7 @@ class EncoderAdaptor(nn.Module):
         return self.adap_after(fused)
 
 
-def tec_vit_micro_patch4(**kwargs: Any) -> TECViT:
-    return TECViT(**{**MICRO, "decoder_embed_dim": 64, "decoder_num_heads": 2, **kwargs})
-
-
-def tec_vit_mini_patch4(**kwargs: Any) -> TECViT:
-    return TECViT(**{**MINI, "decoder_embed_dim": 128, "decoder_num_heads": 4, **kwargs})
-
-
-def tec_vit_base_patch16(**kwargs: Any) -> TECViT:
-    return TECViT(**{**BASE, **kwargs})
-
-
-def tec_vit_large_patch16(**kwargs: Any) -> TECViT:
-    return TECViT(**{**LARGE, "decoder_embed_dim": 768, **kwargs})
+tec_vit_micro_patch4 = partial(TECViT, **MICRO, decoder_embed_dim=64, decoder_num_heads=2)
+tec_vit_mini_patch4 = partial(TECViT, **MINI, decoder_embed_dim=128, decoder_num_heads=4)
+tec_vit_base_patch16 = partial(TECViT, **BASE)
+tec_vit_large_patch16 = partial(TECViT, **LARGE, decoder_embed_dim=768)

@@ -205,7 +205,7 @@ def export_folder(source: Path, out: Path, location: str) -> list[str]:
         describe_model(model, name, options, config, facts),
         meta,
         source.parent,
-        tuple(own_flags()),
+        tuple(flag.name for flag in own_flags()),
         f"import timm\n\nmodel = {loading_call(public)}.eval()",
         is_classifier(model),
     )

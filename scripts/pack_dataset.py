@@ -43,9 +43,9 @@ from util.data.images import EncodedImages, FolderImages, ImageError
 from util.data.pixel_format import RGB8, read_format
 from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, repair_command, scan_tars
 from util.data.tars import INDEX, TarImages, find_tars, write_index
+from util.data.workers import ignore_in_worker
 from util.run.checkpoint import sha256
 from util.run.cli import Parser, run_program, user_errors
-from util.run.signals import ignore_in_worker
 from util.text import count_of
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard

@@ -84,8 +84,7 @@ class StoppedError(Exception):
 
 def takes_teacher(recipe: str) -> bool:
     """Whether the framework of a pre-training recipe has the flag --teacher."""
-    _, frameworks = main_pretrain.own_flags()["teacher"]
-    return main_pretrain.FRAMEWORK_OF[str(RECIPES[recipe]["model"])] in frameworks
+    return any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[str(RECIPES[recipe]["model"])].flags)
 
 
 def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
@@ -143,9 +142,7 @@ def check(run: Run, args: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"{run.name}: {error}; --{run.main[5:]}_flags passes flags on") from error
     if run.main == "main_pretrain":
-        framework = main_pretrain.FRAMEWORK_OF[settings.model]
-        if hasattr(framework, "check_flags"):
-            framework.check_flags(vars(settings))
+        main_pretrain.check_own_flags(vars(settings))
 
 
 def print_commands(runs: Sequence[Run], args: argparse.Namespace) -> None:
@@ -367,7 +364,11 @@ def get_args_parser() -> Parser:
     group("--ade_path", help="ADE20K, as for main_segmentation.py")
     group("--coco_path", help="COCO 2017, as for main_detection.py")
     for name in SETS:
-        group(f"--{name}", metavar="DIR", help=f"{BENCHMARKS[name].title}, as for main_robustness.py")
+        group(
+            f"--{name}",
+            metavar="DIR",
+            help=f"{BENCHMARKS[name].title}, as for downstream/robustness/main_robustness.py",
+        )
     group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
     group("--costs", nargs="+", default=[], metavar="CSV", help="with --collect: files of scripts/profile_pretrain.py")
     group = parser.add_argument_group("how").add_argument

@@ -23,7 +23,7 @@ DOWNSTREAM |= dict.fromkeys(("box_ap", "mask_ap"), "main_detection")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a main. sets: names of the test sets of main_robustness.py."""
+    """One run of a main. sets: names of the test sets of downstream/robustness/main_robustness.py."""
 
     main: str
     recipe: str
@@ -43,7 +43,7 @@ class Run:
 
 
 def is_test_set(measure: str) -> bool:
-    """Whether a measure of `paper_tables` is a test set of main_robustness.py."""
+    """Whether a measure of `paper_tables` is a test set of downstream/robustness/main_robustness.py."""
     return measure.startswith("imagenet_")
 
 

@@ -1,6 +1,5 @@
 """The contract of every framework behind `main_pretrain.MODELS`. A new framework is tested without changes here."""
 
-import argparse
 import inspect
 import json
 import re
@@ -214,14 +213,12 @@ def test_the_order_of_tokens_inside_a_segment_does_not_matter(name):
 
 @frameworks
 def test_own_settings_are_the_values_of_the_framework_s_own_flags(name):
-    module, parser = inspect.getmodule(CLASSES[name]), argparse.ArgumentParser()
-    if hasattr(module, "add_flags"):
-        module.add_flags(parser.add_argument_group())
-    flags, model = vars(parser.parse_args([])), build(name)
-    assert set(flags.values()) <= {None}  # the defaults are the model's
-    assert model.own_settings().keys() == flags.keys()
+    """Each flag is an argument of the constructor, an attribute of the model, and a value that JSON keeps."""
+    model = build(name)
+    parameters = {p for c in type(model).__mro__ for p in inspect.signature(c.__init__).parameters}
+    assert {flag.name for flag in model.flags} <= parameters
     assert json.loads(json.dumps(model.own_settings())) == model.own_settings()
-    assert isinstance(model.checkpoint_meta(), dict) and all(isinstance(note, str) for note in model.notes())
+    assert all(isinstance(file.origin, str) for file in model.named_files().values())
 
 
 def gradients(model, loss):

@@ -66,6 +66,11 @@ def test_recipes_import_nothing():
     assert not imports(ROOT / "recipes.py") and not imports(ROOT / "downstream" / "recipes.py")
 
 
+def test_data_knows_no_run():
+    for path in (ROOT / "util" / "data").glob("*.py"):
+        assert not any(module.startswith("util.run") for module in imports(path)), path
+
+
 def test_no_framework_imports_another_but_those_built_on_mae():
     built_on = {"models_amt_pr": {"models_simmim_pr"}}  # AMT has a version on SimMIM
     for path in (ROOT / "frameworks").glob("models_*_pr.py"):

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.datasets import CIFAR10
 
 import main_pretrain
-from encoders.models_swin import GroupPlanner
+from encoders.window_groups import GroupPlanner
 from framework import Framework
 from frameworks import models_greenmim_pr
 from scripts import pack_dataset
@@ -24,9 +24,9 @@ from tests.warm import Python, run_by_torchrun, torchrun
 from util.data import images
 from util.data import open as open_data
 from util.data.images import FolderImages
-from util.run import distributed, setup
+from util.run import distributed
+from util.run import run as run_module
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.flags import Plan
 from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,16 +189,13 @@ def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
     ],
 )
 def test_what_would_help_a_run_that_waits_for_its_data(photos, flags, installed, hint, monkeypatch):
-    monkeypatch.setattr(open_data, "cores_per_process", lambda local_world_size: 16 // local_world_size)
     monkeypatch.setattr(open_data.decode, "simplejpeg", True if installed else None)
     images = FolderImages(photos)
     images.reference = flags.get("loader") == "reference"
-    plan = Plan(8, 1, 8, 1e-3, flags["num_workers"], "cpu", "fp32")
-    process = argparse.Namespace(device=torch.device("cpu"), local_world_size=2)
-    found = open_data.data_hint(plan, process, images)
+    num_workers = flags["num_workers"]
+    found = open_data.data_hint(images, num_workers, 8, "cpu")
     assert hint in found if hint else found == ""
-    process.device = torch.device("cuda")
-    assert ("no worker loads ahead" in open_data.data_hint(plan, process, images)) == (flags["num_workers"] == 0)
+    assert ("no worker loads ahead" in open_data.data_hint(images, num_workers, 8, "cuda")) == (num_workers == 0)
 
 
 def test_loss_falls(photos, tmp_path):
@@ -252,9 +249,9 @@ def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
 
 def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypatch):
     """What the signal meant before, a requeue for example, is not for a run that has done all its steps."""
-    heard, finish = [], main_pretrain.finish_run
+    heard, finish = [], run_module.finish_run
     previous = signal.signal(signal.SIGUSR2, lambda *_: heard.append("requeue"))
-    monkeypatch.setattr(main_pretrain, "finish_run", lambda *a: (os.kill(os.getpid(), signal.SIGUSR2), finish(*a)))
+    monkeypatch.setattr(run_module, "finish_run", lambda *a: (os.kill(os.getpid(), signal.SIGUSR2), finish(*a)))
     try:
         assert main_pretrain.main(command(photos, tmp_path / "out", "--epochs", 1)) is True and not heard
         os.kill(os.getpid(), signal.SIGUSR2)  # while the program ends
@@ -308,9 +305,9 @@ def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
 def test_the_summary_names_the_epochs_of_the_losses(losses, said):
     history = [{"step": 3, "loss": 1.0}]
     history += [{"step": 3 * e + 3, "epoch": e, "loss": 1.0, "epoch_loss": loss} for e, loss in losses.items()]
-    loop = argparse.Namespace(step=18, steps_per_epoch=3, log=argparse.Namespace(history=lambda: history))
-    args = argparse.Namespace(model="a", throw_ratio=0.5, epochs=6)
-    _, *lines = main_pretrain.summary_of_run(args, loop, 24, []).splitlines()
+    run = argparse.Namespace(log=argparse.Namespace(history=lambda: history), progress=lambda: "for 18 steps")
+    args = argparse.Namespace(model="a", throw_ratio=0.5)
+    _, *lines = main_pretrain.summary_of_run(args, run)
     assert lines == ([] if said is None else [f"  loss         {said}"])
 
 
@@ -362,8 +359,8 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
 
 
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
-    asked, prefer = [], setup.attention.prefer
-    monkeypatch.setattr(setup.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
+    asked, prefer = [], run_module.attention.prefer
+    monkeypatch.setattr(run_module.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
     run(photos, tmp_path / "out", "--max_steps", 1, "--attention", "math")
     run(photos, tmp_path / "out", "--max_steps", 2)
     assert asked == ["math", "auto"]

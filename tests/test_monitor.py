@@ -23,6 +23,7 @@ from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy, moments_of_all
 from util.run.checkpoint import newest_checkpoint
+from util.run.run import Run
 
 KNN = ("--knn_every", 1)
 ACCURACIES = ("knn_top1", "knn_top5", "knn_mean_raw_top1", "knn_cls_z_top1", "knn_cls_raw_top1")
@@ -156,7 +157,7 @@ def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tm
 
 def test_the_watchdog_hears_every_batch(data, tmp_path, monkeypatch):
     heard = []
-    monkeypatch.setattr(monitor.Monitor, "alive", lambda self: heard.append(self.run.loop.step))
+    monkeypatch.setattr(Run, "alive", lambda self: heard.append(self.loop.step))
     run(data, tmp_path, *KNN, "--max_steps", 1)
     assert heard == [0] * (3 + 2 + 4)  # batches of 24 and of 10 images, and four searches
 

@@ -20,7 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from encoders.models_swin import GroupPlanner, WindowGroups, cut_windows, join_windows, unit_coords
+from encoders.models_swin import cut_windows, join_windows
+from encoders.window_groups import GroupPlanner, WindowGroups, unit_coords
 from frameworks import models_greenmim_pr
 from frameworks.models_greenmim_pr import GreenMIMSwin
 from util.costs import device_name, saved_bytes, time_in_turn

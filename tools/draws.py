@@ -13,7 +13,8 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath
 
-from encoders.models_swin import GroupPlanner, SwinEncoder
+from encoders.models_swin import SwinEncoder
+from encoders.window_groups import GroupPlanner
 from util.addressed import AUGMENT
 from util.data import transforms
 

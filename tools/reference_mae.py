@@ -7,13 +7,15 @@ drawn on the device. All tokens are predicted. Parameter names are MAE's, so thi
 reference's training step.
 """
 
+from typing import Any
+
 import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
 from models_vit import BASE, HUGE, LARGE, layer_norm, patchify
 
-SIZES = {"mae_vit_base_patch16": BASE, "mae_vit_large_patch16": LARGE, "mae_vit_huge_patch14": HUGE}
+SIZES: dict[str, Any] = {"mae_vit_base_patch16": BASE, "mae_vit_large_patch16": LARGE, "mae_vit_huge_patch14": HUGE}
 
 
 def make_blocks(dim: int, depth: int, num_heads: int) -> nn.ModuleList:

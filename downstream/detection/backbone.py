@@ -11,10 +11,11 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from encoders.names import LoadReport, encoder_weights_of, fit_encoder, refuse_foreign
+from encoders.load import fit, read
+from encoders.names import LoadReport
 from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
-from util.run.checkpoint import CheckpointError, find_checkpoint_file, read_checkpoint
+from util.run.checkpoint import CheckpointError
 
 # Endings of parameters that pre-training does not have, and beginnings of those that detection does not use.
 NEW_KEYS = (".rel_pos_h", ".rel_pos_w")
@@ -122,6 +123,8 @@ class ViTDet(nn.Module):
     grid, and is interpolated to the image's in each forward pass. Other arguments: see `models_vit.ViTEncoder`.
     """
 
+    new_keys, unused_keys = NEW_KEYS, UNUSED_KEYS
+
     def __init__(
         self,
         img_size: int = 1024,
@@ -211,20 +214,10 @@ class SimpleFeaturePyramid(nn.Module):
 
 
 def load_backbone(backbone: ViTDet, path: str | Path) -> LoadReport:
-    """Loads a pre-trained plain ViT, as `encoders.names.load_encoder` does. Returns what was done with the keys.
-
-    path: a checkpoint of this project, a release or a file of timm. Raises CheckpointError, a ValueError, if the file
-    holds another encoder.
-    """
-    path = find_checkpoint_file(path)
-    content, what = read_checkpoint(path), repr(str(path))
-    weights = encoder_weights_of(content)
-    used = {key: value for key, value in weights.items() if not key.startswith(UNUSED_KEYS)}
-    refuse_foreign(backbone, used, what)
-    channels = used["patch_embed.proj.weight"].shape[1] if "patch_embed.proj.weight" in used else 3
-    if channels != 3:
+    weights = read(path)
+    kernel = weights.tensors.get("patch_embed.proj.weight")
+    if kernel is not None and kernel.shape[1] != 3:
         raise CheckpointError(
-            f"{what} holds an encoder of {channels} channels, but detection is for RGB: give one of 3"
+            f"{weights.what} holds an encoder of {kernel.shape[1]} channels, but detection is for RGB: give one of 3"
         )
-    report = fit_encoder(backbone, {**content, "model": used}, what, new_keys=NEW_KEYS)
-    return report._replace(unexpected=[*report.unexpected, *(key for key in weights if key not in used)])
+    return fit(backbone, weights)

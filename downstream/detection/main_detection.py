@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,7 @@ from downstream.common import (
     check_shared_flags,
     end_evaluation,
     load_first_weights,
-    progress_settings,
     schedule_by_iterations,
-    train_and_evaluate,
 )
 from downstream.detection.backbone import ViTDet, load_backbone
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
@@ -43,26 +41,22 @@ from downstream.detection.models import SIZES, Detector, build_detector
 from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.names import weights_of
-from util.data.datasets import steps_per_epoch
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import choose_encoder
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
+    Plan,
+    RunSchedule,
     add_batch_flags,
     add_loading_flags,
     add_run_flags,
     add_update_flags,
     check_least,
-    free_flags,
-    make_plan,
     num_workers,
 )
 from util.run.precision import precision
-from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.setup import announce, assemble
-from util.run.start import enter_folder, join_processes
+from util.run.run import Run
 from util.text import count_of, shorten
 
 PROGRAM = "main_detection.py"
@@ -138,7 +132,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     return parser, parse_with_recipe(parser, DETECTION_RECIPES, argv, RECIPE_FILE)
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if a flag of detection, or a pair of them, is out of range, or if a library is missing."""
     check_shared_flags(args, "detection")
     check_least(args, 1, "window_size input_size num_rois pretrain_size")
@@ -280,63 +274,48 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     if args.eval:
         with exit_on_setup_errors(parser):
             return evaluate_only(args, flags_given(parser, argv))
-    with exit_on_setup_errors(parser):
-        process = join_processes(args)
-        plan = make_plan(args, process)
-        check_flags(args)
-        start = enter_folder(PROGRAM, args, argv, process)
-
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         images, val_images = open_split(args, "train", True), open_split(args, "val", False)
         check_categories(images.categories, val_images, str(images.json_path))
         masks = choose_masks(args.masks, images)
         val_masks = masks and choose_masks(None, val_images)
-        derived: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
-        content = read_run(start, plan.total_batch_size)
-        if content is not None:
-            check_categories(content["meta"]["settings"]["categories"], images, f"the run in {str(start.output_dir)!r}")
+        chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
+        if not run.is_new:
+            check_categories(run.meta["settings"]["categories"], images, f"the run in {str(run.output_dir)!r}")
+
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_detector(vars(args) | derived)
-        encoder = choose_encoder(args.finetune, start, content)
-        if content is None:
-            start.remarks += load_first_weights(partial(load_pretrained, model.backbone), encoder)
-        model = model.to(process.device)
-        normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(process.device)
-        optimizer = torch.optim.AdamW(
-            model.param_groups(args.weight_decay, args.layer_decay), lr=plan.lr, betas=(0.9, 0.999), fused=True
-        )
+        model = build_detector(vars(args) | chosen)
+        encoder = run.choose_encoder("finetune")
+        if run.is_new:
+            run.note(*load_first_weights(partial(load_pretrained, model.backbone), encoder))
+        model = model.to(run.process.device)
+        groups = model.param_groups(args.weight_decay, args.layer_decay)
+        pretrain_size = model.backbone.grid_size[0] * model.patch_size
 
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
-        derived |= {"patch_size": model.patch_size, **progress_settings(args, epoch_steps)}
-        derived["pretrain_size"] = model.backbone.grid_size[0] * model.patch_size
-        if content is not None:
-            derived["finetune"] = content["meta"]["settings"]["finetune"]
-        settings = json_settings(vars(args), asdict(plan), derived)
-        data = {"num_images": len(images), "data": images.fingerprint()}
-        data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
-        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, {"encoder": encoder})
-        if content is not None:
-            free = free_flags(plan, FREE_FLAGS)
-            resumed = content, start, record, model, optimizer, free, args.allow_changes
-            restore(*resumed, split_changes_draws=False, fixed_flags=FIXED_FLAGS)
-        decay = StepDecay(args.num_iters, args.warmup_iters, plan.lr, tuple(args.lr_drops))
-        schedule = schedule_by_iterations(args, plan, epoch_steps, decay)
-        jitter = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks)
-        collator = PadAndStack(args.input_size)
-        run = assemble(
-            args, plan, start, record, schedule, content, model, optimizer, normalize, images, jitter, collator
+        run.open(
+            model=model,
+            optimizer=torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True),
+            images=images,
+            val_images=val_images,
+            transform=LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks),
+            collate=PadAndStack(args.input_size),
+            statistics=(IMAGENET_MEAN, IMAGENET_STD),
+            rows=summary_rows(args, model, masks, images, val_images),
+            schedule=schedule_by_drops,
+            settings={**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size},
+            free=FREE_FLAGS,
+            fixed=FIXED_FLAGS,
         )
-        loop = run.loop
-        evaluate = partial(
-            evaluate_model, model, val_images, val_masks, normalize, loop.autocast, plan.num_workers, args.num_pictures
-        )
-        evaluator = Evaluator(evaluate, describe_scores, PICTURE, model, loop, run.saver, args.eval_every)
-        announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, masks, images, val_images))
-        del content  # weights and moments of the checkpoint
+        numbers = run.loop.normalize, run.loop.autocast, run.plan.num_workers
+        evaluate = partial(evaluate_model, model, val_images, val_masks, *numbers, args.num_pictures)
+        evaluator = Evaluator(run, evaluate, describe_scores, PICTURE)
+        return run.train(train_iterations, [evaluator], lambda: evaluator.summary(f"a detector on {args.model}"))
 
-    def train(steps: range) -> bool:
-        return train_iterations(run.model, run.batches, steps, loop)
 
-    return train_and_evaluate(parser, args, run, evaluator, train, f"a detector on {args.model}")
+def schedule_by_drops(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
+    """Returns the schedule of a run, with detectron2's learning rates."""
+    decay = StepDecay(args.num_iters, args.warmup_iters, plan.lr, tuple(args.lr_drops))
+    return schedule_by_iterations(args, plan, steps_per_epoch, decay)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

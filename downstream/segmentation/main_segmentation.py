@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from timm.optim import param_groups_layer_decay
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+
 from downstream.common import (
     RECIPE_FILE,
     Evaluation,
@@ -32,9 +32,7 @@ from downstream.common import (
     check_shared_flags,
     end_evaluation,
     load_first_weights,
-    progress_settings,
     schedule_by_iterations,
-    train_and_evaluate,
 )
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import (
@@ -58,26 +56,21 @@ from downstream.segmentation.models import (
 )
 from downstream.segmentation.trained import check_data_flags, load_segmenter
 from downstream.segmentation.vit_backbone import SIZES, load_backbone
-from util.data.datasets import steps_per_epoch
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run import distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import choose_encoder
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
+    Plan,
     add_batch_flags,
     add_loading_flags,
     add_run_flags,
     add_update_flags,
-    free_flags,
-    make_plan,
     num_workers,
 )
 from util.run.precision import precision
-from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.setup import announce, assemble
-from util.run.start import enter_folder, join_processes
+from util.run.run import Run
 from util.text import count_of
 
 PROGRAM = "main_segmentation.py"
@@ -174,8 +167,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     return parser, args
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if a flag of segmentation, or a pair of them, is out of range."""
+def check_flags(args: argparse.Namespace, plan: Plan) -> None:
+    """ValueError if a flag of segmentation, or a pair of them, is out of range, or a BatchNorm would see one value."""
     check_data_flags(vars(args))
     check_shared_flags(args, "segmentation")
     if not 0 < args.ratio_range[0] <= args.ratio_range[1]:
@@ -184,12 +177,15 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--cat_max_ratio must lie in (0, 1], got {args.cat_max_ratio}")
     if args.head == "linear" and args.finetune is None and args.resume in ("auto", "none"):
         raise ValueError("--head linear needs --finetune: the encoder is frozen, so it must be pre-trained")
-
-
-def check_batch(args: argparse.Namespace, batch_size: int, world_size: int) -> None:
-    """ValueError if a BatchNorm would see one value per channel."""
-    if batch_size * world_size == 1 and args.head == "upernet":
+    if plan.batch_size * distributed.rank_and_world_size()[1] == 1 and args.head == "upernet":
         raise ValueError("UPerNet's BatchNorm needs more than one image per micro-batch, got --batch_size 1")
+
+
+def make_augmentation(args: argparse.Namespace, img_size: tuple[int, int]) -> SegmentationAugment:
+    """Returns the random scaling, crop, flip and colours of training images."""
+    fill = [round(255 * value) for value in args.mean]
+    scale = args.image_scale, args.ratio_range, args.cat_max_ratio, args.photometric
+    return SegmentationAugment(img_size, args.seed, fill, *scale)
 
 
 def open_split(settings: Mapping[str, Any], data_path: str, split: str) -> SegmentationImages:
@@ -276,59 +272,40 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     if args.eval:
         with exit_on_setup_errors(parser):
             return evaluate_only(args, flags_given(parser, argv))
-    with exit_on_setup_errors(parser):
-        process = join_processes(args)
-        plan = make_plan(args, process)
-        check_flags(args)
-        check_batch(args, plan.batch_size, process.world_size)
-        classes = read_classes(args.class_names, args.num_classes)
-        start = enter_folder(PROGRAM, args, argv, process)
-
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
+        process, classes = run.process, read_classes(args.class_names, args.num_classes)
         images, val_images = (open_split(vars(args), args.data_path, split) for split in ("train", "val"))
+
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
-        content = read_run(start, plan.total_batch_size)
-        encoder = choose_encoder(args.finetune, start, content)
-        if content is None:
-            start.remarks += load_first_weights(partial(load_backbone, model.backbone), encoder)
+        encoder = run.choose_encoder("finetune")
+        if run.is_new:
+            run.note(*load_first_weights(partial(load_backbone, model.backbone), encoder))
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
-        normalize = Normalize(args.mean, args.std).to(process.device)
-        optimizer = make_optimizer(model, args, plan.lr)
 
-        fill = [round(255 * value) for value in args.mean]
-        crop = model.img_size, args.seed, fill, args.image_scale, args.ratio_range, args.cat_max_ratio, args.photometric
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
-        derived = {"patch_size": model.patch_size, **progress_settings(args, epoch_steps)}
-        if content is not None:
-            derived["finetune"] = content["meta"]["settings"]["finetune"]
-        settings = json_settings(vars(args), asdict(plan), derived)
-        data = {"num_images": len(images), "data": images.fingerprint()}
-        data |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
-        extra = {"encoder": encoder, "class_names": classes[0], "class_colors": classes[1].tolist()}
-        record = RunRecord(PROGRAM, settings, data, epoch_steps, process, start.origin, extra)
-        if content is not None:
-            free = free_flags(plan, FREE_FLAGS)
-            resumed = content, start, record, model, optimizer, free, args.allow_changes
-            restore(*resumed, split_changes_draws=True, fixed_flags=FIXED_FLAGS)
-        schedule = schedule_by_iterations(args, plan, epoch_steps)
-        transform = SegmentationAugment(*crop)
-        run = assemble(
-            args, plan, start, record, schedule, content, model, optimizer, normalize, images, transform, stack_pairs
+        run.open(
+            model=model,
+            optimizer=make_optimizer(model, args, run.plan.lr),
+            images=images,
+            val_images=val_images,
+            transform=make_augmentation(args, model.img_size),
+            collate=stack_pairs,
+            statistics=(args.mean, args.std),
+            rows=summary_rows(args, model, images, val_images),
+            schedule=schedule_by_iterations,
+            settings={"patch_size": model.patch_size},
+            extra={"class_names": classes[0], "class_colors": classes[1].tolist()},
+            free=FREE_FLAGS,
+            fixed=FIXED_FLAGS,
+            split_changes_draws=True,
         )
-        loop = run.loop
-        evaluate = partial(
-            evaluate_model, model, val_images, vars(args), classes, loop.normalize, loop.autocast, plan.num_workers
-        )
-        evaluator = Evaluator(evaluate, describe_scores, PICTURE, model, loop, run.saver, args.eval_every)
-        announce(args, plan, start, schedule, loop.log, settings, summary_rows(args, model, images, val_images))
-        del content  # weights and moments of the checkpoint
-
-    def train(steps: range) -> bool:
-        return train_iterations(run.model, run.batches, steps, loop, args.mean_over_valid)
-
-    return train_and_evaluate(parser, args, run, evaluator, train, f"{args.head} on {args.model}")
+        numbers = run.loop.normalize, run.loop.autocast, run.plan.num_workers
+        evaluate = partial(evaluate_model, model, val_images, vars(args), classes, *numbers)
+        evaluator = Evaluator(run, evaluate, describe_scores, PICTURE)
+        train = partial(train_iterations, mean_over_valid=args.mean_over_valid)
+        return run.train(train, [evaluator], lambda: evaluator.summary(f"{args.head} on {args.model}"))
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

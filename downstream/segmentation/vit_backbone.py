@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from encoders.load import fit, read
 from encoders.models_relative_vit import RelativeBlock
-from encoders.names import LoadReport, Weights, encoder_weights_of, fit_encoder, refuse_foreign
+from encoders.names import LoadReport, Weights
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
-from util.run.checkpoint import find_checkpoint_file, read_checkpoint
 
 SIZES = {
     "vit_micro_patch4": MICRO,
@@ -39,6 +39,17 @@ class DenseViT(PositionedEncoder):
 
     Keys have no bias here: it would add the same number to all logits of a query, which the softmax ignores.
     """
+
+    new_keys = NEW_KEYS
+
+    def adapt_weights(self, weights: Weights) -> Weights:
+        """Returns an encoder's weights under the names here. SimMIM has no position table; it becomes 0."""
+        weights = dense_names(weights)
+        if isinstance(self.norm, nn.Identity):
+            weights = {key: value for key, value in weights.items() if not key.startswith("norm.")}
+        if "pos_embed" not in weights and any(key.endswith(NEW_KEYS[0]) for key in weights):
+            weights["pos_embed"] = torch.zeros_like(self.pos_embed)
+        return weights
 
     def __init__(
         self,
@@ -82,28 +93,7 @@ def pyramid_blocks(depth: int) -> tuple[int, int, int, int]:
 
 
 def load_backbone(backbone: DenseViT, path: str | Path) -> LoadReport:
-    """Loads a pre-trained encoder, as `encoders.names.load_encoder` does. Returns what was done with the keys.
-
-    path: a checkpoint of this project, a release or a file of timm, with a plain ViT or SimMIM's. Tables are resized. A
-    patch embedding of RGB images is converted to another number of channels as timm does. SimMIM has relative positions
-    only; the position table then becomes 0. Raises CheckpointError, a ValueError, if the file holds another encoder.
-    """
-    path = find_checkpoint_file(path)
-    content, what = read_checkpoint(path), repr(str(path))
-    weights = dense_names(encoder_weights_of(content))
-    lacks_positions = "pos_embed" not in weights and any(key.endswith(NEW_KEYS[0]) for key in weights)
-    if isinstance(backbone.norm, nn.Identity):
-        weights = {key: value for key, value in weights.items() if not key.startswith("norm.")}
-    refuse_foreign(backbone, {key: value for key, value in weights.items() if not _is_shared_table(key)}, what)
-    new_keys = (*NEW_KEYS, "pos_embed") if lacks_positions else NEW_KEYS
-    report = fit_encoder(backbone, {**content, "model": weights}, what, new_keys=new_keys)
-    if lacks_positions:
-        nn.init.zeros_(backbone.pos_embed)
-    return report
-
-
-def _is_shared_table(key: str) -> bool:
-    return key.startswith("rel_pos_bias.")  # which `fit_encoder` copies into each block
+    return fit(backbone, read(path))
 
 
 def dense_names(weights: Weights) -> Weights:

@@ -6,17 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from encoders.models_swin import (
-    GroupPlanner,
-    SwinEncoder,
-    SwinTransformer,
-    WindowAttention,
-    WindowGroups,
-    unit_coords,
-    window_of,
-)
+from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
 from encoders.names import load_encoder
-from encoders.window_groups import group_windows, plan_groups
+from encoders.window_groups import GroupPlanner, WindowGroups, group_windows, plan_groups, unit_coords, window_of
 from frameworks import models_greenmim_pr
 from frameworks.models_greenmim_pr import (
     GreenMIMSwin,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from util.collectives import gather_objects
 from util.data.images import ImageError, Images, find_storage_error
-from util.run.distributed import gather_objects
 from util.text import count_of
 
 MOST_NAMED = 10  # in one message

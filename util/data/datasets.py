@@ -25,7 +25,7 @@ from util.data.images import (
     wanted_channels,
 )
 from util.data.tars import choose_tars, open_tars
-from util.run.signals import ignore_in_worker, take_over_workers
+from util.data.workers import ignore_in_worker, take_over_workers
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}

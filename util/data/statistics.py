@@ -1,17 +1,14 @@
 """Mean and standard deviation of a source's pixels, by which its images are normalised."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from util.collectives import run_on_rank0
 from util.data.images import ImageError, Images, evenly_spaced
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.run.checkpoint import pixel_settings
-from util.run.distributed import run_on_rank0
-from util.run.encoder_origin import read_meta
 from util.text import count_of
 
 SAMPLE = 256  # images that statistics are computed from
@@ -67,38 +64,40 @@ def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Stati
 
 
 def choose_statistics(
-    args: argparse.Namespace, images: Images, content: Mapping[str, Any] | None, encoder: Mapping[str, Any] | None
+    given: Sequence[Sequence[float] | None],
+    images: Images,
+    resumed: Mapping[str, Any] | None,
+    encoder: Mapping[str, Any],
 ) -> tuple[Statistics, list[str]]:
     """Returns the statistics that a run normalises with, and remarks. All ranks must call it.
 
     These are, in this order: --mean and --std, those of the resumed run, those of the pre-trained encoder if it has
     some for such images, ImageNet's for RGB of 8 bits, or else those of the data, which rank 0 measures.
 
-    content: of the checkpoint of a resumed run. encoder: identity of the encoder, see `encoder_origin`. ValueError if
-    the flags do not fit.
+    given: --mean and --std. resumed, encoder: pixel settings of the run's checkpoint (None for a new run) and of the
+    encoder's; see `checkpoint.pixel_settings`. ValueError if the flags do not fit.
     """
     pixels = images.pixel_format
-    settings = pixel_settings(content["meta"]) if content else {}
-    in_chans = content["meta"]["settings"].get("in_chans", 3) if content else pixels.channels
+    settings = resumed or {}
+    in_chans = settings.get("in_chans", pixels.channels)
     if not same_kind(settings, pixels) or in_chans != pixels.channels:
         before = PixelFormat(in_chans, settings["pixels"])
         raise ValueError(f"the images of the run had {before} and now have {pixels}; choose another --output_dir")
-    stored = pixel_settings(read_meta(encoder["path"]) if encoder and not content else {})
     remarks: list[str] = []
-    used = [name for name, given in zip(NAMES, (args.mean, args.std), strict=True) if not given]  # by default
+    used = [name for name, value in zip(NAMES, given, strict=True) if not value]  # by default
     if not used:
-        found = list(args.mean), list(args.std)
+        found = list(given[0] or ()), list(given[1] or ())
     elif settings.get("mean"):
         found = settings["mean"], settings["std"]
-    elif fits_encoder(stored, pixels):
-        found = stored["mean"], stored["std"]
+    elif encoder and fits_encoder(encoder, pixels):
+        found = encoder["mean"], encoder["std"]
         whose = "are those of the encoder" if len(used) == 2 else "is that of the encoder"
         remarks = [f"note: pixel {' and '.join(used)} {whose}"] if found != IMAGENET else []
     elif pixels == RGB8:
         found = IMAGENET
     else:
         found, remarks = measure_on_rank0(images, used)
-    mean, std = args.mean or found[0], args.std or found[1]
+    mean, std = given[0] or found[0], given[1] or found[1]
     check_statistics(mean, std, pixels)
     return (list(mean), list(std)), remarks
 

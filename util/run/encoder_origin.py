@@ -7,24 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from util.run import checkpoint
-from util.run.distributed import run_on_rank0
 from util.run.start import Start
-
-
-def choose_encoder(
-    given: str | None, start: Start, content: dict[str, Any] | None, flag: str = "finetune"
-) -> dict[str, Any] | None:
-    """Returns the identity of the encoder that a run begins with, or None, and adds remarks to `start`.
-
-    given: the value of `flag`. content: of the checkpoint of a resumed run, or None. ValueError if a resumed run began
-    with another encoder. All ranks must call it.
-    """
-    encoder = run_on_rank0(lambda: find_encoder(given, start.resume_path is not None, flag))
-    if content is None:
-        return encoder
-    encoder, remarks = resume_encoder(content["meta"], encoder, start, flag)
-    start.remarks += remarks
-    return encoder
 
 
 def find_encoder(given: str | None, is_resumed: bool, flag: str = "finetune") -> dict[str, Any] | None:

@@ -67,16 +67,21 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         remove_traces()
         if not isinstance(error, (ValueError, FloatingPointError, OSError)):
             raise
-        distributed.shut_down()
-        refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
+        refuse_setup_error(parser, error)
 
 
-@contextmanager
-def exit_on_training_errors(parser: argparse.ArgumentParser, saver: CheckpointSaver) -> Iterator[None]:
-    """While training, unreadable data, values that are not finite, I/O errors and a folder that another run has taken
-    end the run. Other errors are bugs.
+def refuse_setup_error(parser: argparse.ArgumentParser, error: Exception) -> NoReturn:
+    """Ends a program before training, where a ValueError is the user's error. It leaves the process group first."""
+    distributed.shut_down()
+    refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
+
+
+def refuse_training_error(parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver) -> NoReturn:
+    """Ends a training run after unreadable data, values that are not finite, an I/O error, or if another run has taken
+    its folder. Other errors are bugs and are raised.
+
+    The other ranks may hang in a collective, so the process group is left as it is.
     """
-    try:
-        yield
-    except (ImageError, FloatingPointError, FolderInUse, OSError) as error:
-        refuse(parser, error, saver.advice(error))
+    if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, OSError)):
+        raise error
+    refuse(parser, error, saver.advice(error))

@@ -200,6 +200,8 @@ class RunSchedule:
     keep_every: int  # steps between checkpoints that are kept for good
     learning_rate: Callable[..., float]  # (step, lr_scale) -> rate of that step, counted from 0
     summary: str  # one line for the log
+    pauses: tuple[int, ...]  # the run saves at the multiples of these steps
+    epochs: float  # by which other programs see how far a run is
 
 
 def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
@@ -209,7 +211,7 @@ def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: in
     summary = f"{count_of(args.epochs, 'epoch')} of {count_of(steps_per_epoch, 'step')}, "
     summary += f"{args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}"
     num_steps, keep_every = args.epochs * steps_per_epoch, args.save_every * steps_per_epoch
-    return RunSchedule(steps_per_epoch, num_steps, keep_every, learning_rate, summary)
+    return RunSchedule(steps_per_epoch, num_steps, keep_every, learning_rate, summary, (steps_per_epoch,), args.epochs)
 
 
 def free_flags(plan: Plan, more: Iterable[str] = ()) -> frozenset[str]:

@@ -151,7 +151,7 @@ class TrainLoop:
     def __post_init__(self) -> None:
         self.device = self.normalize.mean.device
         self.meter, self.clock, self.num_reports = Meter(self.device), Clock(), 0
-        self.has_begun = False
+        self.has_begun = self.stopped = False
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager]:
@@ -244,7 +244,12 @@ class TrainLoop:
 
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop after this step because of a signal or an error ahead."""
-        return self.stop is not None and self.stop.agreed()
+        self.stopped = self.stop is not None and self.stop.agreed()
+        return self.stopped
+
+    def has_stopped(self) -> bool:
+        """Whether `should_stop` has been true, so that the run ends."""
+        return self.stopped
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:
         """Logs the means since the last report, which waits for the device.

@@ -88,8 +88,8 @@ def restore(
     allow_changes: bool,
     split_changes_draws: bool,
     fixed_flags: frozenset[str] = frozenset(),
-) -> None:
-    """Loads weights and optimizer state, and adds to `start.remarks` what differs from the run so far.
+) -> list[str]:
+    """Loads weights and optimizer state. Returns remarks on what differs from the run so far.
 
     split_changes_draws: see `find_notes`. fixed_flags: see `find_changes`. ValueError if settings or data have changed
     in a way that changes results, unless `allow_changes`.
@@ -106,9 +106,9 @@ def restore(
             f"flag, give its former value"
         )
     checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
-    start.remarks += [f"warning: {change}" for change in changes] + notes
     load_optimizer(optimizer, content["optimizer"])
-    start.remarks.append(f"resuming {start.resume_path} at step {meta['step']}")
+    warnings = [f"warning: {change}" for change in changes]
+    return [*warnings, *notes, f"resuming {start.resume_path} at step {meta['step']}"]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import shlex
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,6 @@ from util.run.flags import RunSchedule
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord
 from util.run.run_folder import FolderLock, write_json, write_progress
-
-
-def step_ranges(start: int, last: int, *periods: int) -> Iterator[range]:
-    """Splits the steps from `start` to `last` into ranges that end at each multiple of a period.
-
-    A period of 0 is ignored. Periods are the steps of an epoch, or the steps between checkpoints or evaluations.
-    """
-    while start < last:
-        ends = [last, *((start // period + 1) * period for period in periods if period)]
-        yield range(start, min(ends))
-        start = min(ends)
 
 
 @dataclass

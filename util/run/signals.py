@@ -5,25 +5,19 @@ sends INT, and HUP when it is closed. The handlers only set a flag. All ranks mu
 all-reduce the flag every step, asynchronously, and read the result one step later.
 """
 
-import atexit
-import ctypes
 import os
 import signal
-import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+from util.data.workers import SIGNALS
+
 PATIENCE = 5.0  # seconds; a later second signal ends the process at once (SLURM sends TERM twice within 0.1 s)
 
 
@@ -120,40 +114,3 @@ class StopSignal:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self.previous = {}
-
-
-def ignore_in_worker(_: int | None) -> None:
-    """Makes a DataLoader worker ignore signals: the trainer handles them, and still needs its batches.
-
-    On Linux the worker is killed if the trainer dies. If it hung, it would otherwise keep its pipes and memory.
-    """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
-_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-
-
-def take_over_workers(workers: Iterable[BaseProcess]) -> None:
-    """Removes the SIGCHLD handler of a DataLoader that has just started `workers`, and kills these at exit.
-
-    The handler would raise in the middle of a step or a save. The loader finds a dead worker without it, within five
-    seconds of waiting for its next batch. At exit, multiprocessing sends TERM to the workers and joins them without a
-    timeout. Workers ignore TERM, so they are killed first.
-    """
-    atexit.unregister(kill_workers)  # registered once, however many loaders there are
-    atexit.register(kill_workers)
-    _workers.update(workers)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def kill_workers() -> None:
-    """Kills the DataLoader workers. At exit it runs before multiprocessing's own handler."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-    for worker in list(_workers):
-        with suppress(ValueError):  # the worker is closed already
-            worker.kill()
-            worker.join(5)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from util.text import shorten
 LEFTOVERS = (".shared-*", ".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", "attention/.*.tmp-*")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Start:
     """One start of a run, in one process."""
 
@@ -35,7 +35,6 @@ class Start:
     resume_path: Path | None  # the checkpoint that the run continues from
     origin: dict[str, Any]  # code version, command line and hosts, for the checkpoints
     lock: FolderLock | None  # rank 0 holds the folder until its process ends
-    remarks: list[str] = field(default_factory=list)  # what the log should say at the start
 
     @property
     def began_elsewhere(self) -> bool:
@@ -55,8 +54,8 @@ def join_processes(args: argparse.Namespace, path_flags: Set[str] = frozenset())
 
 def enter_folder(
     program: str, args: argparse.Namespace, argv: Sequence[str] | None, process: distributed.Process
-) -> Start:
-    """Locks the output folder and finds the checkpoint to resume from.
+) -> tuple[Start, list[str]]:
+    """Locks the output folder and finds the checkpoint to resume from. Returns (the start, remarks for the log).
 
     argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable, is
     in use by another run, or is not the same for all processes.
@@ -87,7 +86,7 @@ def enter_folder(
     resume_path, remarks = distributed.run_on_rank0(lock_and_look)
     if process.world_size > 1:
         refuse_separate_folders(output_dir)
-    return Start(program, process, output_dir, resume_path, origin, lock, remarks)
+    return Start(program, process, output_dir, resume_path, origin, lock), remarks
 
 
 def refuse_separate_folders(output_dir: Path) -> None:

@@ -47,7 +47,11 @@ def fails(capsys, *arguments, code=2):
         main_probe.main(command(*arguments))
     assert stop.value.code == code
     message = capsys.readouterr().err
-    assert message.startswith("main_probe.py: error: ") and "Traceback" not in message and len(message) < 1200
+    assert (
+        message.startswith("downstream/probe/main_probe.py: error: ")
+        and "Traceback" not in message
+        and len(message) < 1200
+    )
     return message
 
 

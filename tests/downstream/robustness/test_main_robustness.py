@@ -113,7 +113,11 @@ def fails(capsys, monkeypatch, *args):
         main_robustness.main(arguments(*args))
     assert stop.value.code in (2, 4)
     message = capsys.readouterr().err
-    assert message.startswith("main_robustness.py: error: ") and message.count("\n") == 1 and len(message) < 900
+    assert (
+        message.startswith("downstream/robustness/main_robustness.py: error: ")
+        and message.count("\n") == 1
+        and len(message) < 900
+    )
     return message
 
 

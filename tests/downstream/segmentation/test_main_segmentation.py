@@ -109,16 +109,16 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(striped, encoder, tmp_
 
 def test_a_run_killed_in_its_evaluation_makes_up_for_it(striped, tmp_path, monkeypatch):
     expected = run(striped, tmp_path / "whole")
-    original = Evaluator.run
+    original = Evaluator.perform
 
     def killed(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Evaluator, "run", killed)
+    monkeypatch.setattr(Evaluator, "perform", killed)
     with pytest.raises(KeyboardInterrupt):
         run(striped, tmp_path / "parts")
     assert newest_checkpoint(tmp_path / "parts")[0].name == "checkpoint-4.pth"
-    monkeypatch.setattr(Evaluator, "run", original)
+    monkeypatch.setattr(Evaluator, "perform", original)
     assert_same_state(run(striped, tmp_path / "parts"), expected)
     scores = [
         [(r["step"], r["val_miou"]) for r in reports(tmp_path / n) if "val_miou" in r] for n in ("whole", "parts")

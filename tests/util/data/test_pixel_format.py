@@ -1,6 +1,5 @@
 """Images of any channels and depth: files, crops, normalisation and statistics."""
 
-import argparse
 import io
 import pickle
 import shutil
@@ -20,6 +19,8 @@ from util.data.images import FolderImages, ImageError
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
+from util.run.checkpoint import pixel_settings
+from util.run.encoder_origin import read_meta
 
 tifffile = pytest.importorskip("tifffile")
 
@@ -422,7 +423,10 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, dtype):
 
 
 def choose(images, content=None, encoder=None, **flags):
-    return choose_statistics(argparse.Namespace(**{"mean": None, "std": None, **flags}), images, content, encoder)
+    meta = content and content["meta"]
+    resumed = meta and {"in_chans": meta["settings"].get("in_chans", 3), **pixel_settings(meta)}
+    stored = pixel_settings(read_meta(encoder["path"])) if encoder and content is None else {}
+    return choose_statistics((flags.get("mean"), flags.get("std")), images, resumed, stored)
 
 
 def test_which_statistics_a_run_takes(tmp_path, photos):

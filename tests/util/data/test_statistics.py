@@ -1,7 +1,5 @@
 """Pixel type, mean and deviation: which ones a trained model has, and which ones a run takes."""
 
-import argparse
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from util.data.datasets import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, complete_settings, measure_statistics, normalizer
 from util.run.checkpoint import pixel_settings, save_checkpoint
+from util.run.encoder_origin import read_meta
 
 IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FLOATS = PixelFormat(2, "float32")
@@ -51,7 +50,10 @@ def test_statistics_that_a_file_lacks_are_measured(tmp_path, photos):
 
 
 def choose(images, content=None, encoder=None, **flags):
-    return choose_statistics(argparse.Namespace(**{"mean": None, "std": None, **flags}), images, content, encoder)
+    meta = content and content["meta"]
+    resumed = meta and {"in_chans": meta["settings"].get("in_chans", 3), **pixel_settings(meta)}
+    stored = pixel_settings(read_meta(encoder["path"])) if encoder and content is None else {}
+    return choose_statistics((flags.get("mean"), flags.get("std")), images, resumed, stored)
 
 
 def open_arrays(folder, dtype="uint16"):

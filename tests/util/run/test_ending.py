@@ -6,7 +6,7 @@ import pytest
 
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
-from util.run.ending import closing_lines, describe_progress
+from util.run.run import closing_lines, describe_progress
 
 
 @pytest.mark.parametrize(

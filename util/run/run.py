@@ -1,0 +1,512 @@
+"""The life of a run. Whoever looks for the loader, the resume or the end of a run starts here.
+
+    with Run.begin(PROGRAM, parser, args, argv) as run:  # processes, flags, folder, the checkpoint to resume
+        model, images, optimizer = ...
+        run.open(model=model, optimizer=optimizer, images=images, ...)  # restores; wraps; log, loader, saver
+        return run.train(train_one_epoch, [evaluator])  # steps, saves, signals, the end
+
+The order of events is the same for all programs: the steps of an epoch, then the checkpoint, then what comes between
+steps (`Periodic`), in the order of its list.
+"""
+
+import argparse
+import inspect
+import json
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from util import attention
+from util.data.bad_images import BadImages, TooManyBadImages
+from util.data.datasets import (
+    AddressedDataset,
+    StepBatchSampler,
+    batches,
+    cores_per_process,
+    look_ahead,
+    steps_per_epoch,
+)
+from util.data.open import data_hint, data_settings
+from util.data.statistics import Statistics, choose_statistics
+from util.data.transforms import Normalize
+from util.data.workers import kill_workers
+from util.recompute import recompute_blocks
+from util.run import checkpoint, distributed, shard
+from util.run.encoder_origin import find_encoder, read_meta, resume_encoder
+from util.run.errors import refuse_setup_error, refuse_training_error
+from util.run.flags import Plan, RunSchedule, free_flags, make_plan, schedule_by_epochs
+from util.run.logging import RunLog, print_line
+from util.run.loop import TrainLoop
+from util.run.precision import PRECISIONS, precision
+from util.run.resume import RunRecord, json_settings, read_run, restore
+from util.run.run_folder import TRACES, remove_traces, write_json
+from util.run.saving import CheckpointSaver
+from util.run.signals import StopSignal
+from util.run.start import Start, enter_folder, join_processes
+from util.run.watchdog import BETWEEN, Watchdog
+from util.text import count_of
+
+NOTHING: Mapping[str, Any] = {}
+TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], object]  # an engine's `train_one_epoch`
+
+
+class Periodic(Protocol):
+    """Work between two steps: an evaluation, a picture, new attention maps.
+
+    A run asks at its start and after each checkpoint: what is due and not done runs, on all ranks. Work that a signal
+    or a kill has prevented is therefore done by the next start.
+    """
+
+    def is_due(self) -> bool:
+        """Whether the current step asks for it. A function of step and flags alone, so all ranks agree."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether an earlier start has done it at this step. Only rank 0 is asked, and its answer holds for all."""
+        ...
+
+    def perform(self) -> None:
+        """Does it. All ranks call it. If `loop.should_stop()` is true inside, it returns and the run ends."""
+        ...
+
+
+class Run:
+    """One start of a run, in one process: its flags, processes and folder; after `open` also its model and loader."""
+
+    model: nn.Module
+    wrapped: nn.Module  # the model as training calls it: compiled, sharded or in DDP
+    images: Any  # of training
+    schedule: RunSchedule
+    record: RunRecord
+    loop: TrainLoop
+    saver: CheckpointSaver
+    watchdog: Watchdog
+    batches: Generator[Any, None, None]  # of all remaining steps; no worker runs before the first one is taken
+
+    def __init__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, plan: Plan, start: Start) -> None:
+        self.parser, self.args, self.plan, self.start = parser, args, plan, start
+        self.process, self.output_dir = start.process, start.output_dir
+        self.checkpoint: dict[str, Any] | None = None  # the content to resume from, until `open` has restored it
+        self.encoder: dict[str, Any] | None = None  # identity of the weights that the run began with
+        self.encoder_flag: str | None = None
+        self.is_training = False
+        self._log: RunLog | None = None
+        self._waiting: list[str] = []  # remarks before the log is open
+
+    # ------------------------------------------------------------------------------------------------------ begin
+
+    @classmethod
+    @contextmanager
+    def begin(
+        cls,
+        program: str,
+        parser: argparse.ArgumentParser,
+        args: argparse.Namespace,
+        argv: Sequence[str] | None = None,
+        *,
+        check: Callable[[argparse.Namespace, Plan], None] | None = None,
+        path_flags: Set[str] = frozenset(),
+        default_batch_size: int = 64,
+    ) -> Iterator["Run"]:
+        """Joins the processes, checks the flags, takes the folder and reads the checkpoint to resume from.
+
+        Errors of the user inside this context end the program with one paragraph and an exit code (`util.run.errors`).
+        check: refuses the program's own flags before the folder is touched. path_flags: flags that may differ between
+        ranks. default_batch_size: of a micro-batch, if only the total is given.
+        """
+        run: Run | None = None
+        TRACES.clear()
+        try:
+            process = join_processes(args, path_flags)
+            plan = make_plan(args, process, default_batch_size)
+            if check is not None:
+                check(args, plan)
+            start, remarks = enter_folder(program, args, argv, process)
+            run = cls(parser, args, plan, start)
+            run.note(*remarks)
+            run.checkpoint = read_run(start, plan.total_batch_size)
+            yield run
+        except BaseException as error:
+            if run is not None and run.is_training:
+                if isinstance(error, Exception):
+                    refuse_training_error(parser, error, run.saver)
+                raise
+            remove_traces()
+            if not isinstance(error, (ValueError, FloatingPointError, OSError)):
+                raise
+            refuse_setup_error(parser, error)
+        finally:
+            if run is not None:
+                run.close()
+
+    def close(self) -> None:
+        """Ends the workers and frees the folder. The parts of a run refer to each other: it is not freed by itself."""
+        if "batches" in vars(self):
+            self.batches.close()
+        if "saver" in vars(self) and self.saver.lock is not None:
+            self.saver.lock.file.close()  # it may have been taken anew
+        if self.start.lock is not None:
+            self.start.lock.file.close()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this start begins the run, so that first weights are needed."""
+        return self.start.resume_path is None
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the checkpoint to resume says beside tensors, before `open`; empty for a new run."""
+        return NOTHING if self.checkpoint is None else self.checkpoint["meta"]
+
+    @property
+    def build_device(self) -> torch.device:
+        """The device to build the model on. With --shard the whole model never lies on a GPU."""
+        return torch.device("cpu") if self.args.shard else self.process.device
+
+    @property
+    def log(self) -> RunLog:
+        """The log, once `open` has opened it."""
+        return self.loop.log
+
+    def note(self, *remarks: str) -> None:
+        """Writes remarks to the log. Before the log is open, they wait for it."""
+        if self._log is None:
+            self._waiting += remarks
+        else:
+            for remark in remarks:
+                self._log.info(remark)
+
+    def choose_encoder(self, flag: str) -> dict[str, Any] | None:
+        """Returns the identity of the weights that the run begins with, named by `flag`, or None.
+
+        ValueError if a resumed run began with others. All ranks must call it.
+        """
+        given, start = getattr(self.args, flag), self.start
+        self.encoder = distributed.run_on_rank0(lambda: find_encoder(given, not self.is_new, flag))
+        self.encoder_flag = flag
+        if self.checkpoint is not None:
+            self.encoder, remarks = resume_encoder(self.checkpoint["meta"], self.encoder, start, flag)
+            self.note(*remarks)
+        return self.encoder
+
+    def choose_statistics(self, images: Any) -> Statistics:
+        """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
+        resumed, encoder = None, {}
+        if self.checkpoint is not None:
+            meta = self.checkpoint["meta"]
+            resumed = {"in_chans": meta["settings"].get("in_chans", 3), **checkpoint.pixel_settings(meta)}
+        elif self.encoder is not None:
+            encoder = checkpoint.pixel_settings(read_meta(self.encoder["path"]))
+        given = self.args.mean, self.args.std
+        statistics, remarks = choose_statistics(given, images, resumed, encoder)
+        self.note(*remarks)
+        return statistics
+
+    # ------------------------------------------------------------------------------------------------------- open
+
+    def open(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        images: Any,
+        transform: Callable[..., torch.Tensor],
+        collate: Callable[[Sequence[Any]], Any],
+        statistics: tuple[Sequence[float], Sequence[float]],
+        rows: Mapping[str, str],
+        val_images: Any = None,
+        schedule: Callable[[argparse.Namespace, Plan, int], RunSchedule] = schedule_by_epochs,
+        settings: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, Any] = NOTHING,
+        files: Mapping[str, str] = NOTHING,
+        free: Set[str] = frozenset(),
+        fixed: Set[str] = frozenset(),
+        split_changes_draws: bool = False,
+    ) -> None:
+        """Restores the checkpoint, wraps the model, opens the log, makes loader, loop and saver, writes the summary.
+
+        statistics: mean and deviation of each channel. rows: of the summary. schedule: (args, plan, steps per epoch).
+        settings: what follows from model and data, over the flags. extra: further facts for the checkpoints. files:
+        {flag: fingerprint} of files that the model reads. free, fixed: flags that a resumed run may change, and machine
+        flags that it may not. split_changes_draws: see `find_notes`.
+        """
+        args, plan, start, process = self.args, self.plan, self.start, self.process
+        self.model, self.images = model, images
+        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
+        self.schedule = schedule(args, plan, epoch_steps)
+        mean, std = statistics
+        own = {"epochs": self.schedule.epochs, "mean": mean, "std": std, **settings}
+        if self.checkpoint is not None and self.encoder_flag is not None:
+            own[self.encoder_flag] = self.checkpoint["meta"]["settings"].get(self.encoder_flag)
+        merged = json_settings(vars(args), asdict(plan), own, data_settings(images))
+        distributed.refuse_differences(files, "model")
+        data = data_facts(images, val_images)
+        extra = {"encoder": self.encoder, **extra}
+        self.record = RunRecord(start.program, merged, data, epoch_steps, process, start.origin, extra, dict(files))
+
+        first_step = 0
+        if self.checkpoint is not None:
+            first_step = self.checkpoint["meta"]["step"]
+            machine = free_flags(plan, free)
+            rules = machine, args.allow_changes, split_changes_draws, frozenset(fixed)
+            self.note(*restore(self.checkpoint, start, self.record, model, optimizer, *rules))
+        normalize = Normalize(*statistics, images.pixel_format).to(process.device)
+        self._make_loop(optimizer, normalize, transform, first_step)
+        self.saver = CheckpointSaver(
+            start.output_dir, self.record, model, self.loop, args.shard, self.schedule, first_step, start.lock
+        )
+        self.batches = self.open_batches(range(first_step, self.loop.last_step), collate)
+        self._announce(self.loop.log, rows)
+        self.checkpoint = None  # frees its weights and moments
+
+    def _make_loop(
+        self,
+        optimizer: torch.optim.Optimizer,
+        normalize: Normalize,
+        transform: Callable[..., torch.Tensor],
+        first_step: int,
+    ) -> None:
+        """Opens the log, wraps the model, and makes data set, watchdog and training loop."""
+        args, plan, process, images, schedule = self.args, self.plan, self.process, self.images, self.schedule
+        last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
+        log = RunLog(self.output_dir, first_step, last_step, process.is_main, schedule.steps_per_epoch)
+        self.wrapped = wrap_model(self.model, optimizer, args, plan, process)
+        self.watchdog = Watchdog(args.dist_timeout, process.rank, process.world_size, process.store)
+        self.dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
+        self.bad_images = BadImages(images, self.dataset.bad, args.max_bad_fraction, log.info)
+        self.loop = TrainLoop(
+            parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            precision=precision(plan.precision, process.device),
+            normalize=normalize,
+            learning_rate=schedule.learning_rate,
+            log=log,
+            images_per_step=plan.total_batch_size,
+            steps_per_epoch=schedule.steps_per_epoch,
+            last_step=last_step,
+            accum_iter=plan.accum_iter,
+            clip_grad=args.clip_grad,
+            seed=args.seed,
+            print_freq=args.print_freq,
+            data_hint=data_hint(images, plan.num_workers, cores_per_process(process.local_world_size), plan.device),
+            on_report=self._report_bad_images,
+            watchdog=self.watchdog,
+        )
+        self.loop.load_state(self.checkpoint, first_step)
+
+    def open_batches(
+        self, steps: range, collate: Callable[[Sequence[Any]], Any], with_views: bool = False
+    ) -> Generator[Any, None, None]:
+        """Returns this rank's batches of these steps. Workers start with the first one; `close()` ends them."""
+        plan, process, images = self.plan, self.process, self.images
+        self.dataset.with_views = with_views
+        split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
+        height, width = self.model.img_size
+        stream = batches(
+            self.dataset,
+            StepBatchSampler(len(images), *split, self.args.seed, steps.start, steps.stop),
+            collate,
+            plan.num_workers,
+            plan.device == "cuda",
+            self._log_from_any_rank,
+            batch_bytes=images.pixel_format.pixel_bytes * height * width * plan.batch_size,
+        )
+        # All ranks stop together before a stream that fails: one step later, or two if they have to agree.
+        return look_ahead(stream, plan.accum_iter * min(2, process.world_size), self.loop.fail)
+
+    def _log_from_any_rank(self, message: str) -> None:
+        if self.process.is_main:
+            self.note(message)
+        else:
+            print_line(f"rank {self.process.rank}: {message}", sys.stderr)
+
+    def _report_bad_images(self) -> None:
+        """Saves the current step before an error of the data ends the run on all ranks: all its steps are good."""
+        try:
+            self.bad_images.report()
+        except (TooManyBadImages, OSError):
+            self.saver.save(required=False)
+            raise
+
+    def _announce(self, log: RunLog, rows: Mapping[str, str]) -> None:
+        """Writes settings.json, the summary, and all remarks that have waited for the log."""
+        args, plan, start, processes = self.args, self.plan, self.start, count_of(self.process.world_size, "process")
+        if self.process.is_main:
+            write_json(self.output_dir / "settings.json", self.record.settings)
+        common = {
+            "batch": f"{plan.total_batch_size} = {plan.batch_size} x {processes} x {plan.accum_iter} accumulated",
+            "schedule": self.schedule.summary,
+            "device": f"{processes} on {plan.device} in {plan.precision}",
+            "code": str(start.origin["code"]),
+            "command": f"{start.origin['command']} on {', '.join(start.origin['hosts'])}",
+            "output": str(self.output_dir),
+        }
+        log.start_summary({**rows, **common})
+        log.write_to_file(json.dumps(self.record.settings))
+        self._log = log
+        self.note(*self._waiting, *self.images.notes)
+        if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
+            self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+        if args.compile:
+            self.note("note: the first step compiles the model, which takes minutes; nothing is reported before")
+
+    # ------------------------------------------------------------------------------------------------------ train
+
+    def train(
+        self,
+        train_steps: TrainSteps,
+        between: Sequence[Periodic] = (),
+        summary: Callable[[], Sequence[str]] = tuple,
+    ) -> bool:
+        """Trains to the last step. Returns False if a signal stopped the run before.
+
+        train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
+        `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
+        """
+        self.is_training = True
+        loop = self.loop
+        with self.watchdog, StopSignal(self.process.device) as stop:
+            loop.stop = stop
+            self._run_due(between)  # missing because the run was stopped or killed before it
+            while loop.step < loop.last_step and not loop.has_stopped():
+                train_steps(self.wrapped, self.batches, self._steps_to_next_pause(), loop)
+                self.saver.save(required=loop.has_stopped() or loop.step == loop.last_step)
+                if loop.step == loop.last_step or not loop.has_stopped():
+                    self._run_due(between)
+            if loop.step < loop.last_step:
+                self.saver.save(required=True)  # unless it is saved already
+                end_after_signal(loop, stop)
+                return False
+            finish_run(loop, stop, "\n".join([*summary(), *self.closing_lines()]))
+        return True
+
+    def _run_due(self, between: Sequence[Periodic]) -> None:
+        """Runs what is due and not done. All ranks run the same: `is_due` is equal on all, rank 0 says what is done."""
+        for work in between:
+            if work.is_due() and not distributed.run_on_rank0(work.is_done) and not self.loop.has_stopped():
+                work.perform()
+                self.loop.clock.restart()  # it does not count as training
+
+    def _steps_to_next_pause(self) -> range:
+        """Returns the steps up to the next checkpoint."""
+        step, periods = self.loop.step, (*self.schedule.pauses, self.args.save_steps)
+        ends = [(step // period + 1) * period for period in periods if period]
+        return range(step, min([self.loop.last_step, *ends]))
+
+    def ends_epoch(self, every: int) -> bool:
+        """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
+
+        Epochs count from 1 here; step 0 counts as the end of epoch 0. every 0: never.
+        """
+        epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
+        return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
+
+    def alive(self) -> None:
+        """Tells the watchdog that this process works, for example once per batch of an evaluation."""
+        self.watchdog.reached(self.loop.step - 1, BETWEEN)
+
+    def progress(self) -> str:
+        """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
+        return describe_progress(self.loop, self.record.data["num_images"], self.schedule.num_steps)
+
+    def closing_lines(self) -> list[str]:
+        """Returns where the newest checkpoint and TensorBoard's files are."""
+        return closing_lines(self.output_dir, self.process.is_main)
+
+
+def data_facts(images: Any, val_images: Any) -> dict[str, Any]:
+    """Returns what the checkpoints say about the data: counts, fingerprints, and the type of the pixels."""
+    facts = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
+    if val_images is not None:
+        facts |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
+    return facts
+
+
+def wrap_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+    plan: Plan,
+    process: distributed.Process,
+) -> nn.Module:
+    """Applies --attention, --recompute, --compile and --shard, then wraps the model in DDP if there are several ranks.
+
+    Returns the module to call. Parameters of `optimizer` are replaced by their shards.
+    """
+    attention.prefer(args.attention)
+    if args.recompute:
+        recompute_blocks(model)
+    if args.shard:
+        shard.shard(model, optimizer, process.device, PRECISIONS[plan.precision], args.compile)
+        return model
+    if args.compile:
+        model.compile(fullgraph=True, dynamic=False)
+    if process.world_size == 1:
+        return model
+    # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
+    known = inspect.signature(DistributedDataParallel).parameters
+    flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
+    static = plan.accum_iter == 1
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static, **{flag: False})
+
+
+def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
+    """Prints the summary of a finished run and leaves the process group."""
+    stop.settle()
+    if loop.on_report is not None:
+        loop.on_report()
+    loop.log.info(summary)
+    loop.log.close()
+    distributed.shut_down()
+    stop.finish()
+
+
+def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
+    """Ends a run that a signal has stopped, after its checkpoint is saved.
+
+    Our signal handlers stay installed until then: the previous ones might requeue the job or kill the process. After
+    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too. If an error ahead has stopped the run,
+    all ranks raise it.
+    """
+    errors = [error for error in distributed.gather_objects(stop.error) if error is not None]
+    progress = f"after step {loop.step} of {loop.last_step}"
+    if errors:
+        loop.log.info(f"stopped and saved {progress}, because an error ends the run")
+    else:
+        name = stop.name or "a signal to another process"
+        loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
+    loop.log.close()
+    stop.close()
+    distributed.shut_down()
+    if errors:
+        raise errors[0]
+    if stop.name == signal.SIGINT.name:
+        kill_workers()  # a program that dies of SIGINT runs no exit handlers
+        raise KeyboardInterrupt
+
+
+def describe_progress(loop: TrainLoop, num_images: int, total: int) -> str:
+    """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early.
+
+    total: steps of the whole schedule.
+    """
+    done, images = count_of(loop.step, "step"), count_of(num_images, "image")
+    if loop.step >= total:
+        return f"for {done} on {images}"
+    return f"for {done} of {total} on {images}; the same command without --max_steps goes on"
+
+
+def closing_lines(output_dir: Path, is_main: bool) -> list[str]:
+    """Returns where the newest checkpoint and TensorBoard's files are."""
+    finished = checkpoint.list_finished(output_dir) if is_main else []  # unhashed: this run has just written the newest
+    lines = [f"  checkpoint   {path}" for path in finished[-1:]]
+    return [*lines, f"  TensorBoard  tensorboard --logdir {output_dir / 'tensorboard'}"]
