@@ -244,11 +244,10 @@ def test_the_example_of_a_framework_keeps_the_contract(tmp_path: Path, monkeypat
             test(**{argument: (given | {"arm": arm})[argument] for argument in arguments})
             checked += 1
     assert checked > 20
-    parser = argparse.ArgumentParser()
-    module.add_flags(parser.add_argument_group())
-    assert EXAMPLE_FLAG in parser.format_help()
-    with pytest.raises(ValueError, match=f"{EXAMPLE_FLAG} must be above 0, got 0"):
-        module.check_flags({"loss_beta": 0})
+    model = getattr(module, name)
+    assert [f"--{flag.name}" for flag in model.flags] == [EXAMPLE_FLAG]
+    with pytest.raises(ValueError, match="loss_beta must be above 0, got 0"):
+        model(loss_beta=0, embed_dim=32, num_heads=2)
 
 
 def test_one_line_programs_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from frameworks.models_amt_pr import AMTOrderSampler, AMTSimMIMViT, AMTViT, coun
 from frameworks.models_simmim_pr import SimMIMViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, addressed_noise
+from tests.frameworks.test_models_simmim_pr import slow_simmim, table_row
 from tests.slow_mae import slow_loss
 from tests.test_models_mae_pr import SIZES, official_state_dict, perturbed, segments
-from tests.frameworks.test_models_simmim_pr import slow_simmim, table_row
 from util.run.checkpoint import save_checkpoint
 
 # 36 tokens, which are 9 units.

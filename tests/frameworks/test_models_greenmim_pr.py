@@ -1,5 +1,3 @@
-import argparse
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ from torch.nn import functional as F
 from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
 from encoders.names import load_encoder
 from encoders.window_groups import GroupPlanner, WindowGroups, group_windows, plan_groups, unit_coords, window_of
-from frameworks import models_greenmim_pr
 from frameworks.models_greenmim_pr import (
     GreenMIMSwin,
     greenmim_swin_base_patch4_window7,
@@ -302,13 +299,7 @@ def test_only_the_reference_order_scrambles_the_visible_units():
         build(decoder_order="random")
 
 
-def test_the_decoder_order_is_a_flag_and_is_recorded(capsys):
-    parser = argparse.ArgumentParser()
-    models_greenmim_pr.add_flags(parser.add_argument_group())
-    assert vars(parser.parse_args([])) == {"decoder_order": None}
-    assert parser.parse_args(["--decoder_order", "reference"]).decoder_order == "reference"
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--decoder_order", "random"])
+def test_the_decoder_order_is_recorded():
     assert build().own_settings() == {"decoder_order": "true"}
     assert build(decoder_order="reference").own_settings() == {"decoder_order": "reference"}
 

@@ -8,8 +8,8 @@ from frameworks.models_localmim_pr import SCALES, LocalMIMViT, localmim_vit_base
 from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
-from tests.test_models_mae_pr import orders, perturbed, segments
 from tests.frameworks.test_hog import slow_hog, tie_free
+from tests.test_models_mae_pr import orders, perturbed, segments
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, taps=(0, 1, 2, 3))
 SIZES |= dict(decoder_embed_dim=16, decoder_num_heads=2)

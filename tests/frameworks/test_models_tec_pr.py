@@ -1,10 +1,10 @@
-import argparse
 import math
 import re
 
 import pytest
 import torch
 
+import main_pretrain
 import models_vit
 from encoders.names import load_encoder
 from frameworks import models_tec_pr
@@ -205,23 +205,11 @@ def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
     assert not any(x.requires_grad for x in model.teacher(imgs, order, 16, 3))
 
 
-def parse_own_flags(*argv):
-    parser = argparse.ArgumentParser()
-    models_tec_pr.add_flags(parser.add_argument_group())
-    return vars(parser.parse_args(argv))
-
-
-def test_flags_are_none_unless_given():
-    assert parse_own_flags() == {"teacher": None, "att_topk": None, "att_tau": None}
-    given = parse_own_flags("--teacher", "run", "--att_topk", "15", "--att_tau", "1.8")
-    assert given == {"teacher": "run", "att_topk": 15, "att_tau": 1.8}
-
-
-def test_tec_models_need_a_teacher():
-    with pytest.raises(ValueError, match="--model tec_vit_base_patch16 needs --teacher: a checkpoint"):
-        models_tec_pr.check_flags({"model": "tec_vit_base_patch16", **parse_own_flags()})
-    models_tec_pr.check_flags({"model": "tec_vit_base_patch16", **parse_own_flags("--teacher", "run")})
-    models_tec_pr.check_flags({"model": "mae_vit_base_patch16", **parse_own_flags()})
+def test_a_run_needs_a_teacher():
+    with pytest.raises(ValueError, match="--model tec_vit_base_patch16 needs --teacher: the pre-trained ViT"):
+        main_pretrain.check_own_flags({"model": "tec_vit_base_patch16", "teacher": None})
+    main_pretrain.check_own_flags({"model": "tec_vit_base_patch16", "teacher": "run"})
+    main_pretrain.check_own_flags({"model": "mae_vit_base_patch16", "teacher": None})
 
 
 def test_what_a_run_records_about_the_teacher(tmp_path, monkeypatch):
@@ -230,10 +218,10 @@ def test_what_a_run_records_about_the_teacher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = tec_vit_micro_patch4(teacher=".", att_topk=5)
     assert model.own_settings() == {"teacher": str(path.resolve()), "att_topk": 5, "att_tau": 1.0}
-    assert model.checkpoint_meta() == {"teacher": sha256(path)}
-    assert model.notes() == [model.teacher.origin] and "checkpoint-3.pth'" in model.teacher.origin
+    assert model.named_files() == {"teacher": model.teacher} and model.teacher.fingerprint == sha256(path)
+    assert "checkpoint-3.pth'" in model.teacher.origin
     untrained = tec_vit_micro_patch4()
-    assert untrained.own_settings()["teacher"] is None and untrained.checkpoint_meta() == {}
+    assert untrained.own_settings()["teacher"] is None and untrained.teacher.fingerprint is None
 
 
 def test_the_teacher_moves_with_the_model():

@@ -12,9 +12,9 @@ from encoders.names import load_encoder
 from frameworks.models_tec_pr import tec_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
+from tests.frameworks.test_models_tec_pr import ENCODER, build
 from tests.test_main_finetune import command, evaluate, fails, labelled, pretrain, run  # noqa: F401
 from tests.test_main_pretrain import assert_same_state
-from tests.frameworks.test_models_tec_pr import ENCODER, build
 from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 
 AS_RELEASED = ("--cls_token_mlp", "--no-train_pos_embed", "--no-cls_token_layer_decay", "--layer_decay", 0.5)
