@@ -5,8 +5,9 @@
 
 A row is made of the tests with one mark `fault`: F1, F2, ... are faults of the cluster, U1, U2, ... actions of users.
 Faults at random times are repeated `--repeats` times. Rows that this machine cannot run (they need SLURM, or a file
-system that root may fill) are listed with the reason. Each row names the commit that it was measured at. A list above
-the tables says when, with what and on which machine each of these commits was measured.
+system that root may fill) are listed with the reason. The CSV beside the document holds all values: how many tests of
+a row ran and held, all that they measured, and the commit, date, libraries and machine of the run. The document has
+the tables for reading.
 """
 
 import os
@@ -16,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -27,31 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.run.cli import Parser, run_program, user_errors
-from util.tables import markdown_table
-from util.text import count_of
+from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
-TITLES = {"F": ("What a cluster does", "Fault"), "U": ("What users do", "Action")}
 MARKER = "<!-- table -->"  # the text below this line of the document is the tool's
-
-
-@dataclass
-class Row:
-    """The results of all tests with one mark `fault`."""
-
-    number: str  # F1, U12, ...
-    action: str
-    expected: str
-    ran: int = 0
-    held: int = 0
-    skipped: list[str] = field(default_factory=list)
-    measured: list[str] = field(default_factory=list)
-
-    def line(self, commit: str) -> str:
-        """The row of the Markdown table."""
-        held = f"{self.held} of {self.ran}" if self.ran else f"not run: {'; '.join(dict.fromkeys(self.skipped))}"
-        cells = [self.number, self.action, self.expected, held, "; ".join(self.measured), commit]
-        return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+COLUMNS = ["row", "action", "expected", "ran", "held", "not_run", "measured", "commit", "run"]
 
 
 def run_tests(repeats: int, rows: Sequence[str] | None) -> ElementTree.Element:
@@ -68,20 +49,22 @@ def run_tests(repeats: int, rows: Sequence[str] | None) -> ElementTree.Element:
         return ElementTree.parse(report).getroot()
 
 
-def read_rows(report: ElementTree.Element) -> list[Row]:
-    """Read the rows from pytest's report, sorted by their numbers."""
-    rows: dict[str, Row] = {}
+def read_report(report: ElementTree.Element, commit: str, run: str) -> list[dict[str, Any]]:
+    """Read the rows, as in the CSV, from pytest's report."""
+    rows: dict[str, dict[str, Any]] = {}
     for case in report.iter("testcase"):
         properties = [(p.get("name"), p.get("value") or "") for p in case.iter("property")]
+        measured = [value for name, value in properties if name == "measured"]
         for mark in (value for name, value in properties if name == "fault"):
             number, action, expected = mark.split(" | ")
-            row = rows.setdefault(mark, Row(number, action, expected))
+            new = dict(row=number, action=action, expected=expected, ran=0, held=0, not_run="", measured="")
+            row = rows.setdefault(mark, new | dict(commit=commit, run=run))
             if (skipped := case.find("skipped")) is not None:
-                row.skipped.append(skipped.get("message") or "")
+                row["not_run"] = skipped.get("message") or "skipped"
                 continue
-            row.ran += 1
-            row.held += case.find("failure") is None and case.find("error") is None
-            row.measured += [value for name, value in properties if name == "measured"]
+            row["ran"] += 1
+            row["held"] += case.find("failure") is None and case.find("error") is None
+            row["measured"] = "; ".join(filter(None, [row["measured"], *measured]))
     return list(rows.values())
 
 
@@ -107,31 +90,47 @@ def machine() -> str:
     return f"{versions}; {len(os.sched_getaffinity(0))} cores of {cpu}, {gpu}"
 
 
-def order(line: str) -> tuple[str, int, str]:
-    """A key that sorts the table's rows: F2 before F10."""
-    found = re.match(r"\| ([FU])(\d+)(\w*) \|", line)
-    assert found, line
+def order(row: Mapping[str, Any]) -> tuple[str, int, str]:
+    """A key that sorts the rows: F2 before F10."""
+    found = re.fullmatch(r"([FU])(\d+)(\w*)", row["row"])
+    assert found, row
     return found[1], int(found[2]), found[3]
 
 
-def document(lines: Iterable[str], runs: Sequence[str]) -> str:
-    """The list of runs, and the tables of faults and of actions, each with a sentence that counts its rows.
-
-    lines: rows of the tables. runs: items of the list, of which those without a row are left out.
-    """
-    lines = sorted(lines, key=order)
-    used = {line.split(" | ")[-1].removesuffix(" |") for line in lines}
-    text = "\n".join(run for run in runs if run.split("`")[1] in used)
-    text = f"The last column names the commit at which a row was measured:\n\n{text}\n"
-    for letter, (title, column) in TITLES.items():
-        own = [line for line in lines if line.startswith(f"| {letter}")]
-        if own:
-            run = [line for line in own if " | not run: " not in line]
-            held = sum(re.search(r" \| (\d+) of \1 \| ", line) is not None for line in run)
-            head = markdown_table(["", column, "Expected", "Tests that held", "Measured", "Commit"], [], left=6)
-            text += f"\n## {title}\n\n{held} of {len(run)} rows held ({len(own) - len(run)} not run).\n\n"
-            text += "\n".join([head, *own]) + "\n"
+def outcome(row: Mapping[str, Any]) -> str:
+    """The last cell of a row: what was expected, what did not hold, and what was measured, in short."""
+    text = row["expected"]
+    if not row["ran"]:
+        text += f" (**not run**: {row['not_run']})"
+    elif row["held"] < row["ran"]:
+        text += f" (**held in {row['held']} of {row['ran']} tests**)"
+    if row["measured"]:
+        first, *others = dict.fromkeys(row["measured"].split("; "))
+        shown = first
+        for part in others:
+            if len(f"{shown}; {part}") > 110:
+                shown += "; …"
+                break
+            shown += f"; {part}"
+        text += f". *{shown}*"
     return text
+
+
+def document(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What was run when, how many rows held, and the table."""
+    runs: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        runs.setdefault((row["commit"], row["run"]), []).append(row["row"])
+    largest = max(runs.values(), key=len, default=[])
+    text = "".join(
+        f"- `{commit}`, {run}: {'all other rows' if own is largest and len(runs) > 1 else ', '.join(own)}\n"
+        for (commit, run), own in runs.items()
+    )
+    run_rows = [row for row in rows if row["ran"]]
+    held = sum(row["held"] == row["ran"] for row in run_rows)
+    cells = [[str(cell).replace("|", r"\|") for cell in (row["row"], row["action"], outcome(row))] for row in rows]
+    table = markdown_table(["", "Fault or action", "Expected, *measured*"], cells, left=3)
+    return f"Commits and machines:\n\n{text}\n{held} of {len(run_rows)} rows held.\n\n{table}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -139,26 +138,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("fault_matrix.py", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of faults at random times")
     parser.add_argument("--rows", nargs="+", metavar="ID", help="rows to run, such as F12 (default: all)")
-    help_text = f"write the tables below the line `{MARKER}` of this file; with --rows its other rows stay"
-    parser.add_argument("--markdown", type=Path, help=help_text)
+    help_text = f"write the table below the line `{MARKER}` of this file, and all values to the CSV beside it; "
+    parser.add_argument("--markdown", type=Path, help=f"{help_text}with --rows the other rows of the CSV stay")
     args = parser.parse_args(argv)
-    start, commit, now = time.monotonic(), commit_at_hand(), datetime.now(timezone.utc)
+    start, now = time.monotonic(), datetime.now(timezone.utc)
     with user_errors(parser):
-        rows = read_rows(run_tests(args.repeats, args.rows))
-    minutes = f"{(time.monotonic() - start) / 60:.0f} minutes"
-    lines = [row.line(commit) for row in rows]
-    ran = f"{count_of(len(rows), 'row')} in {minutes}, repetitions {args.repeats}"
-    runs = [f"- `{commit}`: {now:%Y-%m-%d}, {ran}; {machine()}"]
-    before, _, old = args.markdown.read_text().partition(MARKER) if args.markdown else ("", "", "")
-    if args.rows:
-        measured = {row.number for row in rows}
-        lines += [line for line in re.findall(r"^\| [FU]\d.*", old, re.M) if line.split()[1] not in measured]
-        runs = re.findall(r"^- `.*", old, re.M) + runs
-    text = document(lines, runs)
+        report = run_tests(args.repeats, args.rows)
+        minutes = (time.monotonic() - start) / 60
+        run = f"{now:%Y-%m-%d}, {minutes:.0f} minutes, repetitions {args.repeats}; {machine()}"
+        measured = read_report(report, commit_at_hand(), run)
+        rows = measured
+        if args.markdown and args.rows:
+            names = {row["row"] for row in measured}
+            earlier = read_csv(args.markdown.with_suffix(".csv"), COLUMNS, COLUMNS)
+            earlier = [row | {column: int(row[column]) for column in ("ran", "held")} for row in earlier]
+            rows = measured + [row for row in earlier if row["row"] not in names]
+    rows = sorted(rows, key=order)
+    text = document(rows)
     print(text)
     if args.markdown:
+        before = args.markdown.read_text().partition(MARKER)[0]
         args.markdown.write_text(f"{before}{MARKER}\n\n{text}")
-    if not rows or any(row.ran != row.held for row in rows):
+        write_csv(args.markdown.with_suffix(".csv"), COLUMNS, rows)
+    if not measured or any(row["ran"] != row["held"] for row in measured):
         parser.exit(1, "fault_matrix.py: error: not every row held\n")
 
 

@@ -1,22 +1,26 @@
 """The document of the fault matrix: which rows are of which run."""
 
-import re
 from xml.etree import ElementTree
 
 import pytest
 
 from tools import fault_matrix
+from util.tables import read_csv
 
 
 def report(**rows):
-    """pytest's report of one test per row: {number: failed or not}."""
+    """pytest's report of one test per row: {number: "failed", "skipped" or what was measured}."""
     root = ElementTree.Element("testsuite")
-    for number, failed in rows.items():
+    for number, result in rows.items():
         case = ElementTree.SubElement(root, "testcase")
         properties = ElementTree.SubElement(case, "properties")
         ElementTree.SubElement(properties, "property", name="fault", value=f"{number} | a `| tee` | exact")
-        if failed:
+        if result == "failed":
             ElementTree.SubElement(case, "failure")
+        elif result == "skipped":
+            ElementTree.SubElement(case, "skipped", message="needs SLURM")
+        else:
+            ElementTree.SubElement(properties, "property", name="measured", value=result)
     return root
 
 
@@ -28,18 +32,43 @@ def test_rows_keep_the_commit_that_they_were_measured_at(tmp_path, monkeypatch, 
         monkeypatch.setattr(fault_matrix, "commit_at_hand", lambda: commit)
         monkeypatch.setattr(fault_matrix, "run_tests", lambda repeats, names: asked.append(names) or report(**rows))
         fault_matrix.main(["--markdown", str(path), *flags])
-        text = path.read_text()
-        runs = re.findall(r"^- `(.*?)`: \d{4}-\d\d-\d\d, (\d+) row.*; torch \d.*, Python \d.* cores of ", text, re.M)
-        cells = [line.split(" | ") for line in text.splitlines() if "tee" in line]
-        return runs, [f"{row[0][2:]} {row[-1][:-2]}" for row in cells]
+        return commits()
 
-    assert run("aaa", F10=False, F2=False, U1=False) == ([("aaa", "3")], ["F2 aaa", "F10 aaa", "U1 aaa"])
-    expected = [("aaa", "3"), ("bbb + changes", "1")], ["F2 aaa", "F10 bbb + changes", "U1 aaa"]
-    assert run("bbb + changes", "--rows", "F10", F10=False) == expected
-    with pytest.raises(SystemExit):
-        run("ccc", "--rows", "F2", "U1", F2=False, U1=True)
+    def commits():
+        columns = fault_matrix.COLUMNS
+        return [f"{row['row']} {row['commit']}" for row in read_csv(path.with_suffix(".csv"), columns, columns)]
+
+    def shown():
+        return [line for line in path.read_text().splitlines() if "tee" in line]
+
+    assert run("aaa", F10="0 lost", F2="1 lost", U1="2 lost") == ["F2 aaa", "F10 aaa", "U1 aaa"]
+    assert run("bbb + changes", "--rows", "F10", F10="3 lost") == ["F2 aaa", "F10 bbb + changes", "U1 aaa"]
+    assert shown()[1] == r"| F10 | a `\| tee` | exact. *3 lost* |"
     text = path.read_text()
-    assert text.startswith("# Faults\n") and "old" not in text and "`aaa`" not in text and "`ccc`" in text
-    assert "2 of 2 rows held (0 not run)" in text and "0 of 1 rows held (0 not run)" in text and r"a `\| tee`" in text
+    assert text.startswith("# Faults\n") and "old" not in text and "3 of 3 rows held." in text
+    (small,) = [line for line in text.splitlines() if line.startswith("- `bbb + changes`, 2")]
+    assert small.endswith(": F10") and "; torch " in small and " cores of " in small
+    assert "- `aaa`, 2" in text and ": all other rows\n" in text
+
+    with pytest.raises(SystemExit):
+        run("ccc", "--rows", "F2", "U1", F2="skipped", U1="failed")
+    assert commits() == ["F2 ccc", "F10 bbb + changes", "U1 ccc"]
+    text = path.read_text()
+    assert "`aaa`" not in text and "1 of 2 rows held." in text
+    assert shown()[0].endswith("| exact (**not run**: needs SLURM) |")
+    assert shown()[2].endswith("| exact (**held in 0 of 1 tests**) |")
     assert asked == [None, ["F10"], ["F2", "U1"]]
-    assert run("ddd", F1=False) == ([("ddd", "1")], ["F1 ddd"])  # all rows anew
+    assert run("ddd", F1="0 lost") == ["F1 ddd"]  # all rows anew
+
+
+def test_long_measurements_are_cut_in_the_document_and_kept_in_the_csv(tmp_path, monkeypatch, capsys):
+    measured = "; ".join(["the same"] * 9 + [f"signal {i}: steps lost [0], processes left 0" for i in range(9)])
+    path = tmp_path / "faults.md"
+    path.touch()
+    monkeypatch.setattr(fault_matrix, "commit_at_hand", lambda: "aaa")
+    monkeypatch.setattr(fault_matrix, "run_tests", lambda repeats, names: report(F1=measured))
+    fault_matrix.main(["--markdown", str(path)])
+    assert measured in path.with_suffix(".csv").read_text() and measured not in path.read_text()
+    assert "*the same; signal 0: steps lost [0], processes left 0; signal 1: steps lost [0], processes left 0; …*" in (
+        path.read_text()
+    )
