@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the cost of a step on this machine's GPU, in less than 8 minutes after the set-up: the tests that need a GPU,
-# the attention kernels, the paper's cost tables of ViT-B and ViT-L, and the compiled step beside the reference's. If a
-# part fails, the others still run, and the exit code is 1. These variables change what is measured:
+# the paper's cost tables of ViT-B and ViT-L, and the compiled step beside the reference's. If a part fails, the others
+# still run, and the exit code is 1. These variables change what is measured:
 #
 #     OUTPUT_DIR               folder of the tables (output/benchmark_gpu): a new one, or that of an earlier run
 #     BATCH_BASE, BATCH_LARGE  images per step (512 and 256, for a GPU with 80 GB)
@@ -35,7 +35,7 @@ if [ -n "$(ls -A "$output")" ] && [ ! -f "$output/environment.txt" ]; then
     exit 1
 fi
 # Remove the files of an earlier run.
-(cd "$output" && rm -rf environment.txt tests.txt attention.md cost_{base,large,compiled}.{md,csv,svg} traces end_to_end)
+(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,compiled}.{md,csv,svg} traces end_to_end)
 
 {
     date -u +%Y-%m-%d
@@ -52,8 +52,6 @@ profile() { # profile NAME SECONDS BATCH [flags]
         { echo "the cost table $1 failed" >&2 && status=1; }
 }
 timeout -k 5 110 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
-timeout -k 5 40 python tools/benchmark_attention.py --batch_size "${BATCH_BASE:-512}" --rounds "${ROUNDS:-20}" \
-    --device cuda --markdown "$output/attention.md" || { echo "the table attention failed" >&2 && status=1; }
 profile cost_base 110 "${BATCH_BASE:-512}" --table ablation --against reference --plot "$output/cost_base.svg"
 profile cost_large 60 "${BATCH_LARGE:-256}" --table large
 # The fast step: compiled, in bfloat16, with profiler traces.

@@ -1,10 +1,9 @@
-"""The cost of deep decoders: what torch counts, against a count by hand and figures that were worked out before."""
+"""Counted costs against a count by hand."""
 
 import pytest
 
-from tests.scripts.programs import ROOT
-from tools import decoder_costs
-from tools.decoder_costs import count_gmac
+from main_pretrain import build_model, parse_args
+from util.costs import forward_gmac
 
 # {model: (tokens, width, depth, pixel values of a patch)}
 ENCODERS = {
@@ -40,8 +39,10 @@ def by_hand(model, decoder_depth, throw_ratio):
 @pytest.mark.parametrize(("model", "depth"), FIGURES)
 def test_costs_of_deep_decoders(model, depth):
     full, half, *ratios = FIGURES[model, depth]
-    assert count_gmac(model, depth, 0.0) == pytest.approx(by_hand(model, depth, 0.0), rel=1e-9)
-    assert count_gmac(model, depth, 0.5) == pytest.approx(by_hand(model, depth, 0.5), rel=1e-9)
+    for ratio in (0.0, 0.5):
+        argv = ["--model", model, "--decoder_depth", str(depth), "--throw_ratio", str(ratio)]
+        counted = forward_gmac(vars(parse_args(argv)[1]), build_model)[0]
+        assert counted == pytest.approx(by_hand(model, depth, ratio), rel=1e-9)
     assert [by_hand(model, depth, ratio) for ratio in (0.0, 0.5)] == pytest.approx([full, half], abs=0.005)
     found = [by_hand(model, depth, ratio) / by_hand(model, depth, 0.0) for ratio in (0.25, 0.5, 0.65)]
     assert found == pytest.approx(ratios, abs=6e-4)
@@ -50,16 +51,3 @@ def test_costs_of_deep_decoders(model, depth):
 def test_a_decoder_twice_as_deep_costs_what_mae_s_does():
     ratios = [by_hand(model, 16, 0.5) / by_hand(model, 8, 0.0) for model in ENCODERS]
     assert ratios == pytest.approx([0.987, 0.994, 0.995], abs=5e-4)
-
-
-@pytest.mark.long
-def test_the_documented_table_is_the_tool_s(capsys):
-    decoder_costs.main(["--models", "mae_vit_base_patch16"])
-    printed = capsys.readouterr().out.splitlines()
-    assert set(printed) <= set((ROOT / "docs" / "benchmarks.md").read_text().splitlines()) and len(printed) == 5
-
-
-def test_a_model_without_mae_s_decoder_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        decoder_costs.main(["--models", "simmim_vit_micro_patch4"])
-    assert "--decoder_depth belongs to mae, mff, crossmae" in capsys.readouterr().err
