@@ -57,8 +57,7 @@ from util.text import count_of
 PROGRAM = "main_finetune.py"
 ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
-# Flags that only plain ViTs have, with their defaults. Checkpoints written before these flags existed count as having
-# these values.
+# Flags that only plain ViTs have, with their defaults.
 VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False}
 # Classes and validation images of the published data sets.
 IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}

@@ -165,12 +165,13 @@ class Evaluator:
 
 
 def begin_evaluation(
-    args: argparse.Namespace, given: set[str], origins: str
+    args: argparse.Namespace, given: set[str], created: list[Path], origins: str
 ) -> tuple[distributed.Process, Path | None]:
     """Joins the processes of --eval. Returns (process, folder for the results or None without --output_dir).
 
-    given: names of the flags that were set explicitly. origins: programs whose models can be evaluated, for messages.
-    ValueError if a flag is missing or out of range, or if the folder holds a run or is not writable.
+    given: names of the flags that were set explicitly. created: gets the folders made. origins: programs whose models
+    can be evaluated, for messages. ValueError if a flag is missing or out of range, or if the folder holds a run or is
+    not writable.
     """
     process = distributed.init_process(args.device)
     refuse_different_starts(args)
@@ -185,7 +186,7 @@ def begin_evaluation(
             raise ValueError(
                 f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another"
             )
-        return writable_folder(args.output_dir)
+        return writable_folder(args.output_dir, created)
 
     return process, distributed.run_everywhere(check_folder)
 

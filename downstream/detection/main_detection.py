@@ -272,8 +272,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        with exit_on_setup_errors(parser):
-            return evaluate_only(args, flags_given(parser, argv))
+        with exit_on_setup_errors(parser) as created:
+            return evaluate_only(args, flags_given(parser, argv), created)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         images, val_images = open_split(args, "train", True), open_split(args, "val", False)
         check_categories(images.categories, val_images, str(images.json_path))
@@ -355,9 +355,9 @@ def load_detector(
     return model.eval(), meta.get("step")
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+def evaluate_only(args: argparse.Namespace, given: set[str], created: list[Path]) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation images and returns the scores."""
-    process, folder = begin_evaluation(args, given, "this program or of detectron2")
+    process, folder = begin_evaluation(args, given, created, "this program or of detectron2")
     coco_masks()
     images = open_split(args, "val", False)
     model, step = load_detector(args.resume, args, given, images)

@@ -388,8 +388,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(titles, cells, left=4, pad=True)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Checks everything, then evaluates. Returns the content of probe.json."""
+def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
+    """Checks everything, then evaluates. Returns the content of probe.json. `created` gets the folders made."""
     check_flags(args)
     process = distributed.init_process(args.device, timeout_minutes=240)
     refuse_different_starts(args)
@@ -398,7 +398,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
     numbers = precision(args.precision, process.device)
     protocol = protocol_of(args, encoder, images, val_images, numbers.name)
-    folder, _lock = lock_folder(args.output_dir)  # until this function ends
+    folder, _lock = lock_folder(args.output_dir, created)  # until this function ends
     path = folder / RESULTS
     content = distributed.run_on_rank0(lambda: earlier_results(path, encoder.sha256, protocol))
     evaluation = Evaluation(args, process, encoder, images, val_images, numbers)
@@ -434,8 +434,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates the encoder that the flags name."""
     parser, args = parse_args(argv)
-    with exit_on_setup_errors(parser):
-        run(args)
+    with exit_on_setup_errors(parser) as created:
+        run(args, created)
 
 
 if __name__ == "__main__":

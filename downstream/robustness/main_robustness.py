@@ -380,8 +380,8 @@ def evaluate_part(
     }
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Checks everything, then evaluates what is not done yet. Returns the content of robustness.json."""
+def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
+    """Checks everything, then evaluates what is not done yet. `created` gets the folders made."""
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
     check_pixel_flags(args)
@@ -403,7 +403,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if process.is_main:
         print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first", flush=True)
     parts = distributed.run_on_rank0(lambda: find_parts(args, wnids))
-    output_dir, _lock = lock_folder(args.output_dir)  # until this function ends
+    output_dir, _lock = lock_folder(args.output_dir, created)  # until this function ends
     results = output_dir / "robustness.json"
     done = distributed.run_on_rank0(lambda: earlier_results(results, sha256, settings, parts))
     skipped = [part.name for part in parts if part.name in done]
@@ -444,8 +444,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates on all sets that the flags name."""
     parser, args = parse_args(argv)
-    with exit_on_setup_errors(parser):
-        run(args)
+    with exit_on_setup_errors(parser) as created:
+        run(args, created)
 
 
 if __name__ == "__main__":

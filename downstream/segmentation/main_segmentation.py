@@ -270,8 +270,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        with exit_on_setup_errors(parser):
-            return evaluate_only(args, flags_given(parser, argv))
+        with exit_on_setup_errors(parser) as created:
+            return evaluate_only(args, flags_given(parser, argv), created)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         process, classes = run.process, read_classes(args.class_names, args.num_classes)
         images, val_images = (open_split(vars(args), args.data_path, split) for split in ("train", "val"))
@@ -311,9 +311,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+def evaluate_only(args: argparse.Namespace, given: set[str], created: list[Path]) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    process, folder = begin_evaluation(args, given, "this program or of mmsegmentation")
+    process, folder = begin_evaluation(args, given, created, "this program or of mmsegmentation")
     model, settings, meta = load_segmenter(args.resume, args, given)
     if "class_names" in meta and "class_names" not in given:
         classes = meta["class_names"], np.array(meta["class_colors"], np.uint8)

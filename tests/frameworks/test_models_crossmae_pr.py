@@ -17,8 +17,8 @@ from tests import slow_mae
 from tests.conftest import write_photo
 from tests.test_models_mae_pr import orders, perturbed, segments
 from util.costs import count_gmac, saved_bytes
-from util.recompute import recompute_blocks
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.shard import recompute_blocks
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=3)
 SIZES |= dict(decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from timm.optim import param_groups_layer_decay
 
-import main_finetune
 from encoders.kinds import load_model
 from encoders.names import load_encoder
 from frameworks.models_tec_pr import tec_vit_micro_patch4
@@ -159,18 +158,3 @@ def test_other_models_and_encoders_are_refused(labelled, photos, tmp_path, capsy
     flags = [*MICRO, "--cls_token_mlp", "--finetune", tmp_path / "mae", "--data_path", labelled]
     message = fails(capsys, *flags, "--device", "cpu", "--output_dir", tmp_path / "out")
     assert "made as mae_vit_micro_patch4" in message and "missing: cls_token_mlp.fc1.weight" in message
-
-
-def test_runs_from_before_these_flags_resume(labelled, encoder, tmp_path, capsys):  # noqa: F811
-    """They trained the positions and folded the MLP."""
-    flags = (*MICRO, "--finetune", encoder)
-    expected = run(labelled, tmp_path / "whole", *flags)
-    run(labelled, tmp_path / "old", *flags, "--max_steps", 3)
-    content = read_checkpoint(newest_checkpoint(tmp_path / "old")[0])
-    meta = content.pop("meta")
-    for flag in main_finetune.VIT_FLAGS:
-        del meta["settings"][flag]
-    save_checkpoint(tmp_path / "old", 3, content, meta)
-    message = fails(capsys, *command(labelled, tmp_path / "old", *flags, "--no-train_pos_embed"))
-    assert "--train_pos_embed was True and now is False" in message
-    assert_same_state(run(labelled, tmp_path / "old", *flags), expected)

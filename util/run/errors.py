@@ -12,7 +12,7 @@ from typing import NoReturn
 from util.data.images import ImageError
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
-from util.run.run_folder import TRACES, FolderInUse, remove_traces
+from util.run.run_folder import FolderInUse, remove_created
 from util.run.saving import CheckpointSaver
 from util.run.watchdog import TEMPORARY
 
@@ -55,16 +55,16 @@ def describe_owner(path: str) -> str:
 
 
 @contextmanager
-def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[list[Path]]:
     """Before training, a ValueError is the user's error. The process leaves the process group and exits.
 
-    A start that fails leaves nothing in the output folder.
+    Yields a list for the paths that this start creates: they are removed if it fails.
     """
-    TRACES.clear()
+    created: list[Path] = []
     try:
-        yield
+        yield created
     except BaseException as error:
-        remove_traces()
+        remove_created(created)
         if not isinstance(error, (ValueError, FloatingPointError, OSError)):
             raise
         refuse_setup_error(parser, error)

@@ -12,7 +12,6 @@ from util.lr_sched import SCHEDULES, Schedule
 from util.run.distributed import Process
 from util.run.precision import PRECISIONS, precision
 from util.run.resume_rules import MACHINE_FLAGS
-from util.run.shard import check_group
 from util.text import count_of
 
 
@@ -178,8 +177,8 @@ class Plan:
 def make_plan(args: argparse.Namespace, process: Process, default_batch_size: int = 64) -> Plan:
     """Checks the flags and computes what follows from them. ValueError if they cannot work together."""
     check_flags(args)
-    if args.shard:
-        check_group()
+    if args.shard and process.store is None:
+        raise ValueError("--shard needs several processes: start with torchrun")
     batch_size, accum_iter, total = split_batch(
         args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, default_batch_size
     )

@@ -48,6 +48,14 @@ def json_settings(*parts: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in merged.items()}
 
 
+def data_facts(images: Any, val_images: Any) -> dict[str, Any]:
+    """Returns what the checkpoints say about the data: counts, fingerprints, and the type of the pixels."""
+    facts = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
+    if val_images is not None:
+        facts |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
+    return facts
+
+
 def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
     """Returns the content of the checkpoint to resume, or None for a new run.
 

@@ -10,7 +10,6 @@ steps (`Periodic`), in the order of its list.
 """
 
 import argparse
-import inspect
 import json
 import signal
 import sys
@@ -22,9 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from util import attention
 from util.data.bad_images import BadImages, TooManyBadImages
 from util.data.datasets import (
     AddressedDataset,
@@ -38,17 +35,17 @@ from util.data.open import data_hint, data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
-from util.recompute import recompute_blocks
-from util.run import checkpoint, distributed, shard
+from util.run import checkpoint, distributed
 from util.run.encoder_origin import find_encoder, read_meta, resume_encoder
 from util.run.errors import refuse_setup_error, refuse_training_error
 from util.run.flags import Plan, RunSchedule, free_flags, make_plan, schedule_by_epochs
 from util.run.logging import RunLog, print_line
 from util.run.loop import TrainLoop
-from util.run.precision import PRECISIONS, precision
-from util.run.resume import RunRecord, json_settings, read_run, restore
-from util.run.run_folder import TRACES, remove_traces, write_json
+from util.run.precision import precision
+from util.run.resume import RunRecord, data_facts, json_settings, read_run, restore
+from util.run.run_folder import remove_created, write_json
 from util.run.saving import CheckpointSaver
+from util.run.shard import wrap_model
 from util.run.signals import StopSignal
 from util.run.start import Start, enter_folder, join_processes
 from util.run.watchdog import BETWEEN, Watchdog
@@ -123,13 +120,13 @@ class Run:
         ranks. default_batch_size: of a micro-batch, if only the total is given.
         """
         run: Run | None = None
-        TRACES.clear()
+        created: list[Path] = []  # by this start, removed if it fails
         try:
             process = join_processes(args, path_flags)
             plan = make_plan(args, process, default_batch_size)
             if check is not None:
                 check(args, plan)
-            start, remarks = enter_folder(program, args, argv, process)
+            start, remarks = enter_folder(program, args, argv, process, created)
             run = cls(parser, args, plan, start)
             run.note(*remarks)
             run.checkpoint = read_run(start, plan.total_batch_size)
@@ -139,7 +136,7 @@ class Run:
                 if isinstance(error, Exception):
                     refuse_training_error(parser, error, run.saver)
                 raise
-            remove_traces()
+            remove_created(created)
             if not isinstance(error, (ValueError, FloatingPointError, OSError)):
                 raise
             refuse_setup_error(parser, error)
@@ -278,7 +275,7 @@ class Run:
         args, plan, process, images, schedule = self.args, self.plan, self.process, self.images, self.schedule
         last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
         log = RunLog(self.output_dir, first_step, last_step, process.is_main, schedule.steps_per_epoch)
-        self.wrapped = wrap_model(self.model, optimizer, args, plan, process)
+        self.wrapped = wrap_model(self.model, optimizer, args, plan.precision, plan.accum_iter, process)
         self.watchdog = Watchdog(args.dist_timeout, process.rank, process.world_size, process.store)
         self.dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
         self.bad_images = BadImages(images, self.dataset.bad, args.max_bad_fraction, log.info)
@@ -420,43 +417,6 @@ class Run:
     def closing_lines(self) -> list[str]:
         """Returns where the newest checkpoint and TensorBoard's files are."""
         return closing_lines(self.output_dir, self.process.is_main)
-
-
-def data_facts(images: Any, val_images: Any) -> dict[str, Any]:
-    """Returns what the checkpoints say about the data: counts, fingerprints, and the type of the pixels."""
-    facts = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
-    if val_images is not None:
-        facts |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
-    return facts
-
-
-def wrap_model(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    args: argparse.Namespace,
-    plan: Plan,
-    process: distributed.Process,
-) -> nn.Module:
-    """Applies --attention, --recompute, --compile and --shard, then wraps the model in DDP if there are several ranks.
-
-    Returns the module to call. Parameters of `optimizer` are replaced by their shards.
-    """
-    attention.prefer(args.attention)
-    if args.recompute:
-        recompute_blocks(model)
-    if args.shard:
-        shard.shard(model, optimizer, process.device, PRECISIONS[plan.precision], args.compile)
-        return model
-    if args.compile:
-        model.compile(fullgraph=True, dynamic=False)
-    if process.world_size == 1:
-        return model
-    # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
-    known = inspect.signature(DistributedDataParallel).parameters
-    flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
-    static = plan.accum_iter == 1
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static, **{flag: False})
 
 
 def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from util.run.checkpoint import CheckpointError
 
 LOCK, PROGRESS = ".lock", ".progress"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
-TRACES: list[Path] = []  # paths that this start creates, in this order
 PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
 
 
-def writable_folder(path: str | Path) -> Path:
-    """Creates the folder. Raises ValueError if files cannot be written there."""
+def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path:
+    """Creates the folder. Raises ValueError if files cannot be written there. `created` gets the folders made."""
     try:
-        TRACES.extend(folder for folder in (*reversed(Path(path).parents), Path(path)) if not folder.exists())
+        if created is not None:
+            created += (folder for folder in (*reversed(Path(path).parents), Path(path)) if not folder.exists())
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return Path(path)
@@ -32,15 +33,14 @@ def writable_folder(path: str | Path) -> Path:
         raise ValueError(f"--output_dir {str(path)!r} cannot be written to ({error}); choose another folder") from error
 
 
-def remove_traces() -> None:
-    """Removes what a start that has failed has created. Folders that hold anything else stay."""
-    for path in reversed(TRACES):
+def remove_created(paths: Sequence[Path]) -> None:
+    """Removes what a start that has failed has created, in this order. Folders that hold anything else stay."""
+    for path in reversed(paths):
         with suppress(OSError):
             if path.is_dir():
                 path.rmdir()
             else:
                 path.unlink()
-    TRACES.clear()
 
 
 def refuse_foreign_files(folder: Path) -> None:
@@ -63,11 +63,11 @@ class FolderLock:
 
     Raises FolderInUse, with the process that holds the lock, if that process is on this host. A lock of another host is
     waited for, since a file server may keep that of a lost node for a while. If the file system has no locks, `remarks`
-    says so.
+    says so. `created` gets the files that a run makes here.
     """
 
     # Not `filelock`: its flock is inherited by DataLoader workers, and its files do not name the holder.
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, created: list[Path] | None = None) -> None:
         self.remarks: list[str] = []
         self.path = Path(folder) / LOCK
         here, end = socket.gethostname(), time.monotonic() + PATIENCE
@@ -78,7 +78,8 @@ class FolderLock:
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_lost() or time.monotonic() > end:
-                    TRACES.extend(new)
+                    if created is not None:
+                        created += new
                     break
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):

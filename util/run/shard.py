@@ -1,11 +1,13 @@
-"""Shards the model and its optimizer state across ranks (FSDP2), for models that outgrow one GPU (`--shard`).
+"""How a model runs on several processes: in DDP, or sharded with its optimizer state (FSDP2, `--shard`).
 
-Each rank keeps a shard of every parameter. The parameters of a transformer block are all-gathered only while the block
-computes. The model is built, and a checkpoint is loaded, on the CPU before `shard`. `gather` assembles whole tensors
-for saving. Checkpoints are therefore the same files as without sharding: a run may resume with or without `--shard`,
-and with another number of processes.
+With --shard each rank keeps a shard of every parameter. The parameters of a transformer block are all-gathered only
+while the block computes. The model is built, and a checkpoint is loaded, on the CPU before `shard`. `gather` assembles
+whole tensors for saving. Checkpoints are therefore the same files as without sharding: a run may resume with or without
+`--shard`, and with another number of processes.
 """
 
+import argparse
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,17 +20,46 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from util.run.distributed import all_reduce_sum
+from util import attention
+from util.collectives import all_reduce_sum
+from util.run.distributed import Process
+from util.run.precision import PRECISIONS
 
 Batch = TypeVar("Batch")
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-def check_group() -> None:
-    """Raises ValueError if there is no process group to shard over."""
-    if not dist.is_initialized():
-        raise ValueError("--shard needs several processes: start with torchrun")
+def wrap_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+    precision: str,
+    accum_iter: int,
+    process: Process,
+) -> nn.Module:
+    """Applies --attention, --recompute, --compile and --shard, then wraps the model in DDP if there are several ranks.
+
+    Returns the module to call. Parameters of `optimizer` are replaced by their shards.
+    """
+    attention.prefer(args.attention)
+    if args.recompute:
+        recompute_blocks(model)
+    if args.shard:
+        shard(model, optimizer, process.device, PRECISIONS[precision], args.compile)
+        return model
+    if args.compile:
+        model.compile(fullgraph=True, dynamic=False)
+    if process.world_size == 1:
+        return model
+    # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
+    known = inspect.signature(DistributedDataParallel).parameters
+    flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
+    static = accum_iter == 1
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static, **{flag: False})
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -38,6 +69,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     `forward` (LocalMIM's decoders, Swin's stages), and only `forward` gathers parameters.
     """
     return [module for name, module in model.named_modules() if re.search(r"(^|\.)blocks\.\d+$", name)]
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Makes each block store only its input, and recompute the rest in the backward pass. Values stay bit-equal."""
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def shard(

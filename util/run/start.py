@@ -53,17 +53,21 @@ def join_processes(args: argparse.Namespace, path_flags: Set[str] = frozenset())
 
 
 def enter_folder(
-    program: str, args: argparse.Namespace, argv: Sequence[str] | None, process: distributed.Process
+    program: str,
+    args: argparse.Namespace,
+    argv: Sequence[str] | None,
+    process: distributed.Process,
+    created: list[Path],
 ) -> tuple[Start, list[str]]:
     """Locks the output folder and finds the checkpoint to resume from. Returns (the start, remarks for the log).
 
-    argv: the command line (default: this program's). ValueError if the folder lies inside the data, is not writable, is
-    in use by another run, or is not the same for all processes.
+    argv: the command line (default: this program's). created: gets the paths that this start creates. ValueError if the
+    folder lies inside the data, is not writable, is in use by another run, or is not the same for all processes.
     """
 
     def check_folder() -> Path:
         refuse_output_inside_data(args)
-        return writable_folder(args.output_dir)
+        return writable_folder(args.output_dir, created)
 
     distributed.run_on_rank0(check_folder)  # if the start fails, rank 0 removes the folders that it has created
     output_dir = distributed.run_everywhere(check_folder)
@@ -75,7 +79,7 @@ def enter_folder(
     def lock_and_look() -> tuple[Path | None, list[str]]:
         nonlocal lock
         refuse_foreign_files(output_dir)
-        lock = FolderLock(output_dir)
+        lock = FolderLock(output_dir, created)
         for pattern in LEFTOVERS:
             for leftover in output_dir.glob(pattern):
                 leftover.unlink()
@@ -112,7 +116,7 @@ def refuse_separate_folders(output_dir: Path) -> None:
         )
 
 
-def lock_folder(path: str | Path) -> tuple[Path, FolderLock | None]:
+def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:
     """Creates and locks the output folder of a program without checkpoints. All ranks must call it.
 
     Returns (the folder, the lock on rank 0). The lock is held as long as the caller keeps it. ValueError on all ranks
@@ -122,8 +126,8 @@ def lock_folder(path: str | Path) -> tuple[Path, FolderLock | None]:
 
     def create_and_lock() -> Path:
         nonlocal lock
-        folder = writable_folder(path)
-        lock = FolderLock(folder)
+        folder = writable_folder(path, created)
+        lock = FolderLock(folder, created)
         for remark in lock.remarks:
             print(remark, flush=True)
         return folder
