@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from encoders import models_swin
+from encoders import window_groups
 from frameworks import models_greenmim_pr
 from tests.reads import reads
 from tests.test_engine_pretrain import a_loop
@@ -58,7 +58,7 @@ def step(name, precision_name, monkeypatch):
 
         def unchecked(*batch):
             with monkeypatch.context() as patch:
-                for module in (models_greenmim_pr, models_swin):  # compiled, they do without, on any device
+                for module in (models_greenmim_pr, window_groups):  # compiled, they do without, on any device
                     patch.replace_in(module, "torch.compiler.is_compiling", lambda: True)
                 return forward(*batch)
 
