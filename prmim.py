@@ -13,7 +13,7 @@ The file follows Sec. 3 of the paper:
 Vocabulary: a token is *visible* (the encoder sees it) or *masked*. A masked token is *retained* (the decoder
 reconstructs it) or *thrown* (only the aggregation does). *Kept* means visible or retained. True in a mask means masked.
 
-Where the paper can be read in two ways, this file does the following (measured: docs/study.md, docs/study_8x8.md):
+Where the paper can be read in two ways, this file does the following (measured: docs/study.md):
 
     `throw_ratio` is a share of all N tokens.
     Algorithm 1, a greedy max-min, picks the retained tokens. It does not maximise the sum of distances in Eq. 1.

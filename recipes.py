@@ -78,7 +78,7 @@ RECIPES: dict[str, Recipe] = {
     "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),  # 81.7
     "kernel11_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=11),  # 81.6
     # Table of designs of the aggregation (dwconv is prmim50_vit_base_100ep). The paper does not say which cells take
-    # the output. In docs/study_8x8.md average pooling fails only if all cells do, so `applies_to="all"` is a judgement.
+    # the output. In docs/study.md average pooling fails only if all cells do, so `applies_to="all"` is a judgement.
     # The row in which only the thrown cells take it is one of this project.
     "avgpool_vit_base_100ep": _BASE
     | _progressive(100, 0.5)

@@ -1,6 +1,6 @@
 """Readings of the paper that the core does not follow, as changes to a model that is already built.
 
-Each function of READINGS changes the aggregation of one model. docs/study_8x8.md and docs/study.md compare them.
+Each function of READINGS changes the aggregation of one model. docs/study.md compares them.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Write the study's tables and plots from the CSV of its runs (needs matplotlib: requirements-dev.txt).
 
-    python tools/study_report.py docs/study_cpu.csv --report docs/study_8x8.md
+    python tools/study_report.py docs/study_cpu.csv --report output/study.md
 
 A line of the CSV is one run: arm, seed, top-1 after fine-tuning, errors of reconstruction, cost. The tables replace the
 section of the preset (`cpu` for study_cpu.csv) in the report. The plots are written to figures/ beside it. "a ± b (n)"
