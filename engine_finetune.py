@@ -15,9 +15,9 @@ from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.run import checkpoint
 from util.run.evaluation import evaluation_batches
+from util.run.folder import write_json
 from util.run.loop import TrainLoop
 from util.run.run import Run
-from util.run.run_folder import write_json
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
 

@@ -37,7 +37,7 @@ from util.lars import LARS
 from util.pos_embed import height_and_width
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.encoder_origin import warn_if_unfinished
+from util.run.distributed import precision
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     Plan,
@@ -49,9 +49,9 @@ from util.run.flags import (
     check_pixel_flags,
     num_workers,
 )
-from util.run.precision import precision
+from util.run.folder import refuse_different_starts
+from util.run.resume import warn_if_unfinished
 from util.run.run import Run
-from util.run.start import refuse_different_starts
 from util.text import count_of
 
 PROGRAM = "main_finetune.py"

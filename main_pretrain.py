@@ -40,7 +40,6 @@ from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.run import shard
 from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, pixel_settings, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program
-from util.run.encoder_origin import warn_if_unfinished
 from util.run.flags import (
     Plan,
     add_data_flags,
@@ -49,7 +48,7 @@ from util.run.flags import (
     add_run_flags,
     check_pixel_flags,
 )
-from util.run.resume import has_drop_path
+from util.run.resume import has_drop_path, warn_if_unfinished
 from util.run.run import Periodic, Run
 from util.text import count_of
 

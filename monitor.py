@@ -16,12 +16,12 @@ import torch
 
 from framework import Framework
 from util.addressed import BANK, addressed_uniform
+from util.collectives import run_on_rank0
 from util.data.datasets import AddressedDataset
 from util.data.images import Images, check_splits, evenly_spaced, has_one_label
 from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy, moments_of_all
-from util.run.distributed import run_on_rank0
 from util.run.flags import check_least
 from util.run.run import Run
 from util.text import count_of

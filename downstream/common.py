@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from util import collectives
 from util.pictures import save
 from util.run import distributed
-from util.run.encoder_origin import warn_if_unfinished
 from util.run.flags import Plan, RunSchedule, check_least
+from util.run.folder import read_json, refuse_different_starts, writable_folder, write_json
+from util.run.resume import warn_if_unfinished
 from util.run.run import Run
-from util.run.run_folder import read_json, writable_folder, write_json
-from util.run.start import refuse_different_starts
 from util.text import count_of
 
 RESULTS = "results.json"
@@ -122,7 +122,7 @@ class Evaluator:
 
     def perform(self) -> None:
         """Evaluates the current weights, and writes picture and scores to the output folder and to the log."""
-        distributed.broadcast_buffers(self.run.model)
+        collectives.broadcast_buffers(self.run.model)
         result = self.evaluate(self.run.alive)
         if not self.run.process.is_main:
             return
@@ -188,7 +188,7 @@ def begin_evaluation(
             )
         return writable_folder(args.output_dir, created)
 
-    return process, distributed.run_everywhere(check_folder)
+    return process, collectives.run_everywhere(check_folder)
 
 
 def end_evaluation(
@@ -198,7 +198,7 @@ def end_evaluation(
 
     origin: "step" and "checkpoint" of the weights, for results.json.
     """
-    if distributed.rank_and_world_size()[0] == 0:
+    if collectives.rank_and_world_size()[0] == 0:
         print(line)
         if folder is not None:
             last = {"step": origin["step"], **{f"val_{name}": value for name, value in result.scores.items()}}

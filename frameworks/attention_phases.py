@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from framework import Framework
 from util.atomic import replaced_file
+from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
 from util.data.datasets import AddressedDataset, batches, stack
 from util.data.images import Images
 from util.data.transforms import Squash
-from util.run.distributed import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.run.flags import check_least
 from util.run.loop import TrainLoop
 from util.run.run import Run
-from util.run.watchdog import DATA, FORWARD
+from util.run.supervise import DATA, FORWARD
 from util.text import count_of
 
 DEFAULTS = {"attention_start": 40, "attention_every": 40, "attention_crop": "view"}

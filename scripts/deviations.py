@@ -15,9 +15,9 @@ from recipes import FINETUNE_RECIPES, RECIPES
 from scripts.table_runs import Run
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
-from util.run.encoder_origin import warn_if_unfinished
-from util.run.resume_rules import MACHINE_FLAGS
-from util.run.run_folder import read_json
+from util.run.flags import MACHINE_FLAGS
+from util.run.folder import read_json
+from util.run.resume import warn_if_unfinished
 
 RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
 # Flags that do not change results, beside those of the machine. --finetune names a run, whose state is looked up.

@@ -59,13 +59,13 @@ from encoders.timm_models import (
 )
 from main_pretrain import load_run, own_flags
 from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
+from scripts.model_card import model_card
 from util.atomic import filled_folder, replaced_file
+from util.code_version import code_version
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.run.code_version import code_version
-from util.run.model_card import model_card
 
 SUFFIXES = (".safetensors", ".pth")
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py

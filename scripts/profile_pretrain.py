@@ -49,9 +49,9 @@ from util.data.datasets import open_images
 from util.data.transforms import Normalize
 from util.plots import pyplot
 from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
+from util.run.distributed import PRECISIONS, precision
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
-from util.run.precision import PRECISIONS, precision
 from util.tables import markdown_table, write_csv
 
 Settings = dict[str, Any]

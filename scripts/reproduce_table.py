@@ -57,7 +57,7 @@ from scripts.table_runs import (
 from util import costs
 from util.run.cli import Parser, run_program, user_errors
 from util.run.flags import split_batch
-from util.run.run_folder import read_json
+from util.run.folder import read_json
 from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.paper_tables import Row, Table
 from util.run import checkpoint
-from util.run.run_folder import read_json
+from util.run.folder import read_json
 from util.text import count_of
 
 # Measures of `paper_tables` that the results.json of a downstream program holds, and the program.

@@ -5,8 +5,8 @@ import torch
 import engine_finetune
 import engine_pretrain
 from util.data.transforms import Normalize
+from util.run.distributed import precision
 from util.run.loop import TrainLoop
-from util.run.precision import precision
 
 
 class SilentLog:

@@ -12,7 +12,7 @@ from tests.loops import a_driver
 from tests.reads import reads
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
-from util.run.precision import precision
+from util.run.distributed import precision
 
 CLASSES = 6
 

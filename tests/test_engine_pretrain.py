@@ -10,8 +10,8 @@ from tests.reads import reads
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.run import loop
+from util.run.distributed import precision
 from util.run.loop import Meter
-from util.run.precision import precision
 
 
 class TwoLosses(nn.Module):

@@ -10,8 +10,7 @@ from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
 from tests import test_main_finetune
 from tests.test_main_pretrain import command, run
-from util.run import distributed
-from util.run import run as run_module
+from util.run import distributed, shard
 from util.run.distributed import Process
 
 
@@ -39,7 +38,7 @@ def test_ddp_shares_its_buckets_and_knows_the_graph_unless_passes_go_unreduced(
 
     process = Process(torch.device("cpu"), world_size=2, local_world_size=2)
     monkeypatch.setattr(distributed, "init_process", lambda *args: process)
-    monkeypatch.setattr(run_module, "DistributedDataParallel", build)
+    monkeypatch.setattr(shard, "DistributedDataParallel", build)
     with pytest.raises(Built) as built:
         main_pretrain.main(command(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4))
     expected = dict(gradient_as_bucket_view=True, static_graph=static, broadcast_buffers=False)

@@ -4,7 +4,7 @@ import torch
 import main_finetune
 from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.run.cli import parse_with_recipe
-from util.run.resume_rules import MACHINE_FLAGS
+from util.run.flags import MACHINE_FLAGS
 
 
 def settings_of(recipe):

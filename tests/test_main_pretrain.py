@@ -24,7 +24,7 @@ from tests.warm import Python, run_by_torchrun, torchrun
 from util.data import images
 from util.data import open as open_data
 from util.data.images import FolderImages
-from util.run import distributed
+from util.run import distributed, shard
 from util.run import run as run_module
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.loop import TrainLoop
@@ -147,7 +147,7 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
 
 def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(photos, tmp_path, capsys, teacher):
     tec, out = ("--model", "tec_vit_micro_patch4"), tmp_path / "out"
-    assert "--model tec_vit_micro_patch4 needs --teacher: a checkpoint" in fails(capsys, photos, out, *tec)
+    assert "--model tec_vit_micro_patch4 needs --teacher: the pre-trained ViT" in fails(capsys, photos, out, *tec)
     assert "'nowhere.pth' is neither a file nor the name of a timm" in fails(
         capsys, photos, out, *tec, "--teacher", "nowhere.pth"
     )
@@ -359,8 +359,8 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
 
 
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
-    asked, prefer = [], run_module.attention.prefer
-    monkeypatch.setattr(run_module.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
+    asked, prefer = [], shard.attention.prefer
+    monkeypatch.setattr(shard.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
     run(photos, tmp_path / "out", "--max_steps", 1, "--attention", "math")
     run(photos, tmp_path / "out", "--max_steps", 2)
     assert asked == ["math", "auto"]

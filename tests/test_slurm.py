@@ -18,7 +18,7 @@ import pytest
 import submitit_launch
 from tests.patches import MonkeyPatch
 from tests.test_main_pretrain import SMALL, reports
-from util.run.run_folder import write_progress
+from util.run.folder import write_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"

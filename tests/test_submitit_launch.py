@@ -13,10 +13,10 @@ import submitit
 
 import submitit_launch
 from tests.test_main_pretrain import SMALL, children_of, reports, run
-from util.run import code_version
+from util import code_version
 from util.run.checkpoint import newest_checkpoint
+from util.run.folder import write_progress
 from util.run.loop import TrainLoop
-from util.run.run_folder import write_progress
 
 
 def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):

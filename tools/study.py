@@ -40,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import study_report
 from tools.study_presets import PRESETS, Flags, Preset
 from tools.study_results import read_rows, write_rows
+from util.code_version import files_hash
 from util.data.datasets import available_cores
 from util.run.cli import Parser, run_program, user_errors
-from util.run.code_version import files_hash
 from util.text import count_of, duration
 
 ROOT = Path(__file__).resolve().parents[1]

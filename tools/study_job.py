@@ -29,6 +29,7 @@ from downstream.probe.models import open_encoder
 from framework import Framework
 from frameworks.reconstruction import measure
 from tools.readings import READINGS
+from util.code_version import code_version, files_hash
 from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset, open_images
 from util.data.images import evenly_spaced
@@ -37,8 +38,7 @@ from util.data.transforms import ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy
 from util.knn import Moments
 from util.run.cli import Parser, run_program, user_errors
-from util.run.code_version import code_version, files_hash
-from util.run.run_folder import write_json
+from util.run.folder import write_json
 
 NEIGHBOURS = 20
 RIDGE_PENALTY = 1e-2  # relative to the variance of a feature

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize
 from util.knn import MOST_SIMILARITIES, Moments, best_of, nearest, rank_of_label, unit_rows, votes_of
-from util.run import distributed
 from util.run.evaluation import evaluation_batches
 
 Encode = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -51,7 +51,7 @@ def extract_features(
     encode: turns normalised images [B, C, H, W] into {name: features [B, D]}. model: its network, which is put into
     eval mode for the time being. on_batch: called before each batch. A rank without images has features [0, D].
     """
-    rank, world_size = distributed.rank_and_world_size()
+    rank, world_size = collectives.rank_and_world_size()
     device, was_training = normalize.mean.device, model.training
     found: dict[str, list[torch.Tensor]] = {}
     labels = [torch.empty(0, dtype=torch.int64, device=device)]
@@ -68,7 +68,7 @@ def extract_features(
     model.train(was_training)
     numbers = torch.as_tensor(np.asarray(indices)[rank::world_size], device=device)
     # A rank without images learns the names and sizes of the features from the others.
-    sizes_of_ranks = distributed.gather_objects({name: parts[0].shape[1] for name, parts in found.items()})
+    sizes_of_ranks = collectives.gather_objects({name: parts[0].shape[1] for name, parts in found.items()})
     dims = next(filter(None, sizes_of_ranks), {})
     values = {name: torch.cat([torch.empty(0, dim, device=device), *found.get(name, [])]) for name, dim in dims.items()}
     return Features(values, torch.cat(labels), numbers)
@@ -77,7 +77,7 @@ def extract_features(
 def moments_of_all(features: torch.Tensor) -> Moments:
     """Returns the moments of the features of all ranks. features: this rank's share [n, D]."""
     own = Moments.of(features)
-    return Moments(*(distributed.all_reduce_sum(x) for x in (own.count, own.total, own.gram)))
+    return Moments(*(collectives.all_reduce_sum(x) for x in (own.count, own.total, own.gram)))
 
 
 @torch.no_grad()
@@ -97,9 +97,9 @@ def knn_accuracy(
     bank and are not their own neighbours. on_chunk: called now and then. All ranks must call it.
     """
     own = unit_rows(bank.values[name], moments)
-    wanted = unit_rows(distributed.gather_rows(queries.values[name]), moments)
-    labels, numbers = (distributed.gather_rows(x) for x in (queries.labels, queries.numbers))
-    rows = max(1, MOST_SIMILARITIES // max(distributed.gather_objects(len(own))))
+    wanted = unit_rows(collectives.gather_rows(queries.values[name]), moments)
+    labels, numbers = (collectives.gather_rows(x) for x in (queries.labels, queries.numbers))
+    rows = max(1, MOST_SIMILARITIES // max(collectives.gather_objects(len(own))))
     hits = {k: torch.zeros(2, dtype=torch.int64, device=own.device) for k in ks}
     for first in range(0, len(wanted), rows):
         part = slice(first, first + rows)
@@ -108,7 +108,7 @@ def knn_accuracy(
         excluded = numbers[part] if leave_one_out else None
         similarities, positions = nearest(wanted[part], own, bank.numbers, max(ks), excluded)
         found = similarities, bank.numbers[positions], bank.labels[positions]
-        all_similarities, all_numbers, all_labels = (distributed.gather_rows(x.T.contiguous()).T for x in found)
+        all_similarities, all_numbers, all_labels = (collectives.gather_rows(x.T.contiguous()).T for x in found)
         similarities, their_labels = best_of(all_similarities, all_numbers, all_labels, max(ks))
         for k in ks:
             ranks = rank_of_label(votes_of(similarities[:, :k], their_labels[:, :k], num_classes), labels[part])

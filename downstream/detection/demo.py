@@ -27,7 +27,7 @@ from downstream.detection.masks import encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.photos import read_photos
 from util.run.cli import Parser, run_program, user_errors
-from util.run.run_folder import read_json, writable_folder
+from util.run.folder import read_json, writable_folder
 
 BACKGROUNDS = ("gravel.png", "grass.png")
 OBJECTS = ("ihc.png", "coffee.png", "rocket.jpg")

@@ -17,10 +17,10 @@ from downstream.detection.data import CocoImages, PadAndStack, ResizeForDetectio
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.pictures import default_colors, panel
+from util import collectives
 from util.data.datasets import AddressedDataset, batches, every_image_once
 from util.data.transforms import Normalize, Size
 from util.pictures import table
-from util.run import distributed
 from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # of `PadAndStack`
@@ -151,7 +151,7 @@ def detect_all(
     FloatingPointError if outputs of the heads are not finite.
     """
     device, was_training = normalize.mean.device, model.training
-    rank, world_size = distributed.rank_and_world_size()
+    rank, world_size = collectives.rank_and_world_size()
     addresses = every_image_once(len(images), 1, rank, world_size)
     side = model.img_size[0]
     dataset = AddressedDataset(images, ResizeForDetection(side))
@@ -177,11 +177,11 @@ def detect_all(
             shown = [part for part in objects if part[2] >= SHOWN_SCORE]
             pictures.append((images.load(index)[0], true_objects(images, index), shown))
     model.train(was_training)
-    everyone = distributed.gather_objects((seen, results))
+    everyone = collectives.gather_objects((seen, results))
     total = sum(number for number, _ in everyone)
     if total != len(images):
         raise RuntimeError(f"{total} images were evaluated instead of {len(images)}")
-    if distributed.all_reduce_sum(num_bad) > 0:
+    if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
     joined = [result for _, part in everyone for result in part]
     return sorted(joined, key=lambda result: result["image_id"]), pictures
@@ -202,7 +202,7 @@ def score_detections(images: CocoImages, results: Sequence[dict[str, Any]], mask
                 scores |= {f"{name}_{key}": value for key, value in found.items()}
         return scores
 
-    return distributed.run_on_rank0(score)
+    return collectives.run_on_rank0(score)
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

@@ -41,9 +41,11 @@ from downstream.detection.models import SIZES, Detector, build_detector
 from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.names import weights_of
+from util import collectives
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.run import checkpoint, distributed
+from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.distributed import precision
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     Plan,
@@ -55,7 +57,6 @@ from util.run.flags import (
     check_least,
     num_workers,
 )
-from util.run.precision import precision
 from util.run.run import Run
 from util.text import count_of, shorten
 
@@ -174,12 +175,12 @@ def open_split(args: argparse.Namespace, split: str, training: bool) -> CocoImag
     def look() -> CocoImages:
         json_path, folder = (root / getattr(args, f"{split}_{name}") for name in ("json", "images"))
         images = CocoImages(json_path, folder, training)
-        images.check(0.0, not training, *distributed.rank_and_world_size())
+        images.check(0.0, not training, *collectives.rank_and_world_size())
         return images
 
-    images = distributed.run_everywhere(look)
+    images = collectives.run_everywhere(look)
     found = {"number of images": len(images), "names and objects": images.fingerprint()}
-    distributed.refuse_differences(found, f"{split} data")
+    collectives.refuse_differences(found, f"{split} data")
     return images
 
 
@@ -249,7 +250,7 @@ def evaluate_model(
     results, pictures = detect_all(model, images, normalize, autocast, workers, alive, num_pictures)
     scores = {**score_detections(images, results, masks), "num_images": len(images)}
     picture = None
-    if pictures and distributed.rank_and_world_size()[0] == 0:
+    if pictures and collectives.rank_and_world_size()[0] == 0:
         picture = draw_pictures(pictures, [name for _, name in images.categories])
     return Evaluation({name: value for name, value in scores.items() if value is not None}, {}, picture)
 

@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, open_encoder, open_timm_model
+from util import collectives
+from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
 from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
@@ -35,13 +37,11 @@ from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy, moments_of_all
 from util.run import distributed
 from util.run.cli import Parser, run_program
-from util.run.code_version import code_version
+from util.run.distributed import PRECISIONS, Precision, precision
 from util.run.errors import exit_on_setup_errors
 from util.run.evaluation import evaluation_batches
 from util.run.flags import add_data_flags, check_least, num_workers, split_batch
-from util.run.precision import PRECISIONS, Precision, precision
-from util.run.run_folder import write_json
-from util.run.start import lock_folder, refuse_different_starts, refuse_output_inside_data
+from util.run.folder import lock_folder, refuse_different_starts, refuse_output_inside_data, write_json
 from util.tables import markdown_table
 from util.text import count_of
 
@@ -267,7 +267,7 @@ class Evaluation:
             encode, dataset, np.arange(len(images)), self.encoder, self.normalize, self.autocast, *sizes
         )
         for name, x in found.values.items():
-            bad = distributed.all_reduce_sum((~x.norm(dim=1).isfinite()).sum()).item()  # overflows count, too
+            bad = collectives.all_reduce_sum((~x.norm(dim=1).isfinite()).sum()).item()  # overflows count, too
             if bad:
                 block, feature = name.split()
                 raise FloatingPointError(
@@ -343,7 +343,7 @@ class Evaluation:
                 found = best[..., 0], best.any(dim=2), ~finite
                 hits[name] += torch.stack([x.sum(dim=1) for x in found], dim=1)
         for name, x in hits.items():
-            if distributed.all_reduce_sum(x)[:, 2].all():
+            if collectives.all_reduce_sum(x)[:, 2].all():
                 raise FloatingPointError(
                     f"the logits of all heads ({name}) are not finite: the encoder's features may not be finite, try "
                     "--precision fp32"
@@ -393,14 +393,14 @@ def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
     check_flags(args)
     process = distributed.init_process(args.device, timeout_minutes=240)
     refuse_different_starts(args)
-    encoder = distributed.run_everywhere(lambda: make_encoder(args))
+    encoder = collectives.run_everywhere(lambda: make_encoder(args))
     images, val_images = open_data(args, encoder.in_chans)
     encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
     numbers = precision(args.precision, process.device)
     protocol = protocol_of(args, encoder, images, val_images, numbers.name)
     folder, _lock = lock_folder(args.output_dir, created)  # until this function ends
     path = folder / RESULTS
-    content = distributed.run_on_rank0(lambda: earlier_results(path, encoder.sha256, protocol))
+    content = collectives.run_on_rank0(lambda: earlier_results(path, encoder.sha256, protocol))
     evaluation = Evaluation(args, process, encoder, images, val_images, numbers)
     training, _ = split_held_out(len(images))
     if set(args.probes) - {"knn"} and len(training) < args.total_batch_size:

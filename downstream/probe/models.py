@@ -20,7 +20,7 @@ from models_vit import ViTEncoder
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
 from util.run import checkpoint
-from util.run.encoder_origin import identify_encoder, warn_if_unfinished
+from util.run.resume import identify_encoder, warn_if_unfinished
 from util.text import shorten
 
 HEAD_CHANNELS = 64  # of a head of the attentive probe

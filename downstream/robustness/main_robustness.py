@@ -25,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine_finetune import evaluate_images
 from main_finetune import load_classifier
+from util import collectives
 from util.data.images import FolderImages, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
 from util.run import checkpoint, distributed
 from util.run.cli import Parser, run_program
+from util.run.distributed import PRECISIONS, precision
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import check_least, check_pixel_flags, num_workers
-from util.run.precision import PRECISIONS, precision
-from util.run.run_folder import write_json, write_progress
-from util.run.start import lock_folder, refuse_different_starts
+from util.run.folder import lock_folder, refuse_different_starts, write_json, write_progress
 from util.tables import markdown_table
 from util.text import count_of, shorten
 
@@ -389,7 +389,7 @@ def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
     process = distributed.init_process(args.device, timeout_minutes=240)
     refuse_different_starts(args)
     wnids = imagenet_wnids()
-    path, sha256 = distributed.run_on_rank0(lambda: identify(args.resume))
+    path, sha256 = collectives.run_on_rank0(lambda: identify(args.resume))
     model, found = load_wnid_classifier(path, args, wnids)
     name, autocast, _ = precision(args.precision, process.device)
     settings = {
@@ -402,10 +402,10 @@ def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
     ResizeCenterCrop(settings["input_size"], settings["crop_pct"])  # ValueError now rather than later
     if process.is_main:
         print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first", flush=True)
-    parts = distributed.run_on_rank0(lambda: find_parts(args, wnids))
+    parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
     output_dir, _lock = lock_folder(args.output_dir, created)  # until this function ends
     results = output_dir / "robustness.json"
-    done = distributed.run_on_rank0(lambda: earlier_results(results, sha256, settings, parts))
+    done = collectives.run_on_rank0(lambda: earlier_results(results, sha256, settings, parts))
     skipped = [part.name for part in parts if part.name in done]
     if skipped and process.is_main:
         print(f"{results} already holds {len(skipped)} of {count_of(len(parts), 'part')}: {shorten(skipped, 5)}")

@@ -27,7 +27,7 @@ from downstream.segmentation import main_segmentation
 from downstream.segmentation.data import LabelValues, SegmentationImages
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util.run.cli import Parser, run_program, user_errors
-from util.run.run_folder import read_json, writable_folder
+from util.run.folder import read_json, writable_folder
 
 PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "coffee.png")
 SIDE = 64  # of a mosaic, in pixels

@@ -15,10 +15,10 @@ from tqdm import tqdm
 from downstream.pictures import default_colors, panel
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
+from util import collectives
 from util.data.datasets import AddressedDataset, batches, every_image_once
 from util.data.transforms import Normalize, Size
 from util.pictures import table
-from util.run import distributed
 from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
@@ -37,7 +37,7 @@ def segmentation_losses(
     labels = labels.long()
     count = torch.tensor(float(labels.numel()), device=labels.device)
     if mean_over_valid:
-        count = distributed.all_reduce_sum((labels != IGNORE).sum().float()) / distributed.rank_and_world_size()[1]
+        count = collectives.all_reduce_sum((labels != IGNORE).sum().float()) / collectives.rank_and_world_size()[1]
     losses = {}
     for name, values in logits.items():
         upsampled = F.interpolate(values.float(), size=labels.shape[1:], mode="bilinear", align_corners=False)
@@ -133,7 +133,7 @@ def evaluate_segmentation(
     FloatingPointError if logits are not finite.
     """
     device, was_training = normalize.mean.device, model.training
-    rank, world_size = distributed.rank_and_world_size()
+    rank, world_size = collectives.rank_and_world_size()
     addresses = every_image_once(len(images), 1, rank, world_size)
     loaded = batches(AddressedDataset(images, transform), addresses, stack_pairs, num_workers, device.type == "cuda")
     bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
@@ -156,12 +156,12 @@ def evaluate_segmentation(
         if len(pictures) < num_pictures:
             pictures.append((imgs[0].permute(1, 2, 0).numpy(), labels[0].numpy(), predicted.cpu().numpy()))
     model.train(was_training)
-    seen, bad = distributed.all_reduce_sum(totals).tolist()
+    seen, bad = collectives.all_reduce_sum(totals).tolist()
     if seen != len(images):
         raise RuntimeError(f"{seen} images were evaluated instead of {len(images)}")
     if bad:
         raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")
-    return segmentation_scores(distributed.all_reduce_sum(counts)) | {"num_images": seen}, pictures
+    return segmentation_scores(collectives.all_reduce_sum(counts)) | {"num_images": seen}, pictures
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

@@ -56,10 +56,11 @@ from downstream.segmentation.models import (
 )
 from downstream.segmentation.trained import check_data_flags, load_segmenter
 from downstream.segmentation.vit_backbone import SIZES, load_backbone
+from util import collectives
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.run import distributed
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.distributed import precision
 from util.run.errors import exit_on_setup_errors
 from util.run.flags import (
     Plan,
@@ -69,7 +70,6 @@ from util.run.flags import (
     add_update_flags,
     num_workers,
 )
-from util.run.precision import precision
 from util.run.run import Run
 from util.text import count_of
 
@@ -177,7 +177,7 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError(f"--cat_max_ratio must lie in (0, 1], got {args.cat_max_ratio}")
     if args.head == "linear" and args.finetune is None and args.resume in ("auto", "none"):
         raise ValueError("--head linear needs --finetune: the encoder is frozen, so it must be pre-trained")
-    if plan.batch_size * distributed.rank_and_world_size()[1] == 1 and args.head == "upernet":
+    if plan.batch_size * collectives.rank_and_world_size()[1] == 1 and args.head == "upernet":
         raise ValueError("UPerNet's BatchNorm needs more than one image per micro-batch, got --batch_size 1")
 
 
@@ -196,15 +196,15 @@ def open_split(settings: Mapping[str, Any], data_path: str, split: str) -> Segme
         values = LabelValues(settings["num_classes"], settings["ignore_index"], settings["reduce_zero_label"])
         images = SegmentationImages(data_path, split, values, settings["in_chans"])
         images.check(
-            settings["max_bad_fraction"] if is_train else 0.0, not is_train, *distributed.rank_and_world_size()
+            settings["max_bad_fraction"] if is_train else 0.0, not is_train, *collectives.rank_and_world_size()
         )
         return images
 
-    images = distributed.run_everywhere(look)
-    if not any(distributed.gather_objects(images.has_class)):
+    images = collectives.run_everywhere(look)
+    if not any(collectives.gather_objects(images.has_class)):
         raise ImageError(NO_CLASS.format(split))
     found = {"number of images": len(images), "names": images.fingerprint()}
-    distributed.refuse_differences(found, f"{split} data")
+    collectives.refuse_differences(found, f"{split} data")
     return images
 
 
@@ -243,7 +243,7 @@ def evaluate_model(
         alive,
         settings["num_pictures"],
     )
-    is_main = distributed.rank_and_world_size()[0] == 0
+    is_main = collectives.rank_and_world_size()[0] == 0
     picture = draw_predictions(pictures, classes[1]) if pictures and is_main else None
     return Evaluation({name: found[name] for name in SCALARS}, name_scores(found, classes[0]), picture)
 

@@ -16,7 +16,7 @@ from tests.test_main_finetune import command as finetune_command
 from tests.test_main_finetune import run as finetune
 from tests.test_main_pretrain import run
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.encoder_origin import find_encoder
+from util.run.resume import find_encoder
 
 
 @pytest.fixture(scope="session")

@@ -365,7 +365,7 @@ def test_a_record_says_where_it_comes_from(photos, tmp_path):
 
 def test_other_code_is_told_on_resume(photos, tmp_path, capsys, monkeypatch):
     run(photos, tmp_path / "out", *MICRO, "--max_steps", 1)
-    monkeypatch.setattr("util.run.start.code_version", lambda: "files 000000000000")
+    monkeypatch.setattr("util.run.folder.code_version", lambda: "files 000000000000")
     run(photos, tmp_path / "out", *MICRO, "--max_steps", 2)
     assert "note: the code has changed since this checkpoint was written" in capsys.readouterr().out
 

@@ -23,8 +23,8 @@ from util.data.images import FolderImages
 from util.data.transforms import Normalize, RandomResizedCropFlip, Squash
 from util.run import shard
 from util.run.checkpoint import list_checkpoints
+from util.run.distributed import precision
 from util.run.loop import TrainLoop
-from util.run.precision import precision
 
 # Four epochs of three steps, with new maps after each of the first three.
 TEXT = "--model mae_vit_micro_patch4 --epochs 4 --sampling attention --no-progressive --picture_every 0 "

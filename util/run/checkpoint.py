@@ -255,6 +255,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """Returns the meta of a checkpoint, from its record if there is one."""
+    return read_record(Path(path)) or meta_of(read_checkpoint(path))
+
+
 def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the meta in a checkpoint's content (settings, step, classes, ...), or {} for files of other projects."""
     meta = content.get("meta")

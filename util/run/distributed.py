@@ -1,27 +1,21 @@
-"""The process group of a run, and the few collectives that training needs."""
+"""The processes of a run, their device, and the precision they compute in."""
 
 import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from util.collectives import (  # noqa: F401
-    all_reduce_sum,
-    broadcast_buffers,
-    gather_objects,
-    gather_rows,
-    rank_and_world_size,
-    refuse_differences,
-    run_everywhere,
-    run_on_rank0,
-)
-from util.run.watchdog import bounded_wait
+from util.run.supervise import bounded_wait
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -163,3 +157,21 @@ def drain_gloo_threads() -> None:
     """
     if dist.is_initialized():
         time.sleep(0.2)
+
+
+class Precision(NamedTuple):
+    """A resolved precision: its name, `autocast()`, and a GradScaler that is enabled for fp16 only."""
+
+    name: str
+    autocast: Callable[[], AbstractContextManager]
+    scaler: torch.amp.GradScaler
+
+
+def precision(name: str, device: torch.device) -> Precision:
+    """Resolves one of `PRECISIONS`, or "auto": fp32 on a CPU; on a GPU bf16 if it supports that, else fp16."""
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
+    dtype = PRECISIONS[name]
+    scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+    return Precision(name, lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler)

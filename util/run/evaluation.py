@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from util import collectives
 from util.data.datasets import AddressedDataset, batches, every_image_once, stack
-from util.run import distributed, shard
+from util.run import shard
 
 
 def evaluation_batches(
@@ -31,7 +32,7 @@ def evaluation_batches(
     once per batch. If `model` is sharded, all ranks must run it equally often, so blank images are added at the end.
     on_batch: called before each batch.
     """
-    rank, world_size = distributed.rank_and_world_size()
+    rank, world_size = collectives.rank_and_world_size()
     places = every_image_once(len(indices), batch_size, rank, world_size)
     addresses = [[(0, int(indices[i])) for _, i in batch] for batch in places]
     (height, width), pixels = dataset.transform.size, dataset.images.pixel_format

@@ -9,10 +9,19 @@ from util.attention import KERNELS
 from util.data.datasets import DATASETS, cores_per_process
 from util.data.folders import DEFAULT_PATH
 from util.lr_sched import SCHEDULES, Schedule
-from util.run.distributed import Process
-from util.run.precision import PRECISIONS, precision
-from util.run.resume_rules import MACHINE_FLAGS
+from util.run.distributed import PRECISIONS, Process, precision
 from util.text import count_of
+
+# Flags that may differ between two starts of one run: they do not change what it computes.
+MACHINE_FLAGS = frozenset(
+    (
+        *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
+        *("attention", "compile", "recompute", "shard", "max_steps", "save_every", "save_steps", "print_freq"),
+        *("allow_changes", "max_bad_fraction", "dist_timeout", "image_column", "label_column"),
+    )
+)
+# Flags that may differ between the processes of one start: paths and resources of a node.
+PROCESS_FLAGS = frozenset(("num_workers", "data_path"))
 
 
 def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from util.addressed import STEP, addressed_seed
+from util.collectives import all_reduce_sum, rank_and_world_size
 from util.data.transforms import Normalize
-from util.run.distributed import all_reduce_sum, rank_and_world_size
+from util.run.distributed import Precision
 from util.run.logging import RunLog
-from util.run.precision import Precision
 from util.run.shard import total_norm
-from util.run.signals import StopSignal
-from util.run.watchdog import BACKWARD, BETWEEN, DATA, FORWARD, PHASES, Watchdog
+from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, PHASES, StopSignal, Watchdog
 from util.text import duration
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data

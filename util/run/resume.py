@@ -1,6 +1,12 @@
-"""Resuming: reads the checkpoint of a run, refuses what would change its results, restores its state."""
+"""Resuming: reads the checkpoint of a run, refuses what would change its results, restores its state.
 
+A changed setting that changes results is refused, unless --allow_changes is given. Machine flags may change. If one of
+them affects rounding or random draws, a note says so.
+"""
+
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,9 +14,14 @@ from timm.layers import DropPath
 
 from util.run import checkpoint
 from util.run.distributed import Process
-from util.run.resume_rules import find_changes, find_notes
-from util.run.start import Start
+from util.run.folder import Start
 from util.text import count_of
+
+Meta = Mapping[str, Any]
+# Flags that split the total batch. Each step sees the same images with any split.
+SPLIT_FLAGS = ("batch_size", "accum_iter")
+# Machine flags that change results by rounding errors.
+ROUNDING_FLAGS = ("attention", "compile", "device", "shard")
 
 
 @dataclass
@@ -133,3 +144,155 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 def has_drop_path(model: torch.nn.Module) -> bool:
     """Whether the model draws random numbers in its forward pass."""
     return any(isinstance(module, DropPath) and module.drop_prob for module in model.modules())
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def find_changes(
+    before: Meta,
+    now: Meta,
+    machine_flags: Set[str],
+    fixed_flags: Set[str] = frozenset(),
+    files: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Returns a sentence for each difference between a checkpoint's meta and this start's that changes results.
+
+    machine_flags: flags that may differ. fixed_flags: those of them that may not. files: {flag: fingerprint} of files
+    with weights that the model reads. A setting that only one of the two has is no change. The default of a new flag
+    keeps the former behaviour.
+    """
+    was, settings = before["settings"], now["settings"]
+    names = sorted(was.keys() & settings.keys() - (machine_flags - fixed_flags))
+    changes = [f"--{name} was {was[name]} and now is {settings[name]}" for name in names if was[name] != settings[name]]
+    for what, count, fingerprint, consequence in (
+        ("data", "num_images", "data", "the images would come in another order"),
+        ("validation data", "num_val_images", "val_data", "the accuracies would not be comparable"),
+    ):
+        if any(before.get(key, now.get(key)) != now.get(key) for key in (count, fingerprint)):
+            prints = [str(meta.get(fingerprint, "?"))[:8] for meta in (before, now)]
+            had = f"{before[count]} images (names and labels {prints[0]})"
+            has = f"{now[count]} images (names and labels {prints[1]})"
+            paths = was.get("data_path"), settings.get("data_path")
+            moved = f" (--data_path was {paths[0]} and now is {paths[1]})" if paths[0] != paths[1] else ""
+            changes.append(f"the {what} had {had} and now has {has}: {consequence}{moved}")
+    was_stored, is_stored = (meta.get("pixels", "uint8") for meta in (before, now))
+    if was_stored != is_stored:
+        changes.append(f"the images had pixels of {was_stored} and now have {is_stored}")
+    for name, fingerprint in (files or {}).items():
+        if before.get(name) != fingerprint:
+            changes.append(f"the {name}'s weights have changed")
+    return changes
+
+
+def find_notes(before: Meta, now: Meta, has_dropout: bool, split_changes_draws: bool) -> list[str]:
+    """Returns a note for each difference that is allowed and may affect rounding, random draws or the code.
+
+    has_dropout: whether the model draws random numbers in its forward pass. split_changes_draws: whether random draws
+    or statistics depend on how the total batch is split.
+    """
+    was, settings, notes = before["settings"], now["settings"], []
+    split = {name: (was[name], settings[name]) for name in sorted(SPLIT_FLAGS)}
+    split["world_size"] = before["world_size"], now["world_size"]
+    changed = [f"{name} was {old} and now is {new}" for name, (old, new) in split.items() if old != new]
+    if changed:
+        draws = "; random draws and statistics within a step differ" if split_changes_draws else ""
+        notes.append(f"note: each step has the same images, but is split otherwise ({', '.join(changed)}){draws}")
+    known = [name for name in ROUNDING_FLAGS if name in was and name in settings]
+    flags = [f"--{name} was {was[name]} and now is {settings[name]}" for name in known if was[name] != settings[name]]
+    if flags:
+        draws = ""
+        if has_dropout and was.get("compile") != settings.get("compile"):
+            draws = "; compiled code draws other random numbers, so drop path differs"
+        notes.append(f"note: {', '.join(flags)}: results agree to rounding, not to the last bit{draws}")
+    # Only the hash of the files is compared: a commit may change other files.
+    files = [str(meta.get("code", "")).rpartition("files ")[2] for meta in (before, now)]
+    if files[0] not in ("", files[1]):
+        versions = f"{before['code']} then, {now['code']} now"
+        notes.append(f"note: the code has changed since this checkpoint was written: {versions}")
+    return notes
+
+
+# -------------------------------------------------------------------------------------------------------- first weights
+
+
+def find_encoder(given: str | None, is_resumed: bool, flag: str = "finetune") -> dict[str, Any] | None:
+    """Returns the identity of the checkpoint that is `given` by a flag, or None.
+
+    A resumed run no longer needs the file: the result is None if it is gone. ValueError if a new run does not find it.
+    """
+    if given is None or (is_resumed and not Path(given).exists()):
+        return None
+    try:
+        path = checkpoint.find_checkpoint_file(given)
+    except checkpoint.CheckpointError:  # an empty folder
+        if is_resumed:
+            return None
+        raise
+    if not path.is_file():
+        raise ValueError(f"--{flag} {given!r} does not exist: give a checkpoint, or the folder of a run")
+    return identify_encoder(path, checkpoint.read_meta(path))
+
+
+def identify_encoder(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Returns path, SHA-256 and progress of the checkpoint at `path`, whose meta is given."""
+    encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
+    if meta.get("settings", {}).get("epochs") and "epoch" in meta:
+        encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}
+    return encoder
+
+
+def warn_if_unfinished(encoder: dict[str, Any]) -> list[str]:
+    """Returns a warning if the pre-training of the encoder has not reached its end."""
+    if encoder.get("epochs") is None or encoder["epoch"] >= encoder["epochs"]:
+        return []
+    return [
+        f"warning: the training of {encoder['path']} is not finished: it is at step {encoder['step']}, "
+        f"epoch {encoder['epoch']:.4g} of {encoder['epochs']}"
+    ]
+
+
+def resume_encoder(
+    meta: dict[str, Any], now: dict[str, Any] | None, start: Start, flag: str = "finetune"
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Returns (the encoder that a resumed run began with, remarks).
+
+    meta: of the run's checkpoint. now: what `flag` means now. ValueError if that is another encoder.
+
+    If the pre-training run has saved newer checkpoints since, an unfinished fine-tuning run keeps its first encoder and
+    ignores them. A finished run is refused instead, because its results would look like those of the newer checkpoint.
+    """
+    before = meta.get("encoder") or {"path": meta["settings"].get(flag)}
+    is_over = meta["epoch"] >= meta["settings"]["epochs"]
+    holder, advice = repr(str(start.output_dir)), "choose another --output_dir"
+    if start.began_elsewhere:
+        holder = f"--resume {str(start.resume_path)!r}"
+        advice = (
+            f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one of them out"
+        )
+    remarks = _compare(before, now, is_over, holder, advice)
+    return (before if before["path"] else None), remarks
+
+
+def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, holder: str, advice: str) -> list[str]:
+    """Returns remarks on the encoder `now`.
+
+    Raises ValueError if the run began with another encoder; the message contains `holder` and `advice`.
+    """
+    if now is None or now["sha256"] == before.get("sha256"):
+        return []
+    was = Path(before["path"]).resolve() if before["path"] else None
+    new = Path(now["path"]).resolve()
+    if "sha256" not in before and was in (new, new.parent):
+        return []  # records of older versions hold only a path, of a file or a folder
+    then, later = before.get("step"), now.get("step")
+    has_grown = then is not None and later is not None and then < later
+    same_run = was is not None and was.parent == new.parent and has_grown
+    if same_run and not is_over:
+        return [f"warning: this run continues from {was}; {new}, which is newer, is ignored"]
+    what = "the results" if is_over else "a run"
+    if was == new:
+        changed = f"{str(new)!r}, which has changed since"
+        raise ValueError(f"{holder} holds {what} of an earlier {changed}; {advice}")
+    origin = "training from scratch" if was is None else repr(str(was))
+    raise ValueError(f"{holder} holds {what} of {origin}, not of {str(new)!r}; {advice}")

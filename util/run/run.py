@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from util import collectives
 from util.data.bad_images import BadImages, TooManyBadImages
 from util.data.datasets import (
     AddressedDataset,
@@ -36,19 +37,17 @@ from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
 from util.run import checkpoint, distributed
-from util.run.encoder_origin import find_encoder, read_meta, resume_encoder
+from util.run.checkpoint import read_meta
+from util.run.distributed import precision
 from util.run.errors import refuse_setup_error, refuse_training_error
 from util.run.flags import Plan, RunSchedule, free_flags, make_plan, schedule_by_epochs
+from util.run.folder import Start, enter_folder, join_processes, remove_created, write_json
 from util.run.logging import RunLog, print_line
 from util.run.loop import TrainLoop
-from util.run.precision import precision
-from util.run.resume import RunRecord, data_facts, json_settings, read_run, restore
-from util.run.run_folder import remove_created, write_json
+from util.run.resume import RunRecord, data_facts, find_encoder, json_settings, read_run, restore, resume_encoder
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.signals import StopSignal
-from util.run.start import Start, enter_folder, join_processes
-from util.run.watchdog import BETWEEN, Watchdog
+from util.run.supervise import BETWEEN, StopSignal, Watchdog
 from util.text import count_of
 
 NOTHING: Mapping[str, Any] = {}
@@ -187,7 +186,7 @@ class Run:
         ValueError if a resumed run began with others. All ranks must call it.
         """
         given, start = getattr(self.args, flag), self.start
-        self.encoder = distributed.run_on_rank0(lambda: find_encoder(given, not self.is_new, flag))
+        self.encoder = collectives.run_on_rank0(lambda: find_encoder(given, not self.is_new, flag))
         self.encoder_flag = flag
         if self.checkpoint is not None:
             self.encoder, remarks = resume_encoder(self.checkpoint["meta"], self.encoder, start, flag)
@@ -244,7 +243,7 @@ class Run:
         if self.checkpoint is not None and self.encoder_flag is not None:
             own[self.encoder_flag] = self.checkpoint["meta"]["settings"].get(self.encoder_flag)
         merged = json_settings(vars(args), asdict(plan), own, data_settings(images))
-        distributed.refuse_differences(files, "model")
+        collectives.refuse_differences(files, "model")
         data = data_facts(images, val_images)
         extra = {"encoder": self.encoder, **extra}
         self.record = RunRecord(start.program, merged, data, epoch_steps, process, start.origin, extra, dict(files))
@@ -388,7 +387,7 @@ class Run:
     def _run_due(self, between: Sequence[Periodic]) -> None:
         """Runs what is due and not done. All ranks run the same: `is_due` is equal on all, rank 0 says what is done."""
         for work in between:
-            if work.is_due() and not distributed.run_on_rank0(work.is_done) and not self.loop.has_stopped():
+            if work.is_due() and not collectives.run_on_rank0(work.is_done) and not self.loop.has_stopped():
                 work.perform()
                 self.loop.clock.restart()  # it does not count as training
 
@@ -437,7 +436,7 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too. If an error ahead has stopped the run,
     all ranks raise it.
     """
-    errors = [error for error in distributed.gather_objects(stop.error) if error is not None]
+    errors = [error for error in collectives.gather_objects(stop.error) if error is not None]
     progress = f"after step {loop.step} of {loop.last_step}"
     if errors:
         loop.log.info(f"stopped and saved {progress}, because an error ends the run")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from util.collectives import all_reduce_sum, run_on_rank0
 from util.run import checkpoint, shard
-from util.run.distributed import all_reduce_sum, run_on_rank0
 from util.run.flags import RunSchedule
+from util.run.folder import FolderLock, write_json, write_progress
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord
-from util.run.run_folder import FolderLock, write_json, write_progress
 
 
 @dataclass

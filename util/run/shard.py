@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from util import attention
 from util.collectives import all_reduce_sum
-from util.run.distributed import Process
-from util.run.precision import PRECISIONS
+from util.run.distributed import PRECISIONS, Process
 
 Batch = TypeVar("Batch")
 Autocast = Callable[[], AbstractContextManager[Any]]

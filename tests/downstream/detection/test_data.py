@@ -32,10 +32,10 @@ from downstream.detection.engine_detection import (
 )
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
+from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.run import distributed
 
 # ------------------------------------------------------------------------------------------------------- annotations
 
@@ -380,8 +380,8 @@ def test_processes_share_the_images_of_an_evaluation(tmp_path, monkeypatch, worl
     parts = []
     for last in (False, True):  # the second time, each rank knows what all have found
         for rank in range(world_size):
-            monkeypatch.setattr(distributed, "rank_and_world_size", lambda rank=rank: (rank, world_size))
-            monkeypatch.setattr(distributed, "gather_objects", lambda part, last=last: collect(parts, part, last))
+            monkeypatch.setattr(collectives, "rank_and_world_size", lambda rank=rank: (rank, world_size))
+            monkeypatch.setattr(collectives, "gather_objects", lambda part, last=last: collect(parts, part, last))
             if last:
                 assert detect_all(Recogniser(), images, normalize, *rest)[0] == expected
             else:

@@ -15,8 +15,9 @@ from tests.downstream.detection.coco import write_coco
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.resume_rules import MACHINE_FLAGS, find_changes
-from util.run.run_folder import read_json
+from util.run.flags import MACHINE_FLAGS
+from util.run.folder import read_json
+from util.run.resume import find_changes
 
 pytest.importorskip("faster_coco_eval")
 

@@ -20,8 +20,9 @@ from tests.downstream.segmentation.test_models import randomise
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.resume_rules import MACHINE_FLAGS, find_changes
-from util.run.run_folder import read_json
+from util.run.flags import MACHINE_FLAGS
+from util.run.folder import read_json
+from util.run.resume import find_changes
 
 PROGRAM = "downstream/segmentation/main_segmentation.py"
 SMALL = "--model vit_micro_patch4 --input_size 16 --image_scale 64 24 --stride 10 --num_classes 3 "

@@ -19,8 +19,7 @@ from util.data.images import FolderImages, ImageError
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
-from util.run.checkpoint import pixel_settings
-from util.run.encoder_origin import read_meta
+from util.run.checkpoint import pixel_settings, read_meta
 
 tifffile = pytest.importorskip("tifffile")
 

@@ -8,8 +8,7 @@ from tests.util.data.test_pixel_format import pixels
 from util.data.datasets import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, complete_settings, measure_statistics, normalizer
-from util.run.checkpoint import pixel_settings, save_checkpoint
-from util.run.encoder_origin import read_meta
+from util.run.checkpoint import pixel_settings, read_meta, save_checkpoint
 
 IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FLOATS = PixelFormat(2, "float32")

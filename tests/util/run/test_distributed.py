@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from util.run import distributed, watchdog
+from util.run import distributed, supervise
 from util.run.distributed import slurm_environment
 
 JOB = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "9", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
@@ -102,12 +102,12 @@ def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scont
 
 def test_a_wait_is_named_and_then_ended(monkeypatch, capfd):
     codes = []
-    monkeypatch.setattr(watchdog, "NOTICE", 0.01)
-    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=codes.append))
-    with watchdog.bounded_wait("this test waits", 60):
+    monkeypatch.setattr(supervise, "NOTICE", 0.01)
+    monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
+    with supervise.bounded_wait("this test waits", 60):
         pass
     assert capfd.readouterr().err == ""
-    with watchdog.bounded_wait("this test waits", 0.02):
+    with supervise.bounded_wait("this test waits", 0.02):
         wait_until(lambda: codes)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "this test waits" and any("wait_until" in line for line in lines) and codes == [75]

@@ -21,7 +21,7 @@ from tests.two_processes import run_in_two_processes
 from tests.warm import free_port, run_by_torchrun
 from util.run import shard
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.precision import PRECISIONS
+from util.run.distributed import PRECISIONS
 
 CPU = torch.device("cpu")
 CLASSIFIERS = {"ViT": vit_micro_patch4, "Swin": swin_micro_patch4_window4}

@@ -3,7 +3,7 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from util.run.model_card import model_card
+from scripts.model_card import model_card
 
 SETTINGS = {
     "model": "mae_vit_micro_patch4",

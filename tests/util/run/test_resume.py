@@ -2,8 +2,8 @@ import pytest
 from timm.layers import DropPath
 from torch import nn
 
-from util.run.resume import has_drop_path
-from util.run.resume_rules import MACHINE_FLAGS, PROCESS_FLAGS, SPLIT_FLAGS, find_changes, find_notes
+from util.run.flags import MACHINE_FLAGS, PROCESS_FLAGS
+from util.run.resume import SPLIT_FLAGS, find_changes, find_notes, has_drop_path
 
 SETTINGS = {
     "lr": 1.0,

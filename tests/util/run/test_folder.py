@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from util.run.checkpoint import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.run_folder import find_checkpoint
+from util.run.folder import find_checkpoint
 
 
 def save(folder, step, value=0.0):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.two_processes import run_in_two_processes
-from util.run import signals
-from util.run.signals import SIGNALS, StopSignal
+from util.run import supervise
+from util.run.supervise import SIGNALS, StopSignal
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,13 +49,13 @@ def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system(monkeyp
 def test_a_late_second_signal_has_its_default_action(monkeypatch):
     """`os.kill` is replaced, because the default action would end the tests."""
     taken = []
-    monkeypatch.replace_in(signals, "os.kill", lambda pid, number: taken.append((pid, number)))
+    monkeypatch.replace_in(supervise, "os.kill", lambda pid, number: taken.append((pid, number)))
     stop = StopSignal(torch.device("cpu"))
     try:
         stop._handle(signal.SIGTERM, None)
         stop._handle(signal.SIGTERM, None)
         assert not taken
-        stop.since -= 2 * signals.PATIENCE
+        stop.since -= 2 * supervise.PATIENCE
         stop._handle(signal.SIGTERM, None)
         assert taken == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
@@ -90,7 +90,7 @@ def test_an_error_while_workers_load_ends_the_program_and_no_other_child(tmp_pat
 HUP = """
 import os, signal, time
 import torch
-from util.run.signals import StopSignal
+from util.run.supervise import StopSignal
 
 stop = StopSignal(torch.device("cpu"))
 os.kill(os.getpid(), signal.SIGHUP)

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("util", "encoders", "frameworks", "downstream")
 RECORD = "code_version.json"  # in copies of the code, which have no git repository
 

@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from util.run.code_version import code_version, source_files, source_hash, write_version
+from util.code_version import code_version, source_files, source_hash, write_version
 
 
 @pytest.fixture
