@@ -1,6 +1,6 @@
 """The contract of a pre-training framework, and what the frameworks that predict pixels share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import nn
 from encoders.models_swin import SwinSizes
 from models_vit import ViTSizes, unpatchify
 from prmim import MaskCollator, Method, SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler
+from util.run.checkpoint import load_strict
 
 
 class Arguments(Method, total=False):
-    """Further arguments that every framework takes, see `Framework`."""
+    """The arguments of every framework, see `Framework`."""
 
     norm_pix_loss: bool
     mask_unit: int
@@ -52,6 +53,18 @@ class Flag:
     names_file: bool = False
 
 
+@dataclass(frozen=True)
+class View:
+    """A prediction that can be looked at and measured. `frameworks.reconstruction` composes pictures of views."""
+
+    title: str  # of the prediction in a picture
+    truth_title: str | None  # of the truth; None if it is the images themselves, which every picture shows
+    truth: torch.Tensor  # images [B, C, H, W] in [0, 1]
+    prediction: torch.Tensor  # likewise; read at predicted tokens only
+    measure: str  # name of the errors in a table
+    errors: torch.Tensor  # of each token in raster order, [B, N]; read at predicted tokens only
+
+
 class Framework(nn.Module):
     """A pre-training model: `model(imgs, ids_shuffle)` returns {name: scalar loss}, and the sum is trained on.
 
@@ -59,24 +72,23 @@ class Framework(nn.Module):
     a framework's collator adds to a batch follows as further arguments, which the model does not need.
 
     A framework is a file `models_<framework>_pr.py` with a subclass of this class and of an encoder. The encoder has
-    the methods `cut`, which cuts images into patches, `forward_features` and `no_weight_decay`. The subclass sets the
-    attributes below and implements `forward`, `reconstruct`, `panels`, `token_errors` and `load_official(state_dict)`,
-    which loads weights under the names of the framework's release.
+    the methods `patchify`, `forward_features` and `no_weight_decay`. The subclass implements `forward`,
+    `official_names`, `reconstruct` and `views`.
 
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
     progressive: reconstruct the thrown tokens by an aggregation. False is plain partial reconstruction: they are not
         supervised.
     kernel_size, aggregation, applies_to: arguments of `prmim.SpatialAggregation`. `aggregation` is its `kind`.
-    norm_pix_loss: normalise the target pixels of each patch. It has no effect if the targets are not pixels.
+    norm_pix_loss: normalise the target pixels of each patch, if the targets are pixels.
     mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
     sizes: arguments of the encoder, the next class in the order of inheritance.
     """
 
+    release: str  # name of the published framework, in errors
     img_size: tuple[int, int]  # (height, width) in pixels
     patch_size: int  # side of a patch in pixels
     grid_size: tuple[int, int]  # (rows, columns) of the tokens that are masked
     counts: TokenCounts
-    mask_unit: int = 1  # side, in tokens, of the squares that are masked as a whole
     shared_visible: bool = False  # whether all images of a batch have the same visible tokens
     throws: bool = True  # whether the framework can throw tokens
     flags: tuple[Flag, ...] = ()
@@ -94,6 +106,8 @@ class Framework(nn.Module):
         **sizes: Any,
     ) -> None:
         super().__init__(**sizes)
+        if throw_ratio and not self.throws:
+            raise ValueError(f"{type(self).__name__} throws no tokens, got throw_ratio {throw_ratio}; set it to 0")
         self.norm_pix_loss, self.mask_unit = norm_pix_loss, mask_unit
         self.progressive, self.aggregation_options = progressive, (kernel_size, aggregation, applies_to)
         self.mask_ratio, self.throw_ratio = mask_ratio, throw_ratio
@@ -104,7 +118,21 @@ class Framework(nn.Module):
 
         has_maps: False before there are attention maps. Only AMT has other counts then.
         """
-        return token_counts(self.grid_size, self.mask_ratio, self.throw_ratio, self.mask_unit)
+        visible_units = int(self.num_units * (1 - self.mask_ratio))
+        return self.counts_of(visible_units)
+
+    @property
+    def num_units(self) -> int:
+        """The number of squares that are masked as a whole."""
+        (rows, columns), unit = self.grid_size, self.mask_unit
+        if unit < 1 or rows % unit or columns % unit:
+            raise ValueError(f"mask_unit must divide the grid of {rows} x {columns} tokens, got {unit}")
+        return rows * columns // unit**2
+
+    def counts_of(self, visible_units: int) -> TokenCounts:
+        """Returns the counts if that many squares are visible. `throw_ratio` is a share of all tokens."""
+        num_tokens, num_visible = self.num_units * self.mask_unit**2, visible_units * self.mask_unit**2
+        return TokenCounts.from_ratios(num_tokens, self.mask_ratio, self.throw_ratio, num_visible)
 
     def make_aggregation(self, dim: int) -> SpatialAggregation | None:
         """Returns what reconstructs the thrown tokens from features of width `dim`, or None if nothing does.
@@ -114,6 +142,10 @@ class Framework(nn.Module):
         if not (self.progressive and self.counts.num_thrown):
             return None
         return SpatialAggregation(dim, *self.aggregation_options)
+
+    def supervised(self, order: TokenOrder) -> torch.Tensor:
+        """Returns the tokens that are predicted and supervised, bool [B, N] in raster order: masked, or retained."""
+        return order.mask if self.progressive else order.mask & ~order.thrown
 
     def own_settings(self) -> dict[str, Any]:
         """Returns the resolved values of the framework's flags. They are recorded with the run."""
@@ -144,38 +176,31 @@ class Framework(nn.Module):
         """
         return MaskCollator(self.sampler(sampling), seed, self.shared_visible, token_weights)
 
-    def monitor_features(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Computes one feature vector per whole image, by the encoder that is fine-tuned, in float32 or wider.
-
-        imgs: normalised images [B, C, H, W]. Returns {"mean": mean of the patch tokens [B, D], "cls": class token
-        [B, D]}, both after the encoder's final norm. Encoders without a class token return "mean" alone.
-        """
-        x = self.forward_features(imgs)  # [B, P + N, D]
-        x, P = x.to(torch.promote_types(x.dtype, torch.float32)), int(hasattr(self, "cls_token"))
-        features = {"mean": x[:, P:].mean(dim=1)}
-        return features | {"cls": x[:, 0]} if P else features
-
     def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N])."""
-        raise NotImplementedError
+        """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N]).
 
-    def panels(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns pictures of what the model predicts: {title: images [B, 3, H, W] in [0, 1]}.
-
-        undo: turns normalised images into images in [0, 1].
+        Plain partial reconstruction predicts no thrown token.
         """
         raise NotImplementedError
 
-    def token_errors(
+    def views(
         self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the errors of the predictions: {name: error of each token [B, N] in raster order}.
-
-        The errors are meaningful at masked tokens only. undo: turns normalised images into images in [0, 1].
-        """
+    ) -> list[View]:
+        """Returns the predictions as images and errors. undo: turns normalised images into images in [0, 1]."""
         raise NotImplementedError
+
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the weights of the framework's release under the names of this model."""
+        raise NotImplementedError
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads weights of the framework's release from before fine-tuning, under the names of the release.
+
+        state_dict: the content of a file, or its `model` or `state_dict`. All keys must match, except that a release
+        has no aggregation. ValueError names missing, unexpected and mis-shaped keys.
+        """
+        weights = state_dict.get("model", state_dict.get("state_dict", state_dict))
+        load_strict(self, self.official_names(dict(weights)), f"{self.release} weights", optional="aggregation.")
 
 
 DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_heads`
@@ -187,10 +212,7 @@ DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_h
 
 
 def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
-    """Returns the heads of a decoder: `num_heads`, or one per 32 channels if it is None.
-
-    Raises ValueError if a decoder of these sizes cannot be built.
-    """
+    """Returns the heads of a decoder: `num_heads`, or one per 32 channels. ValueError for impossible sizes."""
     if min(embed_dim, depth, 1 if num_heads is None else num_heads) < 1:
         raise ValueError(
             f"decoder_embed_dim, decoder_depth and decoder_num_heads must be at least 1, got {embed_dim}, {depth} and "
@@ -204,40 +226,15 @@ def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
     return embed_dim // 32 if num_heads is None else num_heads
 
 
-def token_counts(grid_size: tuple[int, int], mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
-    """Returns the counts of a (rows, columns) grid whose squares of `mask_unit` x `mask_unit` tokens are masked whole.
-
-    The number of visible squares is rounded down, as MAE rounds visible tokens. Tokens are thrown one by one, so
-    `throw_ratio` is a share of all tokens, as `mask_ratio` is. Raises ValueError for impossible ratios, or for a
-    `mask_unit` that does not divide the grid or leaves no square visible.
-    """
-    rows, columns = grid_size
-    counts = TokenCounts.from_ratios(rows * columns, mask_ratio, throw_ratio)
-
-    def count_visible(unit: int) -> int:
-        return unit**2 * int(rows * columns // unit**2 * (1 - mask_ratio))
-
-    divisors = [unit for unit in range(1, min(grid_size) + 1) if rows % unit == columns % unit == 0]
-    possible = [unit for unit in divisors if count_visible(unit) > 0]
-    if mask_unit not in possible and mask_unit != 1:
-        raise ValueError(
-            f"mask_unit must divide the grid of {rows} x {columns} tokens and leave a square visible, got {mask_unit}; "
-            f"possible with mask_ratio {mask_ratio}: {', '.join(map(str, possible)) or 'none'}"
-        )
-    num_visible = count_visible(mask_unit)
-    return TokenCounts(num_visible, rows * columns - num_visible - counts.num_thrown, counts.num_thrown)
-
-
 class PixelFramework(Framework):
-    """What frameworks that predict pixels share: targets, predictions as tokens, and predictions as pictures.
+    """What frameworks that predict pixels share. A subclass implements `predict_all`.
 
-    A subclass has `norm_pix_loss` (normalise the target of each token) and `predict_all`. Below, P is the number of
-    pixel values of a token, p*p*C for a patch of side p.
+    Below, P is the number of pixel values of a token, p*p*C for a patch of side p, in the layout of `patchify`.
     """
 
-    def cut_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Cuts images [B, C, H, W] into the pixels of each token [B, N, P]. Raises ValueError for another size."""
-        return self.cut(imgs)
+    def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns the pixels of each token [B, N, P]. GreenMIM's tokens are larger than its patches."""
+        return self.patchify(imgs)
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.
@@ -271,41 +268,28 @@ class PixelFramework(Framework):
     def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (predictions [B, N, P] in raster order, mask of the predicted tokens, bool [B, N]).
 
-        The pixels of a token are in MAE's layout, see `models_vit.patchify`. Plain partial reconstruction predicts no
-        thrown token. The mask is False there and the prediction is zero.
+        Plain partial reconstruction predicts no thrown token: the mask is False there and the prediction is zero.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        pred = self.predict_all(imgs, order)
-        return order.restore(pred), order.masked_of_first(pred.shape[1])
+        return order.restore(self.predict_all(imgs, order)), self.supervised(order)
 
     @torch.no_grad()
-    def reconstruct_image(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (images [B, C, H, W], mask of the predicted tokens, bool [B, N]).
+    def views(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[View]:
+        """Returns one view. Its errors are squared errors of pixels in [0, 1], averaged over each token.
 
-        The images show the true pixels of visible tokens, the predictions of predicted tokens, and zeros elsewhere. The
-        normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
+        The normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
         """
-        pred, mask = self.reconstruct(imgs, ids_shuffle)
-        patches = self.cut_pixels(imgs)
+        (pred, _), patches = self.reconstruct(imgs, ids_shuffle), self.token_pixels(imgs)
         if self.norm_pix_loss:
             mean, std = patch_statistics(patches)
             pred = pred * std + mean
-        visible = ~TokenOrder(ids_shuffle, self.counts).mask
-        patches = torch.where(mask.unsqueeze(-1), pred.to(patches.dtype), patches * visible.unsqueeze(-1))
-        return unpatchify(patches, self.img_size[0] // self.grid_size[0], self.grid_size), mask
-
-    def panels(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns one panel: the images of `reconstruct_image`."""
-        return {"reconstruction": undo(self.reconstruct_image(imgs, ids_shuffle)[0])}
-
-    def token_errors(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the squared error of pixels in [0, 1], averaged over the pixels of each token."""
-        error = (undo(imgs) - undo(self.reconstruct_image(imgs, ids_shuffle)[0])).square().mean(dim=1, keepdim=True)
-        return {"masked MSE": nn.functional.adaptive_avg_pool2d(error, self.grid_size).flatten(1)}
+        side = self.img_size[0] // self.grid_size[0]
+        truth, prediction = undo(imgs), undo(unpatchify(pred.to(patches.dtype), side, self.grid_size))
+        error = (truth - prediction).square().mean(dim=1, keepdim=True)
+        errors = nn.functional.adaptive_avg_pool2d(error, self.grid_size).flatten(1)
+        return [View("reconstruction", None, truth, prediction, "masked MSE", errors)]
 
 
 def patch_statistics(patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -180,8 +180,8 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     if model.counts.num_visible == 0:
         tokens = count_of(model.counts.num_tokens, "token")
         raise ValueError(
-            f"--mask_ratio {settings['mask_ratio']} leaves none of {tokens} visible: lower it, or use larger images or "
-            "smaller patches"
+            f"--mask_ratio {settings['mask_ratio']} leaves none of {tokens} visible: lower it, or use larger images, "
+            "smaller patches or smaller masked squares"
         )
     return model
 
@@ -272,7 +272,7 @@ def summary_of_run(args: argparse.Namespace, run: Run) -> list[str]:
 
 
 @dataclass
-class CompiledPlans:
+class CompiledShapes:
     """Compiles all shapes that a framework's batches can have, instead of one by one in the middle of training."""
 
     run: Run
@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             fixed={"batch_size"} if model.shared_visible else set(),
             split_changes_draws=model.shared_visible or has_drop_path(model),
         )
-        between: list[Periodic] = [CompiledPlans(run, model, collator), Pictures(run, model, images), observer]
+        between: list[Periodic] = [CompiledShapes(run, model, collator), Pictures(run, model, images), observer]
         if args.sampling == "attention":
             between.append(attention_phases.AttentionPhases(run, model, images))
         return run.train(train_one_epoch, between, lambda: summary_of_run(args, run))

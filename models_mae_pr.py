@@ -3,9 +3,7 @@
 `throw_ratio=0` is MAE itself. `progressive=False` is MAE with plain partial reconstruction.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from typing_extensions import Unpack
@@ -14,7 +12,6 @@ from encoders.names import rename_prefixes
 from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
-from util.run.checkpoint import load_strict
 
 __all__ = [
     "MaskedAutoencoderViT",
@@ -47,6 +44,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
 
+    release = "MAE"
     flags: tuple[Flag, ...] = DECODER_FLAGS
 
     def __init__(
@@ -74,7 +72,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.cut(imgs)  # [B, N, p*p*C]
+        patches = self.patchify(imgs)  # [B, N, p*p*C]
         pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.error(pred, patches, order).square().mean()}
 
@@ -85,19 +83,12 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
-        latent = self.forward_encoder(self.cut(imgs), order)
-        return self.decoder.predict(self.decoder.reconstruct(latent, order))
+        latent = self.forward_encoder(self.patchify(imgs), order)
+        return self.decoder.predict(self.decoder.features(latent, order))
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of MAE's `mae_pretrain_vit_*_full` files.
-
-        state_dict: the content of a file, or its `model` dict.
-
-        All keys must match, except that MAE has no aggregation. Raises ValueError, which names missing, unexpected and
-        mis-shaped keys, for example for the encoder-only files, which lack the decoder.
-        """
-        renamed = rename_prefixes(state_dict.get("model", state_dict), OFFICIAL_NAMES)
-        load_strict(self, renamed, "MAE weights", optional="aggregation.")
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the weights of MAE's `mae_pretrain_vit_*_full` files under the names here."""
+        return rename_prefixes(weights, OFFICIAL_NAMES)
 
 
 mae_vit_nano_patch4 = partial(MaskedAutoencoderViT, **NANO, decoder_embed_dim=64, decoder_depth=2)

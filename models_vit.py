@@ -225,7 +225,7 @@ class PatchEncoder(nn.Module):
         """Returns the parameters without weight decay in pre-training, beside the 1-D ones: none in MAE."""
         return set()
 
-    def cut(self, imgs: torch.Tensor) -> torch.Tensor:
+    def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.patch_size)
@@ -266,14 +266,14 @@ class PositionedEncoder(PatchEncoder):
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm."""
-        return self.norm(self.encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
+        return self.norm(self.encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
 
     def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
-        x = self.prepend_cls_token(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])
+        x = self.prepend_cls_token(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])
         for block in self.blocks[:-1]:
             x = block(x)
         return self.blocks[-1].cls_attention(x)

@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,18 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     flag = group.add_argument
     flag("--knn_every", type=int, default=0, help="epochs between kNN accuracies and RankMe of the encoder; 0: none")
     flag("--knn_train", type=int, default=50_000, help="number of training images that serve as neighbours; 0: all")
+
+
+def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Computes one feature vector per whole image, by the encoder that is fine-tuned, in float32 or wider.
+
+    imgs: normalised images [B, C, H, W]. Returns {"mean": mean of the patch tokens [B, D], "cls": class token [B, D]},
+    both after the encoder's final norm. Encoders without a class token return "mean" alone.
+    """
+    x = model.forward_features(imgs)  # [B, P + N, D]
+    x, P = x.to(torch.promote_types(x.dtype, torch.float32)), int(hasattr(model, "cls_token"))
+    features = {"mean": x[:, P:].mean(dim=1)}
+    return features | {"cls": x[:, 0]} if P else features
 
 
 def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
@@ -139,10 +152,16 @@ class Monitor:
         args, plan, loop = self.run.args, self.run.plan, self.run.loop
         view = ResizeCenterCrop(self.model.img_size, reference=args.loader == "reference")
         dataset = AddressedDataset(images, view, replace=args.max_bad_fraction > 0)
-        sizes = plan.batch_size, plan.num_workers
-        encode, model = self.model.monitor_features, self.model
         return extract_features(
-            encode, dataset, indices, model, loop.normalize, loop.autocast, *sizes, on_batch=self.run.alive
+            partial(encode, self.model),
+            dataset,
+            indices,
+            self.model,
+            loop.normalize,
+            loop.autocast,
+            plan.batch_size,
+            plan.num_workers,
+            on_batch=self.run.alive,
         )
 
     def accuracies(self, bank: Features, moments: Mapping[str, Any]) -> dict[str, float]:

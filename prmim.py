@@ -67,18 +67,23 @@ class TokenCounts:
         return f"{self.num_visible} visible + {self.num_retained} retained + {self.num_thrown} thrown"
 
     @classmethod
-    def from_ratios(cls, num_tokens: int, mask_ratio: float, throw_ratio: float) -> "TokenCounts":
+    def from_ratios(
+        cls, num_tokens: int, mask_ratio: float, throw_ratio: float, num_visible: int | None = None
+    ) -> "TokenCounts":
         """Returns the counts for `num_tokens` tokens. Both ratios are shares of all tokens.
 
         For example, 196 tokens with ratios 0.75 and 0.5 give 49 visible, 49 retained and 98 thrown tokens.
-        Raises ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
+        num_visible: by default rounded down, as in MAE. Frameworks that mask squares of tokens round in their own way.
+        ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
         """
         if not 0 <= throw_ratio < mask_ratio < 1:
             raise ValueError(
                 f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens), "
                 f"got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
             )
-        num_visible, num_thrown = int(num_tokens * (1 - mask_ratio)), int(num_tokens * throw_ratio)
+        if num_visible is None:
+            num_visible = int(num_tokens * (1 - mask_ratio))
+        num_thrown = int(num_tokens * throw_ratio)
         return cls(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
 
     @property
@@ -121,24 +126,17 @@ class TokenOrder:
         """Bool [B, N] in raster order: True at thrown tokens."""
         return self.ids_restore >= self.counts.num_kept
 
-    def masked_of_first(self, num_tokens: int) -> torch.Tensor:
-        """Returns bool [B, N] in raster order: True at the masked tokens among the order's first `num_tokens`.
-
-        `num_tokens=N` gives all masked tokens, `num_tokens=num_kept` the retained ones.
-        """
-        return self.mask & (self.ids_restore < num_tokens)
-
     @staticmethod
     def take(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Gathers the rows of `x` [B or 1, N, C] at `ids` [B, n]. Returns [B, n, C]."""
         return x.expand(len(ids), -1, -1).gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def take_visible(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers the visible ones of tokens in raster order [B or 1, N, C]. Returns [B, num_visible, C]."""
+        """Gathers the visible ones of tokens in raster order: [B or 1, N, C] to [B, num_visible, C]."""
         return self.take(x, self.ids_visible)
 
     def take_kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers the kept ones of tokens in raster order [B or 1, N, C]. Returns [B, num_kept, C] in token order."""
+        """Gathers the kept ones of tokens in raster order: [B or 1, N, C] to [B, num_kept, C] in token order."""
         return self.take(x, self.ids_kept)
 
     def append_mask_tokens(self, x: torch.Tensor, mask_token: torch.Tensor) -> torch.Tensor:
@@ -203,9 +201,9 @@ class ProgressiveDecoder(nn.Module):
 
         Returns [B, num_supervised, out_dim] in token order.
         """
-        return self.predict(self.reconstruct(x, order)[:, order.counts.num_visible :])
+        return self.predict(self.features(x, order)[:, order.counts.num_visible :])
 
-    def reconstruct(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Turns the latent [B, P + num_visible, D] into features of all tokens [B, N, C] in token order.
 
         Plain partial reconstruction returns the features of the kept tokens [B, num_kept, C].
@@ -386,31 +384,22 @@ class TokenOrderSampler:
     grid_size, counts: (rows, columns) of the tokens or one side of a square, and how many tokens of each kind.
     sampling: name in `SAMPLING` of the function that picks the retained tokens.
     mask_unit: side, in tokens, of the squares that are masked as a whole (SimMIM). Throwing stays per token.
-    visible_order: order of the visible tokens, `raster` or `noise`. Only GreenMIM's reference order needs `noise`.
     """
 
     def __init__(
-        self,
-        grid_size: int | tuple[int, int],
-        counts: TokenCounts,
-        sampling: str = "furthest",
-        mask_unit: int = 1,
-        visible_order: str = "raster",
+        self, grid_size: int | tuple[int, int], counts: TokenCounts, sampling: str = "furthest", mask_unit: int = 1
     ) -> None:
         rows, columns = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         if rows * columns != counts.num_tokens:
             raise ValueError(f"the grid must have the {counts.num_tokens} tokens of {counts}, got {rows} x {columns}")
         if sampling not in SAMPLING:
             raise ValueError(f"unknown sampling {sampling!r}, choose from {', '.join(SAMPLING)}")
-        if visible_order not in ("raster", "noise"):
-            raise ValueError(f"unknown visible_order {visible_order!r}, choose from raster, noise")
         if rows % mask_unit or columns % mask_unit or counts.num_visible % mask_unit**2:
             raise ValueError(
                 f"mask_unit {mask_unit} must divide the grid {rows} x {columns}, "
                 f"and its square the {counts.num_visible} visible tokens"
             )
         self.grid_size, self.counts, self.sampling, self.mask_unit = (rows, columns), counts, sampling, mask_unit
-        self.visible_order = visible_order
         self.coords = np.stack(np.divmod(np.arange(rows * columns), columns), axis=-1).astype(np.int16)  # [N, 2]
 
     @property
@@ -454,10 +443,7 @@ class TokenOrderSampler:
         state = np.full(noise.shape, 2, np.int8)  # 0 visible, 1 retained, 2 thrown
         np.put_along_axis(state, shuffled[:, : counts.num_visible], 0, axis=1)
         np.put_along_axis(state, retained, 1, axis=1)
-        ids_shuffle = state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
-        if self.visible_order == "noise":
-            ids_shuffle[:, : counts.num_visible] = shuffled[:, : counts.num_visible]
-        return ids_shuffle
+        return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
 
 
 class MaskCollator:

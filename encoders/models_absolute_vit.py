@@ -50,9 +50,9 @@ class AbsoluteViTEncoder(PositionedEncoder):
             for rate in drop_path_rates(drop_path_rate, depth)
         )
         self.norm = layer_norm(embed_dim)
-        cut = 0.02 if pretraining else 2.0
-        init_weights_simmim(self, cut)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02, a=-cut, b=cut)
+        limit = 0.02 if pretraining else 2.0
+        init_weights_simmim(self, limit)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02, a=-limit, b=limit)
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones."""

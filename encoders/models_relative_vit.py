@@ -177,7 +177,7 @@ class RelativeViTEncoder(PatchEncoder):
         self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
         self.norm = layer_norm(embed_dim)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
-        init_weights_simmim(self, cut=0.02 if shared_bias else 2.0)
+        init_weights_simmim(self, limit=0.02 if shared_bias else 2.0)
 
     def encode(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
@@ -194,7 +194,7 @@ class RelativeViTEncoder(PatchEncoder):
 
         The fine-tune model has no norm here.
         """
-        return self.norm(self.encode(self.patch_embed(self.cut(imgs))))
+        return self.norm(self.encode(self.patch_embed(self.patchify(imgs))))
 
     def start(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
@@ -206,23 +206,23 @@ class RelativeViTEncoder(PatchEncoder):
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
-        x, bias = self.start(self.patch_embed(self.cut(imgs)))
+        x, bias = self.start(self.patch_embed(self.patchify(imgs)))
         for block in self.blocks[:-1]:
             x = block(x, bias)
         return self.blocks[-1].cls_attention(x, bias)
 
 
-def init_weights_simmim(encoder: PatchEncoder, cut: float) -> None:
-    """Initialises an encoder as SimMIM does: normal with sigma 0.02, truncated at +-`cut`, and zero biases.
+def init_weights_simmim(encoder: PatchEncoder, limit: float) -> None:
+    """Initialises an encoder as SimMIM does: normal with sigma 0.02, truncated at +-`limit`, and zero biases.
 
     The output layers of block k (from 1) are then divided by sqrt(2 k).
     """
     for m in encoder.modules():
         if isinstance(m, (nn.Linear, nn.Conv2d)):
-            nn.init.trunc_normal_(m.weight, std=0.02, a=-cut, b=cut)
+            nn.init.trunc_normal_(m.weight, std=0.02, a=-limit, b=limit)
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
-    nn.init.trunc_normal_(encoder.cls_token, std=0.02, a=-cut, b=cut)
+    nn.init.trunc_normal_(encoder.cls_token, std=0.02, a=-limit, b=limit)
     for number, block in enumerate(encoder.blocks, start=1):
         for linear in (block.attn.proj, block.mlp.fc2):
             linear.weight.data.div_((2 * number) ** 0.5)

@@ -271,7 +271,7 @@ class SwinEncoder(nn.Module):
     def num_tokens(self) -> int:
         return self.grid_size[0] * self.grid_size[1]
 
-    def cut(self, imgs: torch.Tensor) -> torch.Tensor:
+    def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.patch_size)
@@ -314,7 +314,7 @@ class SwinEncoder(nn.Module):
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, cells, 8 D] of normalised images [B, C, H, W]."""
-        return self.encode(self.patch_embed(self.cut(imgs)))
+        return self.encode(self.patch_embed(self.patchify(imgs)))
 
 
 def init_weights(module: nn.Module) -> None:

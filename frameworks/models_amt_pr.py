@@ -13,9 +13,7 @@ With `--progressive` they get PR-MIM's aggregation, which nobody has published.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +26,6 @@ from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler
 from util.peer_sampling import weighted_permutation
-from util.run.checkpoint import load_strict
 
 __all__ = [
     "AMTViT",
@@ -140,6 +137,8 @@ class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
     kwargs: the method, see `framework.Framework`, and the arguments of `AbsoluteViTEncoder`.
     """
 
+    release = "AMT"
+
     def __init__(self, **kwargs: Unpack[AbsoluteArguments]) -> None:
         arguments: AbsoluteArguments = {"mask_ratio": 0.7, "throw_ratio": 0.26, "mask_unit": 2, **kwargs}
         super().__init__(**arguments)
@@ -160,18 +159,13 @@ class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
         """Adds the positions and runs the encoder."""
         return self.encode(tokens + order.take_kept(self.pos_embed[:, 1:]))
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of AMT's public code on SimMIM from before fine-tuning.
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the weights of AMT's public code on SimMIM under the names here.
 
-        state_dict: the content of a file, or its `model` dict.
-
-        That code has a layer scale for attention, `gamma_1`, but does not use it. So it becomes 1 here. All keys must
-        match, except that AMT has no aggregation. Raises ValueError, which names missing, unexpected and mis-shaped
-        keys.
+        That code has a layer scale for attention, `gamma_1`, but does not use it. So it becomes 1 here.
         """
-        weights = rename_release(state_dict, self.patch_size)
-        unused = {name: torch.ones_like(value) for name, value in weights.items() if name.endswith(".gamma_1")}
-        load_strict(self, weights | unused, "AMT weights", optional="aggregation.")
+        renamed = rename_release(weights, self.patch_size)
+        return renamed | {name: torch.ones_like(value) for name, value in renamed.items() if name.endswith(".gamma_1")}
 
 
 amt_vit_micro_patch4 = partial(AMTViT, **MICRO, decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)

@@ -8,9 +8,8 @@ with a smaller prediction ratio, which is mask_ratio - throw_ratio. PR-MIM on Cr
 makes no features of visible tokens, so `visible_source` says what the convolution reads there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from timm.layers import Mlp
@@ -23,7 +22,6 @@ from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import SpatialAggregation, TokenOrder
 from util.pos_embed import sincos_pos_embed
-from util.run.checkpoint import load_strict
 
 __all__ = [
     "CrossMaskedAutoencoderViT",
@@ -69,6 +67,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
     kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
 
+    release = "CrossMAE"
     flags = (*DECODER_FLAGS, VISIBLE_SOURCE)
 
     def __init__(
@@ -116,7 +115,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.cut(imgs)  # [B, N, p*p*C]
+        patches = self.patchify(imgs)  # [B, N, p*p*C]
         pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.error(pred, patches, order).square().mean()}
 
@@ -144,19 +143,12 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
         The decoder predicts no visible tokens. They are zero.
         """
-        pred = self.decoder(self.forward_encoder(self.cut(imgs), order), order)
+        pred = self.decoder(self.forward_encoder(self.patchify(imgs), order), order)
         return torch.cat([pred.new_zeros(len(pred), self.counts.num_visible, pred.shape[2]), pred], dim=1)
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of CrossMAE's pre-training files.
-
-        state_dict: the content of a file, or its `model` dict.
-
-        All keys must match, except that CrossMAE has no aggregation. Raises ValueError, which names missing, unexpected
-        and mis-shaped keys.
-        """
-        renamed = rename_prefixes(state_dict.get("model", state_dict), OFFICIAL_NAMES)
-        load_strict(self, renamed, "CrossMAE weights", optional="aggregation.")
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns CrossMAE's weights under the names here."""
+        return rename_prefixes(weights, OFFICIAL_NAMES)
 
 
 class CrossAttentionDecoder(nn.Module):
@@ -204,9 +196,9 @@ class CrossAttentionDecoder(nn.Module):
         Returns [B, num_supervised, out_dim] in token order: of all masked tokens, or of the retained ones without
         aggregation.
         """
-        return self.pred(self.norm(self.reconstruct(levels, order)))
+        return self.pred(self.norm(self.features(levels, order)))
 
-    def reconstruct(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Turns the levels [k, B, 1 + num_visible, D] into features of the supervised tokens [B, num_supervised, C]."""
         positions, num_visible = order.take_kept(self.pos_embed[:, 1:]), order.counts.num_visible
         queries = self.mask_token + positions[:, num_visible:]  # [B, num_retained, C]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from typing_extensions import Unpack
 
@@ -19,7 +20,6 @@ from encoders.window_groups import GroupPlanner
 from framework import Flag, PixelFramework, SwinArguments
 from models_vit import check_image_size, init_weights, patchify
 from prmim import MaskCollator, ProgressiveDecoder, TokenCounts, TokenOrder, TokenOrderSampler
-from util.run.checkpoint import load_strict
 
 __all__ = [
     "GreenMIMSwin",
@@ -37,6 +37,19 @@ DECODER_ORDER = Flag(
     "takes their raster order for the order of the mask's noise (default: true)",
     choices=DECODER_ORDERS,
 )
+
+
+class NoiseOrderSampler(TokenOrderSampler):
+    """A `TokenOrderSampler` whose visible tokens are in the order of the mask's noise."""
+
+    def __call__(
+        self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
+    ) -> np.ndarray:
+        ids_shuffle = super().__call__(noise, visible, weights)
+        ids_visible = ids_shuffle[:, : self.counts.num_visible]
+        ranks = np.take_along_axis(noise, ids_visible, axis=1).argsort(axis=1)
+        ids_shuffle[:, : self.counts.num_visible] = np.take_along_axis(ids_visible, ranks, axis=1)
+        return ids_shuffle
 
 
 class GroupCollator(MaskCollator):
@@ -69,6 +82,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `encoders.models_swin.SwinEncoder`.
     """
 
+    release = "GreenMIM"
     shared_visible = True
     flags = (DECODER_ORDER,)
 
@@ -107,8 +121,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
         """Returns the sampler. The reference order needs the visible units in the order of the noise."""
-        order = "noise" if self.decoder_order == "reference" else "raster"
-        return TokenOrderSampler(self.grid_size, self.counts, sampling, self.mask_unit, order)
+        kind = NoiseOrderSampler if self.decoder_order == "reference" else TokenOrderSampler
+        return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
     def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
         """Returns a collator that also plans window groups."""
@@ -122,11 +136,11 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         result is the same, but it takes longer.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        units = self.cut_pixels(imgs)  # [B, N, 32 * 32 * C]
+        units = self.token_pixels(imgs)  # [B, N, 32 * 32 * C]
         pred = self.decoder(self.forward_encoder(units, order, plans), order)  # [B, num_supervised, 32 * 32 * C]
         return {"pixel": self.error(pred, units, order).square().mean()}
 
-    def cut_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
+    def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] of the model's size into units [B, N, 32 * 32 * C], pixels in MAE's layout."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.stride)
@@ -156,30 +170,31 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Returns predictions [B, N, 32 * 32 * C] in token order, of the kept units only if not progressive."""
-        latent = self.forward_encoder(self.cut_pixels(imgs), order)
-        return self.decoder.predict(self.decoder.reconstruct(latent, order))
+        latent = self.forward_encoder(self.token_pixels(imgs), order)
+        return self.decoder.predict(self.decoder.features(latent, order))
 
     def no_weight_decay(self) -> set[str]:
         """Returns the names of the bias tables and the mask token, which the release does not decay."""
         return {name for name, _ in self.named_parameters() if "position_bias" in name or "token" in name}
 
-    def load_official(self, state_dict: Mapping[str, Any], first_release: bool = False) -> None:
-        """Loads a release of GreenMIM before fine-tuning, given as the file's content or as its `model`.
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns GreenMIM's weights under the names here, without buffers that the model computes."""
+        renamed: dict[str, torch.Tensor] = {}
+        for name, value in weights.items():
+            if name.startswith("decoder_") or name == "mask_token":
+                renamed["decoder." + name.removeprefix("decoder_")] = value
+            elif not name.endswith(("relative_position_index", "attn_mask")):
+                renamed[name.removeprefix("encoder.")] = value
+        return renamed
 
-        Loading is strict, except for the aggregator. The ValueError names missing, unexpected and mis-shaped keys.
+    def load_official(self, state_dict: Mapping[str, Any], first_release: bool = False) -> None:
+        """Loads a release of GreenMIM from before fine-tuning, see `Framework.load_official`.
 
         first_release: re-index the patch merging from the order 00, 01, 10, 11 of the public files to Swin's 00, 10,
         01, 11.
         """
-        renamed: dict[str, torch.Tensor] = {}
-        for name, value in state_dict.get("model", state_dict).items():
-            if name.startswith("decoder_") or name == "mask_token":
-                renamed["decoder." + name.removeprefix("decoder_")] = value
-            elif not name.endswith(("relative_position_index", "attn_mask")):  # the model computes these
-                renamed[name.removeprefix("encoder.")] = value
-        if first_release:
-            renamed = swap_merging(renamed)
-        load_strict(self, renamed, "GreenMIM weights", optional="aggregation.")
+        weights = state_dict.get("model", state_dict)
+        super().load_official(swap_merging(weights) if first_release else weights)
 
 
 greenmim_swin_micro_patch4_window4 = partial(

@@ -5,20 +5,18 @@ fine cells, high blocks predict coarse cells. The four losses are summed. PR-MIM
 tokens, and all four decoders throw the same tokens of an image.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from framework import Framework, ViTArguments
+from framework import Framework, View, ViTArguments
 from frameworks.hog import hog, orientation_colors
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
 from prmim import ProgressiveDecoder, TokenOrder
-from util.run.checkpoint import load_strict
 
 __all__ = [
     "LocalMIMViT",
@@ -41,6 +39,8 @@ class LocalMIMViT(Framework, ViTEncoder):
     hog_bias: give the gradient filters a random bias that is never trained, as in the release's ViT-L.
     kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
+
+    release = "LocalMIM"
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class LocalMIMViT(Framework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         *targets, coarse = self.target(imgs)
         latents = self.forward_encoder(imgs, order)
-        *features, last = [decoder.reconstruct(x, order) for decoder, x in zip(self.decoder, latents, strict=True)]
+        *features, last = [decoder.features(x, order) for decoder, x in zip(self.decoder, latents, strict=True)]
         losses = [self.token_loss(k, x, t, order) for k, (x, t) in enumerate(zip(features, targets, strict=True))]
         losses.append(self.group_loss(last, coarse, order))
         return {f"hog{cell}": loss for cell, loss in zip(self.cells, losses, strict=True)}
 
     def forward_encoder(self, imgs: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
         """Encodes the visible tokens. Returns the latents of the four levels, [B, 1 + num_visible, D] each."""
-        tokens = self.patch_embed(order.take_visible(self.cut(imgs))) + order.take_visible(self.pos_embed[:, 1:])
+        tokens = self.patch_embed(order.take_visible(self.patchify(imgs))) + order.take_visible(self.pos_embed[:, 1:])
         return self.encode(tokens)
 
     def encode(self, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ class LocalMIMViT(Framework, ViTEncoder):
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, 1 + N, D] of normalised images [B, C, H, W] after the last level's norm."""
-        return self.encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])[-1]
+        return self.encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])[-1]
 
     def target(self, imgs: torch.Tensor) -> list[torch.Tensor]:
         """Returns the HOG features of the four levels, float32 [B, C * num_bins, rows, columns] without gradient."""
@@ -144,7 +144,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         """
         pred = self.decoder[3].predict(x, order)  # [B, N/4, C']
         error = (pred.to(target.dtype) - target.flatten(2).transpose(1, 2)).square().mean(dim=-1)
-        supervised = order.masked_of_first(x.shape[1])
+        supervised = self.supervised(order)
         weights = pool(supervised.unsqueeze(-1).to(error.dtype), self.grid_size).squeeze(-1)  # 0, 1/4, 1/2, 3/4, 1
         return (error * weights).sum() / weights.sum()
 
@@ -158,60 +158,38 @@ class LocalMIMViT(Framework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         latents, preds = self.forward_encoder(imgs, order), []
         for level, (decoder, latent) in enumerate(zip(self.decoder, latents, strict=True)):
-            x = decoder.reconstruct(latent, order)
+            x = decoder.features(latent, order)
             if level == 3:
                 preds.append(decoder.predict(x, order))
             else:
                 grid = unpatchify(order.restore(decoder.predict(x)), int(SCALES[level]), self.grid_size)
                 preds.append(grid.flatten(2).transpose(1, 2))
-        return preds, order.masked_of_first(x.shape[1])
+        return preds, self.supervised(order)
 
     @torch.no_grad()
-    def panels(
+    def views(
         self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns two panels per level, whose colours are orientations: the target, and the prediction.
+    ) -> list[View]:
+        """Returns a view per level, whose colours are orientations.
 
-        The second shows the target at visible tokens, the prediction at predicted tokens, and black elsewhere.
+        The errors are squared errors of the features, averaged over the cells of each token. At level 3 the tokens of a
+        cell have the same error.
         """
-        preds, mask = self.reconstruct(imgs, ids_shuffle)
-        panels: dict[str, torch.Tensor] = {}
-        visible = ~TokenOrder(ids_shuffle, self.counts).mask
+        views, (preds, _) = [], self.reconstruct(imgs, ids_shuffle)
         for cell, pred, target in zip(self.cells, preds, self.target(imgs), strict=True):
-            truth = orientation_colors(target, self.num_bins)
-            pred = orientation_colors(pred.transpose(1, 2).reshape(target.shape), self.num_bins)
-            truth, pred = (F.interpolate(x, size=self.img_size, mode="nearest") for x in (truth, pred))
-            masks = (m.view(-1, 1, *self.grid_size).float() for m in (mask, visible))
-            predicted, true = (F.interpolate(m, size=self.img_size) for m in masks)
-            panels |= {f"HOG, {cell} px": truth, f"predicted, {cell} px": pred * predicted + truth * true}
-        return panels
-
-    @torch.no_grad()
-    def token_errors(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the squared error of each level's features, averaged over the cells of each token.
-
-        At level 3 the tokens of a cell have the same error.
-        """
-        preds, _ = self.reconstruct(imgs, ids_shuffle)
-        errors = {}
-        for cell, pred, target in zip(self.cells, preds, self.target(imgs), strict=True):
-            error = (pred - target.flatten(2).transpose(1, 2)).square().mean(dim=-1).view(-1, 1, *target.shape[2:])
+            pred = pred.transpose(1, 2).reshape(target.shape)
+            error = (pred - target).square().mean(dim=1, keepdim=True)
             resize = F.adaptive_avg_pool2d if cell <= self.patch_size else F.interpolate
-            errors[f"HOG error at {cell} px"] = resize(error, self.grid_size).flatten(1)
-        return errors
+            truth, prediction = (
+                F.interpolate(orientation_colors(x, self.num_bins), size=self.img_size) for x in (target, pred)
+            )
+            errors = resize(error, self.grid_size).flatten(1)
+            titles = f"predicted, {cell} px", f"HOG, {cell} px"
+            views.append(View(*titles, truth, prediction, f"HOG error at {cell} px", errors))
+        return views
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of LocalMIM's ViT releases from before fine-tuning.
-
-        state_dict: the content of a file, or its `model` dict.
-
-        The names are the release's. All keys must match, except that LocalMIM has no aggregation. The gradient filters
-        are computed. Their bias is zero if the file has none. Raises ValueError, which names missing, unexpected and
-        mis-shaped keys, or if the file has a bias and the model has not.
-        """
-        weights = dict(state_dict.get("model", state_dict))
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns LocalMIM's weights without its gradient filters, which are computed here; but with their bias."""
         filters = {name: weights.pop(name) for name in [*weights] if name.startswith("hog_enc.")}
         if self.hog_bias is not None:
             zero = torch.zeros(2)
@@ -220,7 +198,7 @@ class LocalMIMViT(Framework, ViTEncoder):
             raise ValueError(
                 "these LocalMIM weights have a bias in their gradient filters: build the model with hog_bias=True"
             )
-        load_strict(self, weights, "LocalMIM weights", optional="aggregation.")
+        return weights
 
 
 class LocalDecoder(ProgressiveDecoder):

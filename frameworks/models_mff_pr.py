@@ -4,9 +4,8 @@ Low-level features reach the decoder directly, so the encoder's last blocks need
 target, loss and throwing are those of MAE with PR-MIM. Fine-tuning drops the fusion, and the encoder is a plain ViT.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from encoders.names import from_mmpretrain
 from framework import MAEArguments
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
-from util.run.checkpoint import load_strict
 
 __all__ = ["MFFMaskedAutoencoderViT", "mff_vit_micro_patch4", "mff_vit_mini_patch4", "mff_vit_base_patch16"]
 
@@ -28,6 +26,8 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         default is every second block and the last, for ViT-B 0, 2, 4, 6, 8 and 11 as in the release.
     kwargs: the arguments of `MaskedAutoencoderViT`.
     """
+
+    release = "MFF"
 
     def __init__(self, fused_blocks: Sequence[int] | None = None, **kwargs: Unpack[MAEArguments]) -> None:
         super().__init__(**(kwargs | {"progressive": False}))  # the aggregation is made last
@@ -63,24 +63,20 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
         imgs: [B, C, H, W], normalised.
         """
-        return self.norm(super().encode(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:]))
+        return self.norm(super().encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones. As in the release, not `proj_weights`."""
         return {"cls_token", "decoder.mask_token"}
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of MFF's releases.
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns MFF's weights under the names here.
 
-        state_dict: the content of a file, or its `state_dict`.
-
-        All keys must match, except that MFF has no aggregation. Raises ValueError, which names missing, unexpected and
-        mis-shaped keys. The position tables are loaded, too: MFF's encode the row first, those here the column first.
+        The position tables are the release's, too: MFF's encode the row first, those here the column first.
         """
-        weights = state_dict.get("state_dict", state_dict)
         known = ("backbone.", "neck.", "data_preprocessor.")  # the last are mean and std of the images
         others = {name: value for name, value in weights.items() if not name.startswith(known)}
-        load_strict(self, others | from_mmpretrain(weights), "MFF weights", optional="aggregation.")
+        return others | from_mmpretrain(weights)
 
 
 mff_vit_micro_patch4 = partial(MFFMaskedAutoencoderViT, **MICRO, decoder_embed_dim=64, decoder_depth=4)

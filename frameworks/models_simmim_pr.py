@@ -9,9 +9,7 @@ whole grids. SimMIM on Swin is the release's baseline, and GreenMIM is the Swin 
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +22,6 @@ from encoders.names import from_simmim
 from framework import PixelFramework, SwinArguments, ViTArguments
 from models_vit import BASE, MICRO, MINI, patchify, unpatchify
 from prmim import TokenCounts, TokenOrder
-from util.run.checkpoint import load_strict
 
 __all__ = [
     "SimMIMViT",
@@ -65,7 +62,7 @@ class SimMIMOnViT(PixelFramework):
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.cut(imgs)  # [B, N, p*p*C]
+        patches = self.patchify(imgs)  # [B, N, p*p*C]
         x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
         pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
         return {"pixel": self.error(pred, patches, order).abs().mean()}
@@ -82,7 +79,7 @@ class SimMIMOnViT(PixelFramework):
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
-        return self.pred(self.norm(self.forward_encoder(self.cut(imgs), order)))
+        return self.pred(self.norm(self.forward_encoder(self.patchify(imgs), order)))
 
 
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
@@ -92,13 +89,15 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     kwargs: the method, see `framework.Framework`, and the arguments of `RelativeViTEncoder`.
     """
 
+    release = "SimMIM"
+
     def __init__(self, **kwargs: Unpack[RelativeArguments]) -> None:
         arguments: RelativeArguments = {"mask_ratio": 0.6, "throw_ratio": 0.3, "mask_unit": 2, **kwargs}
         super().__init__(**arguments)
         self.add_head()
 
     def count_tokens(self, has_maps: bool = True) -> TokenCounts:
-        return count_tokens(self.num_tokens, self.mask_ratio, self.throw_ratio, self.mask_unit)
+        return self.counts_of(self.num_units - math.ceil(self.num_units * self.mask_ratio))
 
     def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Thrown tokens have no row and no column in the bias."""
@@ -111,15 +110,8 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
         """
         return {"cls_token"}
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of SimMIM's ViT releases from before fine-tuning.
-
-        state_dict: the content of a file, or its `model` dict.
-
-        All keys must match, except that SimMIM has no aggregation. Raises ValueError, which names missing, unexpected
-        and mis-shaped keys.
-        """
-        load_strict(self, rename_release(state_dict, self.patch_size), "SimMIM weights", optional="aggregation.")
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return rename_release(weights, self.patch_size)
 
 
 class SimMIMSwin(PixelFramework, SwinEncoder):
@@ -129,7 +121,8 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
     kwargs: the method, see `framework.Framework`, and the arguments of `encoders.models_swin.SwinEncoder`.
     """
 
-    throws = False
+    release = "SimMIM"
+    throws = False  # its windows need whole grids
 
     def __init__(self, **kwargs: Unpack[SwinArguments]) -> None:
         arguments: SwinArguments = {"mask_ratio": 0.6, "throw_ratio": 0.0, **kwargs}
@@ -139,23 +132,18 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
 
     def count_tokens(self, has_maps: bool = True) -> TokenCounts:
-        if self.throw_ratio:
-            raise ValueError(
-                f"SimMIM on Swin throws no tokens (its windows need whole grids), got throw_ratio {self.throw_ratio}; "
-                "set it to 0"
-            )
         self.mask_unit = self.stride // self.patch_size
-        return count_tokens(self.num_tokens, self.mask_ratio, 0.0, self.mask_unit)
+        return self.counts_of(self.num_units - math.ceil(self.num_units * self.mask_ratio))
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         pred = self.predict_all(imgs, order)[:, self.counts.num_visible :]
-        return {"pixel": self.error(pred, self.cut(imgs), order).abs().mean()}
+        return {"pixel": self.error(pred, self.patchify(imgs), order).abs().mean()}
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Predicts all tokens [B, N, p*p*C] in token order."""
-        tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.cut(imgs))), self.mask_token)
+        tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.patchify(imgs))), self.mask_token)
         cells = self.pred(self.encode(order.restore(tokens)))  # [B, cells, stride * stride * C]
         patches = patchify(unpatchify(cells, self.stride, self.unit_grid), self.patch_size)  # [B, N, p*p*C], raster
         return order.take(patches, order.ids_shuffle)
@@ -164,23 +152,17 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""
         return {"mask_token"}
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the weights of SimMIM's Swin releases from before fine-tuning. All keys must match.
-
-        state_dict: the content of a file, or its `model` dict. Raises ValueError, which names missing, unexpected and
-        mis-shaped keys.
-        """
-        load_strict(self, rename_release(state_dict, self.stride), "SimMIM weights")
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return rename_release(weights, self.stride)
 
 
-def rename_release(state_dict: Mapping[str, Any], stride: int) -> dict[str, torch.Tensor]:
+def rename_release(weights: dict[str, torch.Tensor], stride: int) -> dict[str, torch.Tensor]:
     """Returns the weights of SimMIM's release under the names here, with the head re-indexed.
 
     The release's head is a 1x1 convolution with channels (colour, row, column). The linear head here has outputs (row,
     column, colour). Keys that a release does not have stay as they are. stride: side, in pixels, of the square that one
     output of the head covers.
     """
-    weights = dict(state_dict.get("model", state_dict))
     renamed = from_simmim(weights)
     for kind in ("weight", "bias"):
         if f"decoder.0.{kind}" in weights:
@@ -190,23 +172,6 @@ def rename_release(state_dict: Mapping[str, Any], stride: int) -> dict[str, torc
             value = value.unflatten(0, (-1, stride, stride))
             renamed[f"pred.{kind}"] = value.movedim(0, 2).flatten(0, 2)
     return {name: value for name, value in weights.items() if not name.startswith("encoder.")} | renamed
-
-
-def count_tokens(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
-    """Returns the token counts if whole units of mask_unit * mask_unit tokens are masked. Their number is rounded up.
-
-    Both ratios are shares of all tokens. Raises ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one
-    token is retained.
-    """
-    units = num_tokens // mask_unit**2
-    num_visible = (units - math.ceil(units * mask_ratio)) * mask_unit**2
-    num_thrown = int(num_tokens * throw_ratio)
-    if not 0 <= throw_ratio < mask_ratio < 1 or num_visible + num_thrown >= num_tokens:
-        raise ValueError(
-            f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens), "
-            f"got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
-        )
-    return TokenCounts(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
 
 
 simmim_vit_micro_patch4 = partial(SimMIMViT, **MICRO)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from encoders.names import is_published_tec
-from framework import Flag, Framework, ViTArguments
+from framework import Flag, Framework, View, ViTArguments
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenOrder
@@ -68,6 +68,7 @@ class TECViT(Framework, ViTEncoder):
     kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
     """
 
+    release = "TEC"
     flags = FLAGS
 
     def __init__(
@@ -130,7 +131,7 @@ class TECViT(Framework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         # The teacher runs first: its memory is free again before the student's activations are stored.
         features, logits, queries = self.teacher(imgs, order, self.num_keys, self.att_topk)
-        fea, att = self.forward_decoders(self.forward_encoder(self.cut(imgs), order), order)
+        fea, att = self.forward_decoders(self.forward_encoder(self.patchify(imgs), order), order)
         return {
             "feature": self.feature_loss(fea, features, order),
             "attention": self.attention_loss(att, logits, queries),
@@ -213,48 +214,35 @@ class TECViT(Framework, ViTEncoder):
         Plain partial reconstruction does not predict the thrown tokens: their mask is False and their features are 0.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        x, _ = self.forward_decoders(self.forward_encoder(self.cut(imgs), order), order)
+        x, _ = self.forward_decoders(self.forward_encoder(self.patchify(imgs), order), order)
         pred = self.decoder_fea.predict(x[:, 1:])
-        return order.restore(pred), order.masked_of_first(pred.shape[1])
+        return order.restore(pred), self.supervised(order)
 
     @torch.no_grad()
-    def panels(
+    def views(
         self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the main components of the teacher's features as colours: {title: images [B, 3, H, W]}.
+    ) -> list[View]:
+        """Returns one view: the main components of the teacher's features as colours.
 
-        "teacher" shows the true features. "predicted" shows true features where visible, predictions where masked. The
-        mean over the images is subtracted at each place, since features depend on the position most of all.
+        The mean over the images is subtracted at each place, since features depend on the position most of all. The
+        errors are squared errors of the z-scored features, averaged over the channels. A constant prediction has 1.
         """
-        pred, mask = self.reconstruct(imgs, ids_shuffle)
-        order = TokenOrder(ids_shuffle, self.counts)
+        pred, _ = self.reconstruct(imgs, ids_shuffle)
         target = self.feature_target(self.teacher.features(imgs))
+        errors = (pred - target).square().mean(dim=-1)
         common = target.mean(dim=0) if len(target) > 1 else 0.0
-        truth, pred = principal_colors(target - common, target - common, pred - common)
-        pred = torch.where(mask.unsqueeze(-1), pred, truth * ~order.mask.unsqueeze(-1))
-        panels = {}
-        for title, colors in (("teacher", truth), ("predicted", pred)):
-            image = colors.transpose(1, 2).unflatten(2, self.grid_size)
-            panels[title] = F.interpolate(image, size=self.img_size)
-        return panels
-
-    @torch.no_grad()
-    def token_errors(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the squared error of the z-scored features, averaged over the channels, {name: [B, N]}.
-
-        A constant prediction has an error of 1.
-        """
-        target = self.feature_target(self.teacher.features(imgs))
-        return {"feature error": (self.reconstruct(imgs, ids_shuffle)[0] - target).square().mean(dim=-1)}
+        colors = principal_colors(target - common, target - common, pred - common)
+        truth, prediction = (
+            F.interpolate(x.transpose(1, 2).unflatten(2, self.grid_size), size=self.img_size) for x in colors
+        )
+        return [View("predicted", "teacher", truth, prediction, "feature error", errors)]
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns token features [B, 1 + N, D] after the norm, without the adapter, class token first.
 
         imgs: [B, C, H, W], normalised.
         """
-        x = self.prepend_cls_token(self.patch_embed(self.cut(imgs)) + self.pos_embed[:, 1:])
+        x = self.prepend_cls_token(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
@@ -264,22 +252,8 @@ class TECViT(Framework, ViTEncoder):
         self.teacher._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
-    def load_official(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a checkpoint of TEC's pre-training, given as the file's content or as its `model`.
-
-        Loading is strict, except for the aggregators. The ValueError names missing, unexpected and mis-shaped keys.
-        TEC's published files hold the encoder alone, with the MLP folded into the class token: this model then has no
-        MLP, its norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep their values.
-        """
-        weights = state_dict.get("model", state_dict)
-        if is_published_tec(weights):
-            others = {name: v for name, v in self.state_dict().items() if not is_published_tec([name])}
-            load_strict(self, others | weights, "TEC weights")
-            self.cls_token_mlp = nn.Identity()
-            self.norm.reset_parameters()
-            text = "TEC weights: the MLP is folded into the class token; adapter and decoders are not in the file"
-            warnings.warn(text, stacklevel=2)
-            return
+    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the weights of a checkpoint of TEC's pre-training under the names here."""
         renamed: dict[str, torch.Tensor] = {}
         for name, value in weights.items():
             owner, _, rest = name.partition(".")
@@ -292,7 +266,24 @@ class TECViT(Framework, ViTEncoder):
                 renamed[f"{OFFICIAL_DECODERS[owner]}.{OFFICIAL_NAMES.get(module, module)}{dot}{leaf}"] = value
             else:
                 renamed[name] = value
-        load_strict(self, renamed, "TEC weights", optional="aggregation.")
+        return renamed
+
+    def load_official(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a checkpoint of TEC's pre-training, see `Framework.load_official`, or one of TEC's published files.
+
+        The latter hold the encoder alone, with the MLP folded into the class token: this model then has no MLP, its
+        norm gets weight 1 and bias 0, and a warning says that adapter and decoders keep their values.
+        """
+        weights = state_dict.get("model", state_dict)
+        if not is_published_tec(weights):
+            super().load_official(weights)
+            return
+        others = {name: v for name, v in self.state_dict().items() if not is_published_tec([name])}
+        load_strict(self, others | weights, "TEC weights")
+        self.cls_token_mlp = nn.Identity()
+        self.norm.reset_parameters()
+        text = "TEC weights: the MLP is folded into the class token; adapter and decoders are not in the file"
+        warnings.warn(text, stacklevel=2)
 
 
 class EncoderAdaptor(nn.Module):

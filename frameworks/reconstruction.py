@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
-from framework import Framework
+from framework import Framework, View
 from prmim import TokenOrder
 from util.data.datasets import AddressedDataset
 from util.data.images import Images
@@ -15,6 +16,7 @@ from util.data.transforms import Normalize, ResizeCenterCrop
 from util.pictures import panel_grid
 
 Indices = Sequence[int] | np.ndarray
+GREY = 0.5  # of tokens that are neither visible nor predicted
 
 
 def crops(
@@ -47,16 +49,29 @@ def measure(
     normalize = normalizer(settings, images.pixel_format)
     sums: dict[str, dict[str, tuple[float, int]]] = {}
     for imgs, ids_shuffle in crops(model, settings, images, indices):
-        imgs, order = normalize(imgs), TokenOrder(ids_shuffle, model.counts)
-        _, predicted = model.reconstruct(imgs, ids_shuffle)
-        for name, error in model.token_errors(imgs, ids_shuffle, normalize.undo).items():
-            for kind, tokens in (("retained", order.mask & ~order.thrown), ("thrown", order.thrown & predicted)):
-                total, count = sums.setdefault(name, {}).get(kind, (0.0, 0))
-                sums[name][kind] = total + error[tokens].sum().item(), count + int(tokens.sum())
+        order = TokenOrder(ids_shuffle, model.counts)
+        predicted = model.supervised(order)
+        for view in model.views(normalize(imgs), ids_shuffle, normalize.undo):
+            of_kinds = sums.setdefault(view.measure, {})
+            for kind, tokens in (("retained", predicted & ~order.thrown), ("thrown", predicted & order.thrown)):
+                total, count = of_kinds.get(kind, (0.0, 0))
+                of_kinds[kind] = total + view.errors[tokens].sum().item(), count + int(tokens.sum())
     means = {}
     for name, of_kinds in sums.items():
         means[name] = {kind: total / count for kind, (total, count) in of_kinds.items() if count}
     return means
+
+
+def compose(view: View, visible: torch.Tensor, predicted: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Returns images [B, C, H, W] with the truth at visible tokens, predictions at predicted ones, and grey elsewhere.
+
+    visible, predicted: bool [B, N] in raster order.
+    """
+    shape = view.truth.shape[2:]
+    visible, predicted = (
+        F.interpolate(mask.view(-1, 1, *grid_size).float(), size=shape).bool() for mask in (visible, predicted)
+    )
+    return torch.where(predicted, view.prediction, torch.where(visible, view.truth, GREY))
 
 
 def reconstruction_picture(
@@ -67,14 +82,16 @@ def reconstruction_picture(
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are
     the mean -+ 2 standard deviations.
     """
-    device = normalize.mean.device
-    was_training = model.training
+    device, was_training = normalize.mean.device, model.training
+    normalized, order = normalize(imgs.to(device)), TokenOrder(ids_shuffle.to(device), model.counts)
     model.eval()
-    normalized = normalize(imgs.to(device))
-    panels = model.panels(normalized, ids_shuffle.to(device), normalize.undo)
+    panels: dict[str, torch.Tensor] = {}
+    for view in model.views(normalized, order.ids_shuffle, normalize.undo):
+        if view.truth_title is not None:
+            panels[view.truth_title] = view.truth
+        panels[view.title] = compose(view, ~order.mask, model.supervised(order), model.grid_size)
+    model.train(was_training)
     if imgs.dtype != torch.uint8:
         imgs = (normalize.undo(normalized) * 255).round().byte()
-    model.train(was_training)
-    order = TokenOrder(ids_shuffle, model.counts)
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
     return panel_grid(imgs, states.view(-1, *model.grid_size), panels)

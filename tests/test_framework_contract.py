@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import main_pretrain
+import monitor
 from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
@@ -172,14 +173,16 @@ def test_gradients_reach_every_trainable_parameter(name, arm):
 
 @frameworks
 @arms
-def test_panels_and_errors_are_what_pictures_and_tables_need(name, arm):
+def test_views_are_what_pictures_and_tables_need(name, arm):
     model = build(name, **arm).eval()
     imgs, ids, *plans = a_batch(model)
     undo = Normalize().undo
-    panels, errors = model.panels(imgs, ids, undo), model.token_errors(imgs, ids, undo)
-    assert all(p.shape == imgs.shape and p.min() >= 0 and p.max() <= 1 and p.std() > 0 for p in panels.values())
-    assert all(e.shape == ids.shape and (e[TokenOrder(ids, model.counts).mask] > 0).all() for e in errors.values())
-    assert panels and errors
+    views, predicted = model.views(imgs, ids, undo), model.reconstruct(imgs, ids)[1]
+    assert views and len({view.title for view in views}) == len({view.measure for view in views}) == len(views)
+    for view in views:
+        for picture in (view.truth, view.prediction):
+            assert picture.shape == imgs.shape and picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0
+        assert view.errors.shape == ids.shape and (view.errors[predicted] > 0).all()
 
 
 @frameworks
@@ -192,13 +195,13 @@ def test_images_may_have_five_channels(name):
     total(model(imgs, ids, *plans)).backward()
     assert model.patch_embed.proj.weight.grad.abs().amax(dim=(0, 2, 3)).min() > 0
     undo = Normalize((0.5,) * 5, (0.25,) * 5, PixelFormat(5, "uint8")).undo
-    panels = model.panels(imgs.detach(), ids, undo)
-    assert all(as_rgb(panel).shape == (len(imgs), 3, *model.img_size) for panel in panels.values())
+    views = model.views(imgs.detach(), ids, undo)
+    shapes = {as_rgb(picture).shape for view in views for picture in (view.truth, view.prediction)}
+    assert shapes == {(len(imgs), 3, *model.img_size)}
     if isinstance(model, PixelFramework):
         assert (imgs.grad.abs() * masked).amax(dim=(0, 2, 3)).min() > 0  # masked pixels are the target alone
-        images, _ = model.reconstruct_image(imgs.detach(), ids)
-        masked = masked.expand_as(images)
-        assert torch.equal(images[~masked], imgs[~masked]) and (images - imgs).abs()[masked].median() > 0
+        difference = (views[0].prediction - views[0].truth).abs()
+        assert (difference * masked).amax(dim=(0, 2, 3)).min() > 0
 
 
 @frameworks
@@ -316,7 +319,7 @@ def test_encoder_moves_to_the_fine_tune_model(name, tmp_path):
 
 
 @frameworks
-def test_monitor_features_are_those_of_the_encoder_that_is_fine_tuned(name, tmp_path):
+def test_monitored_features_are_those_of_the_encoder_that_is_fine_tuned(name, tmp_path):
     """One pass of the encoder over all tokens, without the decoder."""
     model = build(name).eval()
     path = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, {})
@@ -332,7 +335,7 @@ def test_monitor_features_are_those_of_the_encoder_that_is_fine_tuned(name, tmp_
     for inner, module in modules:
         module.register_forward_hook(lambda *_, inner=inner: called.append(inner))
     with torch.no_grad():
-        found, tokens = model.monitor_features(imgs), encoder.eval().forward_features(imgs)
+        found, tokens = monitor.encode(model, imgs), encoder.eval().forward_features(imgs)
     assert not called
     prefix = int(hasattr(encoder, "cls_token"))
     expected = {"mean": tokens[:, prefix:].sum(dim=1) / (tokens.shape[1] - prefix)}
@@ -343,7 +346,7 @@ def test_monitor_features_are_those_of_the_encoder_that_is_fine_tuned(name, tmp_
         torch.testing.assert_close(found[feature], value, rtol=1e-4, atol=1e-5)
         assert value.std(dim=0).max() > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert {x.dtype for x in model.monitor_features(imgs).values()} == {torch.float32}
+        assert {x.dtype for x in monitor.encode(model, imgs).values()} == {torch.float32}
 
 
 VARIANTS = {

@@ -107,7 +107,7 @@ def spy_on_errors(model, batch):
 
 def exact_target(model, imgs, ids_shuffle):
     """Of all masked tokens, in float64."""
-    pixels = TokenOrder.take(model.cut_pixels(imgs.double()), ids_shuffle[:, model.counts.num_visible :])
+    pixels = TokenOrder.take(model.token_pixels(imgs.double()), ids_shuffle[:, model.counts.num_visible :])
     if not model.norm_pix_loss:
         return pixels
     return (pixels - pixels.mean(dim=-1, keepdim=True)) / (pixels.var(dim=-1, keepdim=True) + 1e-6).sqrt()

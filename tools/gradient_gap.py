@@ -224,7 +224,7 @@ def train_aggregations(
         latent: torch.Tensor | None = None  # of the visible tokens, which are the same for all models
         decoded: dict[tuple[TokenCounts, str], torch.Tensor] = {}
         for i, (model, sampling) in enumerate(models):
-            key, patches = (model.counts, sampling), model.cut(imgs)
+            key, patches = (model.counts, sampling), model.patchify(imgs)
             order = TokenOrder(batches.token_order(b, model.counts, sampling, draw=0), model.counts)
             if latent is None:
                 latent = model.forward_encoder(patches, order)

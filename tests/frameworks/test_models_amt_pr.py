@@ -210,7 +210,7 @@ def test_cls_attention_is_the_softmax_of_the_last_block(kind):
     model.blocks[-1].norm1.register_forward_hook(lambda _, __, out: inputs.update(normed=out))
     imgs = torch.randn(2, 3, 24, 24, dtype=torch.float64)
     with torch.no_grad():
-        tokens = model.patch_embed(model.cut(imgs))
+        tokens = model.patch_embed(model.patchify(imgs))
         model.encode(tokens + model.pos_embed[:, 1:] if kind is AMTSimMIMViT else tokens)
         x, attn = inputs["normed"], model.blocks[-1].attn
         found = model.cls_attention(imgs)
@@ -251,7 +251,7 @@ def test_the_fine_tune_model_computes_the_features_of_pre_training(tmp_path, glo
     tuned = AbsoluteVisionTransformer(num_classes=5, global_pool=global_pool, **SIMMIM).eval()
     assert set(load_encoder(tuned, path).missing) <= {"head.weight", "head.bias", "fc_norm.weight", "fc_norm.bias"}
     imgs = torch.randn(2, 3, 24, 24)
-    x = model.encode(model.patch_embed(model.cut(imgs)) + model.pos_embed[:, 1:])
+    x = model.encode(model.patch_embed(model.patchify(imgs)) + model.pos_embed[:, 1:])
     expected = x[:, 1:].mean(dim=1) if global_pool == "avg" else model.norm(x)[:, 0]
     pooled = []
     tuned.head.register_forward_hook(lambda _, args, __: pooled.append(args[0]))

@@ -202,7 +202,7 @@ def test_levels_are_the_input_and_then_the_blocks_in_order(levels, use_input):
     model.blocks[0].register_forward_pre_hook(lambda _, args: expected.append(args[0]))
     for block in model.blocks:
         block.register_forward_hook(lambda _, args, output: outputs.append(output))
-    found = model.forward_encoder(model.cut(imgs), TokenOrder(ids, model.counts))
+    found = model.forward_encoder(model.patchify(imgs), TokenOrder(ids, model.counts))
     expected = [*(expected if use_input else []), *(outputs[i] for i in levels or range(3))]
     assert len(found) == len(expected) == model.decoder.level_weights.shape[1]
     assert all(torch.equal(level, tokens) for level, tokens in zip(found, expected, strict=True))
@@ -222,7 +222,7 @@ def test_the_decoder_reads_the_class_token():
     model = build(throw_ratio=0.0)
     imgs, ids = a_batch(model)
     order = TokenOrder(ids, model.counts)
-    levels = model.forward_encoder(model.cut(imgs), order).detach()
+    levels = model.forward_encoder(model.patchify(imgs), order).detach()
     before = model.decoder(levels, order)
     levels[:, :, 0] += 1.0
     assert (model.decoder(levels, order) - before).abs().amax(dim=-1).min() > 0

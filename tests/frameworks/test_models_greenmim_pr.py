@@ -102,7 +102,7 @@ def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     planner = GroupPlanner(encoder, len(units), samples=2)
     assert planner.stages
     side = encoder.stride // 4
-    tokens = encoder.patch_embed(encoder.cut(imgs)).unflatten(1, encoder.token_grid)
+    tokens = encoder.patch_embed(encoder.patchify(imgs)).unflatten(1, encoder.token_grid)
     tokens = (
         tokens.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3).flatten(1, 2)
     )  # [B, V, side, side, D]
@@ -333,8 +333,8 @@ def test_masked_pixels_never_reach_the_latent():
     imgs, ids, *plans = a_batch(model)
     order = TokenOrder(ids, model.counts)
     masked = F.interpolate(order.mask.view(-1, 1, 4, 4).double(), scale_factor=16).bool()
-    latent = model.forward_encoder(model.cut_pixels(imgs), order, plans)
-    changed = model.forward_encoder(model.cut_pixels(torch.where(masked, 9.0, imgs)), order, plans)
+    latent = model.forward_encoder(model.token_pixels(imgs), order, plans)
+    changed = model.forward_encoder(model.token_pixels(torch.where(masked, 9.0, imgs)), order, plans)
     assert torch.equal(latent, changed)
 
 

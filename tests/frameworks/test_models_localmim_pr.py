@@ -135,19 +135,19 @@ def test_losses_with_the_bias_of_vit_large():
     assert losses == pytest.approx([float(value) for value in expected], rel=1e-9)
 
 
-def test_panels_show_the_truth_where_visible_and_predictions_where_there_are_any():
+def test_views_show_the_target_and_predictions_where_there_are_any():
     for progressive in (True, False):
         model = LocalMIMViT(**SIZES, throw_ratio=0.5, progressive=progressive)
         imgs, ids = tie_free((32, 32)).float(), orders(model, 2)
-        order, panels = TokenOrder(ids, model.counts), model.panels(imgs, ids, None)
-        visible, thrown = (
-            tokens.view(2, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3).expand(-1, 3, -1, -1)
-            for tokens in (~order.mask, order.thrown)
-        )
-        for cell in model.cells:
-            truth, pred = panels[f"HOG, {cell} px"], panels[f"predicted, {cell} px"]
-            assert torch.equal(truth[visible], pred[visible]) and not torch.equal(truth[~visible], pred[~visible])
-            assert bool(pred[thrown].any()) == progressive
+        predicted = model.supervised(TokenOrder(ids, model.counts)).view(2, 1, 4, 4)
+        predicted = predicted.repeat_interleave(8, 2).repeat_interleave(8, 3).expand(-1, 3, -1, -1)
+        preds, _ = model.reconstruct(imgs, ids)
+        for cell, pred, view in zip(model.cells, preds, model.views(imgs, ids, None), strict=True):
+            assert (view.title, view.truth_title) == (f"predicted, {cell} px", f"HOG, {cell} px")
+            assert not torch.equal(view.truth[predicted], view.prediction[predicted])
+            if cell == 8:  # a token is a cell
+                error = (pred - model.target(imgs)[2].flatten(2).transpose(1, 2)).square().mean(dim=-1)
+                torch.testing.assert_close(view.errors, error)
 
 
 def test_heads_are_the_release_s_convolutions_on_the_grid():
@@ -177,8 +177,8 @@ def test_every_masked_token_is_supervised_at_all_scales_or_the_retained_alone(th
     imgs, ids = torch.randn(3, 3, 32, 32), orders(model, 3)
     order, features = TokenOrder(ids, model.counts), []
     for decoder in model.decoder:  # the output of the aggregation, or of the blocks if there is none
-        exact = decoder.reconstruct
-        decoder.reconstruct = lambda *args, exact=exact: features.append(exact(*args)) or features[-1]
+        exact = decoder.features
+        decoder.features = lambda *args, exact=exact: features.append(exact(*args)) or features[-1]
     losses = list(model(imgs, ids).values())
     for x in features:
         x.retain_grad()

@@ -25,7 +25,9 @@ def test_convolution_on_predictions_against_a_loop():
     imgs = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     decoder, first, kept = model.decoder, model.counts.num_visible, model.counts.num_kept
     with torch.no_grad():
-        predicted = decoder.pred(decoder.norm(decoder.decode(model.forward_encoder(model.cut(imgs), order), order)))[0]
+        predicted = decoder.pred(
+            decoder.norm(decoder.decode(model.forward_encoder(model.patchify(imgs), order), order))
+        )[0]
     pred = model.reconstruct(imgs, ids)[0][0]  # raster
     cells = {divmod(token, 8): value for token, value in zip(ids[0, :kept].tolist(), predicted, strict=True)}
     weight, bias = decoder.aggregation.operator.weight.detach(), decoder.aggregation.operator.bias.detach()

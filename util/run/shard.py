@@ -100,8 +100,9 @@ def shard(
     for module in [*blocks, model]:
         before = list(module.parameters())
         fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
-        for method in ("cls_attention", "monitor_features"):  # gather parameters as `forward` does
-            if hasattr(module, method):
+        # Methods that gather parameters as `forward` does. The `forward` of a classifier calls `forward_features`.
+        for method in ("cls_attention", "forward_features"):
+            if hasattr(module, method) and not hasattr(module, "head"):
                 register_fsdp_forward_method(module, method)
         _replace_parameters(optimizer, before, module.parameters())
         del before  # the last reference to whole parameters

@@ -65,7 +65,7 @@ def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, 
                 img = view(torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1))
                 with torch.no_grad():
                     x = model.prepend_cls_token(
-                        model.patch_embed(model.cut(normalize(img[None]))) + model.pos_embed[:, 1:]
+                        model.patch_embed(model.patchify(normalize(img[None]))) + model.pos_embed[:, 1:]
                     )
                     tokens = [model.norm(x := block(x))[0].numpy() for block in model.blocks]
                 found.setdefault(split, []).append((label, tokens))

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import main_pretrain
+import monitor
 from downstream.probe import models as models_probe
 from downstream.probe.models import (
     AttentiveHead,
@@ -50,7 +51,7 @@ def test_an_encoder_of_every_framework_opens_to_the_features_of_its_run(name, si
     imgs = torch.randn(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
     assert encoder.img_size == model.img_size and len(encoder.sha256) == 64 and not encoder.training
     with torch.no_grad():
-        expected = model.monitor_features(imgs)
+        expected = monitor.encode(model, imgs)
     found = encoder.vectors(imgs)
     assert {key.split()[1] for key in found} == expected.keys()
     for key, value in found.items():
@@ -78,7 +79,7 @@ def test_inner_blocks_go_through_the_final_norm(tmp_path):
     encoder.read_blocks([4, 2, 2])
     imgs = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        x = model.prepend_cls_token(model.patch_embed(model.cut(imgs)) + model.pos_embed[:, 1:])
+        x = model.prepend_cls_token(model.patch_embed(model.patchify(imgs)) + model.pos_embed[:, 1:])
         after = [x := block(x) for block in model.blocks]
     found = encoder(imgs)
     assert list(found) == [2, 4]

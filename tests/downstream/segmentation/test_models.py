@@ -67,7 +67,7 @@ def test_the_maps_are_those_of_four_depths():
     assert pyramid_blocks(12) == (3, 5, 7, 11) and pyramid_blocks(24) == (7, 11, 15, 23)
     model = randomise(DenseViT(out_blocks=(0, 1, 1, 3), **SIZES))
     imgs = torch.randn(2, 3, 16, 16)
-    x = model.prepend_cls_token(model.patch_embed(model.cut(imgs)) + model.pos_embed[:, 1:])
+    x = model.prepend_cls_token(model.patch_embed(model.patchify(imgs)) + model.pos_embed[:, 1:])
     expected = []
     for block in model.blocks:
         x = block(x)
@@ -135,7 +135,7 @@ def test_encoders_of_other_kinds_load(tmp_path):
     model = DenseViT(**SIZES, final_norm=True)
     load_backbone(model, tmp_path / "simmim.pth")
     imgs = torch.randn(2, 3, 16, 16)
-    expected = simmim.norm(simmim.encode(simmim.patch_embed(simmim.cut(imgs))))[:, 1:]
+    expected = simmim.norm(simmim.encode(simmim.patch_embed(simmim.patchify(imgs))))[:, 1:]
     torch.testing.assert_close(model(imgs)[0].flatten(2).transpose(1, 2), expected, rtol=1e-4, atol=1e-4)
 
     torch.save(vit_weights(), tmp_path / "rgb.pth")
