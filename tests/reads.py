@@ -13,6 +13,8 @@ READS |= {"_unique2", "unique_dim", "unique_consecutive"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Methods that on the CPU come to no operator.
 TO_HOST = {"tolist", "numpy", "__array__", "cpu"}
+# They copy numbers of the host to the device and wait; `torch.full` does not.
+CONSTRUCTORS = {"tensor", "as_tensor", "new_tensor"}
 
 
 class _Operators(TorchDispatchMode):
@@ -43,7 +45,8 @@ class _Methods(TorchFunctionMode):
         moves = name == "to" and any(isinstance(a, (str, torch.device)) for a in [*args[1:], kwargs.get("device")])
         # torch's own utilities (the norm of all gradients) say by it on which device their tensors already are.
         moves = moves and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
-        if name in TO_HOST or (moves and not kwargs.get("non_blocking")):
+        makes = name in CONSTRUCTORS and not (args and torch.is_tensor(args[0]) and name != "new_tensor")
+        if name in TO_HOST or makes or (moves and not kwargs.get("non_blocking")):
             self.found.append(name)
         return function(*args, **kwargs)
 

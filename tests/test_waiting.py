@@ -24,6 +24,9 @@ READS = {
     "to a device": lambda x: x.to(device=torch.device("cpu")),
     "equal": lambda x: torch.equal(x, x),
     "nonzero": lambda x: torch.nonzero(x),
+    "tensor": lambda x: torch.tensor(2.0, device=x.device),
+    "as_tensor": lambda x: torch.as_tensor([1, 2], device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1, 2]),
     "where": lambda x: torch.where(x > 1),
     "mask": lambda x: x[x > 1],
     "repeats": lambda x: x.repeat_interleave(x.long()),
@@ -44,6 +47,7 @@ def test_the_spy_lets_pass_what_nobody_waits_for():
             x.to("cpu", non_blocking=True),
             x.to(torch.float64),
             x[x.long()],
+            torch.full((), 2.0, device=x.device),
             x.masked_fill_(x > 1, 0.0),
             torch.nn.utils.get_total_norm([x]),
         )

@@ -18,6 +18,8 @@ from util.data.images import ImageError, ImageFiles
 from util.data.transforms import Size
 from util.text import count_of, shorten
 
+Batch = Sequence[Any]  # of `PadAndStack`
+
 # Of an image: uint8 [3, h, w], boxes float [n, 4], labels int64 [n], masks uint8 [n, h, w].
 DetectionSample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -255,17 +257,17 @@ class ResizeForDetection:
 class PadAndStack:
     """Collates samples of different sizes: pads them at the bottom and the right to `side` pixels.
 
-    Returns (imgs uint8 [B, 3, side, side], sizes int64 [B, 2], number of objects int64 [B], and of all images together
-    boxes [T, 4], labels [T], masks uint8 [T, side, side]).
+    Returns (imgs uint8 [B, 3, side, side], list of sizes (height, width), list of numbers of objects, and of all images
+    together boxes [T, 4], labels [T], masks uint8 [T, side, side]). The lists stay on the host.
     """
 
     def __init__(self, side: int) -> None:
         self.side = side
 
-    def __call__(self, samples: Sequence[tuple]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, samples: Sequence[tuple]) -> Batch:
         imgs, boxes, labels, masks = zip(*(sample[0] for sample in samples), strict=True)
-        sizes = torch.tensor([tuple(img.shape[-2:]) for img in imgs])
-        counts = torch.tensor([len(part) for part in labels])
+        sizes: list[Size] = [(img.shape[-2], img.shape[-1]) for img in imgs]
+        counts = [len(part) for part in labels]
         padded = torch.stack([self.pad(img) for img in imgs])
         return padded, sizes, counts, torch.cat(boxes), torch.cat(labels), torch.cat([self.pad(m) for m in masks])
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from downstream.detection.annotations import read_coco
-from downstream.detection.data import CocoImages, PadAndStack, ResizeForDetection
+from downstream.detection.data import Batch, CocoImages, PadAndStack, ResizeForDetection
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.pictures import default_colors, panel
@@ -23,7 +23,6 @@ from util.data.transforms import Normalize, Size
 from util.pictures import table
 from util.run.loop import TrainLoop
 
-Batch = Sequence[torch.Tensor]  # of `PadAndStack`
 SHOWN_SCORE = 0.5  # least score of a detection in a picture
 PASTED = 16  # masks that are pasted together
 PANEL = 384  # side of an image in a picture, in pixels
@@ -44,9 +43,8 @@ def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, torch.Tensor
     """Returns (sizes, targets) of the images of a batch. Targets have masks if the batch has one for each object."""
     _, sizes, counts, boxes, labels, masks = batch
     values = {"boxes": boxes, "labels": labels} | ({"masks": masks} if len(masks) == len(labels) else {})
-    parts = zip(*(value.split(counts.tolist()) for value in values.values()), strict=True)
-    targets = [dict(zip(values, part, strict=True)) for part in parts]
-    return [(height, width) for height, width in sizes.tolist()], targets
+    parts = zip(*(value.split(counts) for value in values.values()), strict=True)
+    return sizes, [dict(zip(values, part, strict=True)) for part in parts]
 
 
 def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> bool:

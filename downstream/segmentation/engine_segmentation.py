@@ -35,7 +35,7 @@ def segmentation_losses(
     labelled pixels of all processes, instead of over all pixels, as in mmsegmentation.
     """
     labels = labels.long()
-    count = torch.tensor(float(labels.numel()), device=labels.device)
+    count = torch.full((), float(labels.numel()), device=labels.device)
     if mean_over_valid:
         count = collectives.all_reduce_sum((labels != IGNORE).sum().float()) / collectives.rank_and_world_size()[1]
     losses = {}

@@ -174,13 +174,16 @@ class TrainLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step, group.get("lr_scale", 1.0))
 
-    def next_batch(self, batches: Iterator[Any], micro: int) -> list[torch.Tensor]:
-        """Returns the next micro-batch on the device and seeds the random draws that are made with it."""
+    def next_batch(self, batches: Iterator[Any], micro: int) -> list[Any]:
+        """Returns the next micro-batch and seeds the random draws that are made with it.
+
+        Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
+        """
         self.reached(DATA, micro)
         batch = self.clock.next(batches)
         self.reached(FORWARD, micro)
         self.seed_draws(self.step, micro)
-        return [tensor.to(self.device, non_blocking=True) for tensor in batch]
+        return [part.to(self.device, non_blocking=True) if torch.is_tensor(part) else part for part in batch]
 
     def seed_draws(self, step: int, micro: int) -> None:
         """Seeds the global generators by (seed, step, micro-batch, rank): a resumed run repeats drop path and mixup."""
