@@ -6,8 +6,8 @@
 A row is made of the tests with one mark `fault`: F1, F2, ... are faults of the cluster, U1, U2, ... actions of users.
 Faults at random times are repeated `--repeats` times. Rows that this machine cannot run (they need SLURM, or a file
 system that root may fill) are listed with the reason. The CSV beside the document holds all values: how many tests of
-a row ran and held, all that they measured, and the commit, date, libraries and machine of the run. The document has
-the tables for reading.
+a row ran and held, all that they measured, and the commit, date, libraries and machine of the run. The table of the
+document shows the faults, and those actions that did not hold.
 """
 
 import os
@@ -117,7 +117,7 @@ def outcome(row: Mapping[str, Any]) -> str:
 
 
 def document(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What was run when, how many rows held, and the table."""
+    """What was run when, how many rows held, and the table: all faults, and actions that did not hold."""
     runs: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         runs.setdefault((row["commit"], row["run"]), []).append(row["row"])
@@ -126,11 +126,14 @@ def document(rows: Sequence[Mapping[str, Any]]) -> str:
         f"- `{commit}`, {run}: {'all other rows' if own is largest and len(runs) > 1 else ', '.join(own)}\n"
         for (commit, run), own in runs.items()
     )
-    run_rows = [row for row in rows if row["ran"]]
-    held = sum(row["held"] == row["ran"] for row in run_rows)
-    cells = [[str(cell).replace("|", r"\|") for cell in (row["row"], row["action"], outcome(row))] for row in rows]
-    table = markdown_table(["", "Fault or action", "Expected, *measured*"], cells, left=3)
-    return f"Commits and machines:\n\n{text}\n{held} of {len(run_rows)} rows held.\n\n{table}\n"
+    text = f"Commits and machines:\n\n{text}\n"
+    for letter, title in (("F", "faults of a cluster"), ("U", "actions of users")):
+        run_rows = [row for row in rows if row["row"].startswith(letter) and row["ran"]]
+        held = sum(row["held"] == row["ran"] for row in run_rows)
+        text += f"{held} of {len(run_rows)} {title} held. "
+    shown = [row for row in rows if row["row"].startswith("F") or row["held"] < row["ran"] or not row["ran"]]
+    cells = [[str(cell).replace("|", r"\|") for cell in (row["row"], row["action"], outcome(row))] for row in shown]
+    return f"{text.strip()}\n\n{markdown_table(['', 'Fault', 'Expected, *measured*'], cells, left=3)}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

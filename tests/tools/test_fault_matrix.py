@@ -45,7 +45,12 @@ def test_rows_keep_the_commit_that_they_were_measured_at(tmp_path, monkeypatch, 
     assert run("bbb + changes", "--rows", "F10", F10="3 lost") == ["F2 aaa", "F10 bbb + changes", "U1 aaa"]
     assert shown()[1] == r"| F10 | a `\| tee` | exact. *3 lost* |"
     text = path.read_text()
-    assert text.startswith("# Faults\n") and "old" not in text and "3 of 3 rows held." in text
+    assert (
+        text.startswith("# Faults\n")
+        and "old" not in text
+        and "2 of 2 faults of a cluster held. 1 of 1 actions of users held." in text
+        and len(shown()) == 2
+    )
     (small,) = [line for line in text.splitlines() if line.startswith("- `bbb + changes`, 2")]
     assert small.endswith(": F10") and "; torch " in small and " cores of " in small
     assert "- `aaa`, 2" in text and ": all other rows\n" in text
@@ -54,7 +59,8 @@ def test_rows_keep_the_commit_that_they_were_measured_at(tmp_path, monkeypatch, 
         run("ccc", "--rows", "F2", "U1", F2="skipped", U1="failed")
     assert commits() == ["F2 ccc", "F10 bbb + changes", "U1 ccc"]
     text = path.read_text()
-    assert "`aaa`" not in text and "1 of 2 rows held." in text
+    assert "`aaa`" not in text and "1 of 1 faults of a cluster held. 0 of 1 actions of users held." in text
+    assert len(shown()) == 3  # an action that did not hold is shown
     assert shown()[0].endswith("| exact (**not run**: needs SLURM) |")
     assert shown()[2].endswith("| exact (**held in 0 of 1 tests**) |")
     assert asked == [None, ["F10"], ["F2", "U1"]]
