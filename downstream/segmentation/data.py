@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from downstream.image_files import ARRAY, examine, image_errors, read_size
 from util.addressed import AUGMENT, addressed_uniform
 from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
-from util.data.folders import is_hidden, is_image, split_of
+from util.data.folders import is_hidden, is_image
 from util.data.images import ImageError, ImageFiles, retry_io
+from util.data.splits import split_of
 from util.data.transforms import TRIES, Size
 from util.text import count_of, shorten
 

@@ -1,10 +1,9 @@
-"""Folders of images: the names of splits, the entries that are ignored, the files that are read.
+"""Folders of images: the folder of a split, the entries that are ignored, the files that are read.
 
 Names, labels and order are those of torchvision's ImageFolder. Beside its extensions, `.npy` is one of an image.
 """
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,17 +11,22 @@ from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS as TORCHVISION_EXTENSIONS
 
+from util.data.splits import (
+    choose_split,
+    group_by_split,
+    only_name,
+    split_of,
+    split_of_tar,
+    stand_in_notes,
+)
 from util.text import count_of, shorten
 
 ARRAY = ".npy"
 IMG_EXTENSIONS = (*TORCHVISION_EXTENSIONS, ARRAY)
-# Lower case. The same names count for folders, for folders inside tars and for the words in names of tars.
-SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 SYSTEM_FOLDERS = ("__MACOSX", "@eaDir")  # made by macOS and by Synology
 ARCHIVES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2", ".tbz2", ".tar.zst", ".tzst", ".zip")
 HIDDEN, LOOP = "hidden path", "looping link"  # kinds of ignored paths
 PACKING = ".packing"  # unfinished shards of pack_dataset.py
-OLD_INDEX, OLD_ARRAY = "prmim-index.json", "prmim-index.npy"  # of a packed format that is no longer read
 HUGGING_FACE = ("dataset_dict.json", "state.json", "*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow")
 DEFAULT_PATH = "data"  # of --data_path
 LAYOUT = (
@@ -33,27 +37,6 @@ LAYOUT = (
 Ignored = defaultdict[str, list[str]]  # {kind: paths that a search for images has ignored}
 
 
-def split_of(folder: str) -> str | None:
-    """Returns the split that a folder's name stands for: train, val or test."""
-    return next((split for split, names in SPLIT_NAMES.items() if folder.lower() in names), None)
-
-
-def split_of_tar(file_name: str) -> str | None:
-    """Returns the split that a word in a tar's name stands for; None if there are two, as in train_val.tar."""
-    splits = {split_of(word) for word in re.findall("[a-z]+", file_name.lower())} - {None}
-    return splits.pop() if len(splits) == 1 else None
-
-
-def readable_splits(split: str, fall_back: bool = False) -> tuple[str, ...]:
-    """Returns the splits that may be read if `split` is asked for, best first.
-
-    test replaces a missing val. With `fall_back`, for images that need no labels, train does so, too.
-    """
-    if split != "val":
-        return (split,)
-    return ("val", "test", "train") if fall_back else ("val", "test")
-
-
 def is_hidden(name: str) -> bool:
     """Whether files and folders of this name are ignored."""
     return (name.startswith(".") and name not in (".", "..")) or name in SYSTEM_FOLDERS
@@ -61,7 +44,7 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     """Whether a file's name has the extension of an image."""
-    return name.lower().endswith(IMG_EXTENSIONS) and name != OLD_ARRAY
+    return name.lower().endswith(IMG_EXTENSIONS)
 
 
 def drop_attached_arrays(images: Sequence[str]) -> list[str]:
@@ -139,40 +122,21 @@ def holds_images(root: Path, folder: str) -> bool:
     return any(images for _, images in walk(root, folder, defaultdict(list)))
 
 
-def split_folders(listing: Listing) -> dict[str, list[str]]:
-    """Returns {split: the folders that are named after it}."""
-    found: dict[str, list[str]] = {}
-    for name in listing.folders:
-        if split := split_of(name):
-            found.setdefault(split, []).append(name)
-    return found
-
-
 def find_folder(listing: Listing, split: str) -> str | None:
     """Returns the folder of `split`; ValueError if there are two. Two links to one folder count as one."""
-    names = split_folders(listing).get(split, [])
-    if len({os.path.realpath(listing.path / name) for name in names}) > 1:
-        refuse_two_names(f"--data_path {str(listing.path)!r}", split, names)
-    return names[0] if names else None
+    names = group_by_split(listing.folders).get(split, [])
+    distinct = {os.path.realpath(listing.path / name): name for name in reversed(names)}
+    where = f"--data_path {str(listing.path)!r}"
+    return only_name(sorted(distinct.values()), split, where) if distinct else None
 
 
 def find_split(listing: Listing, split: str, fall_back: bool = False) -> tuple[str | None, list[str]]:
     """Returns (the folder to read if `split` is asked for, or None; notes)."""
-    for name in readable_splits(split, fall_back):
-        if (folder := find_folder(listing, name)) is not None:
-            return folder, stand_in_notes(f"{folder}/", name, split)
-    return None, []
-
-
-def refuse_two_names(where: str, split: str, folders: Sequence[str]) -> None:
-    """Raises the ValueError for two folders of one split."""
-    names = " and ".join(f"{name}/" for name in folders)
-    raise ValueError(f"there is more than one folder of {split} in {where}: {names}. Keep one and rename the rest")
-
-
-def stand_in_notes(what: str, chosen: str, split: str) -> list[str]:
-    """Returns a note if another split is read than the one that was asked for."""
-    return [] if chosen == split else [f"{what} is read as {split}, because there is no {split}"]
+    chosen = choose_split(group_by_split(listing.folders), split, fall_back)
+    if chosen is None:
+        return None, []
+    folder = find_folder(listing, chosen)
+    return folder, stand_in_notes(f"{folder}/", chosen, split)
 
 
 def find_root(data_path: str | Path, split: str, labelled: bool = False) -> tuple[Path, list[str]]:
@@ -187,7 +151,7 @@ def find_root(data_path: str | Path, split: str, labelled: bool = False) -> tupl
     if not split:
         return root, []
     listing = list_folder(root)
-    found, (folder, notes) = split_folders(listing), find_split(listing, split, fall_back=not labelled)
+    found, (folder, notes) = group_by_split(listing.folders), find_split(listing, split, fall_back=not labelled)
     if folder is None and labelled:
         missing = f"{split}/{_unreadable_data_in(listing)}"
         raise ValueError(f"{what} has no folder {missing}; expected is {root / split}/<class>/*.jpg")
@@ -217,11 +181,6 @@ def _unreadable_data_in(listing: Listing) -> str:
         return " but unfinished shards: run the same pack_dataset.py command again"
     if stored := next((path.name for name in HUGGING_FACE for path in listing.path.glob(name)), None):
         return f" but files of Hugging Face datasets ({stored}), which --dataset hf reads"
-    if (listing.path / OLD_INDEX).exists():
-        return (
-            f" but shards of an earlier version ({OLD_INDEX}), which are no longer read. To make new ones from the "
-            "original images, run: python scripts/pack_dataset.py SOURCE DESTINATION"
-        )
     return ""
 
 
@@ -267,7 +226,7 @@ def refuse_inside_data(flag: str, path: str | Path, data_path: str | Path) -> No
     listing = list_folder(root)
     if any(split_of_tar(name) for name in listing.tars):
         return  # only tars whose names say a split are read
-    folders = [(root / name).resolve() for names in split_folders(listing).values() for name in names] or [root]
+    folders = [(root / name).resolve() for name in listing.folders if split_of(name)] or [root]
     inside = [folder for folder in folders if place.is_relative_to(folder)]
     if inside:
         raise ValueError(

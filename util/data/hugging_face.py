@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from util.data.folders import DEFAULT_PATH, readable_splits, split_of, stand_in_notes
+from util.data.folders import DEFAULT_PATH
 from util.data.images import EncodedImages, ImageError, read_file
+from util.data.splits import choose_split, group_by_split, only_name, stand_in_notes
 from util.text import count_of, shorten
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ def open_hugging_face(
     """
     splits, pinned_path = load_splits(str(data_path))
     what = pinned_path or str(data_path)
-    name, notes = choose_split(list(splits), split, labelled, what)
+    name, notes = choose_part(list(splits), split, labelled, what)
     root = f"{what}, split {name}" if name else what
     images = HuggingFaceImages(splits[name], root, labelled, image_column, label_column, pinned_path)
     images.notes += notes
@@ -185,17 +186,16 @@ def is_offline() -> bool:
     return bool(config.HF_HUB_OFFLINE)
 
 
-def choose_split(names: list[str], split: str, labelled: bool, what: str) -> tuple[str, list[str]]:
+def choose_part(names: list[str], split: str, labelled: bool, what: str) -> tuple[str, list[str]]:
     """Returns (the split to read if `split` is asked for, notes). ValueError if there is none, or more than one.
 
-    The rules are those of folders. A single split is read for images that need no labels, whatever its name is.
+    A single split is read for images that need no labels, whatever its name is.
     """
-    for candidate in readable_splits(split, fall_back=not labelled):
-        found = [name for name in names if split_of(name) == candidate]
-        if len(found) > 1:
-            raise ValueError(f"there is more than one split of {candidate} in {what}: {' and '.join(found)}")
-        if found:
-            return found[0], stand_in_notes(f"the split {found[0]}", candidate, split)
+    found = group_by_split(names)
+    chosen = choose_split(found, split, fall_back=not labelled)
+    if chosen is not None:
+        name = only_name(found[chosen], chosen, what, "split")
+        return name, stand_in_notes(f"the split {name}", chosen, split)
     if len(names) == 1 and not labelled:
         return names[0], stand_in_notes(f"the split {names[0]}", names[0] or split, split)
     listed = f"has the splits {shorten(names, 10)}, but no {split}" if names != [""] else "has no splits"

@@ -6,14 +6,11 @@ from typing import Any
 
 from util import collectives
 from util.data import decode
-from util.data.datasets import (
-    DOWNLOADED,
-    INATURALIST,
-    open_images,
-)
-from util.data.folders import list_folder, readable_splits, split_of, split_of_tar
+from util.data.datasets import DOWNLOADED, INATURALIST, open_images
+from util.data.folders import list_folder
 from util.data.hugging_face import HuggingFaceImages
 from util.data.images import EncodedImages, Images
+from util.data.splits import choose_split, group_by_split, split_of_tar
 from util.data.tars import find_tars
 
 
@@ -53,17 +50,18 @@ def open_everywhere(
 
 def has_val(args: argparse.Namespace, images: Images) -> bool:
     """Whether the data holds a split of validation images. It reads names alone. images: the training images."""
-    root, wanted = Path(args.data_path), set(readable_splits("val"))
+    root = Path(args.data_path)
     if args.dataset in INATURALIST:
         return (root / f"val{INATURALIST[args.dataset]}.json").is_file()
     if isinstance(images, HuggingFaceImages):
-        return bool({split_of(name) for name in images.splits} & wanted)
+        return choose_split(group_by_split(images.splits), "val") is not None
     if args.dataset in DOWNLOADED or getattr(images, "content", {}).get("split_inside"):
         return True
     if not root.is_dir():  # a tar without splits
         return False
     listing = list_folder(root)
-    return bool(({split_of(name) for name in listing.folders} | {split_of_tar(name) for name in listing.tars}) & wanted)
+    found = group_by_split(listing.folders) | group_by_split(listing.tars, split_of_tar)
+    return choose_split(found, "val") is not None
 
 
 def data_settings(images: Any) -> dict[str, str]:

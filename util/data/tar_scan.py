@@ -19,16 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from util.data.folders import (
-    IMG_EXTENSIONS,
-    drop_attached_arrays,
-    is_hidden,
-    is_image,
-    readable_splits,
-    refuse_two_names,
-    split_of,
-    stand_in_notes,
-)
+from util.data.folders import IMG_EXTENSIONS, drop_attached_arrays, is_hidden, is_image
+from util.data.splits import choose_split, group_by_split, only_name, split_of, stand_in_notes
 from util.text import count_of, shorten
 
 MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
@@ -160,18 +152,14 @@ def _choose_split(found: list[Found], split: str, what: str) -> tuple[list[Found
     """
     folders = [image.name.parent.parts for image in found]
     common, marks = _num_common(folders), _split_folders(folders)
-    by_split: dict[str | None, list[str]] = {}
-    for mark in sorted({mark for mark in marks if mark}):
-        by_split.setdefault(split_of(mark), []).append(mark)
+    by_split = group_by_split(sorted({mark for mark in marks if mark}))
     if not by_split:
         return found, None, []
-    chosen = next((name for name in readable_splits(split, fall_back=True) if name in by_split), None)
+    chosen = choose_split(by_split, split, fall_back=True)
     if chosen is None:
         names = " and ".join(f"{name}/" for names in by_split.values() for name in names)
         raise ValueError(f"inside {what} is {names}, but no {split}/: unpack it, and give the folder to read")
-    if len(by_split[chosen]) > 1:
-        refuse_two_names(what, chosen, by_split[chosen])
-    folder = by_split[chosen][0]
+    folder = only_name(by_split[chosen], chosen, what)
     unmarked = [parts for parts, mark in zip(folders, marks, strict=True) if mark is None]
     beside = sorted({f"{parts[common]}/" for parts in unmarked if len(parts) > common})
     if len(by_split) == 1 and beside:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from util.atomic import replaced_file
-from util.data.folders import find_folder, list_folder, readable_splits, refuse_archive, split_of_tar, stand_in_notes
+from util.data.folders import find_folder, list_folder, refuse_archive
 from util.data.images import EncodedImages, ImageError, retry_io
+from util.data.splits import choose_split, group_by_split, readable_splits, split_of_tar, stand_in_notes
 from util.data.tar_scan import Rows, describe_tars, repair_command, repair_hint, scan_tars, unread_labels
 from util.text import count_of, shorten
 
@@ -58,29 +59,26 @@ def choose_tars(data_path: str | Path, split: str, labelled: bool = False) -> Ch
     if not path.is_dir():
         return Choice([])
     listing = list_folder(path)
-    by_name: dict[str | None, list[Path]] = {}
-    for name in listing.tars:
-        by_name.setdefault(split_of_tar(name), []).append(path / name)
-    for name in readable_splits(split, fall_back=not labelled):
-        if (folder := find_folder(listing, name)) is not None:
-            inside = list_folder(path / folder)
-            tars = [] if inside.folders or inside.images else inside.tars
-            return Choice([inside.path / tar for tar in tars], notes=stand_in_notes(f"{folder}/", name, split))
-        if name in by_name:
-            return Choice(by_name[name], notes=stand_in_notes(_names_of(by_name[name]), name, split))
+    by_name = group_by_split(listing.tars, split_of_tar)
+    chosen = choose_split({*by_name, *group_by_split(listing.folders)}, split, fall_back=not labelled)
+    if chosen is not None:
+        folder = find_folder(listing, chosen)
+        if folder is None:
+            notes = stand_in_notes(shorten(by_name[chosen]), chosen, split)
+            return Choice([path / name for name in by_name[chosen]], notes=notes)
+        inside = list_folder(path / folder)
+        tars = [] if inside.folders or inside.images else inside.tars
+        return Choice([inside.path / tar for tar in tars], notes=stand_in_notes(f"{folder}/", chosen, split))
     if listing.folders or listing.images:
         return Choice([])
-    if by_name.keys() - {None}:
-        found = "; ".join(f"{name or 'no split'}: {_names_of(tars)}" for name, tars in by_name.items())
+    if by_name:
+        others = [name for name in listing.tars if split_of_tar(name) is None]
+        found = "; ".join(f"{name}: {shorten(tars)}" for name, tars in {**by_name, "no split": others}.items() if tars)
         raise ValueError(
             f"--data_path {str(path)!r} holds no tar with {split} in its name (names with {found}). Rename the tars to "
             f"read, to {split}-0.tar for example. Without labels, --data_path may also be a single tar"
         )
-    return Choice(by_name.get(None, []), by_folders=labelled)
-
-
-def _names_of(tars: Sequence[Path]) -> str:
-    return shorten([tar.name for tar in tars])
+    return Choice([path / name for name in listing.tars], by_folders=labelled)
 
 
 def write_index(path: Path, rows: Rows, content: Mapping[str, Any]) -> None:
@@ -180,7 +178,8 @@ def open_tars(choice: Choice, split: str = "train", labelled: bool = False) -> T
     root, what = choice.tars[0].parent, describe_tars(choice.tars)
     packed = TarImages(root / INDEX, root) if (root / INDEX).exists() else None
     if packed is not None and (extra := sorted({*choice.tars} - {*packed.tars})):
-        raise ValueError(f"{str(root)!r} holds tars that are not in its {INDEX}: {_names_of(extra)}. Move them away")
+        names = shorten([tar.name for tar in extra])
+        raise ValueError(f"{str(root)!r} holds tars that are not in its {INDEX}: {names}. Move them away")
     if packed is not None and len(packed.tars) == len(choice.tars):
         images = packed
     else:

@@ -272,18 +272,8 @@ NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(annotations=ANNOTATIONS[:2]), r"1 images without a label \(val2019/Aves/13.jpg\)"),
-        (dict(annotations=[*ANNOTATIONS, {"image_id": 99, "category_id": 3}]), r"1 labels without an image \(99\)"),
-        (dict(annotations=[*ANNOTATIONS, {"image_id": 11, "category_id": 3}]), r"1 images with several labels \(11\)"),
-        (dict(categories=[{"id": 3}, {"id": 5}]), r"1 labels of unknown categories \(7\)"),
-        (
-            dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "../13.jpg"])]),
-            "1 paths outside",
-        ),
-        (
-            dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], NAMES[0]])]),
-            r"1 images named twice \(val2019/Aves/11.jpg\)",
-        ),
+        (dict(annotations=ANNOTATIONS[:2]), r"names 1 image without a category \(val2019/Aves/13.jpg\)"),
+        (dict(categories=[{"id": 3}, {"id": 5}]), r"names 2 images without a category \(val2019/Aves/11.jpg\)"),
         (
             dict(images=[{"id": 11 + i, "file_name": n} for i, n in enumerate([*NAMES[:2], "val2019/14.jpg"])]),
             "14.jpg' is not a",

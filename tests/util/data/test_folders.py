@@ -7,15 +7,7 @@ from torchvision.datasets.folder import find_classes, make_dataset
 
 from tests.conftest import write_photo
 from util.data import folders
-from util.data.folders import (
-    IMG_EXTENSIONS,
-    find_root,
-    find_samples,
-    list_folder,
-    readable_splits,
-    split_of,
-    split_of_tar,
-)
+from util.data.folders import IMG_EXTENSIONS, find_root, find_samples, list_folder
 from util.data.images import FolderImages
 
 
@@ -68,45 +60,6 @@ def test_images_are_those_of_image_folder(photos):
     ours, theirs = FolderImages(photos), ImageFolder(photos / "train")
     assert [(ours.path(i), label) for i, label in enumerate(ours.labels.tolist())] == theirs.samples
     assert ours.classes == theirs.classes and ours.notes == [] and ours.root == photos / "train"
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("train", "training", "Train", "TRAINING"), "train"),
-        (("val", "valid", "validation", "Validation"), "val"),
-        (("test", "testing", "TEST"), "test"),
-        (("trainval", "train2017", "evaluation", "images", "interval", "vali"), None),
-    ],
-)
-def test_names_of_splits(names, expected):
-    assert {split_of(name) for name in names} == {expected}
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("imagenet-train-0000.tar", "train"),
-        ("ILSVRC2012_img_val.tar", "val"),
-        ("val2017.tar", "val"),
-        ("CC-Validation-3.tar", "val"),
-        ("test.tar", "test"),
-        ("train_val2018.tar", None),  # both
-        ("interval-0.tar", None),
-        ("trainval.tar", None),
-    ],
-)
-def test_words_in_names_of_tars(name, expected):
-    assert split_of_tar(name) == expected
-
-
-def test_which_splits_may_stand_in():
-    assert readable_splits("train") == readable_splits("train", fall_back=True) == ("train",)
-    assert readable_splits("val") == ("val", "test") and readable_splits("val", fall_back=True) == (
-        "val",
-        "test",
-        "train",
-    )
 
 
 @pytest.mark.parametrize(
@@ -267,16 +220,6 @@ def test_an_unpacked_folder_may_be_called_like_an_archive(tmp_path):
     (tmp_path / "photos.zip").mkdir()
     write_photo(tmp_path / "photos.zip" / "1.jpg")
     assert len(FolderImages(tmp_path / "photos.zip")) == 1
-
-
-def test_shards_of_an_earlier_version_are_refused_with_the_command_that_makes_new_ones(tmp_path):
-    tree(tmp_path, "train/prmim-index.json", "train/prmim-index.npy", "train/shard-00000.bin")
-    message = r"shards of an earlier version .* run: python scripts/pack_dataset\.py SOURCE DESTINATION"
-    for data_path in (tmp_path, tmp_path / "train"):
-        with pytest.raises(ValueError, match=message):
-            FolderImages(data_path)
-    with pytest.raises(ValueError, match=message):
-        FolderImages(tmp_path, labelled=True)
 
 
 @pytest.mark.fault("U79b", "Parquet or save_to_disk as --data_path without `--dataset hf`", "refused, names the flag")

@@ -25,7 +25,7 @@ from tests.two_processes import run_in_two_processes
 from util.data import hugging_face
 from util.data import images as module
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, open_images
-from util.data.hugging_face import HuggingFaceImages, choose_split
+from util.data.hugging_face import HuggingFaceImages, choose_part
 from util.data.images import FolderImages, ImageError
 from util.data.open import open_everywhere
 from util.data.transforms import RandomResizedCropFlip
@@ -321,7 +321,7 @@ def test_rows_without_a_class(tmp_path):
     ],
 )
 def test_the_split_that_is_read(names, split, labelled, expected, note):
-    assert choose_split(names, split, labelled, "data") == (expected, [note] if note else [])
+    assert choose_part(names, split, labelled, "data") == (expected, [note] if note else [])
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_the_split_that_is_read(names, split, labelled, expected, note):
 )
 def test_splits_that_are_missing_or_ambiguous(names, split, labelled, message):
     with pytest.raises(ValueError, match=message):
-        choose_split(names, split, labelled, "data")
+        choose_part(names, split, labelled, "data")
 
 
 # ---------------------------------------------------------------------------------------------------- opening the data
