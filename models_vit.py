@@ -309,16 +309,40 @@ class ViTEncoder(PositionedEncoder):
         nn.init.normal_(self.cls_token, std=0.02)
 
 
+def check_pool(model: nn.Module, global_pool: str) -> None:
+    """Raises ValueError unless `global_pool` is one of the model's `pools`."""
+    if global_pool not in model.pools:
+        raise ValueError(f"unknown global_pool {global_pool!r}, choose from {', '.join(model.pools)}")
+
+
 class Classifier(nn.Module):
     """Pooling, head, and freezing of all but the last blocks: turns an encoder into a classifier.
 
+    pools: what `global_pool` may be. `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the
+        encoder's `norm`. `token` takes the class token after the encoder's norm.
     frozen: modules that stay in eval mode. `freeze_all_but` sets them.
     cls_token_layer_decay: used by layer-wise learning-rate decay. If True, the class token gets the first layer's
         learning rate. If False, it gets the last layer's, as in TEC.
     """
 
+    pools: tuple[str, ...] = ("avg", "token")
     frozen: Sequence[nn.Module] = ()
     cls_token_layer_decay: bool = True
+
+    def add_head(self, num_classes: int, global_pool: str, probe: bool, std: float) -> None:
+        """Adds the pooling and the head, whose weights have the standard deviation `std` at first.
+
+        probe: the head of linear probing has a BatchNorm without parameters before the linear layer.
+        """
+        check_pool(self, global_pool)
+        self.global_pool, self.fc_norm = global_pool, nn.Identity()
+        if global_pool == "avg":
+            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
+        self.head = nn.Linear(self.embed_dim, num_classes)
+        nn.init.trunc_normal_(self.head.weight, std=std)
+        nn.init.zeros_(self.head.bias)
+        if probe:
+            self.head = nn.Sequential(nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6), self.head)
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
@@ -367,10 +391,7 @@ class Classifier(nn.Module):
 class VisionTransformer(Classifier, ViTEncoder):
     """The encoder with a classification head, as MAE fine-tunes it.
 
-    num_classes: width of the head.
-    global_pool: `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the encoder's `norm`.
-        `token` takes the class token after the encoder's norm.
-    probe: use the head of linear probing, which has a BatchNorm without parameters before the linear layer.
+    num_classes, global_pool, probe: see `Classifier`.
     train_pos_embed: train the position table, as in MAE, or keep it as it is, as in TEC.
     cls_token_mlp: send the class token through an MLP, as TEC does.
     kwargs: arguments of `ViTEncoder`.
@@ -386,22 +407,11 @@ class VisionTransformer(Classifier, ViTEncoder):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if global_pool not in ("avg", "token"):
-            raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
-        self.global_pool = global_pool
         self.pos_embed.requires_grad_(train_pos_embed)
         if cls_token_mlp:
             self.cls_token_mlp = Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
             init_weights(self.cls_token_mlp)
-        if global_pool == "avg":
-            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
-        else:
-            self.fc_norm = nn.Identity()
-        self.head = nn.Linear(self.embed_dim, num_classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.01 if probe else 2e-5)
-        nn.init.zeros_(self.head.bias)
-        if probe:
-            self.head = nn.Sequential(nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6), self.head)
+        self.add_head(num_classes, global_pool, probe, std=0.01 if probe else 2e-5)
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones."""

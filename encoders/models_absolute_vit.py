@@ -62,27 +62,12 @@ class AbsoluteViTEncoder(PositionedEncoder):
 class AbsoluteVisionTransformer(Classifier, AbsoluteViTEncoder):
     """The encoder with a classification head, as AMT fine-tunes it.
 
-    num_classes: width of the head.
-    global_pool: `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the encoder's `norm`.
-        `token` takes the class token after the encoder's norm, as AMT does.
-    probe: must be False. It exists because the other fine-tune models have it.
-    kwargs: arguments of `AbsoluteViTEncoder`.
+    num_classes, global_pool, probe: see `models_vit.Classifier`. kwargs: arguments of `AbsoluteViTEncoder`.
     """
 
     def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
         super().__init__(pretraining=False, **kwargs)
-        if global_pool not in ("avg", "token"):
-            raise ValueError(f"unknown global_pool {global_pool!r}, choose from avg, token")
-        if probe:
-            raise ValueError("this model has no probe: set trainable_blocks above 0, or leave it out")
-        self.global_pool = global_pool
-        if global_pool == "avg":
-            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
-        else:
-            self.fc_norm = nn.Identity()
-        self.head = nn.Linear(self.embed_dim, num_classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
-        nn.init.zeros_(self.head.bias)
+        self.add_head(num_classes, global_pool, probe, std=0.02 * 0.001)
 
 
 absolute_vit_micro_patch4 = partial(AbsoluteVisionTransformer, **MICRO)

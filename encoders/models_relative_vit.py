@@ -231,23 +231,14 @@ def init_weights_simmim(encoder: PatchEncoder, limit: float) -> None:
 class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
     """The encoder with a classification head, as SimMIM fine-tunes it: a bias table per block, mean pooling, `fc_norm`.
 
-    num_classes: width of the head.
-    global_pool, probe: must be `avg` and False. They exist because the other fine-tune models have them.
-    kwargs: arguments of `RelativeViTEncoder`.
+    num_classes, global_pool, probe: see `models_vit.Classifier`. kwargs: arguments of `RelativeViTEncoder`.
     """
+
+    pools = ("avg",)
 
     def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
         super().__init__(shared_bias=False, **kwargs)
-        if global_pool != "avg" or probe:
-            raise ValueError(
-                f"this model pools its patch tokens (global_pool 'avg') and has no probe, "
-                f"got global_pool {global_pool!r} and probe {probe}"
-            )
-        self.global_pool = global_pool
-        self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
-        self.head = nn.Linear(self.embed_dim, num_classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.02 * 0.001)
-        nn.init.zeros_(self.head.bias)
+        self.add_head(num_classes, global_pool, probe, std=0.02 * 0.001)
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""

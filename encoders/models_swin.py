@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from encoders.models_relative_vit import lookup_bias
 from encoders.rel_pos import grid_coords, relative_offset_index
 from encoders.window_groups import WindowGroups, unit_coords
-from models_vit import PatchEmbed, check_image_size, drop_path_rates, patchify, split_heads
+from models_vit import PatchEmbed, check_image_size, check_pool, drop_path_rates, patchify, split_heads
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
@@ -333,20 +333,17 @@ def init_weights(module: nn.Module) -> None:
 class SwinTransformer(SwinEncoder):
     """The encoder with a classification head on the mean of its tokens. All modules are trained.
 
-    num_classes: width of the head.
-    global_pool, probe: must be `avg` and False. They exist because the other fine-tune models have them.
-    kwargs: arguments of `SwinEncoder`.
+    num_classes: width of the head. global_pool: `avg`. probe: False. kwargs: arguments of `SwinEncoder`.
     """
 
+    pools = ("avg",)
     frozen: Sequence[nn.Module] = ()  # modules that stay in eval mode
 
     def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if global_pool != "avg" or probe:
-            raise ValueError(
-                f"Swin pools its tokens (global_pool 'avg') and has no probe, "
-                f"got global_pool {global_pool!r} and probe {probe}"
-            )
+        check_pool(self, global_pool)
+        if probe:
+            raise ValueError("Swin is fine-tuned as a whole and has no linear probe")
         self.global_pool, self.head = global_pool, nn.Linear(self.num_features, num_classes)
         init_weights(self.head)
 

@@ -276,5 +276,3 @@ def test_sizes_initial_weights_and_decay_of_simmim():
     assert model.blocks[1].gamma_1.tolist() == model.blocks[1].gamma_2.tolist() == pytest.approx([0.1] * 24)
     with pytest.raises(ValueError, match="unknown global_pool 'max', choose from avg, token"):
         AbsoluteVisionTransformer(global_pool="max")
-    with pytest.raises(ValueError, match="has no probe"):
-        AbsoluteVisionTransformer(global_pool="token", probe=True)
