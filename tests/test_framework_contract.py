@@ -224,6 +224,22 @@ def test_own_settings_are_the_values_of_the_framework_s_own_flags(name):
     assert all(isinstance(file.origin, str) for file in model.named_files().values())
 
 
+@frameworks
+def test_load_official_names_what_does_not_fit(name):
+    """It takes the content of a file. What every framework's own names are is in its own test."""
+    model = build(name)
+    own, weights = model.state_dict(), {"cls_token": torch.zeros(1, 1, 7), "nonsense": torch.zeros(1)}
+    with pytest.raises(ValueError) as error:
+        model.load_official({"model": weights, "epoch": 799})
+    message = str(error.value)
+    assert re.match(rf"{model.release} weights do not fit this {name}: \d+ missing: ", message)
+    if "cls_token" in own:
+        assert "1 unexpected: nonsense; 1 of another shape: cls_token is [1, 1, 7], the model's [1, 1, 32]" in message
+    else:
+        assert "2 unexpected: cls_token, nonsense" in message
+    assert "aggregation" not in message
+
+
 def gradients(model, loss):
     """Returns the gradients of the loss, and clears those of the model."""
     loss.backward()

@@ -239,9 +239,6 @@ def test_load_official_of_simmim_drops_the_unused_scale():
     for name, value in source.state_dict().items():
         expected = torch.ones_like(value) if name.endswith("gamma_1") else value
         assert torch.equal(model.state_dict()[name], expected), name
-    with pytest.raises(ValueError, match="AMT weights do not fit this AMTSimMIMViT: .*missing: pos_embed"):
-        del weights["encoder.pos_embed"]
-        model.load_official(weights | head)
 
 
 @pytest.mark.parametrize("global_pool", ["avg", "token"])
