@@ -181,19 +181,6 @@ def test_a_query_does_not_depend_on_which_others_there_are():
     torch.testing.assert_close(every[retained], few[retained], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_masked_pixels_never_change_a_prediction(source):
-    model = build(visible_source=source)
-    imgs, ids = a_batch(model)
-    masked = TokenOrder(ids, model.counts).mask.view(2, 1, 4, 4).double()
-    masked = torch.nn.functional.interpolate(masked, size=16).bool()
-    before, mask = model.reconstruct(imgs, ids)
-    after, _ = model.reconstruct(torch.where(masked, torch.randn_like(imgs), imgs), ids)
-    assert torch.equal(before, after)
-    other, _ = model.reconstruct(torch.where(masked, imgs, torch.randn_like(imgs)), ids)
-    assert (before - other)[mask].abs().amax(dim=-1).min() > 0
-
-
 @pytest.mark.parametrize(("levels", "use_input"), [(None, True), (None, False), ((0, 2), True), ((2,), False)])
 def test_levels_are_the_input_and_then_the_blocks_in_order(levels, use_input):
     model = build(levels=levels, use_input=use_input)
