@@ -82,7 +82,6 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         return self.norm(self.encode(tokens))
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
         latent = self.forward_encoder(self.patchify(imgs), order)
         return self.decoder.predict(self.decoder.features(latent, order))
 

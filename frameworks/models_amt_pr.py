@@ -20,7 +20,7 @@ import torch
 from typing_extensions import Unpack
 
 from encoders.models_absolute_vit import AbsoluteViTEncoder
-from framework import MAEArguments, ViTArguments
+from framework import Framework, MAEArguments, ViTArguments
 from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
@@ -44,8 +44,7 @@ RANDOM_MASK_RATIO = 0.75  # before there are attention maps
 def count_amt(num_tokens: int, mask_ratio: float, throw_ratio: float) -> TokenCounts:
     """Returns AMT's counts: int(N (mask_ratio - throw_ratio)) retained tokens and int(N mask_ratio) masked ones.
 
-    For example, 196 tokens with ratios 0.85 and 0.4 give 30 visible, 88 retained and 78 thrown tokens. Raises
-    ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
+    For example, 196 tokens with ratios 0.85 and 0.4 give 30 visible, 88 retained and 78 thrown tokens.
     """
     TokenCounts.from_ratios(num_tokens, mask_ratio, throw_ratio)  # checks the ratios
     # A difference of decimals such as .85 - .4 may lie just below its exact value.
@@ -99,7 +98,14 @@ class AMTOrderSampler(TokenOrderSampler):
         return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
 
 
-class AMTViT(MaskedAutoencoderViT):
+class AMTMasking(Framework):
+    """Draws tokens by AMT's sampler, whatever `sampling` is."""
+
+    def sampler(self, sampling: str) -> TokenOrderSampler:
+        return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
+
+
+class AMTViT(AMTMasking, MaskedAutoencoderViT):
     """MAE with AMT's masking and throwing. It has MAE's parameters, and loads MAE's releases and AMT's.
 
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
@@ -118,10 +124,6 @@ class AMTViT(MaskedAutoencoderViT):
             return count_amt(self.num_tokens, self.mask_ratio, self.throw_ratio)
         return TokenCounts.from_ratios(self.num_tokens, RANDOM_MASK_RATIO, 0.0)
 
-    def sampler(self, sampling: str) -> TokenOrderSampler:
-        """Returns AMT's sampler, whatever `sampling` is."""
-        return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
-
 
 class AbsoluteArguments(ViTArguments, total=False):
     """The arguments of AMT on SimMIM."""
@@ -130,7 +132,7 @@ class AbsoluteArguments(ViTArguments, total=False):
     pretraining: bool
 
 
-class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
+class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
     """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
 
     `mask_ratio` includes `throw_ratio`. The aggregation follows the last block. AMT itself has `progressive=False`.
@@ -150,10 +152,6 @@ class AMTSimMIMViT(SimMIMOnViT, AbsoluteViTEncoder):
         if not has_maps:
             mask_ratio, throw_ratio = mask_ratio - throw_ratio, 0.0
         return count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
-
-    def sampler(self, sampling: str) -> TokenOrderSampler:
-        """Returns AMT's sampler, whatever `sampling` is."""
-        return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
 
     def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Adds the positions and runs the encoder."""

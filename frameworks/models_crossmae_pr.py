@@ -106,7 +106,6 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def make_aggregation(self, dim: int) -> "CrossAggregation | None":
-        """Returns the aggregation, which also makes features of the visible cells, or None if there is none."""
         if not (self.progressive and self.counts.num_thrown):
             return None
         num_levels = len(self.levels) + self.use_input
@@ -125,11 +124,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         return self.encode_levels(tokens)
 
     def encode_levels(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Runs the blocks on embedded tokens with positions [B, n, D].
-
-        Returns the levels [k, B, 1 + n, D], class token first: the blocks' input if `use_input`, then the outputs of
-        the blocks in `levels`.
-        """
+        """Runs the blocks on embedded tokens with positions [B, n, D]. Returns the levels [k, B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
         levels = [x] if self.use_input else []
         for i, block in enumerate(self.blocks):
@@ -139,26 +134,18 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         return torch.stack(levels)
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts the supervised tokens. Returns [B, num_visible + num_supervised, p*p*C] in token order.
-
-        The decoder predicts no visible tokens. They are zero.
-        """
+        """Predicts the supervised tokens. Visible ones, which the decoder does not predict, are zero."""
         pred = self.decoder(self.forward_encoder(self.patchify(imgs), order), order)
         return torch.cat([pred.new_zeros(len(pred), self.counts.num_visible, pred.shape[2]), pred], dim=1)
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns CrossMAE's weights under the names here."""
         return rename_prefixes(weights, OFFICIAL_NAMES)
 
 
 class CrossAttentionDecoder(nn.Module):
     """CrossMAE's decoder: mask tokens that read mixtures of the encoder's levels. An aggregation may be set afterwards.
 
-    grid_size: (rows, columns) of the tokens.
-    embed_dim, num_levels: width and number k of the encoder's levels.
-    out_dim: number of values that are predicted for a token.
-    decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the blocks.
-
+    embed_dim, num_levels: width and number k of the encoder's levels. Other sizes: see `prmim.ProgressiveDecoder`.
     `level_weights` [decoder_depth, k] are the weights of the mixtures. They are free, that is, not normalised. Their
     initialisation is that of the release, Xavier-uniform.
     """
@@ -191,11 +178,7 @@ class CrossAttentionDecoder(nn.Module):
         self.aggregation: CrossAggregation | None = None
 
     def forward(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts the supervised tokens from the levels [k, B, 1 + num_visible, D], class token first.
-
-        Returns [B, num_supervised, out_dim] in token order: of all masked tokens, or of the retained ones without
-        aggregation.
-        """
+        """Predicts the supervised tokens [B, num_supervised, out_dim] from the levels [k, B, 1 + num_visible, D]."""
         return self.pred(self.norm(self.features(levels, order)))
 
     def features(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
@@ -270,11 +253,9 @@ class CrossAttention(nn.Module):
 class CrossAggregation(SpatialAggregation):
     """A `SpatialAggregation` that also makes features of the visible cells, because the decoder makes none.
 
-    embed_dim, num_levels: width and number of the encoder's levels.
     visible_source: what the visible cells hold. With `embed` it is a learned mixture of the levels, which is normalised
         and projected to the decoder's width. The mixture is the last level at first. With `zeros` it is zero. With
         `blocks`, the projected mixture, with positions, runs through the decoder's blocks as further queries.
-    dim, kernel_size, kind, applies_to: see `prmim.SpatialAggregation`.
     """
 
     def __init__(

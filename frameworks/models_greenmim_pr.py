@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 DECODER_ORDERS = ("true", "reference")
-
-
 DECODER_ORDER = Flag(
     "decoder_order",
     "where the decoder places the visible units. true: at their own positions; reference: as the release's code, which "
@@ -120,12 +118,10 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         return super().count_tokens(has_maps)
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
-        """Returns the sampler. The reference order needs the visible units in the order of the noise."""
         kind = NoiseOrderSampler if self.decoder_order == "reference" else TokenOrderSampler
         return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
     def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
-        """Returns a collator that also plans window groups."""
         return GroupCollator(self.sampler(sampling), seed, self.planner)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, *plans: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -169,12 +165,10 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         return self.encode_visible(tokens, ids[0], plans)
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Returns predictions [B, N, 32 * 32 * C] in token order, of the kept units only if not progressive."""
         latent = self.forward_encoder(self.token_pixels(imgs), order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of the bias tables and the mask token, which the release does not decay."""
         return {name for name, _ in self.named_parameters() if "position_bias" in name or "token" in name}
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

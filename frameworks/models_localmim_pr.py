@@ -100,15 +100,12 @@ class LocalMIMViT(Framework, ViTEncoder):
         return {f"hog{cell}": loss for cell, loss in zip(self.cells, losses, strict=True)}
 
     def forward_encoder(self, imgs: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
-        """Encodes the visible tokens. Returns the latents of the four levels, [B, 1 + num_visible, D] each."""
+        """Returns the latents of the visible tokens at the four levels, [B, 1 + num_visible, D] each."""
         tokens = self.patch_embed(order.take_visible(self.patchify(imgs))) + order.take_visible(self.pos_embed[:, 1:])
         return self.encode(tokens)
 
     def encode(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Runs the blocks on embedded tokens with positions [B, n, D].
-
-        Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first.
-        """
+        """Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first."""
         x = self.prepend_cls_token(tokens)
         levels: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
@@ -118,7 +115,6 @@ class LocalMIMViT(Framework, ViTEncoder):
         return levels
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W] after the last level's norm."""
         return self.encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])[-1]
 
     def target(self, imgs: torch.Tensor) -> list[torch.Tensor]:

@@ -44,10 +44,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         self.decoder.aggregation = self.make_aggregation(self.decoder_embed_dim)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels.
-
-        Returns [B, 1 + n, D], class token first, before the final norm.
-        """
+        """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels to [B, 1 + n, D]."""
         x, last = self.prepend_cls_token(tokens), len(self.blocks) - 1
         levels: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
@@ -59,15 +56,11 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         return (self.proj_weights.softmax(dim=0) * torch.stack(levels)).sum(dim=0)
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Returns token features [B, 1 + N, D] after the norm, of the last block alone, as the encoder is fine-tuned.
-
-        imgs: [B, C, H, W], normalised.
-        """
+        """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
         return self.norm(super().encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the parameters without weight decay, beside the 1-D ones. As in the release, not `proj_weights`."""
-        return {"cls_token", "decoder.mask_token"}
+        return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns MFF's weights under the names here.

@@ -43,13 +43,10 @@ class RelativeArguments(ViTArguments, total=False):
 
 
 class SimMIMOnViT(PixelFramework):
-    """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss.
-
-    A subclass inherits from an encoder, too. It calls `add_head` and implements `encode_kept`.
-    """
+    """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss."""
 
     def add_head(self) -> None:
-        """Adds mask token, head and aggregation. The encoder must be there."""
+        """Adds mask token, head and aggregation. A subclass calls it last."""
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02, a=-0.02, b=0.02)
         self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * self.in_chans)
@@ -78,7 +75,6 @@ class SimMIMOnViT(PixelFramework):
         return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts all tokens [B, N, p*p*C] in token order. Plain partial reconstruction predicts the kept ones."""
         return self.pred(self.norm(self.forward_encoder(self.patchify(imgs), order)))
 
 
@@ -104,11 +100,7 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
         return self.encode(tokens, order.ids_kept)
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the parameters without weight decay, beside the 1-D ones.
-
-        As in the release, the mask token and the bias table decay.
-        """
-        return {"cls_token"}
+        return {"cls_token"}  # as in the release: the mask token and the bias table decay
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return rename_release(weights, self.patch_size)
@@ -142,15 +134,13 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         return {"pixel": self.error(pred, self.patchify(imgs), order).abs().mean()}
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts all tokens [B, N, p*p*C] in token order."""
         tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.patchify(imgs))), self.mask_token)
         cells = self.pred(self.encode(order.restore(tokens)))  # [B, cells, stride * stride * C]
         patches = patchify(unpatchify(cells, self.stride, self.unit_grid), self.patch_size)  # [B, N, p*p*C], raster
         return order.take(patches, order.ids_shuffle)
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the parameters without weight decay, beside the 1-D ones. As in the release, bias tables decay."""
-        return {"mask_token"}
+        return {"mask_token"}  # as in the release: bias tables decay
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return rename_release(weights, self.stride)

@@ -119,15 +119,11 @@ class TECViT(Framework, ViTEncoder):
             decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
     def use_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Folds the change of the pixel normalisation into the teacher's patch embedding."""
         if self.teacher.statistics != (tuple(mean), tuple(std)):
             self.teacher.renormalize(mean, std)
 
     def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the scalar losses {"feature", "attention"}.
-
-        imgs: [B, C, H, W], normalised. ids_shuffle: int64 [B, N].
-        """
+        """Returns the scalar losses {"feature", "attention"}."""
         order = TokenOrder(ids_shuffle, self.counts)
         # The teacher runs first: its memory is free again before the student's activations are stored.
         features, logits, queries = self.teacher(imgs, order, self.num_keys, self.att_topk)
@@ -138,17 +134,11 @@ class TECViT(Framework, ViTEncoder):
         }
 
     def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Returns the adapted latent of the visible patches [B, 1 + num_visible, D], class token first.
-
-        patches: all of them, [B, N, p*p*C].
-        """
+        """Returns the adapted latent of the visible ones of all patches, [B, 1 + num_visible, D]."""
         return self.encode(self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:]))
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the fused outputs of all blocks [B, 1 + n, D], class token first.
-
-        tokens: embedded, with positions, [B, n, D].
-        """
+        """Returns the fused outputs of all blocks on embedded tokens [B, n, D], [B, 1 + n, D], class token first."""
         x, levels = self.prepend_cls_token(tokens), []
         for block in self.blocks:
             x = block(x)
@@ -209,10 +199,7 @@ class TECViT(Framework, ViTEncoder):
 
     @torch.no_grad()
     def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (predicted features [B, N, T] in raster order, bool mask [B, N] of the predicted tokens).
-
-        Plain partial reconstruction does not predict the thrown tokens: their mask is False and their features are 0.
-        """
+        """Returns (predicted features [B, N, T] in raster order, mask of the predicted tokens, bool [B, N])."""
         order = TokenOrder(ids_shuffle, self.counts)
         x, _ = self.forward_decoders(self.forward_encoder(self.patchify(imgs), order), order)
         pred = self.decoder_fea.predict(x[:, 1:])
@@ -238,14 +225,8 @@ class TECViT(Framework, ViTEncoder):
         return [View("predicted", "teacher", truth, prediction, "feature error", errors)]
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Returns token features [B, 1 + N, D] after the norm, without the adapter, class token first.
-
-        imgs: [B, C, H, W], normalised.
-        """
-        x = self.prepend_cls_token(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+        """Returns the features of the last block without the adapter, [B, 1 + N, D] after the norm."""
+        return self.norm(super().encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Moves and casts the teacher together with the model."""
