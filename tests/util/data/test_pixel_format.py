@@ -258,23 +258,19 @@ def test_floats_that_are_not_finite_name_the_bands(tmp_path, value):
     assert repr(str(tmp_path / "1.npy")) in message and "NaN or infinite values are in band 1, 3 (counted" in message
 
 
-@pytest.mark.parametrize("dtype", ["int64", "float64", "bool", "object", "int16", "complex64"])
-def test_other_types_of_arrays_are_refused(tmp_path, dtype):
-    np.save(tmp_path / "0.npy", pixels(5, "uint8").astype(dtype), allow_pickle=True)
-    assert f"its values are {dtype}; only uint8, uint16, float32 are read: convert it" in refused(tmp_path, in_chans=5)
+FIRST = "its shape is [5, 40, 52], which looks like channels first; expected is [H, W, C]: save numpy.moveaxis("
+OTHER = [(np.moveaxis(pixels(5, "uint16"), -1, 0), in_chans, FIRST) for in_chans in (3, 5)]
+for kind in ("int64", "float64", "bool", "object", "int16", "complex64"):
+    message = f"its values are {kind}; only uint8, uint16, float32 are read: convert it"
+    OTHER.append((pixels(5, "uint8").astype(kind), 5, message))
+for shape in ((4,), (2, 3, 4, 5), (0, 4, 5)):
+    OTHER.append((np.zeros(shape, np.uint8), 5, f"its shape is {list(shape)}; expected is [H, W] or [H, W, C]"))
 
 
-@pytest.mark.parametrize("in_chans", [3, 5])
-def test_channels_first_are_refused(tmp_path, in_chans):
-    np.save(tmp_path / "0.npy", np.moveaxis(pixels(5, "uint16"), -1, 0))
-    message = "its shape is [5, 40, 52], which looks like channels first; expected is [H, W, C]: save numpy.moveaxis("
+@pytest.mark.parametrize(("array", "in_chans", "message"), OTHER, ids=[message[:30] for *_, message in OTHER])
+def test_other_arrays_are_refused(tmp_path, array, in_chans, message):
+    np.save(tmp_path / "0.npy", array, allow_pickle=True)
     assert message in refused(tmp_path, in_chans=in_chans)
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 3, 4, 5), (0, 4, 5)])
-def test_other_shapes_are_refused(tmp_path, shape):
-    np.save(tmp_path / "0.npy", np.zeros(shape, np.uint8))
-    assert f"its shape is {list(shape)}; expected is [H, W] or [H, W, C]" in refused(tmp_path, in_chans=5)
 
 
 def test_files_that_would_need_gigabytes_are_refused_by_their_header(tmp_path, monkeypatch):
