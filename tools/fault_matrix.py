@@ -118,14 +118,17 @@ def outcome(row: Mapping[str, Any]) -> str:
 
 def document(rows: Sequence[Mapping[str, Any]]) -> str:
     """What was run when, how many rows held, and the table: all faults, and actions that did not hold."""
-    runs: dict[tuple[str, str], list[str]] = {}
+    runs: dict[tuple[str, str], list[str]] = {}  # consecutive rows become one range
+    before = None
     for row in rows:
-        runs.setdefault((row["commit"], row["run"]), []).append(row["row"])
-    largest = max(runs.values(), key=len, default=[])
-    text = "".join(
-        f"- `{commit}`, {run}: {'all other rows' if own is largest and len(runs) > 1 else ', '.join(own)}\n"
-        for (commit, run), own in runs.items()
-    )
+        run = row["commit"], row["run"]
+        own = runs.setdefault(run, [])
+        if run == before:
+            own[-1] = f"{own[-1].partition('-')[0]}-{row['row']}"
+        else:
+            own.append(row["row"])
+        before = run
+    text = "".join(f"- `{commit}`, {run}: {', '.join(own)}\n" for (commit, run), own in runs.items())
     text = f"Commits and machines:\n\n{text}\n"
     for letter, title in (("F", "faults of a cluster"), ("U", "actions of users")):
         run_rows = [row for row in rows if row["row"].startswith(letter) and row["ran"]]

@@ -42,6 +42,7 @@ def test_rows_keep_the_commit_that_they_were_measured_at(tmp_path, monkeypatch, 
         return [line for line in path.read_text().splitlines() if "tee" in line]
 
     assert run("aaa", F10="0 lost", F2="1 lost", U1="2 lost") == ["F2 aaa", "F10 aaa", "U1 aaa"]
+    assert ": F2-U1\n" in path.read_text()
     assert run("bbb + changes", "--rows", "F10", F10="3 lost") == ["F2 aaa", "F10 bbb + changes", "U1 aaa"]
     assert shown()[1] == r"| F10 | a `\| tee` | exact. *3 lost* |"
     text = path.read_text()
@@ -53,7 +54,7 @@ def test_rows_keep_the_commit_that_they_were_measured_at(tmp_path, monkeypatch, 
     )
     (small,) = [line for line in text.splitlines() if line.startswith("- `bbb + changes`, 2")]
     assert small.endswith(": F10") and "; torch " in small and " cores of " in small
-    assert "- `aaa`, 2" in text and ": all other rows\n" in text
+    assert "- `aaa`, 2" in text and ": F2, U1\n" in text
 
     with pytest.raises(SystemExit):
         run("ccc", "--rows", "F2", "U1", F2="skipped", U1="failed")
