@@ -13,11 +13,8 @@ from torch.nn import functional as F
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run import checkpoint
 from util.run.evaluation import evaluation_batches
-from util.run.folder import write_json
 from util.run.loop import TrainLoop
-from util.run.run import Run
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
 
@@ -135,73 +132,3 @@ def evaluate_images(
         dataset, everything, model, model, autocast, normalize.mean.device, *sizes, on_batch=on_batch
     )
     return evaluate(model, shown, len(images), normalize, autocast, columns)
-
-
-@dataclass
-class Evaluator:
-    """Evaluates a run on val/, logs it, keeps the best weights, and writes results.json."""
-
-    run: Run
-    model: nn.Module
-    images: Any
-    transform: ResizeCenterCrop
-
-    def is_due(self) -> bool:
-        """Whether the current step ends an epoch that is to be evaluated."""
-        return self.run.loop.step > 0 and self.run.ends_epoch(self.run.args.eval_every)
-
-    def is_done(self) -> bool:
-        """Whether the log holds the evaluation of the current step."""
-        return any(report["step"] == self.run.loop.step for report in self.evaluations())
-
-    def perform(self) -> None:
-        """Evaluates after an epoch."""
-        run, loop, saver = self.run, self.run.loop, self.run.saver
-        collectives.broadcast_buffers(self.model)
-        sizes = run.plan.batch_size, run.plan.num_workers
-        result = evaluate_images(
-            self.model, self.images, self.transform, loop.normalize, loop.autocast, *sizes, on_batch=run.alive
-        )
-        # All ranks must know, because gathering takes all of them.
-        is_best = collectives.run_on_rank0(lambda: result["top1"] > self.best_before())
-        weights = saver.gather(self.model) if is_best else None
-        if not run.process.is_main:
-            return
-        # The log comes last: an evaluation that is not in the log is repeated after a kill.
-        if is_best:
-            saver.write("best", {"model": weights}, {**run.record.meta(loop.step), "val": result}, required=False)
-        scalars = {"epoch": loop.step // loop.steps_per_epoch - 1, **{f"val_{name}": v for name, v in result.items()}}
-        line = f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['num_images']} images"
-        loop.log.report(loop.step, scalars, f"after epoch {scalars['epoch']}: {line}", line)
-        try:
-            self.write_results()
-        except OSError as error:  # it is written again at the end
-            loop.log.info(f"warning: results.json could not be written ({error}); training goes on")
-
-    def best_before(self) -> float:
-        """Returns top-1 of the best checkpoint so far, of an earlier step than the current one, or -1."""
-        meta = checkpoint.read_record(self.run.output_dir / "checkpoint-best.pth")
-        return meta["val"]["top1"] if meta and meta["step"] < self.run.loop.step else -1.0
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Returns the reports of all evaluations so far, on rank 0."""
-        return [report for report in self.run.log.history() if "val_top1" in report]
-
-    def results(self) -> dict[str, Any]:
-        """Returns the content of results.json: the last and the best evaluation, encoder and code."""
-        reports = {report["step"]: report for report in self.evaluations()}
-        if not reports:
-            return {}
-        evaluations, record = list(reports.values()), self.run.record
-        best = max(evaluations, key=lambda report: report["val_top1"])
-        return {
-            "last": evaluations[-1],
-            "best": best,
-            "encoder": record.extra["encoder"],
-            "code": record.origin["code"],
-        }
-
-    def write_results(self) -> None:
-        """Writes results.json."""
-        if self.run.process.is_main:
-            write_json(self.run.output_dir / "results.json", self.results())

@@ -10,6 +10,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,20 @@ from encoders import kinds as encoders
 from encoders import models_absolute_vit, models_relative_vit, models_swin
 from encoders.kinds import head_of
 from encoders.names import encoder_weights_of, load_encoder
-from engine_finetune import BatchAugmentation, Evaluator, evaluate_images, train_one_epoch
+from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack
 from util.data.images import check_classes, check_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
-from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop
+from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.lars import LARS
 from util.pos_embed import height_and_width
-from util.run import checkpoint, distributed
+from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
-from util.run.errors import exit_on_setup_errors
+from util.run.evaluation import Evaluation, Evaluator, Session, session_of_eval
 from util.run.flags import (
     Plan,
     add_data_flags,
@@ -49,7 +50,6 @@ from util.run.flags import (
     check_pixel_flags,
     num_workers,
 )
-from util.run.folder import refuse_different_starts
 from util.run.resume import warn_if_unfinished
 from util.run.run import Run
 from util.text import count_of
@@ -207,8 +207,8 @@ def build_model(settings: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], list[str] | None]:
-    """Loads a fine-tuned checkpoint: ours, MAE's or timm's. Returns (model in eval mode, settings, classes or None).
+def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """Loads a fine-tuned checkpoint: ours, MAE's or timm's. Returns (model in eval mode, settings, its meta or {}).
 
     Our checkpoints hold their settings. Those of other files are inferred from the weights. --crop_pct, --mean and
     --std of `args` win.
@@ -237,7 +237,7 @@ def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Modu
             settings["model"] = models_vit.find_factory(model.embed_dim, len(model.blocks), what)[0]
     for name in ("crop_pct", "mean", "std"):
         settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
-    return model.eval(), settings, meta.get("classes")
+    return model.eval(), settings, meta
 
 
 def note_on_size(dataset: str, images: Any) -> list[str]:
@@ -347,17 +347,24 @@ def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
     return images, val_images
 
 
-def summary_of_run(args: argparse.Namespace, run: Run, evaluator: Evaluator) -> list[str]:
-    """Returns what the run did, from its whole log, so that a finished run can say it again."""
-    lines, results = [f"trained {args.model} {run.progress()}"], evaluator.results()
-    for name in ("last", "best"):
-        if name in results:
-            r = results[name]
-            lines.append(
-                f"  {name:4} epoch   top-1 {r['val_top1']:.2f} %, top-5 {r['val_top5']:.2f} % (epoch {r['epoch']})"
-            )
-    evaluator.write_results()
-    return lines
+def describe_scores(scores: Mapping[str, Any]) -> str:
+    """Returns the scores of an evaluation in one line."""
+    return (
+        f"top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} % on {count_of(int(scores['num_images']), 'image')}"
+    )
+
+
+def evaluate_model(
+    model: nn.Module,
+    images: Any,
+    transform: ResizeCenterCrop,
+    normalize: Normalize,
+    autocast: Callable[[], AbstractContextManager],
+    sizes: tuple[int, int],
+    alive: Callable[[], None] | None = None,
+) -> Evaluation:
+    """Evaluates a model on all ranks. sizes: batch size and number of workers."""
+    return Evaluation(evaluate_images(model, images, transform, normalize, autocast, *sizes, on_batch=alive))
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
@@ -365,8 +372,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     parser, args = parse_args(argv)
     given = flags_given(parser, argv)
     if args.eval:
-        with exit_on_setup_errors(parser):
-            return evaluate_only(args, given)
+        with session_of_eval(parser, args, given, "this program, of MAE or of timm") as session:
+            return evaluate_only(args, given, session)
     largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, default_batch_size=largest) as run:
         images, val_images = open_data(args)
@@ -402,23 +409,23 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
             split_changes_draws=True,
         )
-        evaluator = Evaluator(run, model, val_images, ResizeCenterCrop(size, args.crop_pct, reference))
+        view = ResizeCenterCrop(size, args.crop_pct, reference)
+        numbers = run.loop.normalize, run.loop.autocast, (run.plan.batch_size, run.plan.num_workers)
+        evaluate = partial(evaluate_model, model, val_images, view, *numbers)
+        evaluator = Evaluator(run, evaluate, describe_scores, best_by="top1")
         train = partial(train_one_epoch, augment=augment)
-        return run.train(train, [evaluator], lambda: summary_of_run(args, run, evaluator))
+        return run.train(train, [evaluator], lambda: evaluator.summary(args.model))
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, float]:
+def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
     """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
-    process = distributed.init_process(args.device)
-    refuse_different_starts(args)
+    process = session.process
     if args.shard:
         raise ValueError("--eval does not support --shard: leave it out")
-    if args.resume in ("auto", "none"):
-        raise ValueError("--eval needs --resume: the path of a fine-tuned checkpoint, or a run's folder")
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
     check_pixel_flags(args)
-    model, settings, classes = load_classifier(args.resume, args)
+    model, settings, meta = load_classifier(args.resume, args)
     for name in ("model", "input_size", "patch_size", "in_chans"):
         if name in given and getattr(args, name) != settings.get(name, getattr(args, name)):
             raise ValueError(
@@ -428,24 +435,19 @@ def evaluate_only(args: argparse.Namespace, given: set[str]) -> dict[str, float]
     transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
     normalize = normalizer(settings, images.pixel_format).to(process.device)
-    if classes:
-        check_classes(classes, images.classes, "the checkpoint", "the data")
+    if meta.get("classes"):
+        check_classes(meta["classes"], images.classes, "the checkpoint", "the data")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
     autocast = precision(args.precision, process.device).autocast
     sizes = args.batch_size or 64, num_workers(args, process)
-    result = evaluate_images(model.to(process.device), images, transform, normalize, autocast, *sizes)
-    if process.is_main:
-        for note in images.notes + note_on_size(args.dataset, images):
-            print(note)
-        print(
-            f"top-1 {result['top1']:.3f} %, top-5 {result['top5']:.3f} %, loss {result['loss']:.4f} "
-            f"on {len(images)} images"
-        )
-    distributed.shut_down()
-    return result
+    result = evaluate_model(model.to(process.device), images, transform, normalize, autocast, sizes)
+    session.print(*images.notes, *note_on_size(args.dataset, images))
+    line = "top-1 {top1:.3f} %, top-5 {top5:.3f} %, loss {loss:.4f} on {num_images} images".format_map(result.scores)
+    session.finish(result, line, {"step": meta.get("step"), "checkpoint": args.resume})
+    return result.scores
 
 
 if __name__ == "__main__":

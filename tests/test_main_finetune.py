@@ -10,7 +10,6 @@ import timm
 import torch
 from PIL import Image
 
-import engine_finetune
 import main_finetune
 import main_pretrain
 from models_vit import VisionTransformer
@@ -19,6 +18,7 @@ from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
+from util.run import evaluation
 from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 from util.run.saving import CheckpointSaver
 
@@ -81,7 +81,7 @@ def fails(capsys, *arguments):
 def evaluate(data_path, path, *flags):
     arguments = ["--eval", "--resume", str(path), "--data_path", str(data_path), *flags]
     arguments += ["--device", "cpu", "--num_workers", "0"]
-    return main_finetune.evaluate_only(main_finetune.parse_args(arguments)[1], given=set())
+    return main_finetune.main(arguments)
 
 
 def test_a_run_from_a_pretrained_encoder(labelled, pretrained, tmp_path, capsys):
@@ -92,9 +92,9 @@ def test_a_run_from_a_pretrained_encoder(labelled, pretrained, tmp_path, capsys)
     evaluations = [r for r in reports(tmp_path / "out") if "val_top1" in r]
     assert [(r["step"], r["epoch"], r["val_num_images"]) for r in evaluations] == [(3, 0, 7), (6, 1, 7)]
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["last"] == evaluations[1]
+    assert results["last"] == evaluations[1] and results["details"] == {}
     assert results["best"] == max(evaluations, key=lambda r: r["val_top1"])
-    assert f"last epoch   top-1 {results['last']['val_top1']:.2f} %" in out and "best epoch   top-1" in out
+    assert f"last         epoch 1: top-1 {results['last']['val_top1']:.2f} %" in out and "  best         epoch " in out
     # Both checkpoints evaluate to what was logged, from the file alone.
     for name, path in (("last", tmp_path / "out"), ("best", tmp_path / "out" / "checkpoint-best.pth")):
         result = evaluate(labelled, path)
@@ -171,7 +171,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, 
 def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, tmp_path, monkeypatch, at, where):
     """After the checkpoint of step `at`: while evaluating, or while writing the best weights or results.json."""
     expected = run(labelled, tmp_path / "whole")
-    owner = CheckpointSaver if where == "write" else engine_finetune
+    owner = {"write": CheckpointSaver, "write_json": evaluation, "evaluate_images": main_finetune}[where]
     original = getattr(owner, where)
 
     def killed(*args, **kwargs):

@@ -21,12 +21,12 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from downstream.common import RESULTS
 from downstream.detection import main_detection
 from downstream.detection.masks import encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.photos import read_photos
 from util.run.cli import Parser, run_program, user_errors
+from util.run.evaluation import RESULTS
 from util.run.folder import read_json, writable_folder
 
 BACKGROUNDS = ("gravel.png", "grass.png")

@@ -24,12 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import (
     RECIPE_FILE,
-    Evaluation,
-    Evaluator,
     add_iteration_flags,
-    begin_evaluation,
     check_shared_flags,
-    end_evaluation,
     load_first_weights,
     schedule_by_iterations,
 )
@@ -46,7 +42,7 @@ from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
-from util.run.errors import exit_on_setup_errors
+from util.run.evaluation import Evaluation, Evaluator, Session, session_of_eval
 from util.run.flags import (
     Plan,
     RunSchedule,
@@ -273,8 +269,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        with exit_on_setup_errors(parser) as created:
-            return evaluate_only(args, flags_given(parser, argv), created)
+        given = flags_given(parser, argv)
+        with session_of_eval(parser, args, given, "this program or of detectron2") as session:
+            return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         images, val_images = open_split(args, "train", True), open_split(args, "val", False)
         check_categories(images.categories, val_images, str(images.json_path))
@@ -309,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         )
         numbers = run.loop.normalize, run.loop.autocast, run.plan.num_workers
         evaluate = partial(evaluate_model, model, val_images, val_masks, *numbers, args.num_pictures)
-        evaluator = Evaluator(run, evaluate, describe_scores, PICTURE)
+        evaluator = Evaluator(run, evaluate, describe_scores, picture_name=PICTURE)
         return run.train(train_iterations, [evaluator], lambda: evaluator.summary(f"a detector on {args.model}"))
 
 
@@ -356,21 +353,21 @@ def load_detector(
     return model.eval(), meta.get("step")
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str], created: list[Path]) -> dict[str, Any]:
+def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation images and returns the scores."""
-    process, folder = begin_evaluation(args, given, created, "this program or of detectron2")
+    check_least(args, 0, "num_workers num_pictures")
     coco_masks()
     images = open_split(args, "val", False)
     model, step = load_detector(args.resume, args, given, images)
-    model = model.to(process.device)
-    normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(process.device)
-    autocast = precision(args.precision, process.device).autocast
+    model = model.to(session.process.device)
+    normalize = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(session.process.device)
+    autocast = precision(args.precision, session.process.device).autocast
     if args.masks and not model.roi_heads.has_mask():
         raise ValueError(f"--masks, but the model at {args.resume!r} has no mask head: leave it out")
     masks = model.roi_heads.has_mask() and choose_masks(args.masks, images)
-    num_pictures = 0 if folder is None else args.num_pictures
-    result = evaluate_model(model, images, masks, normalize, autocast, num_workers(args, process), num_pictures)
-    end_evaluation(folder, result, describe_scores(result.scores), PICTURE, {"step": step, "checkpoint": args.resume})
+    num_pictures = 0 if session.output_dir is None else args.num_pictures
+    result = evaluate_model(model, images, masks, normalize, autocast, num_workers(args, session.process), num_pictures)
+    session.finish(result, describe_scores(result.scores), {"step": step, "checkpoint": args.resume}, PICTURE)
     return result.scores
 
 

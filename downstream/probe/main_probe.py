@@ -6,12 +6,14 @@
 
 kNN: DINO's protocol on the whole training set. Probes: the heads of CAPI's grid, all trained at the same time. A tenth
 of the training images is held out and selects learning rate and weight decay. The chosen heads are scored on val/ once.
-The program does not resume: after a stop, the same command starts from the beginning.
+The results of kNN and those of the heads are each saved once they are there. The same command continues after them; the
+training of the heads starts anew after a stop.
 """
 
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,20 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, open_encoder, open_timm_model
 from util import collectives
-from util.code_version import code_version
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
 from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
 from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy, moments_of_all
-from util.run import distributed
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, Precision, precision
-from util.run.errors import exit_on_setup_errors
-from util.run.evaluation import evaluation_batches
+from util.run.evaluation import ResultsFile, Session, evaluation_batches, evaluation_session
 from util.run.flags import add_data_flags, check_least, num_workers, split_batch
-from util.run.folder import lock_folder, refuse_different_starts, refuse_output_inside_data, write_json
+from util.run.folder import refuse_output_inside_data
+from util.run.supervise import StopSignal
 from util.tables import markdown_table
 from util.text import count_of
 
@@ -141,27 +141,6 @@ def protocol_of(
     return json.loads(json.dumps(protocol))
 
 
-def earlier_results(path: Path, sha256: str, protocol: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the content of `path` if it holds these results. ValueError if it holds others."""
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text())
-        before = {"encoder": content["sha256"], **content["protocol"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{str(path)!r} is no result of this program ({error!r}); choose another --output_dir"
-        ) from error
-    now = {"encoder": sha256, **protocol}
-    odd = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if odd:
-        changes = "; ".join(f"{name} was {before.get(name)} and now is {now.get(name)}" for name in odd[:3])
-        raise ValueError(
-            f"{str(path)!r} holds other results ({changes[:400]}); choose another --output_dir, or remove it"
-        )
-    return content
-
-
 class ImageSubset:
     """Some of the images, renumbered from 0."""
 
@@ -214,31 +193,34 @@ def rate_at(step: int, num_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
 
 
-class Evaluation:
+class Probing:
     """One encoder with the data and the resources to evaluate it."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        process: distributed.Process,
+        session: Session,
         encoder: FrozenEncoder,
         images: Images,
         val_images: Images,
         numbers: Precision,
     ) -> None:
+        process = session.process
         self.args, self.process, self.images, self.val_images = args, process, images, val_images
+        self.print = session.print
         self.encoder, self.autocast = encoder.to(process.device), numbers.autocast
         self.normalize = normalizer(encoder.pixel_settings, images.pixel_format).to(process.device)
         self.batch_size, self.accum_iter, _ = split_batch(
             args.batch_size, None, args.total_batch_size, process.world_size, 128
         )
+        self.training, self.held_out = split_held_out(len(images))
+        if set(args.probes) - {"knn"} and len(self.training) < args.total_batch_size:
+            raise ValueError(
+                f"nine tenths of the training set are {count_of(len(self.training), 'image')}, fewer than one batch of "
+                f"{args.total_batch_size}: lower --total_batch_size"
+            )
         self.num_workers = num_workers(args, process)
         self.view = ResizeCenterCrop(encoder.img_size, reference=args.loader == "reference")
-
-    def print_on_rank0(self, line: str) -> None:
-        """Prints a line on rank 0."""
-        if self.process.is_main:
-            print(line, flush=True)
 
     def dataset(self, images: Any, transform: Any) -> AddressedDataset:
         """Returns a data set; of training images, unreadable ones are replaced."""
@@ -276,8 +258,8 @@ class Evaluation:
                 )
         return found
 
-    def train_heads(self, probes: Probes, indices: np.ndarray) -> None:
-        """Trains all heads at once on the same augmented images."""
+    def train_heads(self, probes: Probes, indices: np.ndarray, stop: StopSignal) -> bool:
+        """Trains all heads at once on the same augmented images. Returns False if a signal stopped it."""
         args, process = self.args, self.process
         model = DistributedDataParallel(probes) if process.world_size > 1 else probes
         scale = args.total_batch_size / 256
@@ -311,8 +293,11 @@ class Evaluation:
             optimizer.zero_grad(set_to_none=True)
             if (step + 1) % max(1, args.steps // 20) == 0:
                 mean, seconds = loss.item() / len(losses), time.monotonic() - begin
-                self.print_on_rank0(f"step {step + 1}/{args.steps}: mean loss of all heads {mean:.4f}, {seconds:.0f} s")
+                self.print(f"step {step + 1}/{args.steps}: mean loss of all heads {mean:.4f}, {seconds:.0f} s")
+            if stop.agreed() and step + 1 < args.steps:
+                break
         stream.close()
+        return step + 1 == args.steps
 
     def encode(self, batch: Sequence[torch.Tensor]) -> tuple[dict[int, Any], torch.Tensor]:
         """Returns (the encoder's tokens by block, labels) of images as they are stored, and labels."""
@@ -350,14 +335,24 @@ class Evaluation:
                 )
         return {name: 100 * x[:, :2] / len(images) for name, x in hits.items()}
 
-    def heads(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Trains the grids of heads. Returns (the chosen ones on val/, all of them on the held-out images)."""
+    def heads(self) -> dict[str, list[dict[str, Any]]] | None:
+        """Trains the grids of heads. Returns the chosen ones on val/, and all of them on the held-out images.
+
+        None if a signal stopped the training. After Ctrl-C it raises KeyboardInterrupt.
+        """
         torch.manual_seed(self.args.seed)
         chosen_probes = [name for name in self.args.probes if name != "knn"]
         probes = Probes(self.encoder, chosen_probes, len(self.images.classes)).to(self.process.device)
-        training, held_out = split_held_out(len(self.images))
-        self.train_heads(probes, training)
-        selection = self.score_heads(probes, ImageSubset(self.images, held_out))
+        with StopSignal(self.process.device) as stop:
+            finished = self.train_heads(probes, self.training, stop)
+            stop.close()
+        if stop.name == signal.SIGINT.name:
+            raise KeyboardInterrupt
+        if not finished:
+            name = stop.name or "a signal to another process"
+            self.print(f"stopped by {name}; the same command trains the heads anew")
+            return None
+        selection = self.score_heads(probes, ImageSubset(self.images, self.held_out))
         accuracies = self.score_heads(probes, self.val_images)
         rows, everything = [], []
         for name, grid in probes.grids.items():
@@ -371,7 +366,7 @@ class Evaluation:
             lr, weight_decay = grid.grid[best]
             chosen = {"lr": lr, "weight_decay": weight_decay, "held_out_top1": scores[best]}
             rows.append({**where, **chosen, "top1": top1, "top5": top5})
-        return rows, everything
+        return {"chosen": rows, "held_out": everything}
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -388,54 +383,38 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(titles, cells, left=4, pad=True)
 
 
-def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
-    """Checks everything, then evaluates. Returns the content of probe.json. `created` gets the folders made."""
-    check_flags(args)
-    process = distributed.init_process(args.device, timeout_minutes=240)
-    refuse_different_starts(args)
-    encoder = collectives.run_everywhere(lambda: make_encoder(args))
-    images, val_images = open_data(args, encoder.in_chans)
-    encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
-    numbers = precision(args.precision, process.device)
-    protocol = protocol_of(args, encoder, images, val_images, numbers.name)
-    folder, _lock = lock_folder(args.output_dir, created)  # until this function ends
-    path = folder / RESULTS
-    content = collectives.run_on_rank0(lambda: earlier_results(path, encoder.sha256, protocol))
-    evaluation = Evaluation(args, process, encoder, images, val_images, numbers)
-    training, _ = split_held_out(len(images))
-    if set(args.probes) - {"knn"} and len(training) < args.total_batch_size:
-        raise ValueError(
-            f"nine tenths of the training set are {count_of(len(training), 'image')}, fewer than one batch of "
-            f"{args.total_batch_size}: lower --total_batch_size"
-        )
-    if content is not None:
-        evaluation.print_on_rank0(f"{path} holds these results already")
-    else:
-        for note in [encoder.name, *encoder.notes, *remarks, *images.notes, *val_images.notes]:
-            evaluation.print_on_rank0(note)
-        begin = time.monotonic()
-        rows: list[dict[str, Any]] = []
-        everything: list[dict[str, Any]] = []
-        if "knn" in args.probes:
-            rows += evaluation.knn()
-            evaluation.print_on_rank0(table_of(rows))
-        if set(args.probes) - {"knn"}:
-            chosen, everything = evaluation.heads()
-            rows += chosen
-        content = {"encoder": encoder.name, "sha256": encoder.sha256, "protocol": protocol, "results": rows}
-        content |= {"held_out": everything, "code": code_version(), "seconds": time.monotonic() - begin}
-        if process.is_main:
-            write_json(path, content)
-    evaluation.print_on_rank0(f"\n{table_of(content['results'])}\n{path}")
-    distributed.shut_down()
-    return content
+def results_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the parts say together: the chosen rows, and all heads on the held-out images."""
+    heads = parts.get("heads", {"chosen": [], "held_out": []})
+    return {"results": [*parts.get("knn", []), *heads["chosen"]], "held_out": heads["held_out"]}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluates the encoder that the flags name."""
+def main(argv: Sequence[str] | None = None) -> bool:
+    """Evaluates the encoder that the flags name. Returns False if a signal stopped it before its end."""
     parser, args = parse_args(argv)
-    with exit_on_setup_errors(parser) as created:
-        run(args, created)
+    with evaluation_session(parser, args, args.output_dir, check=check_flags) as session:
+        encoder = collectives.run_everywhere(lambda: make_encoder(args))
+        images, val_images = open_data(args, encoder.in_chans)
+        encoder.pixel_settings, remarks = complete_settings(encoder.pixel_settings, images)
+        numbers = precision(args.precision, session.process.device)
+        settings = protocol_of(args, encoder, images, val_images, numbers.name)
+        what = {"checkpoint": encoder.name, "sha256": encoder.sha256, "settings": settings}
+        results = ResultsFile(Path(args.output_dir) / RESULTS, what, results_of)
+        probing = Probing(args, session, encoder, images, val_images, numbers)
+
+        session.print(encoder.name, *encoder.notes, *remarks, *images.notes, *val_images.notes)
+        wanted = dict.fromkeys("knn" if name == "knn" else "heads" for name in settings["probes"])
+        missing = results.missing(wanted)
+        if "knn" in missing:
+            results.add("knn", rows := probing.knn())
+            session.print(table_of(rows))
+        if "heads" in missing:
+            heads = probing.heads()
+            if heads is None:
+                return False
+            results.add("heads", heads)
+        session.print(f"\n{table_of(results.content['results'])}\n{results.path}")
+    return True
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ same command again continues after the last set (or corruption and severity) tha
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +28,15 @@ from util import collectives
 from util.data.images import FolderImages, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
-from util.run import checkpoint, distributed
+from util.run import checkpoint
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
-from util.run.errors import exit_on_setup_errors
+from util.run.evaluation import ResultsFile, evaluation_session
 from util.run.flags import check_least, check_pixel_flags, num_workers
-from util.run.folder import lock_folder, refuse_different_starts, write_json, write_progress
 from util.tables import markdown_table
 from util.text import count_of, shorten
+
+RESULTS = "robustness.json"
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def identify(resume: str) -> tuple[Path, str]:
 
 def load_wnid_classifier(path: Path, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
-    model, settings, classes = load_classifier(path, args)
+    model, settings, meta = load_classifier(path, args)
     pixels = PixelFormat(settings["in_chans"], settings["pixels"] or RGB8.dtype)
     if pixels != RGB8:
         raise ValueError(f"{str(path)!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
@@ -311,35 +311,11 @@ def load_wnid_classifier(path: Path, args: argparse.Namespace, wnids: list[str])
             f"the head of {str(path)!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
             f"these sets need a classifier that was fine-tuned on ImageNet-1k"
         )
+    classes = meta.get("classes")
     if classes and list(classes) != wnids:
         odd = sorted(set(classes) - set(wnids)) or ["another order"]
         raise ValueError(f"{str(path)!r} was not fine-tuned on ImageNet-1k; its classes differ: {shorten(odd, 5)}")
     return model, settings
-
-
-def earlier_results(path: Path, sha256: str, settings: dict[str, Any], parts: list[Part]) -> dict[str, dict[str, Any]]:
-    """Returns {part: result} of an earlier start. ValueError if its checkpoint, settings or data were different."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-        before = {"checkpoint": content["sha256"], **content["settings"]}
-        done = content["parts"]
-        sources = {name: r["source"] for name, r in done.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{str(path)!r} is no result of this program ({error!r}); choose another --output_dir"
-        ) from error
-    now = {"checkpoint": sha256, **settings}
-    odd = [
-        f"{name} was {before.get(name)} and now is {value}" for name, value in now.items() if before.get(name) != value
-    ]
-    for part in parts:
-        if sources.get(part.name, str(part)) != str(part):
-            odd.append(f"{part.name} was {sources[part.name]} and now is {part}")
-    if odd:
-        raise ValueError(f"{str(path)!r} holds other results ({'; '.join(odd[:2])}); choose another --output_dir")
-    return done
 
 
 def evaluate_part(
@@ -380,72 +356,53 @@ def evaluate_part(
     }
 
 
-def run(args: argparse.Namespace, created: list[Path]) -> dict[str, Any]:
-    """Checks everything, then evaluates what is not done yet. `created` gets the folders made."""
-    check_least(args, 1, "batch_size")
-    check_least(args, 0, "num_workers")
-    check_pixel_flags(args)
-    # The other ranks wait while rank 0 counts up to four million files.
-    process = distributed.init_process(args.device, timeout_minutes=240)
-    refuse_different_starts(args)
-    wnids = imagenet_wnids()
-    path, sha256 = collectives.run_on_rank0(lambda: identify(args.resume))
-    model, found = load_wnid_classifier(path, args, wnids)
-    name, autocast, _ = precision(args.precision, process.device)
-    settings = {
+def settings_of(found: Mapping[str, Any], precision_name: str) -> dict[str, Any]:
+    """Returns everything that the results depend on, beside weights and images. found: settings of the classifier."""
+    ResizeCenterCrop(found["input_size"], found["crop_pct"])  # ValueError now rather than later
+    return {
         "input_size": found["input_size"],
         "crop_pct": found["crop_pct"],
         "mean": list(found["mean"] or IMAGENET_MEAN),
         "std": list(found["std"] or IMAGENET_STD),
-        "precision": name,
+        "precision": precision_name,
     }
-    ResizeCenterCrop(settings["input_size"], settings["crop_pct"])  # ValueError now rather than later
-    if process.is_main:
-        print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first", flush=True)
-    parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
-    output_dir, _lock = lock_folder(args.output_dir, created)  # until this function ends
-    results = output_dir / "robustness.json"
-    done = collectives.run_on_rank0(lambda: earlier_results(results, sha256, settings, parts))
-    skipped = [part.name for part in parts if part.name in done]
-    if skipped and process.is_main:
-        print(f"{results} already holds {len(skipped)} of {count_of(len(parts), 'part')}: {shorten(skipped, 5)}")
 
-    model = model.to(process.device)
-    normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
-    sizes = args.batch_size, num_workers(args, process)
-    content: dict[str, Any] = {
-        "checkpoint": str(path),
-        "sha256": sha256,
-        "settings": settings,
-        "summary": summarise(done),
-        "parts": done,
-    }
-    for part in parts:
-        if part.name in skipped:
-            continue
-        start = time.perf_counter()
-        done[part.name] = result = evaluate_part(part, model, wnids, settings, normalize, autocast, sizes)
-        content["summary"] = summarise(done)
-        if process.is_main:
-            write_json(results, content)
-            write_progress(output_dir, len(done))
-            seconds = time.perf_counter() - start
-            print(
-                f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s", flush=True
-            )
-    if process.is_main:
-        text = report(content["summary"], len(wnids))
-        (output_dir / "robustness.md").write_text(text)
-        print(f"\n{text}\nwritten to {results} and {results.with_suffix('.md')}")
-    distributed.shut_down()
-    return content
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError if a flag is out of range."""
+    check_least(args, 1, "batch_size")
+    check_least(args, 0, "num_workers")
+    check_pixel_flags(args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluates on all sets that the flags name."""
+    """Checks all sets that the flags name, then evaluates what is not done yet."""
     parser, args = parse_args(argv)
-    with exit_on_setup_errors(parser) as created:
-        run(args, created)
+    with evaluation_session(parser, args, args.output_dir, check_flags) as session:
+        process, output_dir, wnids = session.process, Path(args.output_dir), imagenet_wnids()
+        path, sha256 = collectives.run_on_rank0(lambda: identify(args.resume))
+        model, found = load_wnid_classifier(path, args, wnids)
+        name, autocast, _ = precision(args.precision, process.device)
+        settings = settings_of(found, name)
+        session.print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first")
+        parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
+        what = {"checkpoint": str(path), "sha256": sha256, "settings": settings}
+        sources = {part.name: str(part) for part in parts}
+        results = ResultsFile(output_dir / RESULTS, what, lambda done: {"summary": summarise(done)}, sources)
+        missing = results.missing(sources)
+        model = model.to(process.device)
+        normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
+        sizes = args.batch_size, num_workers(args, process)
+        for part in (part for part in parts if part.name in missing):
+            start = time.perf_counter()
+            result = evaluate_part(part, model, wnids, settings, normalize, autocast, sizes)
+            results.add(part.name, result)
+            seconds = time.perf_counter() - start
+            session.print(f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s")
+        if process.is_main:
+            text = report(results.content["summary"], len(wnids))
+            results.path.with_suffix(".md").write_text(text)
+            session.print(f"\n{text}\nwritten to {results.path} and {results.path.with_suffix('.md')}")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from downstream.common import RESULTS
 from downstream.photos import read_photos
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.data import LabelValues, SegmentationImages
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util.run.cli import Parser, run_program, user_errors
+from util.run.evaluation import RESULTS
 from util.run.folder import read_json, writable_folder
 
 PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "coffee.png")

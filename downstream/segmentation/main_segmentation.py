@@ -25,12 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.common import (
     RECIPE_FILE,
-    Evaluation,
-    Evaluator,
     add_iteration_flags,
-    begin_evaluation,
     check_shared_flags,
-    end_evaluation,
     load_first_weights,
     schedule_by_iterations,
 )
@@ -61,13 +57,14 @@ from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
-from util.run.errors import exit_on_setup_errors
+from util.run.evaluation import Evaluation, Evaluator, Session, session_of_eval
 from util.run.flags import (
     Plan,
     add_batch_flags,
     add_loading_flags,
     add_run_flags,
     add_update_flags,
+    check_least,
     num_workers,
 )
 from util.run.run import Run
@@ -270,8 +267,9 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
     if args.eval:
-        with exit_on_setup_errors(parser) as created:
-            return evaluate_only(args, flags_given(parser, argv), created)
+        given = flags_given(parser, argv)
+        with session_of_eval(parser, args, given, "this program or of mmsegmentation") as session:
+            return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         process, classes = run.process, read_classes(args.class_names, args.num_classes)
         images, val_images = (open_split(vars(args), args.data_path, split) for split in ("train", "val"))
@@ -303,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         )
         numbers = run.loop.normalize, run.loop.autocast, run.plan.num_workers
         evaluate = partial(evaluate_model, model, val_images, vars(args), classes, *numbers)
-        evaluator = Evaluator(run, evaluate, describe_scores, PICTURE)
+        evaluator = Evaluator(run, evaluate, describe_scores, picture_name=PICTURE)
         train = partial(train_iterations, mean_over_valid=args.mean_over_valid)
         return run.train(train, [evaluator], lambda: evaluator.summary(f"{args.head} on {args.model}"))
 
@@ -311,23 +309,23 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate_only(args: argparse.Namespace, given: set[str], created: list[Path]) -> dict[str, Any]:
+def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    process, folder = begin_evaluation(args, given, created, "this program or of mmsegmentation")
+    check_least(args, 0, "num_workers num_pictures")
     model, settings, meta = load_segmenter(args.resume, args, given)
     if "class_names" in meta and "class_names" not in given:
         classes = meta["class_names"], np.array(meta["class_colors"], np.uint8)
     else:
         classes = read_classes(args.class_names, settings["num_classes"])
     images = open_split(settings, args.data_path, "val")
-    if folder is None:
+    if session.output_dir is None:
         settings["num_pictures"] = 0
-    normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
-    autocast = precision(args.precision, process.device).autocast
-    model = model.to(process.device)
-    result = evaluate_model(model, images, settings, classes, normalize, autocast, num_workers(args, process))
+    normalize = Normalize(settings["mean"], settings["std"]).to(session.process.device)
+    autocast = precision(args.precision, session.process.device).autocast
+    model = model.to(session.process.device)
+    result = evaluate_model(model, images, settings, classes, normalize, autocast, num_workers(args, session.process))
     origin = {"step": meta.get("step"), "checkpoint": args.resume}
-    end_evaluation(folder, result, describe_scores(result.scores), PICTURE, origin)
+    session.finish(result, describe_scores(result.scores), origin, PICTURE)
     return {**result.scores, **result.details}
 
 

@@ -29,5 +29,5 @@ def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, out):
     path, _ = finetuned(tmp_path, VIT[1], img_size=(16, 64), crop_pct=0.95)
     run(capsys, path, tmp_path / out)
     flags = main_finetune.get_args_parser().parse_args([])
-    _, settings, classes = main_finetune.load_classifier(tmp_path / out, flags)
-    assert settings["crop_pct"] == 0.95 and settings["input_size"] == [16, 64] and classes == list("abcde")
+    _, settings, meta = main_finetune.load_classifier(tmp_path / out, flags)
+    assert settings["crop_pct"] == 0.95 and settings["input_size"] == [16, 64] and meta["classes"] == list("abcde")

@@ -210,6 +210,7 @@ class RunSchedule:
     summary: str  # one line for the log
     pauses: tuple[int, ...]  # the run saves at the multiples of these steps
     epochs: float  # by which other programs see how far a run is
+    unit: str = "epoch"  # of --eval_every, or "iteration"
 
 
 def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:

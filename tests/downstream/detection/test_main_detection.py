@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from downstream.common import RESULTS
 from tests.downstream.detection.coco import write_coco
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.evaluation import RESULTS
 from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import find_changes

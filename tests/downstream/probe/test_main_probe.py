@@ -47,11 +47,7 @@ def fails(capsys, *arguments, code=2):
         main_probe.main(command(*arguments))
     assert stop.value.code == code
     message = capsys.readouterr().err
-    assert (
-        message.startswith("downstream/probe/main_probe.py: error: ")
-        and "Traceback" not in message
-        and len(message) < 1200
-    )
+    assert message.startswith("main_probe.py: error: ") and "Traceback" not in message and len(message) < 1200
     return message
 
 
@@ -143,9 +139,9 @@ def test_the_schedule_warms_up_linearly_and_ends_at_zero():
 def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
     content = probe(encoder, data, tmp_path / "out", "--probes", "knn")
     with monkeypatch.context() as patch:
-        patch.setattr(main_probe.Evaluation, "knn", lambda self: pytest.fail("computed again"))
+        patch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
         assert probe(encoder, data, tmp_path / "out", "--probes", "knn") == content
-    assert "holds these results already" in capsys.readouterr().out
+    assert "already holds 1 of 1 part: knn" in capsys.readouterr().out
     message = fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn", "--blocks", 3)
     assert "probe.json' holds other results (blocks was [4] and now is [3]); choose another --output_dir" in message
     other = tmp_path / "other"
@@ -153,7 +149,7 @@ def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys
     other.mkdir()
     settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"]))
     save_checkpoint(other, 1, {"model": main_pretrain.build_model(settings).state_dict()}, {"settings": settings})
-    assert "holds other results (encoder was" in fails(capsys, other, data, tmp_path / "out", "--probes", "knn")
+    assert "holds other results (checkpoint was" in fails(capsys, other, data, tmp_path / "out", "--probes", "knn")
     assert json.loads((tmp_path / "out" / "probe.json").read_text()) == content
     (tmp_path / "out" / "probe.json").write_text("[]")
     assert "is no result of this program" in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
@@ -213,14 +209,16 @@ def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path,
 
 def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
     """First one head of each grid has diverged, then all of them have."""
-    train_heads, diverged = main_probe.Evaluation.train_heads, slice(3, 4)
+    train_heads, diverged = main_probe.Probing.train_heads, slice(3, 4)
 
-    def diverging(self, probes, indices):
-        train_heads(self, probes, indices)
+    def diverging(self, *how):
+        finished = train_heads(self, *how)
+        probes = how[0]
         for head in [*probes.grids["4 mean linear"].heads][diverged]:
             head.weight.data[:] = torch.nan
+        return finished
 
-    monkeypatch.setattr(main_probe.Evaluation, "train_heads", diverging)
+    monkeypatch.setattr(main_probe.Probing, "train_heads", diverging)
     content = probe(encoder, data, tmp_path / "one", "--probes", "linear")
     scores = [head["held_out_top1"] for head in content["held_out"] if head["feature"] == "mean"]
     assert scores[3] == 0 and max(scores) > 0
@@ -230,9 +228,21 @@ def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_pat
     assert not (tmp_path / "all" / "probe.json").exists()
 
 
+def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(main_probe.StopSignal, "agreed", lambda stop: True)
+    words = command(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
+    assert main_probe.main(words) is False
+    kept = json.loads((tmp_path / "out" / "probe.json").read_text())
+    assert list(kept["parts"]) == ["knn"]
+    monkeypatch.undo()
+    monkeypatch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
+    content = probe(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
+    assert list(content["parts"]) == ["knn", "heads"] and content["results"][: len(kept["results"])] == kept["results"]
+
+
 def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
     with held_by_another_process(tmp_path / "out") as message, monkeypatch.context() as patch:
-        patch.setattr(main_probe.Evaluation, "knn", lambda self: pytest.fail("computed"))
+        patch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed"))
         assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
     probe(encoder, data, tmp_path / "out", "--probes", "knn")  # a lock goes with its process
 
@@ -248,7 +258,7 @@ def test_two_processes_give_the_results_of_one(encoder, data, tmp_path):  # noqa
     code, out = run_by_torchrun("downstream/probe/main_probe.py", *command(encoder, data, tmp_path / "two", *flags))
     assert code == 0, out[-3000:]
     two, one = json.loads((tmp_path / "two" / "probe.json").read_text()), probe(encoder, data, tmp_path / "one", *flags)
-    assert two["protocol"] == one["protocol"] and len(one["results"]) == 12 + 3
+    assert two["settings"] == one["settings"] and len(one["results"]) == 12 + 3
     for ours, theirs in zip(two["results"][:12], one["results"][:12], strict=True):
         assert ours == theirs
     same = [

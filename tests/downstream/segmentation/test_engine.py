@@ -1,12 +1,10 @@
 """Losses, slide inference and scores against slow derivations; the schedule; colours."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from downstream.common import Evaluation, Evaluator, LinearDecay
+from downstream.common import LinearDecay
 from downstream.segmentation.data import IGNORE
 from downstream.segmentation.engine_segmentation import (
     default_colors,
@@ -19,7 +17,6 @@ from downstream.segmentation.engine_segmentation import (
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from tests.two_processes import run_in_two_processes
 from util.data.images import ImageError
-from util.run.loop import Clock
 
 # ----------------------------------------------------------------------------------------------------------- scores
 
@@ -168,23 +165,6 @@ def test_a_large_image_is_cut_into_several_batches():
     sizes.clear()
     torch.testing.assert_close(slide_logits(predict, img, (8, 8), 5), total / count)
     assert sizes == [8, 8]
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_an_evaluation_does_not_count_as_training_time(tmp_path, is_main):
-    """The clock begins again on all ranks."""
-    log = SimpleNamespace(report=lambda *values: None)
-    loop = SimpleNamespace(step=4, steps_per_epoch=2, watchdog=None, log=log, clock=Clock())
-    record = SimpleNamespace(process=SimpleNamespace(is_main=is_main), extra={"encoder": None}, origin={"code": ""})
-    saver = SimpleNamespace(record=record, output_dir=tmp_path)
-
-    def evaluate(alive):
-        loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
-        return Evaluation({"miou": 1.0}, {}, None)
-
-    Evaluator(evaluate, str, "picture.png", torch.nn.Linear(1, 1), loop, saver, 4).run()
-    assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
-    assert (tmp_path / "results.json").exists() == is_main
 
 
 # ---------------------------------------------------------------------------------------------- schedule and colours

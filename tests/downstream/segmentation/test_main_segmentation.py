@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from downstream.common import RESULTS, Evaluator
 from downstream.segmentation import demo, main_segmentation
 from downstream.segmentation.models import UPerNet
 from downstream.segmentation.trained import infer_settings
@@ -20,6 +19,7 @@ from tests.downstream.segmentation.test_models import randomise
 from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.evaluation import RESULTS, Evaluator
 from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import find_changes

@@ -6,7 +6,8 @@ import pytest
 
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
-from util.run.run import closing_lines, describe_progress
+from util.run.loop import Clock
+from util.run.run import Run, closing_lines, describe_progress
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,15 @@ def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("a checkpoint was read"))
     assert closing_lines(tmp_path, is_main=True)[0] == f"  checkpoint   {tmp_path / 'checkpoint-10.pth'}"
     assert len(closing_lines(tmp_path, is_main=False)) == 1
+
+
+def test_work_between_steps_does_not_count_as_training_time():
+    """The clock begins again on all ranks."""
+    loop = Namespace(step=4, clock=Clock(), has_stopped=lambda: False)
+
+    def perform():
+        loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
+
+    work = Namespace(is_due=lambda: True, is_done=lambda: False, perform=perform)
+    Run._run_due(Namespace(loop=loop), [work])
+    assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
