@@ -11,7 +11,7 @@ from util.run.loop import TrainLoop
 def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]], steps: range, loop: TrainLoop) -> bool:
     """Makes the optimizer steps `steps`, which belong to one epoch. Returns whether a signal stopped it early.
 
-    model: a framework, `model(imgs, ids_shuffle, *plans) -> {name: scalar loss}`, or a wrapper of one.
+    model: a framework, `model(imgs, ids_shuffle, *groupings) -> {name: scalar loss}`, or a wrapper of one.
     batches: iterator over `MaskCollator`'s batches, `loop.accum_iter` per step, that stands at `steps.start`.
     steps: numbers of optimizer steps, counted from 0 over the whole run.
     """

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from models_vit import Block, init_weights, layer_norm
+from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
-from util.peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.pos_embed import sincos_pos_embed
 
 

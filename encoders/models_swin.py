@@ -284,24 +284,24 @@ class SwinEncoder(nn.Module):
         return self.norm(x.flatten(1, 2))
 
     def encode_visible(
-        self, tokens: torch.Tensor, units: torch.Tensor, plans: Sequence[torch.Tensor] = ()
+        self, tokens: torch.Tensor, units: torch.Tensor, groupings: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
         """Runs all stages and the norm on embedded tokens of V units [B, V, side, side, D]. Returns [B, V, 8 D].
 
         units: raster ids [V] of the units, the same for all images.
-        plans: groups made by `GroupPlanner`. Without them every stage is one group of all tokens, which gives the same
+        groupings: made by `WindowGrouper`. Without them every stage is one group of all tokens, which gives the same
             result and is slower.
         """
         grouped = self.grouped_stages(len(units))
-        if len(plans) not in (0, len(grouped)):
-            raise ValueError(f"{len(grouped)} plans are needed, or none, got {len(plans)}")
-        x, remaining = tokens, iter(plans)
+        if len(groupings) not in (0, len(grouped)):
+            raise ValueError(f"{len(grouped)} groupings are needed, or none, got {len(groupings)}")
+        x, remaining = tokens, iter(groupings)
         for stage in self.layers:
             side = x.shape[2]
             coords, groups = unit_coords(units, self.unit_grid[1], side), {}
             for shift in stage.shifts:
-                plan = next(remaining, None) if (side, stage.window, shift) in grouped else None
-                groups[shift] = WindowGroups(coords, stage.window, shift, plan)
+                grouping = next(remaining, None) if (side, stage.window, shift) in grouped else None
+                groups[shift] = WindowGroups(coords, stage.window, shift, grouping)
             x = stage.forward_visible(x, groups)
         return self.norm(x.flatten(1, 3))
 

@@ -43,20 +43,20 @@ def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[l
     return groups
 
 
-def plan_groups(windows: Sequence[int] | np.ndarray, group_size: int, capacity: int = 0) -> np.ndarray:
+def group_tokens(windows: Sequence[int] | np.ndarray, group_size: int, capacity: int = 0) -> np.ndarray:
     """Returns the tokens of each group, int64 [G, group_size], padded with -1.
 
     windows: the number of each token's window, [T]. capacity: the smallest number of groups. Empty groups follow the
-    others, so that plans for different masks have the same shape.
+    others, so that groupings for different masks have the same shape.
     """
     _, homes, counts = np.unique(np.asarray(windows), return_inverse=True, return_counts=True)
     tokens = np.split(np.argsort(homes, kind="stable"), np.cumsum(counts)[:-1])  # the tokens of each window
     groups = group_windows(counts, group_size)
-    plan = np.full((max(len(groups), capacity), group_size), -1, np.int64)
-    for row, group in zip(plan, groups, strict=False):
+    grouping = np.full((max(len(groups), capacity), group_size), -1, np.int64)
+    for row, group in zip(grouping, groups, strict=False):
         members = np.concatenate([tokens[window] for window in group])
         row[: len(members)] = members
-    return plan
+    return grouping
 
 
 class WindowGroups:
@@ -76,7 +76,7 @@ class WindowGroups:
         else:
             present, T = groups >= 0, len(coords)
             if groups.device.type == "cpu" and not torch.compiler.is_compiling() and int(present.sum()) != T:
-                raise ValueError(f"the plan groups {int(present.sum())} tokens, but {T} are visible")
+                raise ValueError(f"the grouping holds {int(present.sum())} tokens, but {T} are visible")
             self.ids = groups.clamp(min=0)
             ranks = torch.arange(groups.numel(), device=groups.device)
             home = torch.where(present, groups, T).flatten()  # padding is sent to a place after the last token
@@ -134,15 +134,15 @@ def unit_coords(units: torch.Tensor, columns: int, side: int) -> torch.Tensor:
     return (corner[:, None, None] + inside).flatten(0, 2)
 
 
-class GroupPlanner:
-    """Plans the window groups of every stage for a set of visible units. It is slow, so the DataLoader workers run it.
+class WindowGrouper:
+    """Groups the windows of every stage for a set of visible units. It is slow, so the DataLoader workers run it.
 
-    `planner(units)` takes raster ids, int64 [V], and returns int64 [G, window * window] for each stage and shift, for
+    `grouper(units)` takes raster ids, int64 [V], and returns int64 [G, window * window] for each stage and shift, for
     `SwinEncoder.encode_visible` on sorted units. A group has the size of a full window for every mask, so that shapes
     are static. Only the attention itself runs on the padding.
 
     The number of groups depends on the mask. Plans are padded to the largest number among `samples` random masks. If a
-    mask needs more in any stage, its plans are padded to a number that no mask can exceed. So there are two shapes.
+    mask needs more in any stage, its groupings are padded to a number that no mask can exceed. So there are two shapes.
     """
 
     def __init__(self, encoder: "SwinEncoder", num_visible: int, samples: int = 64) -> None:
@@ -155,26 +155,26 @@ class GroupPlanner:
         if self.stages:
             for _ in range(samples):
                 units = torch.from_numpy(np.sort(rng.permutation(num_units)[:num_visible]))
-                needed = [len(plan) for plan in self.plan(units, [0] * len(self.stages))]
+                needed = [len(grouping) for grouping in self.group(units, [0] * len(self.stages))]
                 self.capacities = [max(pair) for pair in zip(self.capacities, needed, strict=True)]
 
     def __call__(self, units: torch.Tensor) -> list[torch.Tensor]:
-        plans = self.plan(units, self.capacities)
-        if any(len(plan) > capacity for plan, capacity in zip(plans, self.capacities, strict=True)):
-            plans = self.plan(units, self.ceilings)
-        return plans
+        groupings = self.group(units, self.capacities)
+        if any(len(grouping) > capacity for grouping, capacity in zip(groupings, self.capacities, strict=True)):
+            groupings = self.group(units, self.ceilings)
+        return groupings
 
     def shapes(self, units: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Returns plans of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
+        """Returns groupings of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
         if not self.stages:
             return []
-        largest = self.plan(units, self.ceilings)
-        return [[plan[:n] for plan, n in zip(largest, self.capacities, strict=True)], largest]
+        largest = self.group(units, self.ceilings)
+        return [[grouping[:n] for grouping, n in zip(largest, self.capacities, strict=True)], largest]
 
-    def plan(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
-        """Returns a plan for each stage and shift, padded to at least `capacities` groups."""
-        plans, units = [], units.sort().values  # tokens are numbered in the order in which the encoder takes them
+    def group(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
+        """Returns a grouping for each stage and shift, padded to at least `capacities` groups."""
+        groupings, units = [], units.sort().values  # tokens are numbered in the order in which the encoder takes them
         for (side, window, shift), capacity in zip(self.stages, capacities, strict=True):
             y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
-            plans.append(torch.from_numpy(plan_groups(y * (x.max() + 1) + x, window**2, capacity)))
-        return plans
+            groupings.append(torch.from_numpy(group_tokens(y * (x.max() + 1) + x, window**2, capacity)))
+        return groupings

@@ -24,8 +24,8 @@ from framework import Framework, MAEArguments, ViTArguments
 from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
+from peer_sampling import weighted_permutation
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler
-from util.peer_sampling import weighted_permutation
 
 __all__ = [
     "AMTViT",

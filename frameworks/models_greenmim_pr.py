@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from encoders import models_swin
 from encoders.models_swin import SwinEncoder
 from encoders.names import swap_merging
-from encoders.window_groups import GroupPlanner
+from encoders.window_groups import WindowGrouper
 from framework import Flag, PixelFramework, SwinArguments
 from models_vit import check_image_size, init_weights, patchify
 from prmim import MaskCollator, ProgressiveDecoder, TokenCounts, TokenOrder, TokenOrderSampler
@@ -51,19 +51,19 @@ class NoiseOrderSampler(TokenOrderSampler):
 
 
 class GroupCollator(MaskCollator):
-    """A `MaskCollator` that also plans the window groups of the batch's visible units."""
+    """A `MaskCollator` that also groups the windows of the batch's visible units."""
 
-    def __init__(self, sampler: TokenOrderSampler, seed: int, planner: GroupPlanner) -> None:
+    def __init__(self, sampler: TokenOrderSampler, seed: int, grouper: WindowGrouper) -> None:
         super().__init__(sampler, seed, shared_visible=True)
-        self.planner = planner
+        self.grouper = grouper
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
         batch = super().__call__(samples)
-        return *batch, *self.planner(self.units_of(batch))
+        return *batch, *self.grouper(self.units_of(batch))
 
     def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
         batch = super().__call__(samples)
-        return [(*batch, *plans) for plans in self.planner.shapes(self.units_of(batch))] or [batch]
+        return [(*batch, *groupings) for groupings in self.grouper.shapes(self.units_of(batch))] or [batch]
 
     def units_of(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return batch[2][0, : self.sampler.counts.num_visible]
@@ -100,7 +100,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             if isinstance(module, torch.nn.LayerNorm):
                 module.eps = 1e-6  # only in pre-training: fine-tuning uses Swin's 1e-5
         init_weights(self)  # MAE's initialisation of everything except the bias tables
-        self.planner = GroupPlanner(self, self.counts.num_visible)
+        self.grouper = WindowGrouper(self, self.counts.num_visible)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.num_features,
@@ -122,18 +122,19 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
     def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
-        return GroupCollator(self.sampler(sampling), seed, self.planner)
+        return GroupCollator(self.sampler(sampling), seed, self.grouper)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, *plans: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, *groupings: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Returns the scalar loss {"pixel"}.
 
-        imgs: [B, C, H, W], normalised. ids_shuffle: int64 [B, N]. plans: the groups of windows that `collator` has
-        planned for the visible set of the batch. Without them each stage has one group of all visible tokens: the
-        result is the same, but it takes longer.
+        groupings: of the windows of the batch's visible set, made by `collator`. Without them each stage has one group
+        of all visible tokens: the result is the same, but it takes longer.
         """
         order = TokenOrder(ids_shuffle, self.counts)
         units = self.token_pixels(imgs)  # [B, N, 32 * 32 * C]
-        pred = self.decoder(self.forward_encoder(units, order, plans), order)  # [B, num_supervised, 32 * 32 * C]
+        pred = self.decoder(self.forward_encoder(units, order, groupings), order)  # [B, num_supervised, 32 * 32 * C]
         return {"pixel": self.error(pred, units, order).square().mean()}
 
     def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
@@ -142,7 +143,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         return patchify(imgs, self.stride)
 
     def forward_encoder(
-        self, units: torch.Tensor, order: TokenOrder, plans: Sequence[torch.Tensor] = ()
+        self, units: torch.Tensor, order: TokenOrder, groupings: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
         """Returns the latent of the visible units [B, num_visible, 8 D].
 
@@ -162,7 +163,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         side, p = self.stride // self.patch_size, self.patch_size
         pixels = order.take(units, ids).unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
         tokens = self.patch_embed(pixels.transpose(3, 4).flatten(4))  # [B, V, 8, 8, D]
-        return self.encode_visible(tokens, ids[0], plans)
+        return self.encode_visible(tokens, ids[0], groupings)
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         latent = self.forward_encoder(self.token_pixels(imgs), order)

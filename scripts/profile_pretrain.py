@@ -136,8 +136,8 @@ class Step:
 
     def repeated(self, n: int) -> tuple[torch.Tensor, ...]:
         """A batch of `n` copies of the first image and its token order."""
-        ids_shuffle, *plans = self.orders
-        return self.imgs[:1].repeat(n, 1, 1, 1), ids_shuffle[:1].repeat(n, 1), *plans
+        ids_shuffle, *groupings = self.orders
+        return self.imgs[:1].repeat(n, 1, 1, 1), ids_shuffle[:1].repeat(n, 1), *groupings
 
     def warm_up(self) -> None:
         """Compile if asked, and run two steps: they create the optimizer's state and choose kernels."""

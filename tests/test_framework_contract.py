@@ -63,7 +63,7 @@ def build(name, throw_ratio=None, shallow=False, **options):
 
 
 def a_batch(model, size=4, seed=0):
-    """Returns images, token orders, and the further inputs that the model's planner makes."""
+    """Returns images, token orders, and the further inputs that the model's collator adds."""
     _, _, *orders = model.collator("furthest", seed)([(torch.zeros(1), 0, (0, i)) for i in range(size)])
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, model.patch_embed.proj.in_channels, *model.img_size, generator=generator), *orders
@@ -105,7 +105,7 @@ def test_losses_are_named_finite_scalars(name, arm):
 @arms
 def test_masked_pixels_never_change_a_prediction(name, arm):
     model = build(name, **arm).eval()
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     masked = pixels_of(model, TokenOrder(ids, model.counts).mask)
     before, mask = predictions(model, imgs, ids)
     after, _ = predictions(model, torch.where(masked, torch.randn_like(imgs) * 9, imgs), ids)
@@ -139,13 +139,13 @@ def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm)
     If targets are no pixels, the framework's own tests look at the gradient of the predictions.
     """
     model = build(name, **arm)
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     order = TokenOrder(ids, model.counts)
     supervised = order.mask if arm.get("progressive", True) else order.mask & ~order.thrown
     assert torch.equal(predictions(model, imgs, ids)[1], supervised)
     if isinstance(model, PixelFramework):
         imgs.requires_grad_()
-        total(model(imgs, ids, *plans)).backward()
+        total(model(imgs, ids, *groupings)).backward()
         gradient = imgs.grad.abs().amax(1, keepdim=True)
         touched = nn.functional.adaptive_max_pool2d(gradient, model.grid_size).flatten(1) > 0
         assert torch.equal(touched & order.mask, supervised)
@@ -175,7 +175,7 @@ def test_gradients_reach_every_trainable_parameter(name, arm):
 @arms
 def test_views_are_what_pictures_and_tables_need(name, arm):
     model = build(name, **arm).eval()
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     undo = Normalize().undo
     views, predicted = model.views(imgs, ids, undo), model.reconstruct(imgs, ids)[1]
     assert views and len({view.title for view in views}) == len({view.measure for view in views}) == len(views)
@@ -189,10 +189,10 @@ def test_views_are_what_pictures_and_tables_need(name, arm):
 def test_images_may_have_five_channels(name):
     """Every channel is an input, is a part of the target, and is predicted; pictures show the first three."""
     model = build(name, in_chans=5)
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     masked = pixels_of(model, TokenOrder(ids, model.counts).mask)
     imgs.requires_grad_()
-    total(model(imgs, ids, *plans)).backward()
+    total(model(imgs, ids, *groupings)).backward()
     assert model.patch_embed.proj.weight.grad.abs().amax(dim=(0, 2, 3)).min() > 0
     undo = Normalize((0.5,) * 5, (0.25,) * 5, PixelFormat(5, "uint8")).undo
     views = model.views(imgs.detach(), ids, undo)
@@ -207,7 +207,7 @@ def test_images_may_have_five_channels(name):
 @frameworks
 def test_the_order_of_tokens_inside_a_segment_does_not_matter(name):
     model = build(name).double()
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     counts = model.counts
     segments = ids.split([counts.num_visible, counts.num_retained, counts.num_thrown], dim=1)
     mixed = torch.cat([segment.flip(1) for segment in segments], dim=1)
@@ -393,14 +393,14 @@ def _gradients_of_half_a_batch(rank, name, variant):
     """
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = bucket_bytes = 20_000
     model = build(name)
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     VARIANTS[variant](model)
     options = dict(gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket_bytes / 2**20)
     ddp = nn.parallel.DistributedDataParallel(model, **options)
     half = slice(2 * rank, 2 * rank + 2)
     for _ in range(2):  # the first pass records the graph
         ddp.zero_grad(set_to_none=True)
-        total(ddp(imgs[half], ids[half], *plans)).backward()
+        total(ddp(imgs[half], ids[half], *groupings)).backward()
     return {parameter: p.grad for parameter, p in model.named_parameters() if p.requires_grad}
 
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.datasets import CIFAR10
 
 import main_pretrain
-from encoders.window_groups import GroupPlanner
+from encoders.window_groups import WindowGrouper
 from framework import Framework
 from frameworks import models_greenmim_pr
 from scripts import pack_dataset
@@ -109,7 +109,7 @@ def test_localmim_trains_and_resumes(photos, tmp_path):
 
 
 def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, capsys, monkeypatch):
-    """At 64 px windows are grouped; the plans come with the batches."""
+    """At 64 px windows are grouped; the groupings come with the batches."""
     counts, forward = [], models_greenmim_pr.GreenMIMSwin.forward
     monkeypatch.setattr(
         models_greenmim_pr.GreenMIMSwin, "forward", lambda *args: counts.append(len(args)) or forward(*args)
@@ -342,12 +342,12 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
         batch = next_batch(loop, batches, micro)
         if not isinstance(batches, type(iter([]))):  # which the shapes are compiled with
             counts.append(len(graphs))
-            shapes.add(tuple(len(plan) for plan in batch[3:]))
+            shapes.add(tuple(len(grouping) for grouping in batch[3:]))
         return batch
 
     # Masks that need the larger shape are rare: here half of them get it.
-    plan = lambda planner, units: planner.plan(units, planner.ceilings if units[0] % 2 else planner.capacities)  # noqa: E731
-    monkeypatch.setattr(GroupPlanner, "__call__", plan)
+    group = lambda grouper, units: grouper.group(units, grouper.ceilings if units[0] % 2 else grouper.capacities)  # noqa: E731
+    monkeypatch.setattr(WindowGrouper, "__call__", group)
     flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
     eager = run(photos, tmp_path / "eager", *flags)
     monkeypatch.setattr(Framework, "compile", compile_and_count)

@@ -193,7 +193,7 @@ def test_cost_of_greenmim(size, width, plain, progressive):
     assert [gmac / full for gmac in thrown] == pytest.approx([plain, progressive], abs=1e-3)
     with torch.device("meta"):
         model = build_model(settings_of(recipes[0]))
-    groups = dict(zip(model.planner.stages, model.planner.capacities, strict=True))
+    groups = dict(zip(model.grouper.stages, model.grouper.capacities, strict=True))
     count = 768 * 48 * width
     for s, depth in enumerate((2, 2, 18, 2)):
         side, C = 8 >> s, width << s

@@ -14,7 +14,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath
 
 from encoders.models_swin import SwinEncoder
-from encoders.window_groups import GroupPlanner
+from encoders.window_groups import WindowGrouper
 from util.addressed import AUGMENT
 from util.data import transforms
 
@@ -29,7 +29,7 @@ class Draws(Counter):
         self.operations: Counter = Counter()  # (operation, arguments)
         self.expected_operations: set[str] = set()
         self.plan_shapes: set[tuple] = set()
-        self.planner: GroupPlanner | None = None
+        self.planner: WindowGrouper | None = None
         self.units = (0, 0)  # all, visible
 
     @contextmanager
@@ -42,8 +42,8 @@ class Draws(Counter):
             (RandomErasing, "__call__", self.count_erasing),
             (Mixup, "__call__", self.count_mixup),
             (DropPath, "forward", self.count_drop_path),
-            (GroupPlanner, "__init__", self.note_planner),
-            (GroupPlanner, "__call__", self.count_plans),
+            (WindowGrouper, "__init__", self.note_planner),
+            (WindowGrouper, "__call__", self.count_plans),
         ]
         with ExitStack() as stack:
             for owner, name, hook in hooks:
@@ -135,7 +135,7 @@ class Draws(Counter):
     def note_planner(self, init: Callable) -> Callable:
         """Remember the planner and its numbers of units."""
 
-        def noting(planner: GroupPlanner, encoder: SwinEncoder, num_visible: int, **options: object) -> None:
+        def noting(planner: WindowGrouper, encoder: SwinEncoder, num_visible: int, **options: object) -> None:
             init(planner, encoder, num_visible, **options)
             self.planner, self.units = planner, (math.prod(encoder.unit_grid), num_visible)
 
@@ -144,14 +144,14 @@ class Draws(Counter):
     def count_plans(self, plan: Callable) -> Callable:
         """Record the shapes of the plans: the number of groups of each stage."""
 
-        def counting(planner: GroupPlanner, units: torch.Tensor) -> list[torch.Tensor]:
+        def counting(planner: WindowGrouper, units: torch.Tensor) -> list[torch.Tensor]:
             plans = plan(planner, units)
             self.plan_shapes.add(tuple(len(groups) for groups in plans))
             return plans
 
         return counting
 
-    def expected_plan_shapes(self, planner: GroupPlanner, masks: int = 500) -> set[tuple]:
+    def expected_plan_shapes(self, planner: WindowGrouper, masks: int = 500) -> set[tuple]:
         """The shapes of the plans for other random masks."""
         rng, (units, visible) = np.random.default_rng(1), self.units
         drawn = (torch.from_numpy(np.sort(rng.permutation(units)[:visible])) for _ in range(masks))

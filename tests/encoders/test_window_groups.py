@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from encoders.window_groups import group_windows, plan_groups
+from encoders.window_groups import group_tokens, group_windows
 
 
 def best_sum(counts, limit):
@@ -39,11 +39,12 @@ def test_windows_that_are_empty_or_too_large_are_refused(counts):
 def test_a_plan_is_a_partition_of_the_tokens_with_whole_windows():
     rng = np.random.default_rng(0)
     windows = rng.integers(0, 9, size=40) * 7  # windows may have any numbers
-    plan = plan_groups(windows, 12, capacity=9)
-    assert plan.shape == (9, 12)
-    tokens = plan[plan >= 0]
+    grouping = group_tokens(windows, 12, capacity=9)
+    assert grouping.shape == (9, 12)
+    tokens = grouping[grouping >= 0]
     assert sorted(tokens.tolist()) == list(range(40))
-    home = {int(window): {g for g, row in enumerate(plan) if window in windows[row[row >= 0]]} for window in windows}
+    rows = [windows[row[row >= 0]] for row in grouping]
+    home = {int(window): {g for g, row in enumerate(rows) if window in row} for window in windows}
     assert all(len(groups) == 1 for groups in home.values())
-    assert (np.diff((plan >= 0).sum(axis=1)) <= 0).all()  # fullest first, empty ones at the end
-    assert len(plan_groups(windows, 12)) == len(group_windows(np.unique(windows, return_counts=True)[1], 12))
+    assert (np.diff((grouping >= 0).sum(axis=1)) <= 0).all()  # fullest first, empty ones at the end
+    assert len(group_tokens(windows, 12)) == len(group_windows(np.unique(windows, return_counts=True)[1], 12))

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
 from encoders.names import load_encoder
-from encoders.window_groups import GroupPlanner, WindowGroups, group_windows, plan_groups, unit_coords, window_of
+from encoders.window_groups import WindowGrouper, WindowGroups, group_tokens, group_windows, unit_coords, window_of
 from frameworks.models_greenmim_pr import (
     GreenMIMSwin,
     greenmim_swin_base_patch4_window7,
@@ -78,12 +78,12 @@ def test_attention_among_visible_tokens_is_dense_attention_without_the_other_key
     coords = visible_coords(seed)
     attention = WindowAttention(8, window, num_heads=2).double()
     nn.init.normal_(attention.relative_position_bias_table)
-    plan = None
+    grouping = None
     if mode != "masked":
         y, x = window_of(coords, window, shift).T.numpy()
-        plan = torch.from_numpy(plan_groups(100 * y + x, window**2, capacity=40 if mode == "padded" else 0))
+        grouping = torch.from_numpy(group_tokens(100 * y + x, window**2, capacity=40 if mode == "padded" else 0))
     tokens = torch.randn(2, len(coords), 8, dtype=torch.float64)
-    ours = attention.among_visible(tokens, WindowGroups(coords, window, shift, plan))
+    ours = attention.among_visible(tokens, WindowGroups(coords, window, shift, grouping))
     torch.testing.assert_close(
         ours, key_masked(attention, tokens, coords, window, shift, (20, 20)), rtol=1e-9, atol=1e-9
     )
@@ -98,14 +98,14 @@ def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     encoder = perturbed(SwinEncoder(**SIZES | sizes))
     imgs = torch.randn(2, 3, *encoder.img_size, dtype=torch.float64)
     units = torch.arange(encoder.unit_grid[0] * encoder.unit_grid[1])
-    planner = GroupPlanner(encoder, len(units), samples=2)
-    assert planner.stages
+    grouper = WindowGrouper(encoder, len(units), samples=2)
+    assert grouper.stages
     side = encoder.stride // 4
     tokens = encoder.patch_embed(encoder.patchify(imgs)).unflatten(1, encoder.token_grid)
     tokens = (
         tokens.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3).flatten(1, 2)
     )  # [B, V, side, side, D]
-    features = encoder.encode_visible(tokens, units, planner(units) if planned else ())
+    features = encoder.encode_visible(tokens, units, grouper(units) if planned else ())
     torch.testing.assert_close(features, encoder.forward_features(imgs), rtol=1e-9, atol=1e-9)
 
 
@@ -113,24 +113,24 @@ def test_plans_of_any_mask_have_one_shape_and_change_nothing():
     model = build()
     shapes = set()
     for seed in range(8):
-        imgs, ids, *plans = a_batch(model, seed=seed)
-        assert len(plans) == len(model.planner.stages) == 4  # two stages, shifted or not; the third has few tokens
-        shapes.add(tuple(plan.shape for plan in plans))
-        torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
+        imgs, ids, *groupings = a_batch(model, seed=seed)
+        assert len(groupings) == len(model.grouper.stages) == 4  # two stages, shifted or not; the third has few tokens
+        shapes.add(tuple(grouping.shape for grouping in groupings))
+        torch.testing.assert_close(model(imgs, ids, *groupings)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
     assert len(shapes) == 1
 
 
 def test_a_mask_that_needs_more_groups_than_planned_gets_the_larger_shape():
     """No mask exceeds the larger shape. So there are two shapes, and a compiled model has two graphs."""
     model = build()
-    usual = {tuple(plan.shape for plan in a_batch(model, seed=seed)[2:]) for seed in range(4)}
-    model.planner.capacities[1] = 1
+    usual = {tuple(grouping.shape for grouping in a_batch(model, seed=seed)[2:]) for seed in range(4)}
+    model.grouper.capacities[1] = 1
     shapes = set()
     for seed in range(20):
-        imgs, ids, *plans = a_batch(model, seed=seed)
-        shapes.add(tuple(len(plan) for plan in plans))
-        torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
-    assert len(usual) == 1 and shapes == {tuple(model.planner.ceilings)}
+        imgs, ids, *groupings = a_batch(model, seed=seed)
+        shapes.add(tuple(len(grouping) for grouping in groupings))
+        torch.testing.assert_close(model(imgs, ids, *groupings)["pixel"], model(imgs, ids)["pixel"], rtol=1e-10, atol=0)
+    assert len(usual) == 1 and shapes == {tuple(model.grouper.ceilings)}
 
 
 def test_no_mask_exceeds_the_ceiling():
@@ -142,9 +142,9 @@ def test_no_mask_exceeds_the_ceiling():
 
 def test_gradients_are_those_without_groups():
     model = build()
-    imgs, ids, *plans = a_batch(model)
+    imgs, ids, *groupings = a_batch(model)
     gradients = []
-    for given in (plans, ()):
+    for given in (groupings, ()):
         model.zero_grad()
         model(imgs, ids, *given)["pixel"].backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
@@ -154,13 +154,13 @@ def test_gradients_are_those_without_groups():
 
 def test_plans_that_are_not_of_this_mask_are_refused():
     model = build()
-    imgs, ids, *plans = a_batch(model)
-    with pytest.raises(ValueError, match="4 plans are needed, or none, got 3"):
-        model(imgs, ids, *plans[1:])
-    plans[0] = plans[0].clone()
-    plans[0][0] = -1
-    with pytest.raises(ValueError, match=r"the plan groups \d+ tokens, but 64 are visible"):
-        model(imgs, ids, *plans)
+    imgs, ids, *groupings = a_batch(model)
+    with pytest.raises(ValueError, match="4 groupings are needed, or none, got 3"):
+        model(imgs, ids, *groupings[1:])
+    groupings[0] = groupings[0].clone()
+    groupings[0][0] = -1
+    with pytest.raises(ValueError, match=r"the grouping holds \d+ tokens, but 64 are visible"):
+        model(imgs, ids, *groupings)
 
 
 def test_which_stages_are_grouped_at_full_size():
@@ -266,7 +266,7 @@ def segments(row, counts):
 @pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, decoder_order):
     model = build(throw_ratio=throw_ratio, progressive=progressive, decoder_order=decoder_order, norm_pix_loss=True)
-    imgs, ids, *plans = a_batch(model, size=2)
+    imgs, ids, *groupings = a_batch(model, size=2)
     assert torch.equal(ids[0, :4], ids[1, :4])
     pred, mask = model.reconstruct(imgs, ids)
     losses = []
@@ -279,7 +279,7 @@ def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressi
         assert sorted(predictions) == mask[b].nonzero().flatten().tolist()
         for unit, value in predictions.items():
             torch.testing.assert_close(pred[b, unit], value, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(model(imgs, ids, *plans)["pixel"], torch.stack(losses).mean(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(model(imgs, ids, *groupings)["pixel"], torch.stack(losses).mean(), rtol=1e-9, atol=0)
 
 
 def test_only_the_reference_order_scrambles_the_visible_units():
