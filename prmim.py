@@ -449,12 +449,12 @@ class TokenOrderSampler:
 class MaskCollator:
     """Collates samples and draws their token orders, once per batch and in the DataLoader worker.
 
-    A sample is `(img [C, H, W], label, (epoch, index))`, and its view if `token_weights` needs it. A batch is `(imgs
-    [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`.
+    A sample is `(img [C, H, W], label, (epoch, index))`, with its crop's box if `token_weights` needs it. A batch is
+    `(imgs [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`.
 
     sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
     shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.
-    token_weights: turns the views of a batch into the sampler's `weights`, for sampling by attention.
+    token_weights: turns the crops' boxes of a batch into the sampler's `weights`, for sampling by attention.
     """
 
     def __init__(
@@ -468,11 +468,11 @@ class MaskCollator:
         self.token_weights = token_weights
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
-        imgs, labels, addresses, *views = zip(*samples, strict=True)
+        imgs, labels, addresses, *boxes = zip(*samples, strict=True)
         epochs, indices = np.asarray(addresses).T
         noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
         visible = self.sampler.visible_tokens(noise[:1]) if self.shared_visible else None
-        weights = None if self.token_weights is None else self.token_weights(*views)
+        weights = None if self.token_weights is None else self.token_weights(*boxes)
         ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights))
         ids_visible = ids_shuffle[:, : self.sampler.counts.num_visible]
         if self.shared_visible:

@@ -195,7 +195,7 @@ class AttentionPhases:
         self.model.counts = self.model.count_tokens(has_maps=maps is not None)
         collator = self.model.collator(args.sampling, args.seed, None if maps is None else maps.token_weights)
         phase = range(loop.step, min(self.open_until, loop.last_step))
-        run.batches = run.open_batches(phase, collator, with_views=maps is not None)
+        run.batches = run.open_batches(phase, collator, with_boxes=maps is not None)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
         how = "at random" if maps is None else f"by the attention after epoch {refresh}"
         epochs = f"epoch {epoch}" if epoch == last else f"epochs {epoch} to {last}"

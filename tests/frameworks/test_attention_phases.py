@@ -183,8 +183,8 @@ def test_every_epoch_draws_by_the_newest_maps(photos, tmp_path, monkeypatch, num
         indices = permutation(0, epoch, 24)[first : first + 8].tolist()
         weights = None
         if epoch > 0:
-            views = [(i, transform.view(images.load(i)[0].shape[:2], epoch, i)) for i in indices]
-            weights = AttentionMaps(maps_path(tmp_path / "out", epoch - 1), 4).token_weights(views)
+            boxes = [(i, transform.crop_box(images.load(i)[0].shape[:2], epoch, i)) for i in indices]
+            weights = AttentionMaps(maps_path(tmp_path / "out", epoch - 1), 4).token_weights(boxes)
         noise = addressed_noise(0, epoch, indices, 64)
         expected = TokenOrderSampler(8, model.counts, "attention" if epoch else "random")(noise, weights=weights)
         assert np.array_equal(found.numpy(), expected), step

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from util.atomic import replaced_file
-from util.data.transforms import View
+from util.data.transforms import CropBox
 
 CROPS = ("view", "released")
 
@@ -68,15 +68,15 @@ class AttentionMaps:
                 f"{list(expected)} in float16: it belongs to another run; remove it"
             )
 
-    def token_weights(self, views: Sequence[tuple[int, View]]) -> np.ndarray:
-        """Returns the weights of the tokens of views, float32 [B, N], for pairs of an image's index and its view.
+    def token_weights(self, boxes: Sequence[tuple[int, CropBox]]) -> np.ndarray:
+        """Returns the weights of the tokens of crops, float32 [B, N], for pairs of an image's index and its box.
 
         A map is interpolated bilinearly between the centres of its cells, and is constant beyond the outer centres. The
         weight of a token is the mean over its pixels. Along each axis that is a small matrix.
         """
-        indices, boxes = zip(*views, strict=True)
+        indices, crops = zip(*boxes, strict=True)
         maps = self.maps[list(indices)].astype(np.float32)  # [B, rows, columns]
-        top, left, height, width, flip = np.array(boxes, np.float64).T
+        top, left, height, width, flip = np.array(crops, np.float64).T
         rows = self._axis_matrices(top, height, maps.shape[1])
         columns = self._axis_matrices(left, width, maps.shape[2])
         columns = np.where(flip[:, None, None] > 0, columns[:, ::-1], columns)

@@ -35,7 +35,7 @@ MOST_WORKERS_LOST = 10  # in one start of a run
 PREFETCHED_BYTES = 2**30  # in batches that wait for one process
 
 Address = tuple[int, int]  # (epoch, index of the image)
-# image [C, H, W], label, address; with views also (index of the image that was read, its `transforms.View`)
+# image [C, H, W], label, address; with boxes also (index of the image that was read, its `transforms.CropBox`)
 Sample = tuple[Any, ...]
 
 
@@ -90,10 +90,10 @@ class AddressedDataset(torch.utils.data.Dataset):
     functions of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the
     workers), and the next readable one takes its place, with its own label.
 
-    with_views: append (index, view) to the sample: the image that was read, and what the transform shows of it.
+    with_boxes: append (index, box) to the sample: the image that was read, and what the transform shows of it.
     """
 
-    with_views = False
+    with_boxes = False
 
     def __init__(self, images: Images, transform: Any, replace: bool = False) -> None:
         self.images, self.transform = images, transform
@@ -107,7 +107,7 @@ class AddressedDataset(torch.utils.data.Dataset):
         found, pixels, label = self._load(index)
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
         sample = self.transform(img, epoch, index), label, (epoch, index)
-        return (*sample, (found, self.transform.view(img.shape[-2:], epoch, index))) if self.with_views else sample
+        return (*sample, (found, self.transform.crop_box(img.shape[-2:], epoch, index))) if self.with_boxes else sample
 
     def _load(self, index: int) -> tuple[int, np.ndarray, int]:
         """Returns (index, image, label) of the image `index`, or of the next readable one, if that may replace it.

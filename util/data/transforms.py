@@ -33,7 +33,7 @@ def pair(size: int | Sequence[int]) -> Size:
     return height, width
 
 
-class View(NamedTuple):
+class CropBox(NamedTuple):
     """The box that a transform cuts out of an image, in fractions of the image's height and width, and the flip.
 
     The box may exceed the image where a transform pads.
@@ -86,10 +86,10 @@ class RandomResizedCropFlip:
         draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 3)[0].tolist()
         return *self.box(*size, draws), draws[-1] < 0.5
 
-    def view(self, size: Size, epoch: int, index: int) -> View:
+    def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the crop of an image of `size`, in fractions of the image."""
         top, left, height, width, flip = self.draw(size, epoch, index)
-        return View(top / size[0], left / size[1], height / size[0], width / size[1], flip)
+        return CropBox(top / size[0], left / size[1], height / size[0], width / size[1], flip)
 
     def box(self, height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
         """Returns (top, left, height, width) of the crop of an image. draws: 2 * TRIES + 3 numbers in [0, 1)."""
@@ -137,11 +137,11 @@ class PaddedCropFlip:
         top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
         return top - pad, left - pad, u_flip < 0.5
 
-    def view(self, size: Size, epoch: int, index: int) -> View:
+    def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
         height, width = covering_size(size, self.size)
         top, left, flip = self.draw((height, width), epoch, index)
-        return View(top / height, left / width, self.size[0] / height, self.size[1] / width, flip)
+        return CropBox(top / height, left / width, self.size[0] / height, self.size[1] / width, flip)
 
 
 def reflected(first: int, count: int, length: int) -> torch.Tensor:

@@ -299,11 +299,11 @@ class Run:
         self.loop.load_state(self.checkpoint, first_step)
 
     def open_batches(
-        self, steps: range, collate: Callable[[Sequence[Any]], Any], with_views: bool = False
+        self, steps: range, collate: Callable[[Sequence[Any]], Any], with_boxes: bool = False
     ) -> Generator[Any, None, None]:
         """Returns this rank's batches of these steps. Workers start with the first one; `close()` ends them."""
         plan, process, images = self.plan, self.process, self.images
-        self.dataset.with_views = with_views
+        self.dataset.with_boxes = with_boxes
         split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
         height, width = self.model.img_size
         stream = batches(

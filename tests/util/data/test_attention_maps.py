@@ -10,7 +10,7 @@ from tests.conftest import write_photo
 from util.data.attention_maps import AttentionMaps, maps_path, write_maps
 from util.data.datasets import AddressedDataset
 from util.data.images import FolderImages
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip, Squash, View
+from util.data.transforms import CropBox, PaddedCropFlip, RandomResizedCropFlip, Squash
 
 SIZES = [(60, 36), (37, 80), (48, 48), (33, 200)]  # of images; the last one has few boxes that fit
 
@@ -25,7 +25,7 @@ def random_views(num, seed=0):
     rng = np.random.default_rng(seed)
     for _ in range(num):
         height, width = rng.uniform(0.2, 1, 2)
-        yield View(rng.uniform(0, 1 - height), rng.uniform(0, 1 - width), height, width, bool(rng.integers(2)))
+        yield CropBox(rng.uniform(0, 1 - height), rng.uniform(0, 1 - width), height, width, bool(rng.integers(2)))
 
 
 def slow_weight(cells, view, token, patch):
@@ -50,7 +50,11 @@ def slow_weight(cells, view, token, patch):
 
 def test_weights_are_the_mean_of_the_bilinear_map_over_each_token(tmp_path):
     maps = np.random.default_rng(1).random((9, 5, 7)).astype(np.float16)
-    views = [*random_views(7), View(0, 0, 1, 1, False), View(-0.1, 0.3, 0.8, 0.75, True)]  # the last one is padded
+    views = [
+        *random_views(7),
+        CropBox(0, 0, 1, 1, False),
+        CropBox(-0.1, 0.3, 0.8, 0.75, True),
+    ]  # the last one is padded
     indices = [3, 0, 8, 3, 1, 2, 7, 4, 5]
     weights = AttentionMaps(written(tmp_path, maps), 3).token_weights(list(zip(indices, views, strict=True)))
     assert weights.shape == (9, 35) and weights.dtype == np.float32
@@ -65,7 +69,7 @@ def test_the_released_crop_reads_the_corner_of_the_map(tmp_path):
     maps = torch.rand(6, 14, 14, generator=torch.Generator().manual_seed(0)).half()
     H, W, patch = 100, 80, 4
     boxes = [(0, 0, 50, 40), (30, 20, 40, 50), (50, 10, 50, 60), (10, 30, 60, 50), (0, 0, 100, 80), (60, 40, 40, 40)]
-    views = [(i, View(t / H, x / W, h / H, w / W, i % 2 == 1)) for i, (t, x, h, w) in enumerate(boxes)]
+    views = [(i, CropBox(t / H, x / W, h / H, w / W, i % 2 == 1)) for i, (t, x, h, w) in enumerate(boxes)]
     found = AttentionMaps(written(tmp_path, maps.numpy()), patch, "released").token_weights(views)
     for i, (top, left, height, width) in enumerate(boxes):
         part = maps[i, top // H : (top + height) // H + 2, left // W : (left + width) // W + 2].float()
@@ -97,7 +101,7 @@ def test_the_hot_token_lies_where_the_view_shows_it(tmp_path, padded):
         if shown.max() < 100:
             continue  # the cell is outside of the view, or at its border
         maps.append(cells)
-        views.append((len(maps) - 1, transform.view((height, width), 2, index)))
+        views.append((len(maps) - 1, transform.crop_box((height, width), 2, index)))
         whitest.append(shown)
         flips.add(views[-1][1].flip)
     path = written(tmp_path, np.stack(maps))
@@ -118,7 +122,7 @@ def test_a_view_is_what_the_transform_shows(transform):
         side = torch.linspace(0, 255, width).expand(height, width)
         img = torch.stack([ramp, side, side]).to(torch.uint8)
         crop = transform(img, 1, index).float() / 255
-        view = transform.view((height, width), 1, index)
+        view = transform.crop_box((height, width), 1, index)
         flips.add(view.flip)
         place = (0.5 + torch.arange(32)) / 32
         assert (crop[0, 2:-2, 5] - (view.top + view.height * place[2:-2])).abs().median() < 0.02
@@ -134,10 +138,10 @@ def test_the_view_of_a_replaced_image_names_the_image_that_was_read(tmp_path):
     transform = RandomResizedCropFlip(32, seed=3)
     dataset = AddressedDataset(FolderImages(tmp_path), transform, replace=True)
     assert len(dataset[(5, 1)]) == 3
-    dataset.with_views = True
+    dataset.with_boxes = True
     img, _, address, (found, view) = dataset[(5, 1)]
     assert address == (5, 1) and found == 2  # drawn for address 1, from image 2
-    assert view == transform.view((50, 60), 5, 1)
+    assert view == transform.crop_box((50, 60), 5, 1)
     assert torch.equal(img, transform(torch.from_numpy(dataset.images.load(2)[0]).permute(2, 0, 1), 5, 1))
     assert dataset[(5, 3)][3][0] == 3
 

@@ -224,7 +224,7 @@ def test_bad_rows_are_named_and_replaced(tmp_path):
     with pytest.raises(ImageError, match=r"row 5 of .*data \(5\.png\)' cannot be decoded"):
         images.load(5)
     dataset = AddressedDataset(images, RandomResizedCropFlip((8, 8), 0, (0.2, 1.0)), replace=True)
-    dataset.with_views = True
+    dataset.with_boxes = True
     assert [dataset[0, i][3][0] for i in range(8)] == [0, 1, 3, 3, 4, 6, 6, 7]
     assert dataset.bad.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
 
