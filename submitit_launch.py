@@ -31,9 +31,7 @@ from typing import Any
 import submitit
 
 from util.code_version import code_version, source_files, source_hash, write_version
-from util.run.cli import FINAL, Parser, flags_given, run_program
-from util.run.folder import PROGRESS
-from util.run.supervise import TEMPORARY
+from util.run.cli import FINAL, PROGRESS, TEMPORARY, Parser, flags_given, run_program
 
 # {name on the command line: module}. Modules of downstream/ are imported only if they are to be run.
 MAINS = {"main_pretrain": "main_pretrain", "main_finetune": "main_finetune"}

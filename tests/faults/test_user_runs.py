@@ -112,22 +112,6 @@ def test_what_is_kept_stays_kept(photos, tmp_path):
     assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 27, 30)]  # 15 was none of those to keep
 
 
-@pytest.mark.fault(
-    "U7b",
-    "a folder of an older version, whose records have no mark",
-    "kept by the --save_every that each was saved with",
-)
-def test_records_without_a_mark_follow_their_own_settings(photos, tmp_path):
-    out = tmp_path / "out"
-    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 2, "--max_steps", 15)
-    for path in out.glob("checkpoint-*.json"):
-        record = json.loads(path.read_text())
-        del record["keep"]
-        path.write_text(json.dumps(record))
-    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 1000)
-    assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 27, 30)]
-
-
 def _different(rank, photos, folder):
     flags = {
         "--lr": (1e-3, 2e-3),

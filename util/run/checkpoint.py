@@ -92,20 +92,11 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
     """
     for path in list_finished(output_dir):
         record, is_older = _read_whole_record(path), step_of(path) < good_steps[-1]
-        if is_older and step_of(path) not in good_steps and record is not None and not is_kept(record):
+        if is_older and step_of(path) not in good_steps and record is not None and not record.get("keep", True):
             path.unlink()
             path.with_suffix(".json").unlink()  # last: weights without a record would be taken for an interrupted save
     for path in Path(output_dir).glob(".checkpoint-*.tmp-*"):
         path.unlink()
-
-
-def is_kept(record: Mapping[str, Any]) -> bool:
-    """Returns whether a record marks its checkpoint as kept. Without the mark, the run's --save_every decides."""
-    if "keep" in record:
-        return bool(record["keep"])
-    meta = record["meta"]
-    save_every = meta.get("settings", {}).get("save_every")
-    return save_every is None or meta.get("epoch", 0) % save_every == 0
 
 
 def _write_record(record: Path, weights: Path, meta: Mapping[str, Any], keep: bool) -> None:

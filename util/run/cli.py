@@ -16,6 +16,8 @@ from util.text import close_to
 LONG_CHOICES = 50  # characters
 # Exit codes after which a restart would fail again: user error, values that are not finite, no usable checkpoint.
 FINAL = (2, 3, 4)
+TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
+PROGRESS = ".progress"  # file in the output folder that says how far the run is
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -201,7 +203,7 @@ def run_program(main: Callable[[], object], prog: str) -> None:
 
     Ctrl-C prints one line and ends the process by SIGINT, so that a loop or `a && b` of the shell stops, too. A closed
     pipe (`| head`) ends it by SIGPIPE, silently. If `main` returns False, a signal stopped the run before its end: the
-    exit code is 75 (EX_TEMPFAIL).
+    exit code is 75.
     """
     try:
         try:
@@ -217,7 +219,7 @@ def run_program(main: Callable[[], object], prog: str) -> None:
             raise
         _die_of(signal.SIGPIPE)
     if finished is False:
-        sys.exit(os.EX_TEMPFAIL)
+        sys.exit(TEMPORARY)
 
 
 def _is_output_closed() -> bool:

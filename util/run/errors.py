@@ -12,9 +12,9 @@ from typing import NoReturn
 from util.data.images import ImageError
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
+from util.run.cli import TEMPORARY
 from util.run.folder import FolderInUse, remove_created
 from util.run.saving import CheckpointSaver
-from util.run.supervise import TEMPORARY
 
 
 def exit_code(error: Exception) -> int:

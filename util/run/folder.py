@@ -24,12 +24,13 @@ from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run import checkpoint, distributed
 from util.run.checkpoint import CheckpointError
+from util.run.cli import PROGRESS
 from util.run.flags import PROCESS_FLAGS
 from util.text import shorten
 
 # Files that a killed process was about to rename.
 LEFTOVERS = (".shared-*", ".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", "attention/.*.tmp-*")
-LOCK, PROGRESS = ".lock", ".progress"
+LOCK = ".lock"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
 PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
 

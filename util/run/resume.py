@@ -82,7 +82,7 @@ def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
             f"{path!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
         )
     meta = content["meta"]
-    theirs = meta.get("program", start.program)
+    theirs = meta["program"]
     if theirs != start.program and start.began_elsewhere:
         hint = "; to fine-tune it, give it as --finetune" if theirs == "main_pretrain.py" else ""
         raise ValueError(f"--resume {path} is a run of {theirs}, not of {start.program}{hint}")
@@ -262,7 +262,7 @@ def resume_encoder(
     If the pre-training run has saved newer checkpoints since, an unfinished fine-tuning run keeps its first encoder and
     ignores them. A finished run is refused instead, because its results would look like those of the newer checkpoint.
     """
-    before = meta.get("encoder") or {"path": meta["settings"].get(flag)}
+    before = meta["encoder"] or {"path": None}
     is_over = meta["epoch"] >= meta["settings"]["epochs"]
     holder, advice = repr(str(start.output_dir)), "choose another --output_dir"
     if start.began_elsewhere:
@@ -283,8 +283,6 @@ def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, 
         return []
     was = Path(before["path"]).resolve() if before["path"] else None
     new = Path(now["path"]).resolve()
-    if "sha256" not in before and was in (new, new.parent):
-        return []  # records of older versions hold only a path, of a file or a folder
     then, later = before.get("step"), now.get("step")
     has_grown = then is not None and later is not None and then < later
     same_run = was is not None and was.parent == new.parent and has_grown

@@ -411,11 +411,17 @@ class Run:
 
     def progress(self) -> str:
         """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
-        return describe_progress(self.loop, self.record.data["num_images"], self.schedule.num_steps)
+        step, total, images = self.loop.step, self.schedule.num_steps, count_of(self.record.data["num_images"], "image")
+        if step >= total:
+            return f"for {count_of(step, 'step')} on {images}"
+        return f"for {count_of(step, 'step')} of {total} on {images}; the same command without --max_steps goes on"
 
     def closing_lines(self) -> list[str]:
         """Returns where the newest checkpoint and TensorBoard's files are."""
-        return closing_lines(self.output_dir, self.process.is_main)
+        # Its hash is not computed: this run has just written it.
+        finished = checkpoint.list_finished(self.output_dir) if self.process.is_main else []
+        lines = [f"  checkpoint   {path}" for path in finished[-1:]]
+        return [*lines, f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}"]
 
 
 def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
@@ -451,21 +457,3 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     if stop.name == signal.SIGINT.name:
         kill_workers()  # a program that dies of SIGINT runs no exit handlers
         raise KeyboardInterrupt
-
-
-def describe_progress(loop: TrainLoop, num_images: int, total: int) -> str:
-    """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early.
-
-    total: steps of the whole schedule.
-    """
-    done, images = count_of(loop.step, "step"), count_of(num_images, "image")
-    if loop.step >= total:
-        return f"for {done} on {images}"
-    return f"for {done} of {total} on {images}; the same command without --max_steps goes on"
-
-
-def closing_lines(output_dir: Path, is_main: bool) -> list[str]:
-    """Returns where the newest checkpoint and TensorBoard's files are."""
-    finished = checkpoint.list_finished(output_dir) if is_main else []  # unhashed: this run has just written the newest
-    lines = [f"  checkpoint   {path}" for path in finished[-1:]]
-    return [*lines, f"  TensorBoard  tensorboard --logdir {output_dir / 'tensorboard'}"]

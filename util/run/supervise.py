@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from util.data.workers import SIGNALS
+from util.run.cli import TEMPORARY
 
 PATIENCE = 5.0  # seconds; a later second signal ends the process at once (SLURM sends TERM twice within 0.1 s)
 
@@ -132,7 +133,6 @@ class StopSignal:
 
 # ------------------------------------------------------------------------------------------------------------- watchdog
 
-TEMPORARY = 75  # exit code: the same command may succeed later (EX_TEMPFAIL)
 NOTICE = 10.0  # seconds after which a process says whom it waits for
 # In the order of a step. The second micro-batch of a step continues with 4, 5, ...
 PHASES = ("waiting for data", "in the forward pass", "in the backward pass or waiting for others", "between two steps")

@@ -7,7 +7,7 @@ import pytest
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
 from util.run.loop import Clock
-from util.run.run import Run, closing_lines, describe_progress
+from util.run.run import Run
 
 
 @pytest.mark.parametrize(
@@ -20,17 +20,20 @@ from util.run.run import Run, closing_lines, describe_progress
     ],
 )
 def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_step, said):
-    assert describe_progress(Namespace(step=step, last_step=last_step), 24, total=60) == said
+    record, schedule = Namespace(data={"num_images": 24}), Namespace(num_steps=60)
+    run = Namespace(loop=Namespace(step=step, last_step=last_step), record=record, schedule=schedule)
+    assert Run.progress(run) == said
 
 
 def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch):
-    assert [line.split()[0] for line in closing_lines(tmp_path, is_main=True)] == ["TensorBoard"]
+    main, other = (Namespace(output_dir=tmp_path, process=Namespace(is_main=is_main)) for is_main in (True, False))
+    assert [line.split()[0] for line in Run.closing_lines(main)] == ["TensorBoard"]
     for step in (9, 10):
         save_checkpoint(tmp_path, step, {}, {"step": step})
     (tmp_path / "checkpoint-11.pth").touch()  # without a record
     monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("a checkpoint was read"))
-    assert closing_lines(tmp_path, is_main=True)[0] == f"  checkpoint   {tmp_path / 'checkpoint-10.pth'}"
-    assert len(closing_lines(tmp_path, is_main=False)) == 1
+    assert Run.closing_lines(main)[0] == f"  checkpoint   {tmp_path / 'checkpoint-10.pth'}"
+    assert len(Run.closing_lines(other)) == 1
 
 
 def test_work_between_steps_does_not_count_as_training_time():
