@@ -19,9 +19,8 @@ import models_vit as _models_vit
 from encoders import models_absolute_vit as _models_absolute_vit
 from encoders import models_relative_vit as _models_relative_vit
 from encoders import models_swin as _models_swin
-from encoders.kinds import load_model as _load_model
-from encoders.names import load_encoder as _load_encoder
-from encoders.timm_models import is_classifier as _is_classifier
+from encoders.load import load_encoder as _load_encoder
+from encoders.load import load_model as _load_model
 
 dependencies = ["torch", "timm", "numpy", "safetensors"]
 
@@ -29,11 +28,11 @@ dependencies = ["torch", "timm", "numpy", "safetensors"]
 def encoder(path: str | _Path) -> _nn.Module:
     """Returns a pre-trained encoder in eval mode. Calling it computes the features of normalised images [B, C, H, W].
 
-    path: a checkpoint of this project or of MAE's releases, or the folder of a run, whose newest intact checkpoint is
-    used. Raises ValueError if it holds no encoder of a known kind, or a classifier.
+    path: a checkpoint of this project or of a release, the folder of a run, whose newest intact checkpoint is used, or
+    a folder of Transformers. Raises ValueError if it holds no encoder of a known kind, or a classifier.
     """
-    model, _ = _load_model(path)
-    if _is_classifier(model):
+    model = _load_model(path)
+    if hasattr(model, "head"):
         raise ValueError(f"{str(path)!r} holds a classifier: load it with the entry point 'classifier'")
     model.forward = model.forward_features  # an encoder alone has no other output
     return model
@@ -44,8 +43,8 @@ def classifier(path: str | _Path) -> _nn.Module:
 
     path: as in `encoder`. Raises ValueError if it holds no classifier of a known kind.
     """
-    model, _ = _load_model(path)
-    if not _is_classifier(model):
+    model = _load_model(path)
+    if not hasattr(model, "head"):
         raise ValueError(f"{str(path)!r} holds an encoder without a head: load it with the entry point 'encoder'")
     return model
 
@@ -60,7 +59,7 @@ def _entry_point(name: str, factory: _Callable[..., _nn.Module]) -> _Callable[..
     build.__name__ = name
     build.__doc__ = f"""Returns a new `{name}` for fine-tuning. kwargs: those of its class, such as `num_classes`.
 
-    pretrained: the encoder to load, a checkpoint or the folder of a run. What was loaded is printed. Position tables of
+    pretrained: the encoder to load, see `encoder`. What was loaded is printed. Position tables of
     another grid are resized.
     """
     return build

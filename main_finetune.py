@@ -22,10 +22,9 @@ from timm.optim import param_groups_layer_decay
 from torch import nn
 
 import models_vit
-from encoders import kinds as encoders
 from encoders import models_absolute_vit, models_relative_vit, models_swin
-from encoders.kinds import head_of
-from encoders.names import encoder_weights_of, load_encoder
+from encoders.kinds import PLAIN, VIT_FACTORIES
+from encoders.load import build, fit, load_encoder, read
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.data.datasets import stack
@@ -36,7 +35,6 @@ from util.data.statistics import normalizer
 from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.lars import LARS
 from util.pos_embed import height_and_width
-from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
 from util.run.evaluation import Evaluation, Evaluator, Session, session_of_eval
@@ -208,36 +206,34 @@ def build_model(settings: Mapping[str, Any]) -> nn.Module:
 
 
 def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """Loads a fine-tuned checkpoint: ours, MAE's or timm's. Returns (model in eval mode, settings, its meta or {}).
+    """Loads a fine-tuned checkpoint of any origin. Returns (model in eval mode, settings, its meta or {}).
 
     Our checkpoints hold their settings. Those of other files are inferred from the weights. --crop_pct, --mean and
     --std of `args` win.
     """
-    path = checkpoint.find_checkpoint_file(path)
-    content = checkpoint.read_checkpoint(path)
-    weights, what = encoder_weights_of(content), repr(str(path))
-    head = head_of(weights)
-    if head is None:
-        raise ValueError(f"{what} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune")
-    meta = checkpoint.meta_of(content)
-    settings = {"in_chans": 3, **meta.get("settings", {}), **checkpoint.pixel_settings(meta)}
+    weights = read(path)
+    if weights.num_classes is None:
+        raise ValueError(
+            f"{weights.what} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune"
+        )
+    settings = {"in_chans": 3, **weights.settings, **weights.pixels}
     settings["cls_token_mlp"] = False  # it is folded into the class token
     if "model" in settings:
         model = build_model(settings)
-        checkpoint.load_strict(model, weights, f"the weights in {what}")
+        fit(model, weights, "all")
     else:
-        model = encoders.build_model(content, what)
+        model, _ = build(weights)
         settings |= dict(
             input_size=plain_size(model.img_size),
             patch_size=model.patch_size,
             in_chans=model.patch_embed.proj.in_channels,
-            nb_classes=len(head),
+            nb_classes=weights.num_classes,
         )
-        if type(model) is models_vit.VisionTransformer:
-            settings["model"] = models_vit.find_factory(model.embed_dim, len(model.blocks), what)[0]
+        if weights.kind is PLAIN and (model.embed_dim, len(model.blocks)) in VIT_FACTORIES:
+            settings["model"], _ = VIT_FACTORIES[model.embed_dim, len(model.blocks)]
     for name in ("crop_pct", "mean", "std"):
         settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
-    return model.eval(), settings, meta
+    return model.eval(), settings, weights.meta
 
 
 def note_on_size(dataset: str, images: Any) -> list[str]:
@@ -319,7 +315,7 @@ def load_first_weights(
 ) -> list[str]:
     """Loads the encoder of a new run. Returns remarks. ValueError if frozen blocks would stay untrained."""
     if encoder is not None:
-        report = load_encoder(model, encoder["path"], args.first_release_merging, classes)
+        report = load_encoder(model, encoder["path"], "encoder", classes, args.first_release_merging)
         return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
     if model.frozen:
         raise ValueError(

@@ -18,7 +18,7 @@ from timm.optim import param_groups_weight_decay
 
 import models_mae_pr
 import monitor
-from encoders.names import load_pretrained
+from encoders.load import fit, load_encoder, read
 from engine_pretrain import compile_shapes, train_one_epoch
 from framework import Flag, Framework
 from frameworks import (
@@ -38,7 +38,6 @@ from util.data.images import evenly_spaced
 from util.data.open import open_everywhere
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.run import shard
-from util.run.checkpoint import find_checkpoint_file, load_strict, meta_of, pixel_settings, read_checkpoint
 from util.run.cli import Parser, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
@@ -194,22 +193,21 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
 
     ValueError if the checkpoint was not written by this program, or if such a file is not that of the run.
     """
-    path = find_checkpoint_file(path)
-    content = read_checkpoint(path)
-    meta = meta_of(content)
+    weights = read(path)
+    meta, path = weights.meta, weights.path
     check_pretrained(meta, path)
-    settings = {**meta["settings"], **pixel_settings(meta), **(moved or {})}
+    settings = {**weights.settings, **weights.pixels, **(moved or {})}
     model = build_model(settings)
     for flag, file in model.named_files().items():
         if meta.get(flag, file.fingerprint) != file.fingerprint:
             raise ValueError(f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(path)!r}")
-    load_strict(model, content["model"], "the checkpoint's weights")
+    fit(model, weights, "all")
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])
     return model.eval(), settings
 
 
-def check_pretrained(meta: Mapping[str, Any], path: Path) -> None:
+def check_pretrained(meta: Mapping[str, Any], path: str | Path) -> None:
     """ValueError unless `meta` belongs to a checkpoint of this program."""
     settings = meta.get("settings", {})
     if "nb_classes" in settings:
@@ -345,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         encoder = run.choose_encoder("pretrained")
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         if run.is_new and encoder is not None:
-            report = load_pretrained(model, encoder["path"])
+            report = load_encoder(model, encoder["path"], "blocks")
             run.note(f"weights from {encoder['path']}: {report}", *warn_if_unfinished(encoder))
         statistics = run.choose_statistics(images)
         model.use_statistics(*statistics)

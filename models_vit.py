@@ -4,7 +4,7 @@
 fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTransformer`. To compute features:
 
     from models_vit import vit_base_patch16
-    from encoders.names import load_encoder
+    from encoders.load import load_encoder
 
     model = vit_base_patch16(global_pool="token")
     print(load_encoder(model, "checkpoint.pth"))
@@ -12,7 +12,7 @@ fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTr
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypedDict
 
@@ -21,7 +21,7 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from util.pos_embed import grid_from_settings, sincos_pos_embed
+from util.pos_embed import sincos_pos_embed
 
 __all__ = [
     "VisionTransformer",
@@ -58,26 +58,6 @@ SMALL: ViTSizes = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
 BASE: ViTSizes = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 LARGE: ViTSizes = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 HUGE: ViTSizes = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
-
-_SIZES_BY_FACTORY = {
-    "vit_nano_patch4": NANO,
-    "vit_micro_patch4": MICRO,
-    "vit_mini_patch4": MINI,
-    "vit_tiny_patch16": TINY,
-    "vit_small_patch16": SMALL,
-    "vit_base_patch16": BASE,
-    "vit_large_patch16": LARGE,
-    "vit_huge_patch14": HUGE,
-}
-
-# Keys from which the model size is inferred.
-_SIZE_KEYS = (
-    "cls_token",
-    "pos_embed",
-    "patch_embed.proj.weight",
-    "blocks.0.mlp.fc1.weight",
-    "blocks.0.attn.qkv.weight",
-)
 
 
 def layer_norm(dim: int) -> nn.LayerNorm:
@@ -416,74 +396,6 @@ class VisionTransformer(Classifier, ViTEncoder):
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones."""
         return {"cls_token", "pos_embed"}
-
-
-def read_sizes(
-    weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any], what: str, num_heads: int | None = None
-) -> dict[str, Any]:
-    """Infers the size arguments of `ViTEncoder` from the weights of one.
-
-    settings: those of a checkpoint of this project, which tell the grid, or an empty dict.
-    what: name of the file in errors.
-    num_heads: by default that of the published model of the same width and depth, because no weight shows it.
-
-    Raises ValueError if the weights are not those of a ViT with a class token and a position table.
-    """
-    missing = [key for key in _SIZE_KEYS if not torch.is_tensor(weights.get(key))]
-    if missing:
-        raise ValueError(
-            f"{what} holds no Vision Transformer of this kind: {', '.join(missing)} missing. Give a checkpoint of "
-            "main_pretrain.py or main_finetune.py with a ViT, or one of MAE's releases"
-        )
-    kernel, table = weights["patch_embed.proj.weight"].shape, weights["pos_embed"].shape
-    if len(kernel) != 4 or kernel[2] != kernel[3] or len(table) != 3 or weights["blocks.0.mlp.fc1.weight"].ndim != 2:
-        raise ValueError(
-            f"{what} holds no Vision Transformer of this kind: patch_embed.proj.weight is {list(kernel)}, pos_embed "
-            f"{list(table)}; needed are [D, channels, p, p] and [1, 1 + tokens, D]"
-        )
-    embed_dim, in_chans, patch_size, _ = kernel
-    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    rows, columns = read_grid(settings, patch_size, table[1] - 1, what)
-    return dict(
-        img_size=(rows * patch_size, columns * patch_size),
-        patch_size=patch_size,
-        in_chans=in_chans,
-        embed_dim=embed_dim,
-        depth=depth,
-        num_heads=num_heads or settings.get("num_heads") or find_factory(embed_dim, depth, what)[1]["num_heads"],
-        mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / embed_dim,
-    )
-
-
-def read_grid(settings: Mapping[str, Any], patch_size: int, num_tokens: int, what: str) -> tuple[int, int]:
-    """Returns the (rows, columns) of `num_tokens` tokens: those of the settings if they fit, or else a square.
-
-    The position table does not tell, because 4 x 16 and 8 x 8 tokens have tables of the same shape. Raises ValueError,
-    with `what` as the name of the file, if the settings do not fit and the number is no square.
-    """
-    grid = grid_from_settings(settings, patch_size)
-    if grid is not None and math.prod(grid) == num_tokens:
-        return grid
-    side = math.isqrt(max(0, num_tokens))
-    if side == 0 or side**2 != num_tokens:
-        raise ValueError(
-            f"{what} has positions for {num_tokens} tokens, which is no square grid, and does not say its image size"
-        )
-    return side, side
-
-
-def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, ViTSizes]:
-    """Returns (name, sizes) of the factory below that builds a ViT of this width and depth.
-
-    Raises ValueError, with `what` as the name of the file, if there is none.
-    """
-    known = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _SIZES_BY_FACTORY.items()}
-    if (embed_dim, depth) not in known:
-        raise ValueError(
-            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; "
-            f"known (width, depth): {', '.join(map(str, known))}"
-        )
-    return known[embed_dim, depth]
 
 
 vit_nano_patch4 = partial(VisionTransformer, **NANO)

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from encoders.load import load_encoder
 from util.run.flags import Plan, RunSchedule, check_least
 from util.run.resume import warn_if_unfinished
 from util.text import count_of
@@ -70,9 +73,9 @@ def schedule_by_iterations(
     )
 
 
-def load_first_weights(load: Callable[[str], object], encoder: dict[str, Any] | None) -> list[str]:
-    """Loads the encoder of a new run by `load(path)`, which returns a report. Returns remarks."""
+def load_first_weights(backbone: nn.Module, encoder: dict[str, Any] | None) -> list[str]:
+    """Loads the encoder of a new run. Returns remarks."""
     if encoder is None:
         return ["no --finetune: training from scratch"]
-    report = load(encoder["path"])
+    report = load_encoder(backbone, encoder["path"])
     return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]

@@ -1,69 +1,76 @@
-"""Builds the encoder or the classifier that a checkpoint holds, of any kind.
-
-    from encoders.kinds import load_model
-
-    model, meta = load_model("output/prmim50_base")  # a checkpoint, or the folder of a run
-    tokens = model.forward_features(imgs)  # [B, 1 + N, D]; Swin: [B, cells, 8 D]
-
-The kind and the sizes are inferred from the weights and from the settings in the checkpoint.
-"""
+"""The kinds of encoders: their classes, and their size arguments, which are inferred from weights and settings."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+import models_vit
 from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
-from encoders.names import encoder_weights_of, fit_encoder, refuse_foreign
-from models_vit import VisionTransformer, ViTEncoder, read_sizes
+from encoders.names import Tensors
 from util.pos_embed import grid_from_settings
-from util.run import checkpoint
 
-Weights = dict[str, torch.Tensor]
-_BIAS_TABLE = "relative_position_bias_table"
+BIAS_TABLE = "relative_position_bias_table"
+_VIT_SIZES = {name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()}
+VIT_FACTORIES = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _VIT_SIZES.items()}
 
 
 class Kind(NamedTuple):
-    """A kind of encoder."""
+    """A kind of encoder.
+
+    read_sizes: infers the size arguments of `encoder` from (weights under this project's names, settings of their run
+    or {}, name of their file for errors). ValueError if the weights are of another kind.
+    """
 
     name: str  # in messages
     encoder: Callable[..., nn.Module]
     classifier: Callable[..., nn.Module]
-    read_sizes: Callable[[Weights, Mapping[str, Any], str], dict[str, Any]]  # see `models_vit.read_sizes`
+    read_sizes: Callable[[Tensors, Mapping[str, Any], str], dict[str, Any]]
 
 
-def read_relative_sizes(weights: Weights, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Infers the size arguments of `RelativeViTEncoder` from the weights of one. See `models_vit.read_sizes`."""
-    table = next(value for name, value in weights.items() if name.endswith(_BIAS_TABLE))
-    kernel, hidden = need(weights, ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"), what)
-    embed_dim, in_chans, patch_size, _ = kernel.shape
-    side = (math.isqrt(len(table) - 3) + 1) // 2  # of a square grid
-    rows, columns = grid_from_settings(settings, patch_size) or (side, side)
-    return dict(
-        img_size=(rows * patch_size, columns * patch_size),
-        patch_size=patch_size,
-        in_chans=in_chans,
-        embed_dim=embed_dim,
-        depth=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
-        num_heads=table.shape[1],
-        mlp_ratio=len(hidden) / embed_dim,
+def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Infers the sizes of a ViT with a position table. No weight shows the number of heads; see `find_factory`."""
+    needed = (
+        "patch_embed.proj.weight",
+        "pos_embed",
+        "cls_token",
+        "blocks.0.mlp.fc1.weight",
+        "blocks.0.attn.qkv.weight",
     )
+    kernel, table = need(weights, needed, what)[:2]
+    if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3] or table.ndim != 3:
+        raise ValueError(
+            f"{what} holds no encoder of a known kind: patch_embed.proj.weight is {list(kernel.shape)}, pos_embed "
+            f"{list(table.shape)}; needed are [D, channels, p, p] and [1, 1 + tokens, D]"
+        )
+    sizes = common_sizes(weights, read_grid(settings, kernel.shape[2], table.shape[1] - 1, what), "blocks.0")
+    depth = count_blocks(weights)
+    num_heads = settings.get("num_heads") or find_factory(sizes["embed_dim"], depth, what)[1]["num_heads"]
+    return sizes | dict(depth=depth, num_heads=num_heads)
 
 
-def read_swin_sizes(weights: Weights, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Infers the size arguments of `SwinEncoder` from the weights and the settings of one of this project.
+def read_relative_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Infers the sizes of a ViT with relative positions. Without settings, the grid is square."""
+    table = next(value for name, value in weights.items() if name.endswith(BIAS_TABLE))
+    kernel, _ = need(weights, ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"), what)
+    side = (math.isqrt(len(table) - 3) + 1) // 2
+    grid = grid_from_settings(settings, kernel.shape[2]) or (side, side)
+    sizes = common_sizes(weights, grid, "blocks.0")
+    return sizes | dict(depth=count_blocks(weights), num_heads=table.shape[1])
+
+
+def read_swin_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Infers the sizes of a Swin Transformer of this project.
 
     Raises ValueError for weights of other projects, because some files merge patches in another order than Swin.
     """
-    kernel, hidden = need(weights, ("patch_embed.proj.weight", "layers.0.blocks.0.mlp.fc1.weight"), what)
-    embed_dim, in_chans, patch_size, _ = kernel.shape
-    grid = grid_from_settings(settings, patch_size)
+    kernel, _ = need(weights, ("patch_embed.proj.weight", "layers.0.blocks.0.mlp.fc1.weight"), what)
+    grid = grid_from_settings(settings, kernel.shape[2])
     if grid is None:
         raise ValueError(
             f"{what} holds a Swin Transformer without the settings of a run: its image size and the order of its patch "
@@ -72,29 +79,69 @@ def read_swin_sizes(weights: Weights, settings: Mapping[str, Any], what: str) ->
     stages = [name for name in weights if name.startswith("layers.")]
     blocks = {tuple(map(int, name.split(".")[1:4:2])) for name in stages if ".blocks." in name}  # (stage, block)
     depths = [sum(stage == s for stage, _ in blocks) for s in range(1 + max(blocks)[0])]
-    names = [f"layers.{s}.blocks.0.attn.{_BIAS_TABLE}" for s in range(len(depths))]
-    tables = need(weights, names, what)
+    tables = need(weights, [f"layers.{s}.blocks.0.attn.{BIAS_TABLE}" for s in range(len(depths))], what)
+    return common_sizes(weights, grid, "layers.0.blocks.0") | dict(
+        depths=depths,
+        num_heads=[table.shape[1] for table in tables],
+        window_size=max((math.isqrt(len(table)) + 1) // 2 for table in tables),  # late stages may have smaller windows
+    )
+
+
+def common_sizes(weights: Tensors, grid: tuple[int, int], first_block: str) -> dict[str, Any]:
+    """Returns the size arguments that all kinds share."""
+    embed_dim, in_chans, patch_size, _ = weights["patch_embed.proj.weight"].shape
     return dict(
         img_size=(grid[0] * patch_size, grid[1] * patch_size),
         patch_size=patch_size,
         in_chans=in_chans,
         embed_dim=embed_dim,
-        depths=depths,
-        num_heads=[table.shape[1] for table in tables],
-        window_size=max((math.isqrt(len(table)) + 1) // 2 for table in tables),  # late stages may have smaller windows
-        mlp_ratio=len(hidden) / embed_dim,
+        mlp_ratio=len(weights[f"{first_block}.mlp.fc1.weight"]) / embed_dim,
     )
 
 
-def need(weights: Weights, names: Sequence[str], what: str) -> list[torch.Tensor]:
+def count_blocks(weights: Mapping[str, Any]) -> int:
+    """Returns the number of blocks of a ViT."""
+    return len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+
+
+def need(weights: Tensors, names: Sequence[str], what: str) -> list[torch.Tensor]:
     """Returns the named weights. ValueError, with `what` as the name of the file, if one is missing."""
-    missing = [name for name in names if not torch.is_tensor(weights.get(name))]
+    missing = [name for name in names if name not in weights]
     if missing:
-        raise ValueError(f"{what} holds no encoder of this kind: {', '.join(missing)} missing")
+        raise ValueError(f"{what} holds no encoder of a known kind: {', '.join(missing)} missing")
     return [weights[name] for name in names]
 
 
-PLAIN = Kind("a plain ViT", ViTEncoder, VisionTransformer, read_sizes)
+def read_grid(settings: Mapping[str, Any], patch_size: int, num_tokens: int, what: str) -> tuple[int, int]:
+    """Returns the (rows, columns) of `num_tokens` tokens: those of the settings if they fit, or else a square.
+
+    The position table does not tell, because 4 x 16 and 8 x 8 tokens have tables of the same shape.
+    """
+    grid = grid_from_settings(settings, patch_size)
+    if grid is not None and math.prod(grid) == num_tokens:
+        return grid
+    side = math.isqrt(max(0, num_tokens))
+    if side == 0 or side**2 != num_tokens:
+        raise ValueError(
+            f"{what} has positions for {num_tokens} tokens, which is no square grid, and does not say its image size"
+        )
+    return side, side
+
+
+def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, Any]]:
+    """Returns (name, sizes) of the factory of `models_vit` with this width and depth.
+
+    Raises ValueError, with `what` as the name of the file, if there is none.
+    """
+    if (embed_dim, depth) not in VIT_FACTORIES:
+        raise ValueError(
+            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; "
+            f"known (width, depth): {', '.join(map(str, VIT_FACTORIES))}"
+        )
+    return VIT_FACTORIES[embed_dim, depth]
+
+
+PLAIN = Kind("a plain ViT", models_vit.ViTEncoder, models_vit.VisionTransformer, read_sizes)
 RELATIVE = Kind(
     "a ViT with relative positions",
     partial(RelativeViTEncoder, shared_bias=False),
@@ -109,53 +156,6 @@ def find_kind(weights: Mapping[str, Any]) -> Kind:
     """Returns the kind of encoder that a state dict, under this project's names, belongs to."""
     if any(name.startswith("layers.") for name in weights):
         return SWIN
-    if any(name.endswith(_BIAS_TABLE) for name in weights):
+    if any(name.endswith(BIAS_TABLE) for name in weights):
         return RELATIVE
     return ABSOLUTE if "blocks.0.attn.q_bias" in weights else PLAIN
-
-
-def head_of(weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Returns the matrix [classes, D] of a classifier's head, that of a linear probe included, or None."""
-    return weights.get("head.weight", weights.get("head.1.weight"))
-
-
-def read_encoder(content: Mapping[str, Any], what: str) -> tuple[Kind, Weights, dict[str, Any]]:
-    """Returns (kind, weights under this project's names, size arguments) of the encoder in a checkpoint's content.
-
-    what: name of the file in errors. Raises ValueError if it is of no known kind.
-    """
-    weights = encoder_weights_of(content)
-    kind = find_kind(weights)
-    return kind, weights, kind.read_sizes(weights, checkpoint.meta_of(content).get("settings", {}), what)
-
-
-def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Loads the encoder, or the classifier, that a checkpoint holds. Returns (model in eval mode, meta).
-
-    path: a file, or the folder of a run, whose newest intact checkpoint is used. meta: what the checkpoint says about
-    its run, or {} for files of other projects. Raises ValueError if the file holds no model of a known kind.
-    """
-    path = checkpoint.find_checkpoint_file(path)
-    content = checkpoint.read_checkpoint(path)
-    return build_model(content, repr(str(path))), checkpoint.meta_of(content)
-
-
-def build_model(content: Mapping[str, Any], what: str) -> nn.Module:
-    """Does what `load_model` does for content that was read already. `what` names it in errors.
-
-    A classifier has the attribute `head`. Each block of a `RelativeViTEncoder` has a bias table of its own.
-    """
-    kind, weights, sizes = read_encoder(content, what)
-    head = head_of(weights)
-    if head is None:
-        model = kind.encoder(**sizes)
-        # A table that all blocks share in pre-training is copied into each block.
-        refuse_foreign(model, {name: v for name, v in weights.items() if not name.startswith("rel_pos_bias.")}, what)
-        report = fit_encoder(model, content, what)
-        assert not report.resized, report
-    else:
-        pool = "avg" if kind is SWIN or "fc_norm.weight" in weights else "token"
-        options = dict(num_classes=len(head), global_pool=pool, probe="head.1.weight" in weights)
-        model = kind.classifier(**options, **sizes)
-        checkpoint.load_strict(model, weights, f"the weights in {what}")
-    return model.eval()

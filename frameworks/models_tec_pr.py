@@ -259,7 +259,8 @@ class TECViT(Framework, ViTEncoder):
         if not is_published_tec(weights):
             super().load_official(weights)
             return
-        others = {name: v for name, v in self.state_dict().items() if not is_published_tec([name])}
+        encoder, own = ("pos_embed", "patch_embed.", "blocks."), self.state_dict().items()
+        others = {name: v for name, v in own if name != "cls_token" and not name.startswith(encoder)}
         load_strict(self, others | weights, "TEC weights")
         self.cls_token_mlp = nn.Identity()
         self.norm.reset_parameters()

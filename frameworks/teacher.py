@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from encoders import names as encoder_weights
-from models_vit import ViTEncoder, read_sizes
+from encoders.kinds import PLAIN
+from encoders.load import Weights, fit, read, set_norm_eps
+from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
@@ -29,13 +30,14 @@ class Teacher(ViTEncoder):
     origin: str = "untrained"
     fingerprint: str | None = None
     statistics: tuple[Sequence[float], Sequence[float]] | None = None
+    unused_keys = ("norm.",)  # the targets are outputs of blocks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_heads: int = self.blocks[0].attn.num_heads
         if len(self.blocks) < 2:
             raise ValueError("a teacher needs two blocks: its features are the mean of the outputs of the last two")
-        self.norm = nn.Identity()  # the targets are outputs of blocks
+        self.norm = nn.Identity()
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
@@ -101,71 +103,59 @@ def attention_logits(q: torch.Tensor, k: torch.Tensor, num_heads: int) -> torch.
 def open_teacher(source: str | Path, img_size: tuple[int, int], patch_size: int) -> Teacher:
     """Builds the teacher with the weights at `source`, for images of `img_size` (height, width) and the patch size.
 
-    source: a checkpoint (of this project, or a release of iBOT, DINO or MAE), the folder of a run, or the name of a
-    timm model, whose pre-trained weights timm downloads. Position tables of another grid are resized.
+    source: what `encoders.load.read` reads, or the name of a timm model, whose pre-trained weights timm downloads.
+    Position tables of another grid are resized.
 
     Raises ValueError if `source` does not exist, is no plain ViT of a known size, or has patches of another size.
     """
     source = str(source)
     if Path(source).exists():
-        path = checkpoint.find_checkpoint_file(source)
-        return _open_checkpoint(path, img_size, patch_size)
+        return _open_checkpoint(source, img_size, patch_size)
     if timm.is_model(source):
         return _open_timm_model(source, img_size, patch_size)
     near = close_to(source, timm.list_models("vit_*", pretrained=True))
     raise ValueError(f"teacher {source!r} is neither a file nor the name of a timm model{near}")
 
 
-def _open_checkpoint(path: Path, img_size: tuple[int, int], patch_size: int) -> Teacher:
-    content, what = checkpoint.read_checkpoint(path), f"teacher {str(path)!r}"
-    fingerprint = checkpoint.sha256(path)
-    if encoder_weights.holds_student(content):
-        what = f"{what} (the student of a training checkpoint)"
-    settings = checkpoint.meta_of(content).get("settings", {})
-    teacher = _build_teacher(content, settings, img_size, patch_size, what)
-    _fold_normalization(teacher, settings)
-    teacher.source, teacher.fingerprint = str(path.resolve()), fingerprint
+def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
+    weights = read(source)
+    path = Path(weights.path)
+    teacher = _build_teacher(weights, img_size, patch_size)
+    _fold_normalization(teacher, weights.settings)
+    teacher.source, teacher.fingerprint = str(path.parent.resolve() / path.name), checkpoint.sha256(path)
     return teacher
 
 
 def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> Teacher:
-    what = f"teacher {name!r}"
     try:
         theirs = timm.create_model(name, pretrained=True, img_size=img_size).eval()
     except Exception as error:  # many types: no weights, no network, another kind of network
         raise ValueError(
-            f"{what}: timm could not make it, with its weights, for images of {img_size} px: {error}"
+            f"teacher {name!r}: timm could not make it, with its weights, for images of {img_size} px: {error}"
         ) from error
     if not isinstance(theirs, timm.models.VisionTransformer):
-        raise ValueError(f"{what} is a {type(theirs).__name__}; a teacher must be a plain ViT")
-    num_heads = theirs.blocks[0].attn.num_heads
-    teacher = _build_teacher(theirs.state_dict(), {}, img_size, patch_size, what, num_heads)
-    _check_equal_features(teacher, theirs, what)
+        raise ValueError(f"teacher {name!r} is a {type(theirs).__name__}; a teacher must be a plain ViT")
+    settings = {"num_heads": theirs.blocks[0].attn.num_heads}
+    teacher = _build_teacher(Weights(name, theirs.state_dict(), {"settings": settings}), img_size, patch_size)
+    _check_equal_features(teacher, theirs, f"teacher {name!r}")
     _fold_normalization(teacher, theirs.pretrained_cfg)
     teacher.source = teacher.fingerprint = name
     return teacher
 
 
-def _build_teacher(
-    content: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    img_size: tuple[int, int],
-    patch_size: int,
-    what: str,
-    num_heads: int | None = None,
-) -> Teacher:
-    """Builds a teacher from the encoder in a checkpoint's content. Without `num_heads` it is inferred from the size."""
-    weights = encoder_weights.encoder_weights_of(content)
-    sizes = read_sizes(weights, settings, what, num_heads)
+def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int) -> Teacher:
+    what = f"teacher {weights.what}"
+    if weights.kind is not PLAIN:
+        raise ValueError(f"{what} is {weights.kind.name}; a teacher must be a plain ViT")
+    sizes = weights.sizes
     if sizes["patch_size"] != patch_size:
         raise ValueError(
             f"{what} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same"
         )
     with torch.random.fork_rng(devices=[]):  # the student's first weights must not depend on the teacher's size
         teacher = Teacher(**{**sizes, "img_size": img_size})
-    without_norm = {key: value for key, value in weights.items() if not key.startswith("norm.")}
-    encoder_weights.refuse_foreign(teacher, without_norm, what)
-    report = encoder_weights.fit_encoder(teacher, content, what)
+    set_norm_eps(teacher, weights)
+    report = fit(teacher, weights)
     teacher.origin = f"{what}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
     return teacher
 

@@ -5,8 +5,8 @@
     python scripts/export.py output/prmim50_base --out encoder.safetensors
     python scripts/export.py output/mae --format mae --out mae_full.pth
 
-The first argument is a checkpoint of this project or of MAE's releases, or the folder of a run (its newest intact
-checkpoint is used). All weights are float32. Every file also holds the image size, the mean, the deviation and the type
+The first argument is a checkpoint of this project or of a release, or the folder of a run (its newest intact checkpoint
+is used). All weights are float32. Every file also holds the image size, the mean, the deviation and the type
 of the pixels, and the classes and the evaluation view of a classifier. The programs of this project read them.
 
 --format timm   The encoder of a pre-trained checkpoint, or a whole fine-tuned classifier. The BatchNorm of a linear
@@ -21,15 +21,12 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
                 deviation: timm's defaults for these model names are different.
 --format mae    A .pth file for MAE's scripts: encoder and decoder of a pre-trained MAE under the names of MAE's full
                 releases, or a fine-tuned classifier. MAE's decoder has no aggregation, so PR-MIM runs that throw tokens
-                are refused. Export their encoder with --format timm. The file is read back and compared bit for bit
-                before it is put in place.
+                are refused. Export their encoder with --format timm.
 --push_to_hub   uploads the folder with huggingface_hub. Nothing is uploaded without this flag.
 """
 
 import argparse
-import copy
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,12 +40,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_mae_pr
-import models_vit
-from encoders.kinds import PLAIN, build_model, find_kind, head_of
+from encoders.kinds import PLAIN, find_factory
+from encoders.load import Weights, build, read
 from encoders.models_swin import SwinEncoder
-from encoders.names import encoder_weights_of, rename_prefixes
-from encoders.timm_models import (
-    channels_of,
+from encoders.names import Tensors, rename_prefixes
+from main_pretrain import load_run, own_flags
+from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
+from scripts.model_card import model_card
+from scripts.timm_models import (
     data_config,
     is_classifier,
     largest_difference,
@@ -57,183 +56,113 @@ from encoders.timm_models import (
     timm_arguments,
     timm_weights,
 )
-from main_pretrain import load_run, own_flags
-from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
-from scripts.model_card import model_card
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.folder import read_json
 
 SUFFIXES = (".safetensors", ".pth")
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
 MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
 INSTEAD = "export its encoder with --format timm to a .pth, which MAE's scripts can fine-tune"
 
-Weights = dict[str, torch.Tensor]
+
+# ------------------------------------------------------------------------------------------------------------ for timm
 
 
-def refuse_other_kinds(content: Mapping[str, Any], what: str) -> None:
+def export_timm(weights: Weights, out: Path, location: str) -> list[str]:
+    """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it.
+
+    location: where the model card of a folder says that timm finds the model, `local-dir:FOLDER` or `hf-hub:NAME`.
+    """
+    if out.suffix:
+        refuse_other_kinds(weights)
+    model, report = build(weights)
+    (name, options), facts = timm_arguments(model), known_facts(model, weights.meta)
+    state, source = timm_weights(model), Path(weights.path)
+    if out.suffix:
+        call, contents = timm_call(name, **options, checkpoint_path=str(out)), ""
+        with replaced_file(out, durable=True) as temporary:
+            architecture = json.dumps({"model_name": name, **options})
+            write_weights(temporary, state, facts, {"source": source.name, "timm": architecture})
+            difference = check_loads(model, name, **options, checkpoint_path=str(temporary))
+    else:
+        call, contents = timm_call(location, pretrained=True), f" with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}"
+        config = data_config(model, weights.settings, facts["mean"], facts["std"])
+        with filled_folder(out) as temporary:
+            write_config(temporary, name, options, config, facts.get("classes"))
+            write_weights(temporary / WEIGHTS, state, facts, {"source": source.name})
+            difference = check_loads(model, f"local-dir:{temporary}", pretrained=True)
+            public = location if location.startswith("hf-hub:") else f"local-dir:{out.name}"  # no path of this machine
+            card = model_card(
+                Path(public.partition(":")[2]).name,
+                describe_model(model, name, options, config, facts),
+                weights.meta,
+                source.parent,
+                tuple(flag.name for flag in own_flags()),
+                f"import timm\n\nmodel = {timm_call(public, pretrained=True)}.eval()",
+                is_classifier(model),
+            )
+            (temporary / CARD).write_text(card)
+            record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
+            hashes = {file: checkpoint.sha256(temporary / file) for file in (CONFIG, WEIGHTS, CARD)}
+            (temporary / RECORD).write_text(json.dumps(record | {"files": hashes}, indent=1) + "\n")
+    kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
+    return [
+        describe(f"{kind} of {source}: {out}{contents}", state, facts),
+        f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
+        *(f"note: {remark}" for remark in report.remarks),
+        call,
+    ]
+
+
+def refuse_other_kinds(weights: Weights) -> None:
     """Raise ValueError for encoders that are not plain ViTs."""
-    kind, settings = find_kind(encoder_weights_of(content)), checkpoint.meta_of(content).get("settings", {})
-    if kind is PLAIN:
-        return
-    name = f"{settings['model']}, {kind.name}" if settings.get("model") else kind.name
-    flag = "--eval --resume" if "nb_classes" in settings else "--finetune"
-    raise ValueError(
-        f"{what} holds {name}: only plain ViTs can be exported to a single file, which are those of MAE, MFF, "
-        f"LocalMIM, TEC and CrossMAE; give --out without a suffix for a folder; main_finetune.py {flag} takes it "
-        "as it is"
-    )
+    if weights.kind is not PLAIN:
+        flag = "--finetune" if weights.num_classes is None else "--eval --resume"
+        raise ValueError(
+            f"{weights.what} holds {weights.kind.name}: only plain ViTs can be exported to a single file, which are "
+            "those of MAE, MFF, LocalMIM, TEC and CrossMAE; give --out without a suffix for a folder; "
+            f"main_finetune.py {flag} takes it as it is"
+        )
 
 
-def loading_line(name: str, options: Mapping[str, Any], path: Path) -> str:
-    """The `timm.create_model` call that loads the file at `path`, as Python source."""
+def timm_call(name: str, **options: Any) -> str:
+    """The call of `timm.create_model` with these arguments, as Python source."""
 
     def quoted(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
-    arguments = {**options, "checkpoint_path": str(path)}
-    return f"timm.create_model({quoted(name)}, {', '.join(f'{k}={quoted(v)}' for k, v in arguments.items())})"
+    return f"timm.create_model({', '.join([quoted(name), *(f'{k}={quoted(v)}' for k, v in options.items())])})"
 
 
-def check_loads(path: Path, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
-    """Load the file at `path` with timm, and return the largest difference of its outputs from the model's as text.
+def check_loads(model: nn.Module, name: str, **options: Any) -> str:
+    """Load what was written with timm. Returns the largest difference of its outputs from those of `model`, as text.
 
-    ValueError if they differ by more than rounding, or if timm does not load the file.
+    ValueError if they differ by more than rounding, or if timm does not load it.
     """
     try:
-        theirs = timm.create_model(name, **options, checkpoint_path=str(path)).eval()
-    except RuntimeError as error:
+        theirs = timm.create_model(name, **options).eval()
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"timm {timm.__version__} does not load the weights, nothing is written: {error}") from error
     return largest_difference(model, theirs)
 
 
-def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Weights:
-    """The model's state dict under the names of MAE's full releases: the inverse of `load_official`."""
-    official = {ours: theirs for theirs, ours in models_mae_pr.OFFICIAL_NAMES.items()}
-    return rename_prefixes(model.state_dict(), official)
-
-
-def refuse_other_frameworks(weights: Weights, settings: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError for pre-trained checkpoints that are not MAE's, or that have MAE's names already."""
-    if "decoder_embed.weight" in weights:
-        raise ValueError(f"{what} has MAE's names already")
-    name = settings.get("model", "mae_")
-    if not name.startswith("mae_"):
-        is_plain = find_kind(weights) is PLAIN
-        advice = INSTEAD if is_plain else "export its encoder with --format timm to a folder, for timm"
-        raise ValueError(f"{what} holds {name}, and --format mae is for MAE's framework alone: {advice}")
-
-
-def load_mae(path: Path) -> models_mae_pr.MaskedAutoencoderViT:
-    """Load a pre-trained model of MAE's framework. ValueError if MAE's own code could not run it."""
-    model, settings = load_run(path)
-    if model.decoder.aggregation is not None:
-        raise ValueError(
-            f"{str(path)!r} was trained with --throw_ratio {settings['throw_ratio']}: its decoder reconstructs thrown "
-            f"tokens by an aggregation, which MAE's decoder lacks; {INSTEAD}"
+def write_config(
+    folder: Path, name: str, options: Mapping[str, Any], config: dict[str, Any], classes: list[str] | None
+) -> None:
+    """Write timm's config.json. timm writes it together with untrained weights, which are then replaced."""
+    untrained = timm.create_model(name, pretrained_cfg=config, **options)
+    labels = {"label_names": classes} if classes else {}
+    try:
+        timm.models.save_for_hf(
+            untrained, folder, model_config=labels, model_args=dict(options), safe_serialization=True
         )
-    if model.img_size[0] != model.img_size[1]:
-        raise ValueError(f"{str(path)!r} is for images of {model.img_size} pixels, and MAE's are square: {INSTEAD}")
-    return model
-
-
-def check_reads_back(path: Path, model: nn.Module) -> None:
-    """Raise ValueError unless the file at `path` holds the weights of `model`, bit for bit."""
-    again, content = copy.deepcopy(model), checkpoint.read_checkpoint(path)
-    for value in again.state_dict().values():
-        value.zero_()
-    if isinstance(again, models_mae_pr.MaskedAutoencoderViT):
-        again.load_official(content)
-    else:
-        checkpoint.load_strict(again, content["model"], "the weights in the file")
-    read = again.state_dict()
-    different = [name for name, value in model.state_dict().items() if not torch.equal(value, read[name])]
-    if different:
-        raise ValueError(f"{checkpoint.shorten(different)} read back from the file differ; nothing is written")
-
-
-def mae_name(model: nn.Module, decoder: nn.Module | None) -> str:
-    """A sentence that names the model of MAE's scripts with the sizes of `model` and of `decoder`."""
-    sizes = dict(patch_size=model.patch_size, **block_sizes(model))
-    factory, published = models_vit.find_factory(sizes["embed_dim"], sizes["depth"], "the model")
-    is_known = factory in MAE_MODELS and sizes == published
-    if decoder is not None:
-        is_known = is_known and block_sizes(decoder) == MAE_DECODER and model.img_size == (224, 224)
-        factory = f"mae_{factory}"
-    if is_known:
-        return f"MAE's scripts read it as {factory}"
-    return f"MAE's scripts have no model of this size: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
-
-
-def block_sizes(model: nn.Module) -> dict[str, int]:
-    """Width, depth and heads of the blocks of an encoder or a decoder."""
-    block = model.blocks[0]
-    return dict(embed_dim=block.mlp.fc2.out_features, depth=len(model.blocks), num_heads=block.attn.num_heads)
-
-
-def write_weights(path: Path, state: Weights, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata."""
-    path.unlink(missing_ok=True)
-    path.touch()
-    mode = path.stat().st_mode
-    if path.suffix == ".safetensors":
-        texts = {name: json.dumps(value) for name, value in facts.items()}
-        safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
-        path.chmod(mode)  # safetensors may leave a file that only its owner can read
-    else:
-        torch.save({"model": state, "meta": json.dumps(checkpoint.meta_of_facts(facts))}, path)
-
-
-def export_folder(source: Path, out: Path, location: str) -> list[str]:
-    """Export the checkpoint at `source` as a folder in timm's layout. Returns the lines that describe it.
-
-    location: where the model card says that timm finds the model, `local-dir:FOLDER` or `hf-hub:NAME`.
-    """
-    content = checkpoint.read_checkpoint(source)
-    model, meta, notes = build_model(content, repr(str(source))), checkpoint.meta_of(content), note_on_norm(content)
-    del content
-    state, (name, options) = timm_weights(model), timm_arguments(model)
-    facts = known_facts(model, meta)
-    config = data_config(model, meta.get("settings", {}), facts["mean"], facts["std"])
-    public = location if location.startswith("hf-hub:") else f"local-dir:{out.name}"  # no path of this machine
-    card = model_card(
-        Path(public.partition(":")[2]).name,
-        describe_model(model, name, options, config, facts),
-        meta,
-        source.parent,
-        tuple(flag.name for flag in own_flags()),
-        f"import timm\n\nmodel = {loading_call(public)}.eval()",
-        is_classifier(model),
-    )
-    with filled_folder(out, first=RECORD) as temporary:  # a killed export can be repeated
-        write_config(temporary, name, options, config, facts.get("classes"))
-        write_weights(temporary / WEIGHTS, state, facts, {"source": source.name})
-        difference = check_loads_folder(temporary, model)
-        (temporary / CARD).write_text(card)
-        files = {file: checkpoint.sha256(temporary / file) for file in (CONFIG, WEIGHTS, CARD)}
-        record: dict[str, Any] = {
-            "source": source.name,
-            "sha256": checkpoint.recorded_sha256(source),
-            "code": code_version(),
-        }
-        record |= {"files": files, "replaced": {file: checkpoint.sha256(out / file) for file in present_files(out)}}
-        (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
-    return [
-        f"{kind} of {source}: {out}{os.sep} with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}",
-        f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
-        *notes,
-        loading_call(location),
-    ]
-
-
-def loading_call(location: str) -> str:
-    """The `timm.create_model` call that loads a folder or a repository of the Hub, as Python source."""
-    return f"timm.create_model({json.dumps(location, ensure_ascii=False)}, pretrained=True)"
+    except RuntimeError as error:  # timm does not find a huggingface_hub that it can use
+        raise ValueError(f"timm {timm.__version__} cannot write its config.json: {error}") from error
 
 
 def describe_model(
@@ -258,92 +187,77 @@ def describe_model(
     }
 
 
-def write_config(
-    folder: Path, name: str, options: Mapping[str, Any], config: dict[str, Any], classes: list[str] | None
-) -> None:
-    """Write timm's config.json. timm writes it together with untrained weights, which are then replaced."""
-    untrained = timm.create_model(name, pretrained_cfg=config, **options)
-    labels = {"label_names": classes} if classes else {}
-    try:
-        timm.models.save_for_hf(
-            untrained, folder, model_config=labels, model_args=dict(options), safe_serialization=True
-        )
-    except RuntimeError as error:  # timm does not find a huggingface_hub that it can use
-        raise ValueError(f"timm {timm.__version__} cannot write its config.json: {error}") from error
+# ------------------------------------------------------------------------------------------------- for MAE's scripts
 
 
-def check_loads_folder(folder: Path, model: nn.Module) -> str:
-    """Load the folder with timm, and return the largest difference of its outputs from the model's as text.
-
-    ValueError if they differ by more than rounding, or if timm does not load the folder.
-    """
-    try:
-        theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"timm {timm.__version__} does not load the weights, nothing is written: {error}") from error
-    return largest_difference(model, theirs)
-
-
-def note_on_norm(content: Mapping[str, Any]) -> list[str]:
-    """Returns a note if the content of a checkpoint holds no final norm, as CrossMAE's and TEC's encoders."""
-    if any(name.startswith(("norm.", "fc_norm.")) for name in encoder_weights_of(content)):
-        return []
-    return ["note: the file holds no final norm, so that of the export has weight 1 and bias 0: fine-tune it"]
-
-
-def export_timm(source: Path, out: Path) -> list[str]:
-    """Export the checkpoint at `source` for timm. Returns the lines that describe the file."""
-    content = checkpoint.read_checkpoint(source)
-    refuse_other_kinds(content, repr(str(source)))
-    model, meta, notes = build_model(content, repr(str(source))), checkpoint.meta_of(content), note_on_norm(content)
-    del content
-    state = timm_weights(model)
-    name, options = timm_arguments(model)
-    facts = known_facts(model, meta)
-    metadata = {"source": source.name, "timm": json.dumps({"model_name": name, **options})}
-    with replaced_file(out, durable=True) as temporary:
-        write_weights(temporary, state, facts, metadata)
-        difference = check_loads(temporary, model, name, options)
-    kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
-    return [
-        describe(kind, source, out, state),
-        f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
-        describe_images(facts),
-        *notes,
-        loading_line(name, options, out),
-    ]
-
-
-def export_mae(source: Path, out: Path) -> list[str]:
-    """Export the checkpoint at `source` for MAE's scripts. Returns the lines that describe the file."""
+def export_mae(weights: Weights, out: Path) -> list[str]:
+    """Export a pre-trained MAE or a classifier for MAE's scripts. Returns the lines that describe the file."""
     if out.suffix != ".pth":
         raise ValueError(f"--format mae writes a .pth, which is what MAE's scripts read, got --out {str(out)!r}")
-    content = checkpoint.read_checkpoint(source)
-    weights, meta = encoder_weights_of(content), checkpoint.meta_of(content)
-    has_head = head_of(weights) is not None
+    has_head = weights.num_classes is not None
     if has_head:
-        refuse_other_kinds(content, repr(str(source)))
-        kind, model = "classifier", build_model(content, repr(str(source)))
+        refuse_other_kinds(weights)
+        kind, (model, _) = "classifier", build(weights)
         state, name = model.state_dict(), mae_name(model, None)
     else:
-        refuse_other_frameworks(weights, meta.get("settings", {}), repr(str(source)))
-        kind, model = "encoder and decoder", load_mae(source)
+        kind, model = "encoder and decoder", load_mae(weights)
         state, name = mae_weights(model), mae_name(model, model.decoder)
     with torch.inference_mode():
         output_of(model, random_images(model), has_head)  # FloatingPointError if it is not finite
-    facts = known_facts(model, meta)
+    facts = known_facts(model, weights.meta)
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, facts, {})
-        check_reads_back(temporary, model)
-    lines = [
-        describe(kind, source, out, state),
-        "read back from the file: the same weights, bit for bit",
-        describe_images(facts),
-        name,
-    ]
+    lines = [describe(f"{kind} of {weights.path}: {out}", state, facts), name]
     if not has_head and model.counts.num_thrown:
         lines.append("note: tokens were thrown in training, so the decoder has seen fewer tokens than MAE gives it")
     return lines
+
+
+def load_mae(weights: Weights) -> models_mae_pr.MaskedAutoencoderViT:
+    """Load a pre-trained model of MAE's framework. ValueError if MAE's own code could not run it."""
+    what = weights.what
+    if "decoder_embed.weight" in weights.tensors:
+        raise ValueError(f"{what} has MAE's names already")
+    if not weights.settings.get("model", "mae_").startswith("mae_"):
+        advice = INSTEAD if weights.kind is PLAIN else "export its encoder with --format timm to a folder, for timm"
+        raise ValueError(f"{what}: --format mae is for MAE's framework alone: {advice}")
+    model, settings = load_run(weights.path)
+    if model.decoder.aggregation is not None:
+        raise ValueError(
+            f"{what} was trained with --throw_ratio {settings['throw_ratio']}: its decoder reconstructs thrown tokens "
+            f"by an aggregation, which MAE's decoder lacks; {INSTEAD}"
+        )
+    if model.img_size[0] != model.img_size[1]:
+        raise ValueError(f"{what} is for images of {model.img_size} pixels, and MAE's are square: {INSTEAD}")
+    return model
+
+
+def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
+    """The model's state dict under the names of MAE's full releases: the inverse of `load_official`."""
+    official = {ours: theirs for theirs, ours in models_mae_pr.OFFICIAL_NAMES.items()}
+    return rename_prefixes(model.state_dict(), official)
+
+
+def mae_name(model: nn.Module, decoder: nn.Module | None) -> str:
+    """A sentence that names the model of MAE's scripts with the sizes of `model` and of `decoder`."""
+    sizes = dict(patch_size=model.patch_size, **block_sizes(model))
+    factory, published = find_factory(sizes["embed_dim"], sizes["depth"], "the model")
+    is_known = factory in MAE_MODELS and sizes == published
+    if decoder is not None:
+        is_known = is_known and block_sizes(decoder) == MAE_DECODER and model.img_size == (224, 224)
+        factory = f"mae_{factory}"
+    if is_known:
+        return f"MAE's scripts read it as {factory}"
+    return f"MAE's scripts have no model of this size: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
+
+
+def block_sizes(model: nn.Module) -> dict[str, int]:
+    """Width, depth and heads of the blocks of an encoder or a decoder."""
+    block = model.blocks[0]
+    return dict(embed_dim=block.mlp.fc2.out_features, depth=len(model.blocks), num_heads=block.attn.num_heads)
+
+
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +265,7 @@ def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
 
     meta: of the checkpoint. ValueError if the pixel statistics are unknown.
     """
-    settings, in_chans = checkpoint.pixel_settings(meta), channels_of(model)
+    settings, in_chans = checkpoint.pixel_settings(meta), model.in_chans
     found = known_statistics(settings, PixelFormat(in_chans, settings["pixels"] or RGB8.dtype))
     if found is None or {*map(len, found)} != {in_chans}:
         raise ValueError(
@@ -364,17 +278,24 @@ def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value}
 
 
-def describe_images(facts: Mapping[str, Any]) -> str:
-    """A line on the images of the model. facts: see `known_facts`."""
-    return (
-        f"images: {describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
-    )
+def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    if path.suffix == ".safetensors":
+        texts = {name: json.dumps(value) for name, value in facts.items()}
+        safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
+        path.chmod(mode)  # safetensors may leave a file that only its owner can read
+    else:
+        torch.save({"model": state, "meta": json.dumps(checkpoint.meta_of_facts(facts))}, path)
 
 
-def describe(kind: str, source: Path, out: Path, state: Weights) -> str:
-    """A line that names the written file and its size."""
-    num_parameters = sum(value.numel() for value in state.values())
-    return f"{kind} of {source}: {out} ({num_parameters / 1e6:.1f} M parameters, {out.stat().st_size / 1e6:.0f} MB)"
+def describe(what: str, state: Tensors, facts: Mapping[str, Any]) -> str:
+    """The sizes of the weights, and the images of the model. facts: see `known_facts`."""
+    million = sum(value.numel() for value in state.values()) / 1e6
+    pixels = describe_pixels(facts.get("pixels"))
+    return f"{what}; {million:.1f} M parameters; {pixels}, normalised with mean {facts['mean']} and std {facts['std']}"
 
 
 def check_out(path: Path, source: Path, overwrite: bool) -> None:
@@ -391,34 +312,14 @@ def check_out(path: Path, source: Path, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise ValueError(f"--out {str(path)!r} exists; give another name, or --overwrite")
     if is_folder and path.exists():
-        refuse_files_of_others(path)
-
-
-def present_files(folder: Path) -> list[str]:
-    """The files in a folder that an export replaces, without its record."""
-    return [name for name in (CONFIG, WEIGHTS, CARD) if (folder / name).exists()]
-
-
-def refuse_files_of_others(folder: Path) -> None:
-    """Raise ValueError if a file that would be replaced was not written by this script, or was changed since.
-
-    An export moves its record into the folder first. If it was killed after that, the folder still holds files of the
-    previous export. The record lists their hashes under `replaced`.
-    """
-    try:
-        record = json.loads((folder / RECORD).read_text())
-        written, replaced = record["files"], record.get("replaced", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        written, replaced = {}, {}
-    hashes = {name: checkpoint.sha256(folder / name) for name in present_files(folder)}
-    others = [name for name, value in hashes.items() if value not in (written.get(name), replaced.get(name))]
-    if (folder / RECORD).exists() and not written:
-        others.append(RECORD)
-    if others:
-        raise ValueError(
-            f"--out {str(folder)!r}: {', '.join(others)} there was not written by this script, or was changed since: "
-            "move it away, or give another folder"
-        )
+        written = read_json(path / RECORD).get("files", {})
+        present = [name for name in (CONFIG, WEIGHTS, CARD) if (path / name).exists()]
+        others = [name for name in present if checkpoint.sha256(path / name) != written.get(name)]
+        if others:
+            raise ValueError(
+                f"--out {str(path)!r}: {', '.join(others)} there was not written by this script, or was changed since: "
+                "move it away, or give another folder"
+            )
 
 
 def check_push(push_to_hub: str | None, private: bool, layout: str, out: Path) -> None:
@@ -440,21 +341,18 @@ def export(
     push_to_hub: str | None = None,
     private: bool = False,
 ) -> list[str]:
-    """Export a checkpoint, or the newest one of a run's folder. Returns the lines that describe `out`."""
+    """Export the weights at `source`, see `encoders.load.read`. Returns the lines that describe `out`."""
     source, out = checkpoint.find_checkpoint_file(source), Path(out)
     if not source.is_file():
         raise ValueError(f"no checkpoint at {str(source)!r}: give the path of a file or the folder of a run")
     check_push(push_to_hub, private, layout, out)
     check_out(out, source, overwrite)
     if layout == "mae":
-        return export_mae(source, out)
-    if out.suffix:
-        return export_timm(source, out)
+        return export_mae(read(source), out)
     if push_to_hub is None:
-        return export_folder(source, out, f"local-dir:{out}")
+        return export_timm(read(source), out, f"local-dir:{out}")
     api, name = open_hub(push_to_hub, overwrite)
-    lines = export_folder(source, out, f"hf-hub:{name}")
-    return [*lines, push(api, name, out, private)]
+    return [*export_timm(read(source), out, f"hf-hub:{name}"), push(api, name, out, private)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

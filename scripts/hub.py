@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from util.run import checkpoint
-
-CONFIG, WEIGHTS, CARD, RECORD = "config.json", checkpoint.EXPORTED_WEIGHTS, "README.md", "export.json"  # of a folder
+CONFIG, WEIGHTS, CARD, RECORD = "config.json", "model.safetensors", "README.md", "export.json"  # of a folder
 
 
 def open_hub(name: str, overwrite: bool) -> tuple[Any, str]:

@@ -12,40 +12,12 @@ from typing import Any
 from util.tables import markdown_table
 
 # Settings that the card names as flags, beside those that belong to one framework.
-METHOD_FLAGS = (
-    "mask_ratio",
-    "throw_ratio",
-    "progressive",
-    "sampling",
-    "aggregation",
-    "kernel_size",
-    "applies_to",
-    "norm_pix_loss",
-)
-FINETUNE_FLAGS = (
-    "trainable_blocks",
-    "global_pool",
-    "optimizer",
-    "layer_decay",
-    "drop_path",
-    "aa",
-    "color_jitter",
-    "smoothing",
-    "reprob",
-    "mixup",
-    "cutmix",
-)
-SCHEDULE_FLAGS = (
-    "lr",
-    "min_lr",
-    "warmup_epochs",
-    "weight_decay",
-    "betas",
-    "clip_grad",
-    "crop_scale",
-    "seed",
-    "precision",
-)
+METHOD_FLAGS = ["mask_ratio", "throw_ratio", "progressive", "sampling"]
+METHOD_FLAGS += ["aggregation", "kernel_size", "applies_to", "norm_pix_loss"]
+FINETUNE_FLAGS = ["trainable_blocks", "global_pool", "optimizer", "layer_decay", "drop_path", "aa", "color_jitter"]
+FINETUNE_FLAGS += ["smoothing", "reprob", "mixup", "cutmix"]
+SCHEDULE_FLAGS = ["lr", "min_lr", "warmup_epochs", "weight_decay", "betas"]
+SCHEDULE_FLAGS += ["clip_grad", "crop_scale", "seed", "precision"]
 LICENCE = "Not stated yet. Add it here, and as `license: ...` in the header of this file, before you share the weights."
 
 

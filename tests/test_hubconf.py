@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-import models_mae_pr
+import main_pretrain
 import models_vit
 from encoders import models_swin
-from encoders.names import load_encoder
-from frameworks import models_greenmim_pr, models_simmim_pr
+from encoders.load import load_encoder
 from tests.scripts.programs import ROOT, run_file
 from util.run.checkpoint import save_checkpoint
 
@@ -28,14 +27,14 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "program.py").write_text(PROGRAM)
     torch.save(torch.randn(2, 3, 32, 32), folder / "imgs.pt")
-    for name, factory in (
-        ("mae", models_mae_pr.mae_vit_micro_patch4),
-        ("simmim", models_simmim_pr.simmim_vit_micro_patch4),
-        ("green", models_greenmim_pr.greenmim_swin_micro_patch4_window4),
+    for name, model in (
+        ("mae", "mae_vit_micro_patch4"),
+        ("simmim", "simmim_vit_micro_patch4"),
+        ("green", "greenmim_swin_micro_patch4_window4"),
     ):
         (folder / name).mkdir()
-        meta = {"settings": {"model": factory.__name__, "input_size": [32, 32], "patch_size": 4}}
-        save_checkpoint(folder / name, 1, {"model": factory().state_dict()}, meta)
+        meta = {"settings": {"model": model, "input_size": [32, 32], "patch_size": 4}}
+        save_checkpoint(folder / name, 1, {"model": main_pretrain.MODELS[model]().state_dict()}, meta)
     (folder / "tuned").mkdir()
     model = models_vit.vit_micro_patch4(num_classes=5)
     torch.nn.init.normal_(model.head.weight)

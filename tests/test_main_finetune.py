@@ -394,7 +394,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
         ("--finetune {tmp}/other", "holds no intact checkpoint"),
         (
             "--finetune {pretrained} --model vit_tiny_patch16",
-            "(it was made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 192",
+            "(made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 192",
         ),
         (
             "--finetune {pretrained} --patch_size 8",

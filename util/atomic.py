@@ -47,13 +47,11 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def filled_folder(path: str | os.PathLike[str], first: str = "") -> Iterator[Path]:
+def filled_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary folder for new files. They move into the folder `path` when the block ends without an error.
 
     A new `path` appears as a whole. In an existing one the files replace those of the same names one by one, and other
     files stay. If the block raises, nothing has changed. The files are on the disk before they are moved.
-
-    first: name of the file that is moved before the others.
     """
     target = Path(path).resolve()
     outer = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))  # only its owner can read it
@@ -64,7 +62,7 @@ def filled_folder(path: str | os.PathLike[str], first: str = "") -> Iterator[Pat
         for file in temporary.iterdir():
             sync(file)
         if target.exists():
-            for file in sorted(temporary.iterdir(), key=lambda file: (file.name != first, file.name)):
+            for file in sorted(temporary.iterdir()):
                 os.replace(file, target / file.name)
             sync(target)
         else:

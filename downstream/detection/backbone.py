@@ -4,22 +4,13 @@ Every block has decomposed relative positions, which begin at 0. So the network 
 pre-trained, apart from the windows.
 """
 
-from pathlib import Path
-
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from encoders.load import fit, read
-from encoders.names import LoadReport
 from models_vit import PatchEmbed, check_image_size, drop_path_rates, init_weights, layer_norm, patchify, split_heads
 from util.pos_embed import resize_pos_embed, sincos_pos_embed
-from util.run.checkpoint import CheckpointError
-
-# Endings of parameters that pre-training does not have, and beginnings of those that detection does not use.
-NEW_KEYS = (".rel_pos_h", ".rel_pos_w")
-UNUSED_KEYS = ("cls_token", "norm.", "fc_norm.", "head.")
 
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -123,7 +114,7 @@ class ViTDet(nn.Module):
     grid, and is interpolated to the image's in each forward pass. Other arguments: see `models_vit.ViTEncoder`.
     """
 
-    new_keys, unused_keys = NEW_KEYS, UNUSED_KEYS
+    new_keys, unused_keys = (".rel_pos_h", ".rel_pos_w"), ("cls_token", "norm.")
 
     def __init__(
         self,
@@ -211,13 +202,3 @@ class SimpleFeaturePyramid(nn.Module):
         """Returns five maps, the finest first, of a map [B, D, rows, columns]."""
         maps = [stage(x) for stage in self.stages]
         return [*maps, F.max_pool2d(maps[-1], kernel_size=1, stride=2)]
-
-
-def load_backbone(backbone: ViTDet, path: str | Path) -> LoadReport:
-    weights = read(path)
-    kernel = weights.tensors.get("patch_embed.proj.weight")
-    if kernel is not None and kernel.shape[1] != 3:
-        raise CheckpointError(
-            f"{weights.what} holds an encoder of {kernel.shape[1]} channels, but detection is for RGB: give one of 3"
-        )
-    return fit(backbone, weights)

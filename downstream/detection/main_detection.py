@@ -29,17 +29,15 @@ from downstream.common import (
     load_first_weights,
     schedule_by_iterations,
 )
-from downstream.detection.backbone import ViTDet, load_backbone
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import detect_all, draw_pictures, score_detections, train_iterations
 from downstream.detection.masks import coco_masks
 from downstream.detection.models import SIZES, Detector, build_detector
 from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
-from encoders.names import weights_of
+from encoders.load import Weights, fit, read
 from util import collectives
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
 from util.run.evaluation import Evaluation, Evaluator, Session, session_of_eval
@@ -82,7 +80,8 @@ def get_args_parser() -> Parser:
     model("--model", default="vit_base_patch16", choices=SIZES, help="size of the encoder")
     model("--finetune", help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)")
     model("--input_size", type=int, help="side of a training crop, and longer side in evaluation, in pixels")
-    model("--pretrain_size", type=int, help="side of the images of pre-training (default: the model's)")
+    help_text = "side of the images of pre-training (default: the model's); other position tables are resized to it"
+    model("--pretrain_size", type=int, help=help_text)
     model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
     model("--window_size", type=int, help="side of an attention window in patches")
     model("--decoder_channels", type=int, help="width of pyramid and heads")
@@ -213,15 +212,6 @@ def choose_masks(masks: bool | None, images: CocoImages) -> bool:
 # -------------------------------------------------------------------------------------------------------- reporting
 
 
-def load_pretrained(backbone: ViTDet, path: str) -> str:
-    """Loads a pre-trained encoder. Returns what was done with its weights."""
-    report = load_backbone(backbone, path)
-    if "pos_embed" not in report.resized:
-        return str(report)
-    side = backbone.grid_size[0] * backbone.patch_size
-    return f"{report}; positions were resized to --pretrain_size {side}: give the side of pre-training to keep them"
-
-
 def describe_scores(scores: Mapping[str, Any]) -> str:
     """Returns the scores of an evaluation in one line."""
     parts = []
@@ -285,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         model = build_detector(vars(args) | chosen)
         encoder = run.choose_encoder("finetune")
         if run.is_new:
-            run.note(*load_first_weights(partial(load_pretrained, model.backbone), encoder))
+            run.note(*load_first_weights(model.backbone, encoder))
         model = model.to(run.process.device)
         groups = model.param_groups(args.weight_decay, args.layer_decay)
         pretrain_size = model.backbone.grid_size[0] * model.patch_size
@@ -327,17 +317,15 @@ def load_detector(
     given: names of the flags that were set explicitly. Returns (model in eval mode, step of our run). ValueError if the
     model has other categories than `images`.
     """
-    path = checkpoint.find_checkpoint_file(path)
-    content = read_released(path) if path.suffix == ".pkl" else checkpoint.read_checkpoint(path)
-    weights, meta = weights_of(content), checkpoint.meta_of(content)
-    stored = meta.get("settings", {})
-    if is_detectron2(weights):
-        weights = detectron2_names(weights)
-        stored = infer_settings(weights, repr(str(path)))
-        if stored.pop("num_classes") != len(images.categories):
+    weights = Weights(path, read_released(Path(path))) if str(path).endswith(".pkl") else read(path)
+    path, stored = weights.path, weights.settings
+    if is_detectron2(weights.raw):
+        weights = Weights(path, detectron2_names(weights.raw))
+        stored = infer_settings(weights.raw, repr(str(path)))
+        number = stored.pop("num_classes")
+        if number != len(images.categories):
             raise ValueError(
-                f"{str(path)!r} detects {weights['roi_heads.box_predictor.cls_score.bias'].numel() - 1} categories, "
-                f"but {str(images.json_path)!r} has {len(images.categories)}"
+                f"{str(path)!r} detects {number} categories, but {str(images.json_path)!r} has {len(images.categories)}"
             )
         stored["categories"] = images.categories
     if "categories" not in stored:
@@ -349,8 +337,8 @@ def load_detector(
             )
     check_categories(stored["categories"], images, f"the model at {str(path)!r}")
     model = build_detector({**stored, "drop_path": 0.0})
-    checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
-    return model.eval(), meta.get("step")
+    fit(model, weights, "all")
+    return model.eval(), weights.meta.get("step")
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:

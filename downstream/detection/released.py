@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from encoders.names import Weights
-from models_vit import find_factory
+from encoders.kinds import find_factory
+from encoders.names import Tensors
 from util.run.checkpoint import CheckpointError
 
 # Names that a pickle of arrays needs. Nothing else is loaded, so reading a file runs no code of it.
@@ -30,8 +30,8 @@ class ArrayUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_released(path: Path) -> dict[str, Any]:
-    """Returns the content of a .pkl file of detectron2, arrays as tensors. CheckpointError if it is none."""
+def read_released(path: Path) -> Tensors:
+    """Returns the weights in a .pkl file of detectron2. CheckpointError if it is none."""
     try:
         with path.open("rb") as file:
             content = ArrayUnpickler(file, encoding="latin1").load()
@@ -42,7 +42,7 @@ def read_released(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{str(path)!r} holds no weights by their names")
     arrays = {name: value for name, value in weights.items() if isinstance(value, np.ndarray)}
     try:
-        return {"model": {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}}
+        return {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     except TypeError as error:  # of objects or words
         raise CheckpointError(f"{str(path)!r} holds arrays that are no numbers: {error}") from error
 
@@ -65,7 +65,7 @@ _RENAMED = (
 )
 
 
-def detectron2_names(weights: Weights) -> Weights:
+def detectron2_names(weights: Tensors) -> Tensors:
     """Returns a state dict of detectron2's ViTDet under the names of `Detector`.
 
     The background is the first class here and the last one there. Boxes and masks of the background, which nothing

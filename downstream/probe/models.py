@@ -1,6 +1,6 @@
 """Frozen encoders for evaluation without fine-tuning, and the heads that are trained on their features.
 
-`open_encoder` reads encoders of this project and of MAE's and timm's files, `open_timm_model` any model of timm. The
+`open_encoder` reads files of any origin, `open_timm_model` any model of timm. The
 heads are those of CAPI (Darcet et al., 2025): attentive pooling of the patch tokens, and a linear layer. All heads of a
 grid of learning rates and weight decays are trained at once, on the same batches.
 """
@@ -14,9 +14,7 @@ import timm
 import torch
 from torch import nn
 
-from encoders.kinds import read_encoder
-from encoders.names import ENCODER_KEYS, fit_encoder, refuse_foreign
-from models_vit import ViTEncoder
+from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
 from util.run import checkpoint
@@ -115,33 +113,24 @@ class FrozenEncoder(nn.Module):
 
 
 def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncoder:
-    """Loads the encoder of a checkpoint: pre-trained or fine-tuned, of this project, MAE's or timm's plain ViTs.
+    """Loads the encoder of a file of any origin, pre-trained or fine-tuned.
 
-    path: a file, or the folder of a run. input_size: side of the images, if not that of the checkpoint. Some encoders
+    path: see `encoders.load.read`. input_size: side of the images, if not that of the checkpoint. Some encoders
     have no final norm: CrossMAE's, and those of classifiers with mean pooling. Their outputs are used without a norm.
     Raises ValueError for other kinds of encoders.
     """
-    path = checkpoint.find_checkpoint_file(path)
-    content, what = checkpoint.read_checkpoint(path), repr(str(path))
-    kind, weights, sizes = read_encoder(content, what)
-    if input_size is not None:
-        sizes["img_size"] = (input_size, input_size)
-    encoder = kind.encoder(**sizes)
-    if "norm.weight" not in weights:
-        encoder.norm = nn.Identity()
-    if isinstance(encoder, ViTEncoder):
-        refuse_foreign(encoder, weights, what)
-    report, origin = fit_encoder(encoder, content, what), identify_encoder(path, checkpoint.meta_of(content))
-    cls = int(hasattr(encoder, "cls_token"))
+    weights = read(path)
+    encoder, report = build(weights, with_head=False, **({} if input_size is None else {"img_size": input_size}))
+    origin, cls = identify_encoder(Path(weights.path), weights.meta), int(hasattr(encoder, "cls_token"))
     return FrozenEncoder(
         encoder,
-        str(path),
+        str(weights.path),
         encoder.img_size,
         cls,
         cls,
-        sizes["in_chans"],
+        encoder.in_chans,
         origin["sha256"],
-        checkpoint.pixel_settings(checkpoint.meta_of(content)),
+        weights.pixels,
         [f"encoder: {report}", *warn_if_unfinished(origin)],
     )
 

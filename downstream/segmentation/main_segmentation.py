@@ -51,7 +51,7 @@ from downstream.segmentation.models import (
     build_segmenter,
 )
 from downstream.segmentation.trained import check_data_flags, load_segmenter
-from downstream.segmentation.vit_backbone import SIZES, load_backbone
+from downstream.segmentation.vit_backbone import SIZES
 from util import collectives
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         model = build_segmenter(vars(args))
         encoder = run.choose_encoder("finetune")
         if run.is_new:
-            run.note(*load_first_weights(partial(load_backbone, model.backbone), encoder))
+            run.note(*load_first_weights(model.backbone, encoder))
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)

@@ -4,7 +4,6 @@ Names of modules inside neck and heads are those of mmsegmentation, whose publis
 (`mmsegmentation_names`). All models return {name: logits [B, num_classes, h, w]}, of which "decode" is the prediction.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.vit_backbone import SIZES, DenseViT, dense_names, pyramid_blocks
-from encoders.names import Weights
+from encoders.names import Tensors, rename
 
 HEADS = ("upernet", "linear")
 POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling
@@ -211,19 +210,14 @@ def is_mmsegmentation(weights: Mapping[str, Any]) -> bool:
     return any(name.startswith("backbone.layers.") for name in weights)
 
 
-def mmsegmentation_names(weights: Weights) -> Weights:
+def mmsegmentation_names(weights: Tensors) -> Tensors:
     """Returns a state dict of mmsegmentation's UPerNet on MAE or BEiT under the names of `UPerNet`.
 
     Buffers that the model computes itself are left out, and so is the bias of keys (see `DenseViT`). A BEiT without a
     position table gets one of zeros, for the square grid of its tables of relative-position biases.
     """
-    renamed = {}
-    for name, value in weights.items():
-        if name.endswith("relative_position_index"):
-            continue
-        for pattern, replacement in MMSEGMENTATION:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = value
+    stored = {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
+    renamed = rename(stored, MMSEGMENTATION)
     token, biases = (
         renamed.get("backbone.cls_token"),
         renamed.get("backbone.blocks.0.attn.relative_position_bias_table"),

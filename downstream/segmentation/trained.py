@@ -1,6 +1,7 @@
 """Trained segmentation models: loads ours, and the published UPerNets of mmsegmentation, for evaluation."""
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,9 @@ from typing import Any
 import torch
 
 from downstream.segmentation.models import Segmenter, build_segmenter, is_mmsegmentation, mmsegmentation_names
-from encoders.names import weights_of
-from models_vit import find_factory
+from encoders.kinds import find_factory
+from encoders.load import fit, read
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from util.run import checkpoint
 
 ADE20K_CLASSES = 150
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
@@ -54,14 +54,12 @@ def load_segmenter(
     weights and the flags. given: names of the flags that were set explicitly. ValueError if the flags contradict the
     model.
     """
-    path = checkpoint.find_checkpoint_file(path)
-    content = checkpoint.read_checkpoint(path)
-    weights, meta = weights_of(content), checkpoint.meta_of(content)
-    stored = meta.get("settings", {})
+    weights = read(path)
+    path, stored = weights.path, weights.settings
     settings = vars(args) | {"drop_path": 0.0}
-    if is_mmsegmentation(weights):
-        weights = mmsegmentation_names(weights)
-        stored = infer_settings(weights, repr(str(path)))
+    if is_mmsegmentation(weights.raw):
+        weights = dataclasses.replace(weights, raw=mmsegmentation_names(weights.raw))
+        stored = infer_settings(weights.raw, repr(str(path)))
         if (
             stored["num_classes"] == ADE20K_CLASSES
             and not settings["reduce_zero_label"]
@@ -83,8 +81,8 @@ def load_segmenter(
     settings["mean"], settings["std"] = settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD
     check_data_flags(settings)
     model = build_segmenter(settings)
-    checkpoint.load_strict(model, weights, f"the weights in {str(path)!r}")
-    return model.eval(), settings, meta
+    fit(model, weights, "all")
+    return model.eval(), settings, weights.meta
 
 
 def infer_settings(weights: Mapping[str, torch.Tensor], what: str) -> dict[str, Any]:

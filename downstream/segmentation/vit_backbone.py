@@ -4,15 +4,11 @@ Every block has a table of relative-position biases, which begins at 0, and laye
 network begins as the plain ViT that was pre-trained (Bao et al., ICLR 2022; He et al., CVPR 2022).
 """
 
-import re
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from encoders.load import fit, read
 from encoders.models_relative_vit import RelativeBlock
-from encoders.names import LoadReport, Weights
+from encoders.names import Tensors, rename
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
@@ -42,15 +38,6 @@ class DenseViT(PositionedEncoder):
 
     new_keys = NEW_KEYS
 
-    def adapt_weights(self, weights: Weights) -> Weights:
-        """Returns an encoder's weights under the names here. SimMIM has no position table; it becomes 0."""
-        weights = dense_names(weights)
-        if isinstance(self.norm, nn.Identity):
-            weights = {key: value for key, value in weights.items() if not key.startswith("norm.")}
-        if "pos_embed" not in weights and any(key.endswith(NEW_KEYS[0]) for key in weights):
-            weights["pos_embed"] = torch.zeros_like(self.pos_embed)
-        return weights
-
     def __init__(
         self,
         img_size: int | tuple[int, int] = 512,
@@ -75,6 +62,14 @@ class DenseViT(PositionedEncoder):
         self.norm = make_layer_norm(embed_dim) if final_norm else nn.Identity()
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
+        self.unused_keys = () if final_norm else ("norm.",)
+
+    def adapt_weights(self, tensors: Tensors) -> Tensors:
+        """Returns an encoder's weights under the names here. SimMIM has no position table; it becomes 0."""
+        tensors = dense_names(tensors)
+        if "pos_embed" not in tensors and any(key.endswith(NEW_KEYS[0]) for key in tensors):
+            tensors["pos_embed"] = torch.zeros_like(self.pos_embed)
+        return tensors
 
     def forward(self, imgs: torch.Tensor) -> list[torch.Tensor]:
         """Returns a map [B, D, rows, columns] for each of `out_blocks`. imgs: normalised images [B, C, H, W]."""
@@ -92,17 +87,10 @@ def pyramid_blocks(depth: int) -> tuple[int, int, int, int]:
     return depth // 3 - 1, depth // 2 - 1, 2 * depth // 3 - 1, depth - 1
 
 
-def load_backbone(backbone: DenseViT, path: str | Path) -> LoadReport:
-    return fit(backbone, read(path))
-
-
-def dense_names(weights: Weights) -> Weights:
+def dense_names(weights: Tensors) -> Tensors:
     """Returns an encoder's weights under the names of `DenseViT`: no bias of keys, SimMIM's layer scales."""
-    renamed: Weights = {}
-    for name, value in weights.items():
-        if name.endswith(".attn.qkv.bias"):
-            q_bias, _, v_bias = value.chunk(3)
-            renamed[name.replace("qkv.bias", "q_bias")], renamed[name.replace("qkv.bias", "v_bias")] = q_bias, v_bias
-        else:
-            renamed[re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name)] = value
+    renamed = rename(weights, [(r"\.ls([12])\.gamma$", r".gamma_\1")])
+    for name in [name for name in renamed if name.endswith(".attn.qkv.bias")]:
+        q_bias, _, v_bias = renamed.pop(name).chunk(3)
+        renamed |= {name.replace("qkv.bias", "q_bias"): q_bias, name.replace("qkv.bias", "v_bias"): v_bias}
     return renamed

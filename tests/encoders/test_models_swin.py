@@ -3,6 +3,7 @@ import timm
 import torch
 from timm.optim import param_groups_layer_decay
 
+from encoders.load import load_encoder
 from encoders.models_swin import (
     SwinEncoder,
     SwinTransformer,
@@ -12,7 +13,6 @@ from encoders.models_swin import (
     swin_base_patch4_window7,
     swin_large_patch4_window14,
 )
-from encoders.names import load_encoder
 
 SIZES = dict(img_size=64, patch_size=4, embed_dim=16, depths=(2, 2, 3), num_heads=(2, 4, 8), window_size=4)
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from encoders.load import load_encoder
 from encoders.models_absolute_vit import AbsoluteVisionTransformer, absolute_vit_base_patch16
-from encoders.names import load_encoder
 from frameworks import models_amt_pr
 from frameworks.models_amt_pr import AMTOrderSampler, AMTSimMIMViT, AMTViT, count_amt, count_amt_units
 from frameworks.models_simmim_pr import SimMIMViT

@@ -8,7 +8,7 @@ import torch
 
 import main_finetune
 import main_pretrain
-from encoders.names import load_encoder
+from encoders.load import load_encoder
 from frameworks import models_crossmae_pr
 from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT, mix_levels
 from models_vit import VisionTransformer

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from encoders.load import load_encoder
 from encoders.models_swin import SwinEncoder, SwinTransformer, WindowAttention
-from encoders.names import load_encoder
 from encoders.window_groups import WindowGrouper, WindowGroups, group_tokens, group_windows, unit_coords, window_of
 from frameworks.models_greenmim_pr import (
     GreenMIMSwin,

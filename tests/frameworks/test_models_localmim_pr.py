@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from encoders.names import load_encoder
+from encoders.load import load_encoder
 from frameworks.models_localmim_pr import SCALES, LocalMIMViT, localmim_vit_base_patch16, localmim_vit_large_patch16
 from models_vit import VisionTransformer
 from prmim import TokenOrder

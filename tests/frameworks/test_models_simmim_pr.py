@@ -7,13 +7,13 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+from encoders.load import load_encoder
 from encoders.models_relative_vit import (
     RelativeVisionTransformer,
     lookup_bias,
     relative_position_index,
     relative_vit_base_patch16,
 )
-from encoders.names import load_encoder
 from frameworks.models_simmim_pr import (
     SimMIMSwin,
     SimMIMViT,

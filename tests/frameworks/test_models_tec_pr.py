@@ -6,7 +6,7 @@ import torch
 
 import main_pretrain
 import models_vit
-from encoders.names import load_encoder
+from encoders.load import load_encoder
 from frameworks import models_tec_pr
 from frameworks.models_tec_pr import TECViT, tec_vit_base_patch16, tec_vit_large_patch16, tec_vit_micro_patch4
 from frameworks.teacher import Teacher

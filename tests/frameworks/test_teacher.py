@@ -50,7 +50,9 @@ def test_features_and_attention_equal_those_of_timm(tmp_path, form):
     theirs = timm_vit()
     torch.save(FORMS[form](theirs.state_dict()), tmp_path / "teacher.pth")
     teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
-    assert ("(the student of a training checkpoint)" in teacher.origin) == (form == "training checkpoint")
+    assert ("(the student in a training checkpoint of iBOT or DINO)" in teacher.origin) == (
+        form == "training checkpoint"
+    )
     assert teacher.source == str(tmp_path / "teacher.pth")
     imgs = torch.randn(2, 3, 32, 32)
     expected, features = theirs_and_ours(theirs, teacher, imgs)
@@ -79,7 +81,10 @@ def test_a_run_of_this_project_is_a_teacher(tmp_path):
     save_checkpoint(tmp_path, 7, {"model": model.state_dict()}, {"settings": settings})
     teacher = open_teacher(str(tmp_path), (32, 32), 4)
     assert torch.equal(teacher.blocks[3].mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
-    assert "checkpoint-7.pth', width 96, 4 blocks: 52 loaded" in teacher.origin and len(teacher.fingerprint) == 64
+    assert (
+        "checkpoint-7.pth' (made as mae_vit_micro_patch4), width 96, 4 blocks: 52 loaded" in teacher.origin
+        and len(teacher.fingerprint) == 64
+    )
     assert teacher.source == str((tmp_path / "checkpoint-7.pth").resolve())
     assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
 
@@ -154,7 +159,7 @@ def test_unusable_teachers_are_refused(tmp_path, timm_gives):
     refused(weights, "cuts patches of 4 px, the student of 8: tokens must be the same", patch_size=8)
     for odd in ({"model": torch.zeros(2)}, {"model": "x"}, {"state_dict": None}, {0: torch.zeros(2)}):
         refused(odd, "holds no weights by their names")
-    refused({"fc.weight": torch.zeros(2)}, "holds no Vision Transformer of this kind: cls_token, ")
+    refused({"fc.weight": torch.zeros(2)}, "holds no encoder of a known kind: patch_embed.proj.weight, ")
     refused(
         {**weights, "blocks.0.ls1.gamma": torch.zeros(192)},
         "another kind of encoder: this Teacher has no blocks.0.ls1.gamma",

@@ -6,8 +6,7 @@ import pytest
 import torch
 from timm.optim import param_groups_layer_decay
 
-from encoders.kinds import load_model
-from encoders.names import load_encoder
+from encoders.load import load_encoder, load_model
 from frameworks.models_tec_pr import tec_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
@@ -118,7 +117,7 @@ def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_u
 
 def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, capsys):  # noqa: F811
     published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
-    assert load_model(tmp_path / "tec.pth")[0].norm.weight.unique().tolist() == [1.0]
+    assert load_model(tmp_path / "tec.pth").norm.weight.unique().tolist() == [1.0]
     flags = (*MICRO, *AS_RELEASED, "--finetune", tmp_path / "tec.pth")
     content = run(labelled, tmp_path / "whole", *flags)
     assert "folded into the token in this file" in capsys.readouterr().out

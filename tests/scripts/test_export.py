@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 import main_pretrain
 import models_mae_pr
-from encoders.names import load_encoder
+import models_vit
+from encoders.load import load_encoder
 from models_vit import VisionTransformer, ViTEncoder, vit_mini_patch4
 from scripts import export
 from util.run.checkpoint import save_checkpoint
@@ -221,12 +222,12 @@ def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, o
 
 @pytest.mark.parametrize("name", [*export.MAE_MODELS, "vit_tiny_patch16", "vit_small_patch16"])
 def test_timm_s_names_have_our_sizes(name):
-    ours = getattr(export.models_vit, name)
+    ours, size = getattr(models_vit, name), name
     with torch.device("meta"):
         model = ours(num_classes=7, global_pool="avg")
         name, options = export.timm_arguments(model)
         theirs = timm.create_model(name, **options)
-    assert name == f"{ours.__name__}_224" and options == {"global_pool": "avg", "num_classes": 7}
+    assert name == f"{size}_224" and options == {"global_pool": "avg", "num_classes": 7}
     assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert theirs.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
     assert {m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
@@ -256,7 +257,7 @@ def test_overwrite(tmp_path, capsys):
         (
             "other.pth",
             "encoder.pth",
-            "no Vision Transformer of this kind: cls_token, pos_embed, patch_embed.proj.weight, ",
+            "no encoder of a known kind: patch_embed.proj.weight, pos_embed, cls_token, ",
         ),
         ("norms.pth", "encoder.pth", "missing: norm.bias"),
         ("scaled.pth", "encoder.pth", "this ViTEncoder has no blocks.0.ls1.gamma"),
@@ -331,7 +332,7 @@ def test_pretrained_weights_under_mae_s_names(tmp_path, capsys, flags):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
     assert any("tokens were thrown in training" in line for line in lines) == (flags == ("--no-progressive",))
     sizes = "patch_size 4, embed_dim 96, depth 4, num_heads 3"
-    assert lines[3] == f"MAE's scripts have no model of this size: {sizes}"
+    assert lines[1] == f"MAE's scripts have no model of this size: {sizes}"
 
 
 def test_the_file_is_what_load_official_of_a_release_reads(tmp_path, capsys):
@@ -369,7 +370,6 @@ def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options)
     assert list(weights) == list(model.state_dict())  # a probe keeps its BatchNorm, as in MAE
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert lines[0].startswith("classifier of ")
-    assert lines[1] == "read back from the file: the same weights, bit for bit"
 
 
 @pytest.mark.parametrize(
@@ -402,26 +402,15 @@ def test_other_files_are_refused_for_mae(tmp_path, capsys):
     assert "does not hold the settings of its model" in refused(capsys, tmp_path / "encoder.pth", *again)
 
 
-def test_a_file_that_reads_back_otherwise_is_removed(tmp_path, capsys, monkeypatch):
-    path, _ = pretrained_run(tmp_path, "--throw_ratio", "0")
-    write = export.write_weights
-
-    def damaged(path, state, *facts):
-        write(path, state | {"decoder_norm.bias": state["decoder_norm.bias"] + 1e-7}, *facts)
-
-    monkeypatch.setattr(export, "write_weights", damaged)
-    (tmp_path / "mae.pth").write_text("older")
-    error = refused(capsys, path, "--out", tmp_path / "mae.pth", "--format", "mae", "--overwrite")
-    assert "decoder.norm.bias read back from the file differ" in error
-    assert (tmp_path / "mae.pth").read_text() == "older" and len(list(tmp_path.iterdir())) == 3
-
-
 def test_frameworks_without_a_plain_vit_are_named(tmp_path, capsys):
     """A file without settings is recognised by its bias tables."""
     weights = {"cls_token": torch.zeros(1), "blocks.0.attn.relative_position_bias_table": torch.zeros(2, 2)}
     save_checkpoint(tmp_path, 1, {"model": weights}, {"settings": {"model": "simmim_vit_base_patch16"}})
     error = refused(capsys, tmp_path, "--out", tmp_path / "e.pth")
-    assert "holds simmim_vit_base_patch16, a ViT with relative positions: only plain ViTs can be exported" in error
+    assert (
+        "(made as simmim_vit_base_patch16) holds a ViT with relative positions: only plain ViTs can be exported"
+        in error
+    )
     assert "main_finetune.py --finetune takes it as it is" in error
     torch.save(weights, tmp_path / "bare.pth")
     assert "holds a ViT with relative positions:" in refused(capsys, tmp_path / "bare.pth", "--out", tmp_path / "e.pth")

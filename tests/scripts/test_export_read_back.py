@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import main_finetune
-from encoders.names import load_encoder
+from encoders.load import load_encoder
+from models_vit import vit_micro_patch4
 from tests.scripts.test_export import run
 from tests.scripts.test_export_folder import VIT, check_read_back, features_by_finetuning, finetuned, pretrained
 
@@ -17,10 +18,10 @@ def test_a_rectangle_keeps_its_grid_in_a_single_file(tmp_path, capsys, suffix):
     run(capsys, path, out)
     imgs = torch.randn(2, 3, 16, 64)
     check_read_back(out, imgs, features_by_finetuning(path, VIT[1], imgs, options))
-    model = VIT[1](global_pool="token", **options)
+    model = vit_micro_patch4(global_pool="token", **options)
     assert not load_encoder(model, out).resized
     assert torch.equal(model.pos_embed, torch.load(path, weights_only=True)["model"]["pos_embed"])
-    square = VIT[1](global_pool="token", img_size=32)
+    square = vit_micro_patch4(global_pool="token", img_size=32)
     assert load_encoder(square, out).resized == ["pos_embed"]
 
 

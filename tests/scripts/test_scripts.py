@@ -97,9 +97,9 @@ def test_other_frameworks_are_drawn_measured_and_exported(photos, tmp_path, caps
     ],
 )
 def test_visualize_names_what_is_wrong(tmp_path, capsys, arguments, message):
-    torch.save({"model": {}}, tmp_path / "weights.pth")
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "weights.pth")
     meta = '{"settings": {"mask_ratio": 0.75, "model": "mae_vit_tiny+init_normal"}}'
-    torch.save({"model": {}, "meta": meta}, tmp_path / "study.pth")
+    torch.save({"model": {"w": torch.ones(1)}, "meta": meta}, tmp_path / "study.pth")
     with pytest.raises(SystemExit) as stop:
         visualize.main([argument.format(tmp=tmp_path) for argument in arguments])
     error = capsys.readouterr().err

@@ -82,12 +82,3 @@ def test_files_of_an_existing_folder_stay(tmp_path):
         a="newer", b="newer", mine="older"
     )
     assert os.listdir(tmp_path) == ["old"]
-
-
-def test_the_first_file_is_moved_before_the_others(tmp_path, monkeypatch):
-    moved, replace = [], os.replace
-    monkeypatch.replace_in(atomic, "os.replace", lambda a, b: (moved.append(b.name), replace(a, b)))
-    with filled_folder(tmp_path, first="m") as temporary:
-        for name in "zam":
-            (temporary / name).touch()
-    assert moved == ["m", "a", "z"] and sorted(os.listdir(tmp_path)) == ["a", "m", "z"]

@@ -6,7 +6,7 @@ meta. Both files are written under temporary names and synced before they are re
 without a record is not used, unless `adopt_checkpoint` can read it. The newest checkpoint is computed from the files in
 the folder. No link points to it.
 
-Weights of other key names or sizes are fitted into an encoder by `encoders.names`.
+Weights of other key names or sizes are fitted into an encoder by `encoders.load`.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from safetensors import safe_open
 from util.atomic import replaced_file, sync
 from util.text import shorten
 
-EXPORTED_WEIGHTS = "model.safetensors"  # in a folder of scripts/export.py
+# Weights in folders that are no runs: of scripts/export.py, timm and Transformers, whose large files are cut in shards.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model-00001-of-*", "pytorch_model-00001-of-*")
 # What scripts/export.py stores beside the weights: of the images, and of a classifier.
 EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct")
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
@@ -136,7 +137,7 @@ def newest_checkpoint(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def find_checkpoint_file(path: str | Path) -> Path:
-    """Returns `path` itself, the newest intact checkpoint of a run's folder, or the weights in an export's folder.
+    """Returns `path` itself, the newest intact checkpoint of a run's folder, or the first of WEIGHT_FILES in another.
 
     Raises CheckpointError for a folder without an intact checkpoint and for other files of a run, such as log.jsonl.
     The message names the path that was probably meant.
@@ -151,8 +152,9 @@ def find_checkpoint_file(path: str | Path) -> Path:
     found, skipped = newest_checkpoint(path)
     if found is not None:
         return found
-    if not skipped and (path / EXPORTED_WEIGHTS).is_file():
-        return path / EXPORTED_WEIGHTS
+    exported = [file for name in WEIGHT_FILES for file in path.glob(name)]
+    if exported and not skipped:
+        return exported[0]
     runs = sorted({str(checkpoint.parent) for checkpoint in path.glob("*/checkpoint-*.pth")})
     if skipped:
         reason = "; ".join(skipped)
@@ -161,6 +163,15 @@ def find_checkpoint_file(path: str | Path) -> Path:
     else:
         reason = "give the folder of a run, or a checkpoint"
     raise CheckpointError(f"{str(path)!r} holds no intact checkpoint: {reason}")
+
+
+def list_shards(path: Path) -> list[Path]:
+    """Returns the paths of all shards if `path` is one of several, such as model-00001-of-00002.safetensors."""
+    match = re.fullmatch(r"(.+-)\d{5}-of-(\d{5})(\..+)", path.name)
+    if match is None:
+        return [path]
+    name, number, suffix = match.groups()
+    return [path.with_name(f"{name}{i:05}-of-{number}{suffix}") for i in range(1, int(number) + 1)]
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

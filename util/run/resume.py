@@ -236,7 +236,8 @@ def find_encoder(given: str | None, is_resumed: bool, flag: str = "finetune") ->
 
 def identify_encoder(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     """Returns path, SHA-256 and progress of the checkpoint at `path`, whose meta is given."""
-    encoder = {"path": str(path.resolve()), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
+    named = path.parent.resolve() / path.name  # the file itself may be a link to a name that tells nothing
+    encoder = {"path": str(named), "sha256": checkpoint.recorded_sha256(path), "step": meta.get("step")}
     if meta.get("settings", {}).get("epochs") and "epoch" in meta:
         encoder |= {"epoch": meta["epoch"], "epochs": meta["settings"]["epochs"]}
     return encoder

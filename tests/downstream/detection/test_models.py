@@ -13,11 +13,11 @@ from downstream.detection.backbone import (
     DecomposedAttention,
     SimpleFeaturePyramid,
     ViTDet,
-    load_backbone,
     window_partition,
     window_unpartition,
 )
 from downstream.detection.models import AlignedRoIPool, Detector, RegionProposalNetworkL1, crop_masks
+from encoders.load import load_encoder
 from models_vit import MICRO, VisionTransformer
 from util.pos_embed import resize_pos_embed
 from util.run.checkpoint import CheckpointError
@@ -82,7 +82,7 @@ def test_the_backbone_begins_as_the_pretrained_vit_without_class_token(tmp_path)
     torch.nn.init.normal_(vit.pos_embed)
     torch.save({"model": vit.state_dict()}, tmp_path / "vit.pth")
     backbone = ViTDet(**{**SMALL, "window_size": 12})
-    report = load_backbone(backbone, tmp_path / "vit.pth")
+    report = load_encoder(backbone, tmp_path / "vit.pth")
     assert {key.rpartition(".")[2] for key in report.missing} == {"rel_pos_h", "rel_pos_w"}
     assert {"cls_token", "norm.weight"} <= set(report.unexpected)
     imgs = torch.randn(2, 3, 48, 48)
@@ -140,9 +140,9 @@ def test_other_encoders_are_refused(tmp_path, kind):
         weights = VisionTransformer(global_pool="token", **{**MICRO, "embed_dim": 48}).state_dict()
     torch.save({"model": weights}, tmp_path / "vit.pth")
     with pytest.raises(
-        CheckpointError, match="another kind of encoder|width 48|5 channels, but detection is for RGB: give one of 3$"
+        CheckpointError, match="another kind of encoder|width 48|5 channels, this ViTDet is for 3: only"
     ):
-        load_backbone(ViTDet(**SMALL), tmp_path / "vit.pth")
+        load_encoder(ViTDet(**SMALL), tmp_path / "vit.pth")
 
 
 @pytest.mark.parametrize("options", [{"img_size": 40}, {"pretrain_size": 30}])

@@ -13,7 +13,8 @@ from downstream.segmentation import main_segmentation
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
 from downstream.segmentation.engine_segmentation import segmentation_losses
 from downstream.segmentation.models import LinearSegmenter, UPerNet, mmsegmentation_names
-from downstream.segmentation.vit_backbone import DenseViT, load_backbone, pyramid_blocks
+from downstream.segmentation.vit_backbone import DenseViT, pyramid_blocks
+from encoders.load import load_encoder
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.rel_pos import resize_bias_table
 from models_vit import BASE, VisionTransformer
@@ -85,7 +86,7 @@ def test_a_new_backbone_computes_what_the_pretrained_vit_does(tmp_path):
     plain.load_state_dict(vit_weights())
     torch.save({"model": plain.state_dict()}, tmp_path / "w.pth")
     model = LinearSegmenter(5, **SIZES).double()
-    report = load_backbone(model.backbone, tmp_path / "w.pth")
+    report = load_encoder(model.backbone, tmp_path / "w.pth")
     assert {key.rsplit(".", 1)[1] for key in report.missing} == {"relative_position_bias_table", "gamma_1", "gamma_2"}
     imgs = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     expected = plain.forward_features(imgs)[:, 1:]
@@ -125,7 +126,7 @@ def test_encoders_of_other_kinds_load(tmp_path):
     model = DenseViT(**SIZES)
     weights = vit_weights(img_size=24) | {f"blocks.{i}.ls1.gamma": torch.full((12,), i + 2.0) for i in range(4)}
     torch.save(weights, tmp_path / "timm.pth")
-    report = load_backbone(model, tmp_path / "timm.pth")
+    report = load_encoder(model, tmp_path / "timm.pth")
     assert (
         report.resized == ["pos_embed"] and model.blocks[3].gamma_1.eq(5).all() and model.blocks[3].gamma_2.eq(1).all()
     )
@@ -133,14 +134,14 @@ def test_encoders_of_other_kinds_load(tmp_path):
     simmim = randomise(RelativeViTEncoder(**SIZES))
     torch.save({"model": simmim.state_dict()}, tmp_path / "simmim.pth")
     model = DenseViT(**SIZES, final_norm=True)
-    load_backbone(model, tmp_path / "simmim.pth")
+    load_encoder(model, tmp_path / "simmim.pth")
     imgs = torch.randn(2, 3, 16, 16)
     expected = simmim.norm(simmim.encode(simmim.patch_embed(simmim.patchify(imgs))))[:, 1:]
     torch.testing.assert_close(model(imgs)[0].flatten(2).transpose(1, 2), expected, rtol=1e-4, atol=1e-4)
 
     torch.save(vit_weights(), tmp_path / "rgb.pth")
     grey = DenseViT(**SIZES, in_chans=1)
-    load_backbone(grey, tmp_path / "rgb.pth")
+    load_encoder(grey, tmp_path / "rgb.pth")
     torch.testing.assert_close(grey.patch_embed.proj.weight[:, 0], vit_weights()["patch_embed.proj.weight"].sum(dim=1))
 
 
@@ -154,8 +155,8 @@ def test_a_simmim_run_loads_at_any_size(tmp_path, size):
     meta = {"program": "main_pretrain.py", "settings": {"input_size": size, "patch_size": 4}}
     torch.save({"model": weights, "meta": json.dumps(meta)}, tmp_path / "simmim.pth")
     model = DenseViT(**SIZES, final_norm=True)
-    report = load_backbone(model, tmp_path / "simmim.pth")
-    assert "pos_embed" in report.missing and model.pos_embed.shape == (1, 17, 12) and not model.pos_embed.any()
+    report = load_encoder(model, tmp_path / "simmim.pth")
+    assert "pos_embed" not in report.missing and model.pos_embed.shape == (1, 17, 12) and not model.pos_embed.any()
     expected = shared if size == 16 else resize_bias_table(shared, (6, 6), (4, 4), 3)
     assert all(torch.equal(block.attn.relative_position_bias_table, expected) for block in model.blocks)
     torch.testing.assert_close(model.patch_embed.proj.weight, simmim.patch_embed.proj.weight)
@@ -164,15 +165,17 @@ def test_a_simmim_run_loads_at_any_size(tmp_path, size):
 def test_a_plain_vit_without_its_table_is_refused(tmp_path):
     torch.save({k: v for k, v in vit_weights().items() if k != "pos_embed"}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="missing: pos_embed"):
-        load_backbone(DenseViT(**SIZES), tmp_path / "w.pth")
+        load_encoder(DenseViT(**SIZES), tmp_path / "w.pth")
 
 
 def test_what_cannot_fit_is_refused(tmp_path):
     torch.save(vit_weights(in_chans=5), tmp_path / "w.pth")
-    load_backbone(DenseViT(**SIZES, in_chans=5), tmp_path / "w.pth")
+    load_encoder(DenseViT(**SIZES, in_chans=5), tmp_path / "w.pth")
     for channels in (1, 3, 4):
-        with pytest.raises(CheckpointError, match=f"of 5 channels, but --in_chans is {channels}: only encoders of 3"):
-            load_backbone(DenseViT(**SIZES, in_chans=channels), tmp_path / "w.pth")
+        with pytest.raises(
+            CheckpointError, match=f"of 5 channels, this DenseViT is for {channels}: only encoders of 3"
+        ):
+            load_encoder(DenseViT(**SIZES, in_chans=channels), tmp_path / "w.pth")
     with pytest.raises(ValueError, match="at least 2 x 2 patches, got 1 x 1: raise --input_size"):
         UPerNet(5, 6, **{**SIZES, "img_size": 4})
 
@@ -180,10 +183,10 @@ def test_what_cannot_fit_is_refused(tmp_path):
 def test_a_file_with_other_parts_is_refused(tmp_path):
     torch.save(vit_weights() | {"reg_token": torch.zeros(1, 4, 12)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="another kind of encoder: this DenseViT has no reg_token"):
-        load_backbone(DenseViT(**SIZES), tmp_path / "w.pth")
+        load_encoder(DenseViT(**SIZES), tmp_path / "w.pth")
     torch.save(vit_weights(embed_dim=24), tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="encoder of width 24, this DenseViT has width 12"):
-        load_backbone(DenseViT(**SIZES), tmp_path / "w.pth")
+        load_encoder(DenseViT(**SIZES), tmp_path / "w.pth")
 
 
 def test_the_linear_model_freezes_its_encoder():
