@@ -59,6 +59,16 @@ def test_drop_path_is_drawn_by_the_step_and_no_other_state():
     assert drawn[1] == [drawn[0][3], drawn[0][2]] and len({*drawn[0]}) > 1
 
 
+def test_every_micro_batch_of_every_rank_and_step_has_a_seed_of_its_own(monkeypatch):
+    seeds = []
+    for rank in range(3):
+        monkeypatch.setattr(loop, "rank_and_world_size", lambda rank=rank: (rank, 3))
+        for step, micro in ((0, 0), (0, 1), (0, 2), (1, 0)):
+            a_loop().loop.seed_draws(step, micro)
+            seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == 12
+
+
 def test_steps_are_adamw_s_on_the_summed_losses():
     engine = a_loop()
     engine.steps(range(3, 6), stream(3))

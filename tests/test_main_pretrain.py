@@ -43,6 +43,30 @@ def run(photos, output_dir, *flags):
     return read_checkpoint(newest_checkpoint(output_dir)[0])
 
 
+@pytest.mark.parametrize(
+    ("model", "spared", "decayed"),
+    [
+        ("mae_vit_micro_patch4", set(), {"cls_token", "decoder.mask_token"}),
+        ("mff_vit_micro_patch4", {"cls_token", "decoder.mask_token"}, {"proj_weights"}),
+        ("simmim_vit_micro_patch4", {"cls_token"}, {"mask_token"}),
+        (
+            "greenmim_swin_micro_patch4_window4",
+            {"decoder.mask_token", "layers.0.blocks.0.attn.relative_position_bias_table"},
+            {"patch_embed.proj.weight"},
+        ),
+    ],
+)
+def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, spared, decayed):
+    args = main_pretrain.parse_args(["--model", model])[1]
+    model = main_pretrain.build_model(vars(args))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = main_pretrain.make_optimizer(model, args, 1e-3).param_groups
+    assert [group["weight_decay"] for group in groups] == [0, args.weight_decay]
+    found = [{names[id(p)] for p in group["params"]} for group in groups]
+    assert spared <= found[0] and decayed <= found[1]
+    assert sum(map(len, found)) == sum(p.requires_grad for p in model.parameters())
+
+
 def reports(output_dir):
     return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
 

@@ -29,6 +29,11 @@ def test_counts_of_the_paper(throw_ratio, visible, retained, thrown):
     assert str(counts) == f"49 visible + {retained} retained + {thrown} thrown"
 
 
+def test_counts_are_cut_off_and_not_rounded():
+    """7 of 10 visible at 7.5, 1 thrown at 1.6: as int() in MAE."""
+    assert TokenCounts.from_ratios(10, 0.25, 0.16) == TokenCounts(7, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("mask_ratio", "throw_ratio"), [(0.75, 0.75), (0.75, 0.8), (0.75, -0.1), (1.0, 0.5), (0.0, 0.0), (1.2, 0.5)]
 )

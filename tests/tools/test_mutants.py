@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+
+from tools import mutants
+from tools.mutants import MUTANTS, ROOT, Mutant
+
+
+def test_every_mutant_applies_to_today_s_code():
+    counts = {mutant: (ROOT / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS}
+    assert [mutant for mutant, count in counts.items() if count != 1 or mutant.old == mutant.new] == []
+    assert len(set(MUTANTS)) == len(MUTANTS) >= 60
+    assert [m for m in MUTANTS if not (ROOT / m.tests.split()[0]).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("mutant", "state"),
+    [
+        (Mutant("code.py", "a + b", "a - b", "test_code.py"), "killed"),
+        (Mutant("code.py", "a + b", "b + a", "test_code.py"), "ALIVE"),
+        (Mutant("code.py", "a * b", "a", "test_code.py"), "DOES NOT APPLY"),
+        (Mutant("code.py", "a + b", "a - b", "test_code.py -k nothing"), "TESTS FAIL WITHOUT IT"),
+    ],
+)
+def test_mutants_are_killed_or_not(mutant, state, tmp_path: Path, monkeypatch, capsys):
+    code = "def add(a, b):\n    return a + b\n"
+    (tmp_path / "code.py").write_text(code)
+    (tmp_path / "test_code.py").write_text("from code import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n")
+    monkeypatch.setattr(mutants, "MUTANTS", [mutant])
+    monkeypatch.setattr(
+        mutants,
+        "copy_tree",
+        lambda target: [(target / p.name).write_text(p.read_text()) for p in tmp_path.glob("*.py")],
+    )
+    assert mutants.main([]) == (state != "killed")
+    assert capsys.readouterr().out.startswith(f"{state} (")
+    assert (tmp_path / "code.py").read_text() == code

@@ -1,0 +1,319 @@
+"""Change one line of the code at a time, and check that a test near it fails.
+
+    python tools/mutants.py                    # all mutants, in a copy of the working tree
+    python tools/mutants.py --only lr_sched    # those whose file, texts or tests contain this text
+    python tools/mutants.py --list
+
+A mutant that no test notices is printed as ALIVE. The exit code is 1 if a mutant is alive or does not apply, or if its
+tests fail without it.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 600  # a mutant may make a loop endless
+
+
+class Mutant(NamedTuple):
+    """A file, a text that occurs in it once, what replaces it, and the tests that must notice, as pytest takes them."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+PRMIM, MAE, CONTRACT = (
+    "tests/test_prmim.py -k 'not interpreter'",
+    "tests/test_models_mae_pr.py",
+    "tests/test_framework_contract.py",
+)
+SUPERVISION = f"{CONTRACT} -k 'supervision and MaskedAutoencoderViT'"
+LOOP, FINETUNE = "tests/test_engine_pretrain.py", "tests/test_engine_finetune.py"
+ACCUMULATION = f"{LOOP} -k accumulation"
+PRETRAIN = "tests/test_main_pretrain.py -k 'weight_decay or adamw'"
+SCHEDULES, LARS, ADDRESSED = "tests/util/test_lr_sched.py", "tests/util/test_lars.py", "tests/util/test_addressed.py"
+DATA, CROPS = "tests/util/data/test_datasets.py -k 'epoch or split or skips or once'", "tests/util/data/test_crops.py"
+CHANNELS = "tests/test_many_channels.py -k 'crop or resize or pixel'"
+CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_resume_rules.py"
+NAMES, POSITIONS, BIASES = (
+    "tests/encoders/test_names.py",
+    "tests/util/test_pos_embed.py",
+    "tests/encoders/test_rel_pos.py",
+)
+KNN, ROBUSTNESS = "tests/util/test_knn.py", "tests/downstream/robustness -k 'ce or errors'"
+SEGMENTATION = "tests/downstream/segmentation/test_engine.py"
+
+MUTANTS = [
+    # prmim.py: counts
+    Mutant("prmim.py", "int(num_tokens * (1 - mask_ratio)), int(", "round(num_tokens * (1 - mask_ratio)), int(", PRMIM),
+    Mutant("prmim.py", "int(num_tokens * throw_ratio)", "round(num_tokens * throw_ratio)", PRMIM),
+    Mutant("prmim.py", "if not 0 <= throw_ratio < mask_ratio", "if not 0 <= throw_ratio <= mask_ratio", PRMIM),
+    Mutant("prmim.py", "return self.num_visible + self.num_retained\n", "return self.num_masked\n", PRMIM),
+    # prmim.py: the order of tokens
+    Mutant(
+        "prmim.py", "self.ids_restore >= self.counts.num_visible", "self.ids_restore > self.counts.num_visible", PRMIM
+    ),
+    Mutant(
+        "prmim.py", "self.ids_restore >= self.counts.num_kept", "self.ids_restore >= self.counts.num_visible", PRMIM
+    ),
+    Mutant("prmim.py", "self.mask & (self.ids_restore < num_tokens)", "self.ids_restore < num_tokens", PRMIM),
+    Mutant("prmim.py", "x.new_zeros(x.shape[0], self", "x.new_ones(x.shape[0], self", PRMIM),
+    # prmim.py: sampling and collating
+    Mutant("prmim.py", "np.minimum(nearest, difference[0] + difference[1]", "np.minimum(nearest, difference[0]", PRMIM),
+    Mutant("prmim.py", "pick = nearest.argmax(axis=1)", "pick = nearest.argmin(axis=1)", PRMIM),
+    Mutant("prmim.py", "np.int16 if coords.max() <= 127", "np.int16 if coords.max() <= 255", PRMIM),
+    Mutant("prmim.py", ".sum(axis=(2, 4)) % 1", ".min(axis=(2, 4)) % 1", PRMIM),
+    Mutant("prmim.py", "noise - visible, axis=1)", "noise + visible, axis=1)", PRMIM),
+    Mutant("prmim.py", "self.sampler.visible_tokens(noise[:1])", "self.sampler.visible_tokens(noise)", PRMIM),
+    Mutant("prmim.py", "addressed_noise(self.seed, epochs, indices", "addressed_noise(self.seed, 0, indices", PRMIM),
+    # prmim.py: decoder and aggregation
+    Mutant("prmim.py", "order.take_kept(self.pos_embed[:, P:])", "order.take_kept(self.pos_embed[:, :-P])", MAE),
+    Mutant("prmim.py", "x[:, :P] + self.pos_embed[:, :P]", "x[:, :P]", MAE),
+    Mutant("prmim.py", "return self.pred(self.norm(x))", "return self.pred(x)", MAE),
+    Mutant("prmim.py", 'if self.applies_to == "all":', 'if self.applies_to == "thrown":', PRMIM),
+    Mutant("prmim.py", "padding=kernel_size // 2, groups=dim)", "padding=kernel_size // 2, groups=1)", PRMIM),
+    Mutant("prmim.py", "return x + self.mlp(", "return self.mlp(", PRMIM),
+    # frameworks and losses
+    Mutant(
+        "framework.py", "if not (self.progressive and self.counts.num_thrown)", "if not self.progressive", SUPERVISION
+    ),
+    Mutant("framework.py", "first : first + num_tokens]", "first - 1 : first - 1 + num_tokens]", MAE),
+    Mutant("framework.py", "patches.var(-1, keepdim=True)", "patches.var(-1, keepdim=True, unbiased=False)", MAE),
+    Mutant("framework.py", "target = (target - mean) / std", "target = target / std", MAE),
+    Mutant("framework.py", "unit**2 * int(rows", "unit**2 * round(rows", "tests/test_deep_decoders.py -k squares"),
+    Mutant("models_mae_pr.py", ".square().mean()}", ".abs().mean()}", MAE),
+    Mutant("models_mae_pr.py", "return self.norm(self.encode(tokens))", "return self.encode(tokens)", MAE),
+    Mutant(
+        "models_mae_pr.py",
+        "order.take_visible(self.pos_embed[:, 1:])",
+        "order.take_visible(self.pos_embed[:, :-1])",
+        MAE,
+    ),
+    Mutant(
+        "frameworks/models_simmim_pr.py",
+        "pred, patches, order).abs()",
+        "pred, patches, order).square()",
+        "tests/frameworks/test_models_simmim_pr.py",
+    ),
+    Mutant(
+        "frameworks/models_mff_pr.py",
+        "self.proj_weights.softmax(dim=0)",
+        "self.proj_weights",
+        "tests/frameworks/test_models_mff_pr.py",
+    ),
+    # the loop: accumulation, seeds, skipped steps, sums
+    Mutant("util/run/loop.py", "loss.detach() / self.accum_iter", "loss.detach()", ACCUMULATION),
+    Mutant("util/run/loop.py", "sum(losses.values()) / self.accum_iter", "sum(losses.values())", ACCUMULATION),
+    Mutant(
+        "util/run/loop.py",
+        "is_last = micro == self.accum_iter - 1",
+        "is_last = micro == 0",
+        "tests/test_accumulation.py",
+    ),
+    Mutant("util/run/loop.py", "micro * world_size + rank", "micro + rank", f"{LOOP} -k seed"),
+    Mutant(
+        "util/run/loop.py",
+        "addressed_seed(STEP, self.seed, step,",
+        "addressed_seed(STEP, self.seed, 0,",
+        f"{LOOP} -k drawn",
+    ),
+    Mutant("util/run/loop.py", "total * (1 + 0 * total.detach())", "total", f"{LOOP} -k non_finite"),
+    Mutant(
+        "util/run/loop.py", "(~grad_norm.isfinite()).float()", "grad_norm.isfinite().float()", f"{LOOP} -k non_finite"
+    ),
+    Mutant(
+        "util/run/loop.py", "torch.where(finite, 0.0, self.bad_streak + 1)", "self.bad_streak * 0", f"{LOOP} -k losing"
+    ),
+    Mutant(
+        "util/run/loop.py",
+        "torch.where(finite, values, 0.0)",
+        "torch.nan_to_num(values)",
+        f"{LOOP} -k 'skipped or finite'",
+    ),
+    Mutant("util/run/loop.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", f"{LOOP} -k adamw"),
+    Mutant(
+        "util/run/loop.py",
+        "sums[rank] if len(sums) == world_size",
+        "sums[0] if len(sums) == world_size",
+        f"{LOOP} -k meter",
+    ),
+    Mutant(
+        "util/run/loop.py",
+        "self.parameters, self.clip_grad, grad_norm",
+        "self.parameters, 1e9, grad_norm",
+        f"{FINETUNE} -k clipping",
+    ),
+    Mutant("util/run/loop.py", 'group.get("lr_scale", 1.0)', "1.0", f"{FINETUNE} -k rates"),
+    # schedules, optimizers, parameter groups
+    Mutant("util/lr_sched.py", "0.5 * (1.0 + math.cos(math.pi * progress))", "(1.0 - progress)", SCHEDULES),
+    Mutant("util/lr_sched.py", "step / max(1, warmup - 1)", "step / max(1, warmup)", SCHEDULES),
+    Mutant("util/lr_sched.py", "    step = max(step - 1, 0)\n", "", SCHEDULES),
+    Mutant("util/lr_sched.py", "0.1**num_falls", "0.5**num_falls", SCHEDULES),
+    Mutant("util/lars.py", "if p.ndim > 1:", "if p.ndim > 0:", LARS),
+    Mutant("util/lars.py", "(p.norm() > 0) & (g.norm() > 0)", "p.norm() > 0", LARS),
+    Mutant("main_pretrain.py", "no_weight_decay_list=model.no_weight_decay()", "no_weight_decay_list=()", PRETRAIN),
+    Mutant("main_pretrain.py", "betas=tuple(args.betas)", "betas=(0.9, 0.999)", PRETRAIN),
+    Mutant(
+        "models_vit.py", 'r"^pos_embed|^patch_embed"', 'r"^patch_embed"', "tests/test_models_vit.py -k 'layer or decay'"
+    ),
+    # data: addresses, order, batches, crops
+    Mutant("util/addressed.py", "np.arange(1, num + 1", "np.arange(num", ADDRESSED),
+    Mutant("util/addressed.py", "(stream, seed, epoch, indices)", "(stream, seed, indices)", ADDRESSED),
+    Mutant(
+        "util/data/datasets.py", "(micro * self.world_size + self.rank)", "(self.rank * self.accum_iter + micro)", DATA
+    ),
+    Mutant(
+        "util/data/datasets.py",
+        "order, epoch_of_order = permutation(self.seed, epoch,",
+        "order, epoch_of_order = permutation(self.seed, 0,",
+        DATA,
+    ),
+    Mutant(
+        "util/data/datasets.py",
+        "divmod(self.start_micro + part.start,",
+        "divmod(part.start,",
+        "tests/util/data/test_datasets.py",
+    ),
+    Mutant(
+        "util/data/datasets.py",
+        "range(rank, num_samples, world_size)",
+        "range(rank, num_samples - 1, world_size)",
+        DATA,
+    ),
+    Mutant("util/data/transforms.py", "rows * width >= columns * height", "rows * width <= columns * height", CROPS),
+    Mutant("util/data/transforms.py", "round((side - wanted) / 2)", "int((side - wanted) / 2)", CROPS),
+    Mutant("util/data/transforms.py", "draws[-1] < 0.5", "draws[-1] < 0.6", CROPS),
+    Mutant("util/data/transforms.py", "math.sqrt(area * ratio)", "math.sqrt(area / ratio)", CROPS),
+    Mutant("util/data/transforms.py", ".clamp(0, 65535)", "", "tests/test_many_channels.py"),
+    Mutant("util/data/transforms.py", "(imgs - self.mean) / self.std", "imgs / self.std - self.mean", CROPS),
+    # checkpoints and resume
+    Mutant(
+        "util/run/checkpoint.py",
+        "for path in reversed(list_checkpoints(output_dir))",
+        "for path in list_checkpoints(output_dir)",
+        CHECKPOINT,
+    ),
+    Mutant("util/run/checkpoint.py", 'if path.stat().st_size != record["size"]:', "if False:", CHECKPOINT),
+    Mutant("util/run/checkpoint.py", 'sha256(path) == record["sha256"] else', "path else", CHECKPOINT),
+    Mutant("util/run/checkpoint.py", "weights_only=True", "weights_only=False", CHECKPOINT),
+    Mutant("util/run/checkpoint.py", "record is not None and not is_kept(record)", "record is not None", CHECKPOINT),
+    Mutant("util/run/checkpoint.py", "step_of(path) < good_steps[-1]", "step_of(path) != good_steps[-1]", CHECKPOINT),
+    Mutant(
+        "util/run/checkpoint.py", "if not (value.is_meta or value.isfinite().all())", "if value.is_meta", CHECKPOINT
+    ),
+    Mutant("util/run/resume_rules.py", "(machine_flags - fixed_flags)", "machine_flags", RULES),
+    Mutant("util/run/resume_rules.py", "if before.get(name) != fingerprint:", "if False:", RULES),
+    Mutant("util/run/resume_rules.py", "if was_stored != is_stored:", "if False:", RULES),
+    Mutant("util/run/resume.py", "module.drop_prob for module", "True for module", RULES),
+    Mutant("util/run/resume.py", "if before != total_batch_size:", "if False:", "tests/faults/test_folder.py -k total"),
+    # loading of weights
+    Mutant(
+        "encoders/names.py",
+        "(has_other_names or value.shape != own[key].shape)",
+        "value.shape != own[key].shape",
+        NAMES,
+    ),
+    Mutant(
+        "encoders/names.py",
+        "first, third, second, fourth]",
+        "first, second, third, fourth]",
+        "tests/frameworks/test_models_greenmim_pr.py",
+    ),
+    Mutant("encoders/rel_pos.py", "* (2 * columns - 1) + (across", "* (2 * rows - 1) + (across", BIASES),
+    Mutant("encoders/rel_pos.py", 'einsum("ij,jkh,lk->ilh", down', 'einsum("ij,jkh,lk->lih", down', BIASES),
+    Mutant("util/pos_embed.py", "for axis in (column, row)]", "for axis in (row, column)]", POSITIONS),
+    Mutant("util/pos_embed.py", "align_corners=False", "align_corners=True", POSITIONS),
+    # evaluation and metrics
+    Mutant(
+        "engine_finetune.py", "chosen.topk(min(5, chosen.shape[1]))", "chosen.topk(min(4, chosen.shape[1]))", FINETUNE
+    ),
+    Mutant("engine_finetune.py", "return imgs, targets, 0.0", "return imgs, targets, self.label_smoothing", FINETUNE),
+    Mutant("engine_finetune.py", "if count != num_images:", "if count > num_images:", FINETUNE),
+    Mutant("util/knn.py", "TEMPERATURE = 0.07", "TEMPERATURE = 0.7", KNN),
+    Mutant("util/knn.py", "(classes < labels[:, None])", "(classes > labels[:, None])", KNN),
+    Mutant("util/knn.py", "query_numbers[:, None] == numbers, -torch.inf", "query_numbers[:, None] == numbers, 0", KNN),
+    Mutant("downstream/segmentation/metrics.py", "(true + predicted - right)", "(true + predicted)", SEGMENTATION),
+    Mutant(
+        "downstream/segmentation/metrics.py",
+        "truth[is_labelled].long() * num_classes + predicted",
+        "predicted[is_labelled].long() * num_classes + truth",
+        SEGMENTATION,
+    ),
+    Mutant("downstream/robustness/main_robustness.py", "100 * mean / ALEXNET_ERRORS[c]", "100 * mean", ROBUSTNESS),
+]
+
+
+def copy_tree(target: Path) -> None:
+    """Copies the files of the working tree that git knows or does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def run_tests(tree: Path, tests: str) -> bool:
+    """Whether the tests pass in `tree`. A selection without tests fails."""
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *shlex.split(tests)]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # a mutant may have the size and time of the original
+    try:
+        return not subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def try_mutant(mutant: Mutant, tree: Path, passed: dict[str, bool]) -> str:
+    """Returns what became of a mutant. passed: whether tests pass without a mutant, filled here."""
+    path = tree / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        return "DOES NOT APPLY"
+    if mutant.tests not in passed:
+        passed[mutant.tests] = run_tests(tree, mutant.tests)
+    if not passed[mutant.tests]:
+        return "TESTS FAIL WITHOUT IT"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        return "ALIVE" if run_tests(tree, mutant.tests) else "killed"
+    finally:
+        path.write_text(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; `argv` replaces the command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="text that the file, the texts or the tests of a mutant contain")
+    parser.add_argument("--list", action="store_true", help="print the mutants and end")
+    args = parser.parse_args(argv)
+    mutants = [mutant for mutant in MUTANTS if args.only in "\n".join(mutant)]
+    survivors, passed = 0, dict[str, bool]()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        if not args.list:
+            copy_tree(tree)
+        for mutant in mutants:
+            start, state = time.monotonic(), ""
+            if not args.list:
+                state = try_mutant(mutant, tree, passed)
+                survivors += state != "killed"
+                state = f"{state} ({time.monotonic() - start:.0f} s): "
+            print(f"{state}{mutant.file}: {mutant.old.strip()!r} -> {mutant.new.strip()!r}", flush=True)
+    print(f"{len(mutants)} mutants" + ("" if args.list else f", {survivors} not killed"))
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
