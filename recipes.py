@@ -1,11 +1,11 @@
 """Every row of the paper's tables as named defaults of the flags: RECIPES of `main_pretrain.py` and FINETUNE_RECIPES of
 `main_finetune.py`.
 
-The comment after a recipe is the published number: ImageNet-1K top-1 after full fine-tuning, as printed in "Delving
-Deeper into Partial Reconstruction in Masked Image Modeling". This project has not re-run these recipes. The comment on
-a group says where its settings come from: the paper, a release (the code or README of the framework's authors), or a
-judgement of this project. A recipe holds the settings that change results. Workers, devices and `--batch_size` per
-process are machine flags, except for GreenMIM. Gradient accumulation follows from the recipe's total batch size.
+Published numbers are in `scripts/paper_tables.py`. This project has not re-run these recipes. The comment on a group
+says where its settings come from: "Delving Deeper into Partial Reconstruction in Masked Image Modeling" (the paper), a
+release (the code or README of the framework's authors), or a judgement of this project. A recipe holds the settings
+that change results. Workers, devices and `--batch_size` per process are machine flags, except for GreenMIM. Gradient
+accumulation follows from the recipe's total batch size.
 
     torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_100ep --data_path IMAGENET --batch_size 256
 """
@@ -44,39 +44,39 @@ def _progressive(epochs: int, throw_ratio: float, sampling: str = "furthest") ->
 
 RECIPES: dict[str, Recipe] = {
     # Table "Ablation studies on the proposed method": ViT-B/16, 100 epochs.
-    "mae_vit_base_100ep": _BASE | _full(100),  # 81.7
-    "plain25_vit_base_100ep": _BASE | _plain(100, 0.25),  # 81.4
-    "progressive25_vit_base_100ep": _BASE | _progressive(100, 0.25, "random"),  # 81.7
-    "furthest25_vit_base_100ep": _BASE | _plain(100, 0.25, "furthest"),  # 81.6
-    "prmim25_vit_base_100ep": _BASE | _progressive(100, 0.25),  # 81.7
-    "plain50_vit_base_100ep": _BASE | _plain(100, 0.5),  # 81.1
-    "progressive50_vit_base_100ep": _BASE | _progressive(100, 0.5, "random"),  # 81.6
-    "furthest50_vit_base_100ep": _BASE | _plain(100, 0.5, "furthest"),  # 81.4
-    "prmim50_vit_base_100ep": _BASE | _progressive(100, 0.5),  # 81.8
-    "plain65_vit_base_100ep": _BASE | _plain(100, 0.65),  # 80.3
-    "progressive65_vit_base_100ep": _BASE | _progressive(100, 0.65, "random"),  # 81.5
-    "furthest65_vit_base_100ep": _BASE | _plain(100, 0.65, "furthest"),  # 80.4
-    "prmim65_vit_base_100ep": _BASE | _progressive(100, 0.65),  # 81.7
+    "mae_vit_base_100ep": _BASE | _full(100),
+    "plain25_vit_base_100ep": _BASE | _plain(100, 0.25),
+    "progressive25_vit_base_100ep": _BASE | _progressive(100, 0.25, "random"),
+    "furthest25_vit_base_100ep": _BASE | _plain(100, 0.25, "furthest"),
+    "prmim25_vit_base_100ep": _BASE | _progressive(100, 0.25),
+    "plain50_vit_base_100ep": _BASE | _plain(100, 0.5),
+    "progressive50_vit_base_100ep": _BASE | _progressive(100, 0.5, "random"),
+    "furthest50_vit_base_100ep": _BASE | _plain(100, 0.5, "furthest"),
+    "prmim50_vit_base_100ep": _BASE | _progressive(100, 0.5),
+    "plain65_vit_base_100ep": _BASE | _plain(100, 0.65),
+    "progressive65_vit_base_100ep": _BASE | _progressive(100, 0.65, "random"),
+    "furthest65_vit_base_100ep": _BASE | _plain(100, 0.65, "furthest"),
+    "prmim65_vit_base_100ep": _BASE | _progressive(100, 0.65),
     # Table "Training schedules and model scaling".
-    "mae_vit_base_300ep": _BASE | _full(300),  # 82.7
-    "plain50_vit_base_300ep": _BASE | _plain(300, 0.5),  # 82.3
-    "prmim50_vit_base_300ep": _BASE | _progressive(300, 0.5),  # 82.7
-    "mae_vit_base_800ep": _BASE | _full(800),  # 83.3
-    "plain50_vit_base_800ep": _BASE | _plain(800, 0.5),  # 83.0
-    "prmim50_vit_base_800ep": _BASE | _progressive(800, 0.5),  # 83.3
-    "mae_vit_large_100ep": _LARGE | _full(100),  # 83.3
-    "plain50_vit_large_100ep": _LARGE | _plain(100, 0.5),  # 82.4
-    "prmim50_vit_large_100ep": _LARGE | _progressive(100, 0.5),  # 83.2
-    "mae_vit_large_800ep": _LARGE | _full(800),  # 85.4
-    "prmim50_vit_large_800ep": _LARGE | _progressive(800, 0.5),  # 85.4
+    "mae_vit_base_300ep": _BASE | _full(300),
+    "plain50_vit_base_300ep": _BASE | _plain(300, 0.5),
+    "prmim50_vit_base_300ep": _BASE | _progressive(300, 0.5),
+    "mae_vit_base_800ep": _BASE | _full(800),
+    "plain50_vit_base_800ep": _BASE | _plain(800, 0.5),
+    "prmim50_vit_base_800ep": _BASE | _progressive(800, 0.5),
+    "mae_vit_large_100ep": _LARGE | _full(100),
+    "plain50_vit_large_100ep": _LARGE | _plain(100, 0.5),
+    "prmim50_vit_large_100ep": _LARGE | _progressive(100, 0.5),
+    "mae_vit_large_800ep": _LARGE | _full(800),
+    "prmim50_vit_large_800ep": _LARGE | _progressive(800, 0.5),
     # Table "Comparison with existing partial reconstruction methods".
-    "plain40_vit_base_400ep": _BASE | _plain(400, 0.4),  # 82.6, which the paper took from AMT's
-    "prmim50_vit_base_400ep": _BASE | _progressive(400, 0.5),  # 83.0
+    "plain40_vit_base_400ep": _BASE | _plain(400, 0.4),
+    "prmim50_vit_base_400ep": _BASE | _progressive(400, 0.5),
     # Table of kernel sizes: ViT-B/16, 100 epochs, rho_d 50 (7x7 is prmim50_vit_base_100ep).
-    "kernel3_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=3),  # 81.7
-    "kernel5_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=5),  # 81.7
-    "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),  # 81.7
-    "kernel11_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=11),  # 81.6
+    "kernel3_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=3),
+    "kernel5_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=5),
+    "kernel9_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=9),
+    "kernel11_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(kernel_size=11),
     # Table of designs of the aggregation (dwconv is prmim50_vit_base_100ep). The paper does not say which cells take
     # the output. In docs/study.md average pooling fails only if all cells do, so `applies_to="all"` is a judgement.
     # The row in which only the thrown cells take it is one of this project.
@@ -84,8 +84,8 @@ RECIPES: dict[str, Recipe] = {
     | _progressive(100, 0.5)
     | dict(aggregation="avgpool", applies_to="all"),  # fails to converge
     "avgpool_thrown_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="avgpool"),
-    "transformer_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="transformer"),  # 81.8
-    "convnext_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="convnext"),  # 81.7
+    "transformer_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="transformer"),
+    "convnext_vit_base_100ep": _BASE | _progressive(100, 0.5) | dict(aggregation="convnext"),
 }
 
 # Decoders of 16 and 32 blocks instead of 8, all else as in the rows of ViT-B and ViT-L above. Not in the paper, and
@@ -112,9 +112,9 @@ RECIPES |= {
 _AMT = _MAE | dict(model="amt_vit_base_patch16", norm_pix_loss=False, attention_start=40, attention_every=40)
 _AMT_45_40 = _AMT | _plain(400, 0.4, "attention") | dict(mask_ratio=0.85)
 RECIPES |= {
-    "amt_vit_base_400ep": _AMT_45_40,  # 82.8
+    "amt_vit_base_400ep": _AMT_45_40,
     # AMT's own baseline. The paper prints rho_d 40 for it, but it most likely throws nothing.
-    "amt_mae_vit_base_400ep": _BASE | _full(400) | dict(norm_pix_loss=False),  # 82.6
+    "amt_mae_vit_base_400ep": _BASE | _full(400) | dict(norm_pix_loss=False),
     "amt_masking_vit_base_400ep": _AMT | _plain(400, 0.0, "attention"),  # the release's defaults: nothing is thrown
     "amt_progressive_vit_base_400ep": _AMT_45_40 | dict(progressive=True),  # with PR-MIM's aggregation: in no paper
 }
@@ -126,10 +126,10 @@ _MFF |= dict(
     model="mff_vit_base_patch16", crop="padded", interpolation="bilinear", lr_schedule="mff", warmup_lr=2.4e-12
 )
 RECIPES |= {
-    "mff_vit_base_800ep": _MFF | _full(800),  # 83.6
-    "mff_plain50_vit_base_800ep": _MFF | _plain(800, 0.5),  # 83.3
-    "mff_prmim50_vit_base_800ep": _MFF | _progressive(800, 0.5),  # 83.8
-    "mff_vit_base_300ep": _MFF | _full(300) | dict(warmup_lr=2.4e-7),  # the release: 83.0
+    "mff_vit_base_800ep": _MFF | _full(800),
+    "mff_plain50_vit_base_800ep": _MFF | _plain(800, 0.5),
+    "mff_prmim50_vit_base_800ep": _MFF | _progressive(800, 0.5),
+    "mff_vit_base_300ep": _MFF | _full(300) | dict(warmup_lr=2.4e-7),
 }
 
 # The same table, and "Comparison with existing partial reconstruction methods": SimMIM with the settings of its
@@ -150,16 +150,16 @@ _SIMMIM: Recipe = dict(
 _SIMMIM_100 = _SIMMIM | dict(blr=1e-4, warmup_lr=4e-6, min_lr=4e-5, lr_schedule="simmim")
 _SIMMIM_800 = _SIMMIM | dict(blr=5e-5, warmup_lr=2e-6, lr_schedule="simmim_steps", lr_steps=(700.0,))
 RECIPES |= {
-    "simmim_vit_base_100ep": _SIMMIM_100 | _full(100),  # 81.6
-    "simmim_plain30_vit_base_100ep": _SIMMIM_100 | _plain(100, 0.3),  # 81.0
-    "simmim_prmim30_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.3),  # 81.7
-    "simmim_plain24_vit_base_100ep": _SIMMIM_100 | _plain(100, 0.24),  # 81.6
-    "simmim_vit_base_800ep": _SIMMIM_800 | _full(800),  # 83.8
-    "simmim_prmim30_vit_base_800ep": _SIMMIM_800 | _progressive(800, 0.3),  # 83.8
+    "simmim_vit_base_100ep": _SIMMIM_100 | _full(100),
+    "simmim_plain30_vit_base_100ep": _SIMMIM_100 | _plain(100, 0.3),
+    "simmim_prmim30_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.3),
+    "simmim_plain24_vit_base_100ep": _SIMMIM_100 | _plain(100, 0.24),
+    "simmim_vit_base_800ep": _SIMMIM_800 | _full(800),
+    "simmim_prmim30_vit_base_800ep": _SIMMIM_800 | _progressive(800, 0.3),
     # The release's baselines on Swin: pre-trained at 192 px, fine-tuned at 224 px.
-    "simmim_swin_base_100ep": _SIMMIM_100 | _full(100) | dict(model="simmim_swin_base_patch4_window6"),  # 83.5
-    "simmim_swin_base_800ep": _SIMMIM_800 | _full(800) | dict(model="simmim_swin_base_patch4_window6"),  # 84.0
-    "simmim_swin_large_800ep": _SIMMIM_800 | _full(800) | dict(model="simmim_swin_large_patch4_window12"),  # 85.4
+    "simmim_swin_base_100ep": _SIMMIM_100 | _full(100) | dict(model="simmim_swin_base_patch4_window6"),
+    "simmim_swin_base_800ep": _SIMMIM_800 | _full(800) | dict(model="simmim_swin_base_patch4_window6"),
+    "simmim_swin_large_800ep": _SIMMIM_800 | _full(800) | dict(model="simmim_swin_large_patch4_window12"),
     # Not in the paper: with this throw ratio the FLOPs are half of SimMIM's, which is the cost that the paper prints.
     "simmim_prmim50_vit_base_100ep": _SIMMIM_100 | _progressive(100, 0.5),
 }
@@ -172,7 +172,7 @@ _AMT_SIMMIM |= dict(model="amt_simmim_vit_base_patch16", blr=5e-5, warmup_lr=2e-
 _AMT_SIMMIM |= dict(attention_start=40, attention_every=40)
 RECIPES |= {
     "amt_simmim_vit_base_200ep": _AMT_SIMMIM | dict(mask_ratio=0.7),  # the release's ratio
-    "amt_simmim24_vit_base_200ep": _AMT_SIMMIM | dict(mask_ratio=0.68, throw_ratio=0.24),  # 80.7
+    "amt_simmim24_vit_base_200ep": _AMT_SIMMIM | dict(mask_ratio=0.68, throw_ratio=0.24),
 }
 
 # The same table: LocalMIM with the settings of its release, also for 100 epochs, which are the paper's rows.
@@ -181,13 +181,13 @@ _LOCALMIM = _MAE | dict(
 )
 _LOCALMIM_100 = _LOCALMIM | dict(warmup_epochs=10)
 RECIPES |= {
-    "localmim_vit_base_100ep": _LOCALMIM_100 | _full(100),  # 83.3
-    "localmim_plain65_vit_base_100ep": _LOCALMIM_100 | _plain(100, 0.65),  # 82.9
-    "localmim_prmim65_vit_base_100ep": _LOCALMIM_100 | _progressive(100, 0.65),  # 83.3
-    "localmim_vit_base_1600ep": _LOCALMIM | _full(1600),  # the release: 84.0
+    "localmim_vit_base_100ep": _LOCALMIM_100 | _full(100),
+    "localmim_plain65_vit_base_100ep": _LOCALMIM_100 | _plain(100, 0.65),
+    "localmim_prmim65_vit_base_100ep": _LOCALMIM_100 | _progressive(100, 0.65),
+    "localmim_vit_base_1600ep": _LOCALMIM | _full(1600),
     "localmim_vit_large_800ep": _LOCALMIM
     | _full(800)
-    | dict(model="localmim_vit_large_patch16", total_batch_size=4096, blr=1.5e-4),  # the release: 85.8
+    | dict(model="localmim_vit_large_patch16", total_batch_size=4096, blr=1.5e-4),
 }
 
 # The same table: TEC with the settings of its release. The teacher is given by --teacher: iBOT's ViT-B/16 for the
@@ -196,37 +196,36 @@ _TEC = _MAE | dict(model="tec_vit_base_patch16", norm_pix_loss=False, att_topk=9
 _TEC_MAE = _TEC | dict(att_topk=15, att_tau=1.8)  # for MAE's encoder as the teacher
 _TEC_MAE_LARGE = _TEC_MAE | dict(model="tec_vit_large_patch16", att_tau=1.4)
 RECIPES |= {
-    "tec_vit_base_300ep": _TEC | _full(300),  # 84.8
-    "tec_plain50_vit_base_300ep": _TEC | _plain(300, 0.5),  # 84.5
-    "tec_prmim50_vit_base_300ep": _TEC | _progressive(300, 0.5),  # 84.7
-    "tec_vit_base_800ep": _TEC | _full(800),  # the release: 85.1
-    "tec_mae_vit_base_100ep": _TEC_MAE | _full(100),  # the release, with MAE's 300 epochs as the teacher: 83.9
-    "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # the release, with MAE's 1600 epochs as the teacher: 84.7
-    "tec_mae_vit_base_800ep": _TEC_MAE | _full(800),  # the release: 84.8
-    "tec_mae_vit_large_300ep": _TEC_MAE_LARGE | _full(300),  # the release: 86.5
+    "tec_vit_base_300ep": _TEC | _full(300),
+    "tec_plain50_vit_base_300ep": _TEC | _plain(300, 0.5),
+    "tec_prmim50_vit_base_300ep": _TEC | _progressive(300, 0.5),
+    "tec_vit_base_800ep": _TEC | _full(800),
+    "tec_mae_vit_base_100ep": _TEC_MAE | _full(100),  # teacher: MAE, 300 epochs
+    "tec_mae_vit_base_300ep": _TEC_MAE | _full(300),  # teacher: MAE, 1600 epochs
+    "tec_mae_vit_base_800ep": _TEC_MAE | _full(800),
+    "tec_mae_vit_large_300ep": _TEC_MAE_LARGE | _full(300),
 }
 
 # Table "Compatibility with Swin transformer": GreenMIM at 224 px. Swin-L, 100 epochs: the script of the first release,
 # by default with 8 processes of 512 images. Swin-B, 100 epochs: the release has none; its base rate of 200 epochs at
-# the total batch of its other runs is a judgement. 800 epochs: the release. The published numbers of 800 epochs come
-# from its first code, which has other coordinates and another order of patch merging, so these recipes need not reach
-# them. All images of a micro-batch share one visible set. So `batch_size`, images per process, is part of these
-# recipes, with the release's values. Another --batch_size still wins: it trains on more or fewer visible sets per step.
+# the total batch of its other runs is a judgement. 800 epochs: the release. All images of a micro-batch share one
+# visible set. So `batch_size`, images per process, is part of these recipes, with the release's values. Another
+# --batch_size still wins: it trains on more or fewer visible sets per step.
 _GREENMIM = _MAE | dict(model="greenmim_swin_base_patch4_window7", total_batch_size=2048, batch_size=256)
 _GREENMIM_LARGE = _GREENMIM | dict(model="greenmim_swin_large_patch4_window14", blr=1e-4)
 _GREENMIM_LARGE_100 = _GREENMIM_LARGE | dict(total_batch_size=4096, batch_size=512)
 RECIPES |= {
-    "greenmim_swin_base_100ep": _GREENMIM | _full(100),  # 83.2
-    "greenmim_plain50_swin_base_100ep": _GREENMIM | _plain(100, 0.5),  # 82.9
-    "greenmim_prmim50_swin_base_100ep": _GREENMIM | _progressive(100, 0.5),  # 83.3
-    "greenmim_swin_large_100ep": _GREENMIM_LARGE_100 | _full(100),  # 83.8
-    "greenmim_plain50_swin_large_100ep": _GREENMIM_LARGE_100 | _plain(100, 0.5),  # 83.1
-    "greenmim_prmim50_swin_large_100ep": _GREENMIM_LARGE_100 | _progressive(100, 0.5),  # 83.9
-    "greenmim_swin_base_800ep": _GREENMIM | _full(800) | dict(blr=1e-4, decoder_order="reference"),  # published: 83.8
-    "greenmim_swin_large_800ep": _GREENMIM_LARGE | _full(800) | dict(decoder_order="reference"),  # published: 85.1
+    "greenmim_swin_base_100ep": _GREENMIM | _full(100),
+    "greenmim_plain50_swin_base_100ep": _GREENMIM | _plain(100, 0.5),
+    "greenmim_prmim50_swin_base_100ep": _GREENMIM | _progressive(100, 0.5),
+    "greenmim_swin_large_100ep": _GREENMIM_LARGE_100 | _full(100),
+    "greenmim_plain50_swin_large_100ep": _GREENMIM_LARGE_100 | _plain(100, 0.5),
+    "greenmim_prmim50_swin_large_100ep": _GREENMIM_LARGE_100 | _progressive(100, 0.5),
+    "greenmim_swin_base_800ep": _GREENMIM | _full(800) | dict(blr=1e-4, decoder_order="reference"),
+    "greenmim_swin_large_800ep": _GREENMIM_LARGE | _full(800) | dict(decoder_order="reference"),
 }
 
-# CrossMAE, which the paper does not have. "printed": in CrossMAE's paper. The optimizer's settings are those of its
+# CrossMAE, which the paper does not have. The optimizer's settings are those of its
 # release, which scales the learning rate by the share of the masked tokens that is predicted: the plain recipes have
 # blr 1.5e-4 * (mask_ratio - throw_ratio) / mask_ratio. PR-MIM supervises all masked tokens and keeps 1.5e-4. No PR-MIM
 # on CrossMAE is published: these recipes, and all that throw 65 %, are settings that this project has chosen.
@@ -235,22 +234,22 @@ _CROSSMAE_400 = _CROSSMAE | dict(warmup_epochs=20)
 _CROSSMAE_LARGE = _CROSSMAE | dict(model="crossmae_vit_large_patch16")
 _CROSSMAE_HUGE = _CROSSMAE | dict(model="crossmae_vit_huge_patch14")
 RECIPES |= {
-    "crossmae_vit_base_800ep": _CROSSMAE | _full(800),  # printed: 83.7
-    "crossmae_plain50_vit_base_800ep": _CROSSMAE | _plain(800, 0.5) | dict(blr=5e-5),  # printed: 83.5
-    "crossmae_prmim50_vit_base_800ep": _CROSSMAE | _progressive(800, 0.5),  # chosen; no number
-    "crossmae_plain65_vit_base_800ep": _CROSSMAE | _plain(800, 0.65) | dict(blr=2e-5),  # chosen; no number
-    "crossmae_prmim65_vit_base_800ep": _CROSSMAE | _progressive(800, 0.65),  # chosen; no number
-    "crossmae_vit_base_400ep": _CROSSMAE_400 | _full(400),  # printed: 83.3
-    "crossmae_plain50_vit_base_400ep": _CROSSMAE_400 | _plain(400, 0.5) | dict(blr=5e-5),  # printed: 83.2
-    "crossmae_prmim50_vit_base_400ep": _CROSSMAE_400 | _progressive(400, 0.5),  # chosen; no number
-    "crossmae_plain65_vit_base_400ep": _CROSSMAE_400 | _plain(400, 0.65) | dict(blr=2e-5),  # chosen; no number
-    "crossmae_prmim65_vit_base_400ep": _CROSSMAE_400 | _progressive(400, 0.65),  # chosen; no number
-    "crossmae_vit_large_800ep": _CROSSMAE_LARGE | _full(800),  # printed: 85.4
-    "crossmae_plain50_vit_large_800ep": _CROSSMAE_LARGE | _plain(800, 0.5) | dict(blr=5e-5),  # printed: 85.4
-    "crossmae_prmim50_vit_large_800ep": _CROSSMAE_LARGE | _progressive(800, 0.5),  # chosen; no number
-    "crossmae_vit_huge_800ep": _CROSSMAE_HUGE | _full(800),  # printed: 86.4
-    "crossmae_plain50_vit_huge_800ep": _CROSSMAE_HUGE | _plain(800, 0.5) | dict(blr=5e-5),  # printed: 86.3
-    "crossmae_prmim50_vit_huge_800ep": _CROSSMAE_HUGE | _progressive(800, 0.5),  # chosen; no number
+    "crossmae_vit_base_800ep": _CROSSMAE | _full(800),
+    "crossmae_plain50_vit_base_800ep": _CROSSMAE | _plain(800, 0.5) | dict(blr=5e-5),
+    "crossmae_prmim50_vit_base_800ep": _CROSSMAE | _progressive(800, 0.5),
+    "crossmae_plain65_vit_base_800ep": _CROSSMAE | _plain(800, 0.65) | dict(blr=2e-5),
+    "crossmae_prmim65_vit_base_800ep": _CROSSMAE | _progressive(800, 0.65),
+    "crossmae_vit_base_400ep": _CROSSMAE_400 | _full(400),
+    "crossmae_plain50_vit_base_400ep": _CROSSMAE_400 | _plain(400, 0.5) | dict(blr=5e-5),
+    "crossmae_prmim50_vit_base_400ep": _CROSSMAE_400 | _progressive(400, 0.5),
+    "crossmae_plain65_vit_base_400ep": _CROSSMAE_400 | _plain(400, 0.65) | dict(blr=2e-5),
+    "crossmae_prmim65_vit_base_400ep": _CROSSMAE_400 | _progressive(400, 0.65),
+    "crossmae_vit_large_800ep": _CROSSMAE_LARGE | _full(800),
+    "crossmae_plain50_vit_large_800ep": _CROSSMAE_LARGE | _plain(800, 0.5) | dict(blr=5e-5),
+    "crossmae_prmim50_vit_large_800ep": _CROSSMAE_LARGE | _progressive(800, 0.5),
+    "crossmae_vit_huge_800ep": _CROSSMAE_HUGE | _full(800),
+    "crossmae_plain50_vit_huge_800ep": _CROSSMAE_HUGE | _plain(800, 0.5) | dict(blr=5e-5),
+    "crossmae_prmim50_vit_huge_800ep": _CROSSMAE_HUGE | _progressive(800, 0.5),
 }
 
 # Small runs of this project. Their results are in docs/results.md.
@@ -331,36 +330,25 @@ _INATURALIST_18, _INATURALIST_19 = (dict(dataset=name, epochs=360) for name in (
 FINETUNE_RECIPES: dict[str, Recipe] = {
     # All rows of the tables of ablations, schedules, kernels and designs. There is one recipe per model size: only the
     # pre-trained encoder differs between the rows. ViT-B and ViT-L: the paper. ViT-H: MAE's release.
-    # MAE / plain .5 / PR-MIM .5, 800 epochs: 83.3 / 83.0 / 83.3
-    # The same classifiers with downstream/robustness/main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
-    # 51.2, 34.6, 49.4, 35.2 / 51.9, 32.9, 49.4, 36.0 / 51.4, 35.4, 49.7, 36.4
     "finetune_vit_base": _FINETUNE_BASE,
-    # MAE / PR-MIM .5, 800 epochs: 85.4 / 85.4
     "finetune_vit_large": _FINETUNE
     | dict(model="vit_large_patch16", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.2),
-    # MAE, 1600 epochs: 86.9
     "finetune_vit_huge": _FINETUNE
     | dict(model="vit_huge_patch14", epochs=50, blr=1e-3, layer_decay=0.75, drop_path=0.3),
-    # AMT on MAE and its baseline, 400 epochs, as its release: MAE's settings for raw pixels. 82.8, and 82.6
+    # AMT on MAE and its baseline, 400 epochs, as its release: MAE's settings for raw pixels.
     "amt_finetune_vit_base": _FINETUNE_BASE | dict(blr=1e-3, layer_decay=0.75),
     # MFF's release. The floor of its schedule is the same for all layers.
-    # MFF / plain .5 / PR-MIM .5, 800 epochs: 83.6 / 83.3 / 83.8
-    # The same classifiers with downstream/robustness/main_robustness.py, ImageNet-C (mCE), -A, -R, -Sketch:
-    # 49.0, 37.2, 51.0, 36.8 / 50.5, 35.6, 51.7, 37.6 / 49.9, 37.9, 52.1, 37.6
     "mff_finetune_vit_base": _MFF_FINETUNE,
     # SimMIM's release, after 800 epochs. That ViT-B after 100 epochs has the same settings is a judgement.
-    # SimMIM / plain .3 / PR-MIM .3, 100 epochs: 81.6 / 81.0 / 81.7; 800 epochs: 83.8 / - / 83.8
     "simmim_finetune_vit_base": _SIMMIM_FINETUNE | dict(model="relative_vit_base_patch16"),
-    # AMT on SimMIM, 200 epochs, as its release: 80.7. The total batch size is SimMIM's.
+    # AMT on SimMIM, 200 epochs, as its release. The total batch size is SimMIM's.
     "amt_simmim_finetune_vit_base": _SIMMIM_FINETUNE | dict(model="absolute_vit_base_patch16", global_pool="token"),
-    # SimMIM on Swin-B, 100 epochs: 83.5; Swin-B, 800 epochs: 84.0; Swin-L, 800 epochs: 85.4
     "simmim_finetune_swin_base_100ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.9),
     "simmim_finetune_swin_base_800ep": _SIMMIM_FINETUNE | dict(model="swin_base_patch4_window7", layer_decay=0.8),
     "simmim_finetune_swin_large_800ep": _SIMMIM_FINETUNE
     | dict(model="swin_large_patch4_window14", layer_decay=0.7, drop_path=0.2),
     # GreenMIM's release; the total batches are those of its first README. `warmup_lr` and `min_lr` are the release's
     # rates for 512 images, times total batch size / 512.
-    # GreenMIM / plain .5 / PR-MIM .5, 100 epochs: 83.2 / 82.9 / 83.3 with Swin-B, 83.8 / 83.1 / 83.9 with Swin-L
     "greenmim_finetune_swin_base": _SIMMIM_FINETUNE
     | dict(model="swin_base_patch4_window7", layer_decay=0.9)
     | dict(total_batch_size=1024, warmup_lr=5e-7, min_lr=5e-7),
@@ -368,16 +356,11 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     | dict(model="swin_large_patch4_window14", layer_decay=0.8, drop_path=0.3)
     | dict(total_batch_size=768, blr=5e-4, warmup_lr=3e-7, min_lr=5.25e-7),
     # LocalMIM's release.
-    # LocalMIM / plain .65 / PR-MIM .65, 100 epochs: 83.3 / 82.9 / 83.3
-    # The release's ViT-B, 1600 epochs: 84.0; its ViT-L, 800 epochs: 85.8
     "localmim_finetune_vit_base_100ep": _FINETUNE_BASE | dict(blr=1e-3, warmup_epochs=20, layer_decay=0.75),
     "localmim_finetune_vit_base_1600ep": _FINETUNE_BASE | dict(warmup_epochs=20, min_lr=1e-5),
     "localmim_finetune_vit_large_800ep": _FINETUNE
     | dict(model="vit_large_patch16", epochs=50, blr=7.5e-4, layer_decay=0.75, drop_path=0.2),
     # TEC's release: the positions are frozen, the MLP on the class token is trained.
-    # TEC / plain .5 / PR-MIM .5, iBOT as the teacher, 300 epochs: 84.8 / 84.5 / 84.7
-    # The release, iBOT as the teacher, 800 epochs: 85.1
-    # The release, MAE as the teacher, 100 / 300 / 800 epochs: 83.9 / 84.7 / 84.8; ViT-L, 300 epochs: 86.5
     "tec_finetune_vit_base_300ep": _TEC_FINETUNE | dict(layer_decay=0.5),
     "tec_finetune_vit_base_800ep": _TEC_FINETUNE | dict(layer_decay=0.55, warmup_epochs=20),
     "tec_mae_finetune_vit_base_100ep": _TEC_FINETUNE,  # the release's command names no warm-up: MAE's default
@@ -387,15 +370,15 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     # Figure "Partial fine-tuning results", 800 epochs, without printed numbers. 0 blocks are linear probing, 12 are
     # finetune_vit_base. The paper prints no settings: those of full fine-tuning are a judgement.
     **{f"partial{k}_vit_base": _FINETUNE_BASE | dict(trainable_blocks=k) for k in (1, 2, 4, 6, 8, 10)},
-    "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),  # MAE's release, 1600 epochs: 67.8
-    "linprobe_vit_large": _LINPROBE | dict(model="vit_large_patch16", epochs=50),  # 76.0
-    "linprobe_vit_huge": _LINPROBE | dict(model="vit_huge_patch14", epochs=50),  # 77.2
+    "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),
+    "linprobe_vit_large": _LINPROBE | dict(model="vit_large_patch16", epochs=50),
+    "linprobe_vit_huge": _LINPROBE | dict(model="vit_huge_patch14", epochs=50),
     # Table of iNaturalist, from the pre-trained encoder. The paper: 360 epochs, and most settings as for ImageNet. That
-    # all others are those of ImageNet is a judgement. The framework / plain .5 / PR-MIM .5, 800 epochs:
-    "inat18_vit_base": _FINETUNE_BASE | _INATURALIST_18,  # MAE: 72.5 / 71.8 / 72.4
-    "inat19_vit_base": _FINETUNE_BASE | _INATURALIST_19,  # MAE: 78.9 / 78.2 / 79.0
-    "mff_inat18_vit_base": _MFF_FINETUNE | _INATURALIST_18,  # MFF: 73.5 / 72.5 / 73.3
-    "mff_inat19_vit_base": _MFF_FINETUNE | _INATURALIST_19,  # MFF: 79.8 / 78.5 / 79.8
+    # all others are those of ImageNet is a judgement.
+    "inat18_vit_base": _FINETUNE_BASE | _INATURALIST_18,
+    "inat19_vit_base": _FINETUNE_BASE | _INATURALIST_19,
+    "mff_inat18_vit_base": _MFF_FINETUNE | _INATURALIST_18,
+    "mff_inat19_vit_base": _MFF_FINETUNE | _INATURALIST_19,
 }
 
 # Small runs of this project. Their results are in docs/results.md.

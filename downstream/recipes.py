@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node 8 downstream/segmentation/main_segmentation.py --recipe ade20k_upernet_vit_base \
         --data_path ADEChallengeData2016 --finetune output/prmim50_base
+
+Published numbers are in `scripts/paper_tables.py`.
 """
 
 Recipe = dict[str, object]  # {name of a flag: its default}
@@ -41,11 +43,9 @@ LINEAR_DEFAULTS: Recipe = UPERNET_DEFAULTS | dict(
 _ADE20K: Recipe = dict(num_classes=150, reduce_zero_label=True)
 SEGMENTATION_RECIPES: dict[str, Recipe] = {
     # Table "Semantic segmentation on ADE20K": only the encoder differs between the rows.
-    # MAE / plain .5 / PR-MIM .5, 800 epochs: mIoU 46.8 / 45.5 / 46.9, mAcc 57.6 / 56.6 / 58.2
     "ade20k_upernet_vit_base": UPERNET_DEFAULTS | _ADE20K | dict(model="vit_base_patch16"),
-    # The community's reproduction of MAE's own row, 1600 epochs: mIoU 48.15, mAcc 58.99, aAcc 83.05
+    # The community's reproduction of MAE's own row.
     "ade20k_upernet_vit_base_mae": UPERNET_DEFAULTS | _ADE20K | dict(model="vit_base_patch16", layer_decay=0.65),
-    # MAE's ViT-H, as Pixio's authors report it with a weight decay of their own search: mIoU 35.2. None for ViT-B.
     "ade20k_linear_vit_base": LINEAR_DEFAULTS | _ADE20K | dict(model="vit_base_patch16"),
     "ade20k_linear_vit_large": LINEAR_DEFAULTS | _ADE20K | dict(model="vit_large_patch16"),
     # Mosaics of photographs, written by downstream/segmentation/demo.py: minutes on a CPU.
@@ -74,12 +74,11 @@ MASK_RCNN_DEFAULTS: Recipe = dict(
 )
 DETECTION_RECIPES: dict[str, Recipe] = {
     # Table "Object detection and instance segmentation on COCO": only the encoder differs between the rows.
-    # MAE / plain .5 / PR-MIM .5, 800 epochs: AP box 51.0 / 50.2 / 50.8, AP mask 45.2 / 44.6 / 45.2
     "coco_mask_rcnn_vit_base": MASK_RCNN_DEFAULTS | dict(model="vit_base_patch16"),
-    # ViTDet's own setting. Released: 1600 epochs of MAE, AP box 51.6, AP mask 45.9
+    # ViTDet's own setting.
     "coco_mask_rcnn_vit_base_mae": MASK_RCNN_DEFAULTS
     | dict(model="vit_base_patch16", num_iters=184_375, total_batch_size=64, lr=1e-4, eval_every=18_437),
-    # For one GPU: 12 epochs of 512-pixel images. There is no published number.
+    # For one GPU: 12 epochs of 512-pixel images.
     "short": MASK_RCNN_DEFAULTS
     | dict(model="vit_base_patch16", input_size=512, num_iters=88_000, total_batch_size=16, eval_every=8800)
     | dict(scale_range=(0.5, 1.5)),

@@ -35,7 +35,7 @@ if [ -n "$(ls -A "$output")" ] && [ ! -f "$output/environment.txt" ]; then
     exit 1
 fi
 # Remove the files of an earlier run.
-(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,compiled}.{md,csv,svg} traces end_to_end)
+(cd "$output" && rm -rf environment.txt tests.txt cost_{base,large,compiled}.{md,csv,svg} end_to_end)
 
 {
     date -u +%Y-%m-%d
@@ -54,9 +54,9 @@ profile() { # profile NAME SECONDS BATCH [flags]
 timeout -k 5 110 python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tee "$output/tests.txt" || status=1
 profile cost_base 110 "${BATCH_BASE:-512}" --table ablation --against reference --plot "$output/cost_base.svg"
 profile cost_large 60 "${BATCH_LARGE:-256}" --table large
-# The fast step: compiled, in bfloat16, with profiler traces.
+# The fast step: compiled, in bfloat16.
 profile cost_compiled 150 "${BATCH_BASE:-512}" mae_vit_base_100ep prmim50_vit_base_100ep --against reference --compile \
-    --attention "${ATTENTION:-auto}" --trace "$output/traces"
+    --attention "${ATTENTION:-auto}"
 # From JPEGs to weights, with all cores. Each log ends with images/s and the share of the time that waits for data.
 if [ -n "${IMAGES:-}" ]; then
     for recipe in mae_vit_base_100ep prmim50_vit_base_100ep; do

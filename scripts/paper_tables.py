@@ -1,49 +1,49 @@
-"""The tables of "Delving Deeper into Partial Reconstruction in Masked Image Modeling": published numbers, and the
-recipes whose runs fill each row. `scripts/reproduce_table.py` runs them and writes measured beside published numbers.
+"""All published numbers: the tables of "Delving Deeper into Partial Reconstruction in Masked Image Modeling", with the
+recipes whose runs fill each row, and what other papers and releases report for further recipes.
 
-A column is filled by one of these measures:
+`scripts/reproduce_table.py` runs the rows and writes measured beside published numbers. `tools/document_tables.py`
+writes the tables of the documents. A column is filled by one of these measures:
 
 top1              top-1 accuracy in percent on the validation images of a fine-tuning recipe
 imagenet_c        mean corruption error of the fine-tuned classifier on ImageNet-C, lower is better
+imagenet_a ...    top-1 of the fine-tuned classifier on ImageNet-A, imagenet_r on -R, imagenet_sketch on -Sketch
 box_ap, mask_ap   COCO's average precision of boxes and masks of a detection recipe of `downstream/recipes.py`
 miou, macc        mean IoU and mean accuracy of the classes of a segmentation recipe of `downstream/recipes.py`
-imagenet_a ...    top-1 of the fine-tuned classifier on ImageNet-A, imagenet_r on -R, imagenet_sketch on -Sketch
 flops             forward multiply-adds of pre-training, relative to the row of the same model that throws nothing
 memory, time      peak memory and time of a pre-training step, relative to the same row
 module_gflops     forward multiply-adds of the spatial aggregation alone, in 10^9
-none              no program of this project measures it
 """
 
+from typing import NamedTuple
 
-class Row:
+
+class Row(NamedTuple):
     """A row of a table.
 
     label, epochs: as printed. throw_ratio: rho_d as printed, in percent of all tokens. pretrain: recipe of
-    `main_pretrain.py`, or None if the row cannot be run; `reason` says why. finetune: {column: recipe of
-    `main_finetune.py`, or of a downstream program, that fills it}. published: the number of each column as printed;
-    "-": none is printed.
+    `main_pretrain.py`. finetune: {column: recipe of `main_finetune.py`, or of a downstream program, that fills it}.
+    published: the number of each column as printed; "-": none is printed.
     """
 
-    def __init__(
-        self,
-        label: str,
-        epochs: int,
-        throw_ratio: int,
-        pretrain: str | None,
-        finetune: dict[str, str],
-        published: str,
-        reason: str = "",
-    ) -> None:
-        self.label, self.epochs, self.throw_ratio = label, epochs, throw_ratio
-        self.pretrain, self.finetune, self.reason = pretrain, finetune, reason
-        self.published = published.split()
+    label: str
+    epochs: int
+    throw_ratio: int
+    pretrain: str
+    finetune: dict[str, str]
+    published: str
+
+    @property
+    def numbers(self) -> list[str]:
+        return self.published.split()
 
 
-class Table:
+class Table(NamedTuple):
     """A table: its caption, {column: measure}, its rows, and a note on what is printed."""
 
-    def __init__(self, title: str, columns: dict[str, str], rows: list[Row], note: str = "") -> None:
-        self.title, self.columns, self.rows, self.note = title, columns, rows, note
+    title: str
+    columns: dict[str, str]
+    rows: list[Row]
+    note: str = ""
 
 
 _TOP1 = {"Top-1": "top1"}
@@ -153,7 +153,7 @@ TABLES: dict[str, Table] = {
             Row("SimMIM+PR-MIM", 100, 30, "simmim_prmim30_vit_base_100ep", _SIMMIM, "81.7"),
         ],
         note="†: the paper took this number from AMT's paper, where it is most likely MAE's without throwing, on raw "
-        "pixels: recipe amt_mae_vit_base_400ep. 81.6 is also SimMIM's number without throwing.",
+        "pixels: recipe `amt_mae_vit_base_400ep`. 81.6 is also SimMIM's number without throwing.",
     ),
     "partial": Table(
         "Figure: partial fine-tuning results of ViT-B/16, 800 epochs",
@@ -230,3 +230,90 @@ TABLES: dict[str, Table] = {
         note="The table prints neither epochs nor throw ratio. They follow from the number of the convolution.",
     ),
 }
+
+# Further recipes of pre-training: (ImageNet-1K top-1 after fine-tuning, who reports it). CrossMAE's release reports the
+# best epoch on the validation images. GreenMIM's numbers come from its first code, which has other coordinates and
+# another order of patch merging.
+OTHER_PRETRAINING = {
+    "amt_mae_vit_base_400ep": ("82.6", "the paper's row MAE †, most likely"),
+    "mff_vit_base_300ep": ("83.0", "MFF's release"),
+    "simmim_swin_base_100ep": ("83.5", "SimMIM's release"),
+    "simmim_swin_base_800ep": ("84.0", "SimMIM's release"),
+    "simmim_swin_large_800ep": ("85.4", "SimMIM's release"),
+    "localmim_vit_base_1600ep": ("84.0", "LocalMIM's release"),
+    "localmim_vit_large_800ep": ("85.8", "LocalMIM's release"),
+    "tec_vit_base_800ep": ("85.1", "TEC's release, teacher: iBOT"),
+    "tec_mae_vit_base_100ep": ("83.9", "TEC's release, teacher: MAE, 300 epochs"),
+    "tec_mae_vit_base_300ep": ("84.7", "TEC's release, teacher: MAE, 1600 epochs"),
+    "tec_mae_vit_base_800ep": ("84.8", "TEC's release"),
+    "tec_mae_vit_large_300ep": ("86.5", "TEC's release"),
+    "greenmim_swin_base_800ep": ("83.8", "GreenMIM's release"),
+    "greenmim_swin_large_800ep": ("85.1", "GreenMIM's release"),
+    "crossmae_vit_base_800ep": ("83.7", "CrossMAE's paper"),
+    "crossmae_plain50_vit_base_800ep": ("83.5", "CrossMAE's paper"),
+    "crossmae_vit_base_400ep": ("83.3", "CrossMAE's paper"),
+    "crossmae_plain50_vit_base_400ep": ("83.2", "CrossMAE's paper"),
+    "crossmae_vit_large_800ep": ("85.4", "CrossMAE's paper"),
+    "crossmae_plain50_vit_large_800ep": ("85.4", "CrossMAE's paper"),
+    "crossmae_vit_huge_800ep": ("86.4", "CrossMAE's paper"),
+    "crossmae_plain50_vit_huge_800ep": ("86.3", "CrossMAE's paper"),
+}
+# Further recipes of evaluation: (numbers, the encoder and who reports it).
+OTHER_EVALUATION = {
+    "finetune_vit_huge": ("top-1 86.9", "MAE, 1600 epochs; MAE's release"),
+    "linprobe_vit_base": ("top-1 67.8", "MAE, 1600 epochs; MAE's release"),
+    "linprobe_vit_large": ("top-1 76.0", "MAE, 1600 epochs; MAE's release"),
+    "linprobe_vit_huge": ("top-1 77.2", "MAE, 1600 epochs; MAE's release"),
+    "ade20k_upernet_vit_base_mae": (
+        "mIoU 48.15, mAcc 58.99, aAcc 83.05",
+        "MAE, 1600 epochs; the community's reproduction in mmsegmentation",
+    ),
+    "ade20k_linear_vit_base": ("-", "none for this size; MAE's ViT-H: mIoU 35.2, by Pixio's authors, own weight decay"),
+    "coco_mask_rcnn_vit_base_mae": ("AP box 51.6, AP mask 45.9", "MAE, 1600 epochs; ViTDet's release, batch 64"),
+}
+
+
+# Counted with this code: forward multiply-adds of a recipe of any epochs, relative to throwing nothing. TEC's are
+# the student's.
+COUNTED_FLOPS = {
+    "plain25_vit_base": 0.856,
+    "plain40_vit_base": 0.773,
+    "plain50_vit_base": 0.717,
+    "plain65_vit_base": 0.636,
+    "prmim25_vit_base": 0.859,
+    "prmim50_vit_base": 0.721,
+    "prmim65_vit_base": 0.641,
+    "prmim50_vit_large": 0.869,
+    "amt_vit_base": 0.602,
+    "mff_prmim50_vit_base": 0.725,
+    "simmim_plain24_vit_base": 0.754,
+    "simmim_prmim30_vit_base": 0.699,
+    "simmim_prmim50_vit_base": 0.496,
+    "amt_simmim24_vit_base": 0.749,
+    "localmim_prmim65_vit_base": 0.910,
+    "greenmim_prmim50_swin_base": 0.981,
+    "greenmim_prmim50_swin_large": 0.991,
+    "tec_prmim50_vit_base": 0.835,
+    "crossmae_prmim50_vit_base": 0.674,
+    "crossmae_prmim50_vit_large": 0.850,
+    "crossmae_prmim50_vit_huge": 0.916,
+}
+
+
+def published_top1(pretrain: str) -> str | None:
+    """Returns the ImageNet-1K top-1 of a recipe of pre-training, after its fine-tuning."""
+    for table in TABLES.values():
+        for row in table.rows:
+            if row.pretrain == pretrain and "Top-1" in table.columns:
+                return row.numbers[0]
+    return OTHER_PRETRAINING.get(pretrain, (None,))[0]
+
+
+def published_costs(pretrain: str) -> dict[str, float]:
+    """Returns {flops, memory, time} of a recipe of pre-training, as far as the paper prints them."""
+    for table in TABLES.values():
+        for row in table.rows:
+            if row.pretrain == pretrain and "flops" in table.columns.values():
+                printed = zip(table.columns.values(), row.numbers, strict=True)
+                return {measure: float(number) for measure, number in printed if measure != "top1"}
+    return {}

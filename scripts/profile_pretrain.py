@@ -3,23 +3,15 @@
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --batch_size 8
     python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
-    python scripts/profile_pretrain.py --table ablation --against reference --plot cost.svg --trace traces
+    python scripts/profile_pretrain.py --table ablation --against reference --plot cost.svg
 
-GMAC            multiply-adds of the forward pass of one image, counted by torch. The paper excludes TEC's
-                frozen teacher, so student and teacher together have a column of their own
-train GFLOP     operations of the whole step for one image: 6 per multiply-add for forward and backward, 2 per
-                multiply-add of a teacher (torch would count the backward of a depth-wise convolution as a dense one)
-saved MB        memory that autograd saves for the backward pass of one image, in 10^6 bytes. Every storage counts once.
-                Measured as the difference between batches of 4 and 2, so weights do not count
-moved MB        memory that the operations of one eager step read and write for one image, without matrix products,
-                attention and convolutions. Measured as the difference between batches of 4 and 2
-peak MB         peak memory of the tensors of one step. CUDA only; one recipe at a time is on the device
-ms a step       median over the rounds. Each round times every recipe once, in rotating order
-conv ms         forward and backward of the spatial aggregation alone, eager, with its gathers
-roofline        ideal time of an eager step as a share of its measured time. Ideal: matrix products run at the rate of
-                a large one, everything else at the rate of a large copy. Both rates are measured
-MFU             train GFLOP per second, relative to the measured rate of a large matrix product
-x reference     speed relative to MAE's step as the reference computes it (tools/reference_mae.py), with --against
+parameters   trained parameters, in 10^6
+GMAC         multiply-adds of the forward pass of one image, counted by torch, without TEC's frozen teacher
+saved MB     memory that autograd saves for the backward pass of one image, in 10^6 bytes. Every storage counts once.
+             Measured as the difference between batches of 4 and 2, so weights do not count
+peak MB      peak memory of the tensors of one step. CUDA only; one recipe at a time is on the device
+ms a step    median over the rounds. Each round times every recipe once, in rotating order
+x reference  speed relative to MAE's step as the reference computes it (tools/reference_mae.py), with --against
 
 A step is a training step of main_pretrain.py: bytes to floats, forward, backward, gradient norm, AdamW, running sums
 for the log. Its batch stays on the device, so data loading is not measured. Ratios are relative to the recipe of the
@@ -40,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
 from main_pretrain import build_model, get_args_parser
-from prmim import SpatialAggregation
 from recipes import RECIPES
+from scripts.paper_tables import published_costs
 from tools.reference_mae import SIZES, ReferenceMAE
 from util import costs
 from util.attention import KERNELS, prefer
@@ -74,22 +66,11 @@ TABLES = {
     "designs": _base("prmim50", "avgpool", "transformer", "convnext"),
 }
 REFERENCE = "reference"
-# {(model, throw_ratio): (FLOPs, memory, time)}, relative to throwing nothing, from the paper's tables "Ablation
-# studies", "Training schedules" and "Compatibility". The other tables print no costs.
-PAPER = {
-    ("mae_vit_base_patch16", 0.25): (0.85, 0.81, 0.83),
-    ("mae_vit_base_patch16", 0.5): (0.72, 0.64, 0.75),
-    ("mae_vit_base_patch16", 0.65): (0.64, 0.55, 0.65),
-    ("mae_vit_large_patch16", 0.5): (0.87, 0.82, None),
-    ("mff_vit_base_patch16", 0.5): (0.73, 0.64, None),
-    ("simmim_vit_base_patch16", 0.3): (0.50, 0.61, None),
-    ("localmim_vit_base_patch16", 0.65): (0.91, 0.84, None),
-    ("tec_vit_base_patch16", 0.5): (0.82, 0.81, None),
-}
-COSTS = ("gmac", "gmac_with_teacher", "saved_mb", "moved_mb", "peak_mb", "ms", "images_per_second")
-COLUMNS = ["recipe", "model", "throw_ratio", *COSTS, *(f"{cost}_ratio" for cost in COSTS), "gflop_train"]
-COLUMNS += ["moved_mb_fixed", "operations", "roofline_ms", "conv_ms", "mfu", "matmul_tflops", "copied_gb_per_s"]
-COLUMNS += ["times_reference", "saved_of_reference", "paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"]
+COSTS = ("gmac", "saved_mb", "peak_mb", "ms")
+MEASURES = {"gmac": "flops", "saved_mb": "memory", "peak_mb": "memory", "ms": "time"}  # of the paper's tables
+COLUMNS = ["recipe", "model", "throw_ratio", "parameters", *COSTS, "images_per_second"]
+COLUMNS += [*(f"{cost}_ratio" for cost in COSTS), "times_reference"]
+COLUMNS += [f"paper_{measure}_ratio" for measure in ("flops", "memory", "time")]
 COLUMNS += ["batch_size", "rounds", "device", "precision", "torch", "attention", "compile"]
 
 NEVER = 2**62  # steps: no report falls into a measurement
@@ -151,17 +132,6 @@ class Step:
         two, four = (costs.saved_bytes(partial(self.forward, *self.repeated(n))) for n in (2, 4))
         return (four - two) / 2e6
 
-    def traffic(self) -> tuple[float, float, int]:
-        """Count (MB moved per image, MB moved per step beside that, operations per step). Call it before `warm_up`."""
-        self.train(*self.repeated(2))  # creates the optimizer's state
-        counts = []
-        for n in (2, 4):
-            with costs.Traffic() as count:
-                self.train(*self.repeated(n))
-            counts.append(count)
-        two, four = (count.moved / 1e6 for count in counts)
-        return (four - two) / 2, 2 * two - four, counts[0].operations
-
     def peak_mb(self) -> float | None:
         """Warm up, then measure the peak memory of a step in MB; None on the CPU."""
         if self.device.type != "cuda":
@@ -170,40 +140,6 @@ class Step:
         torch.cuda.reset_peak_memory_stats()
         self()
         return torch.cuda.max_memory_allocated() / 1e6
-
-    def conv_ms(self, rounds: int) -> float | None:
-        """Median time of forward and backward of all spatial aggregations; None if the model has none."""
-        calls: list[tuple[SpatialAggregation, tuple[Any, ...]]] = []
-        modules = [module for module in self.model.modules() if isinstance(module, SpatialAggregation)]
-        handles = [m.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs))) for m in modules]
-        with torch.no_grad():
-            self.forward(self.imgs, *self.orders)
-        for handle in handles:
-            handle.remove()
-        if not calls:
-            return None
-        inputs = [(module, x.detach().requires_grad_(), rest) for module, (x, *rest) in calls]
-
-        def aggregate() -> None:
-            for module, x, rest in inputs:
-                with self.autocast():
-                    out = module(x, *rest)
-                out.backward(out.detach())
-
-        seconds = costs.median_seconds(aggregate, self.device, rounds)
-        self.optimizer.zero_grad(set_to_none=True)
-        return 1e3 * seconds
-
-    def trace(self, folder: Path, name: str) -> None:
-        """Write the profiler's trace of one step, for chrome://tracing, and its table as text to `folder`."""
-        activities, order = [torch.profiler.ProfilerActivity.CPU], "self_cpu_time_total"
-        if self.device.type == "cuda":
-            activities, order = [*activities, torch.profiler.ProfilerActivity.CUDA], "self_cuda_time_total"
-        with torch.profiler.profile(activities=activities) as profiler:
-            costs.seconds_of(self, self.device)
-        profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        table = profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
-        (folder / f"{name}.txt").write_text(table)
 
 
 class ReferenceStep(Step):
@@ -244,9 +180,8 @@ def make_step(settings: Settings, args: argparse.Namespace, device: torch.device
 def measure_memory(settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> Row:
     """Measure the memory columns of one recipe, which is alone on the device."""
     step = make_step(settings, args, device, images)
-    row: Row = {"saved_mb": step.saved_mb()}
-    row["moved_mb"], row["moved_mb_fixed"], row["operations"] = step.traffic()
-    row["peak_mb"] = step.peak_mb()
+    trained = sum(p.numel() for p in step.model.parameters() if p.requires_grad)
+    row: Row = {"parameters": trained / 1e6, "saved_mb": step.saved_mb(), "peak_mb": step.peak_mb()}
     del step
     if args.compile:
         torch._dynamo.reset()  # compiled code may hold references to tensors
@@ -254,68 +189,46 @@ def measure_memory(settings: Settings, args: argparse.Namespace, device: torch.d
     return row
 
 
-def paper_figures(settings: Settings) -> tuple[float | None, float | None, float | None]:
-    """(FLOPs, memory, time) that the paper prints for a recipe. It prints them for the 7 x 7 depth-wise convolution."""
-    if settings["recipe"] == REFERENCE or settings["aggregation"] != "dwconv" or settings["kernel_size"] != 7:
-        return None, None, None
-    return PAPER.get((settings["model"], settings["throw_ratio"]), (None, None, None))
-
-
-def count_gmac(settings: Settings) -> tuple[float, float]:
-    """Count the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher)."""
+def count_gmac(settings: Settings) -> float:
+    """Count the multiply-adds, in 10^9, of the forward pass of one image."""
     if settings["recipe"] != REFERENCE:
-        return costs.forward_gmac(settings, build_model)
+        return costs.forward_gmac(settings, build_model)[0]
     with torch.device("meta"):
         model = ReferenceMAE(**SIZES[settings["model"]])
         imgs, ids_shuffle = torch.empty(1, 3, 224, 224), torch.empty(1, model.num_tokens, dtype=torch.long)
-        return costs.count_gmac(lambda: model(imgs, ids_shuffle)), 0.0
+        return costs.count_gmac(lambda: model(imgs, ids_shuffle))
 
 
-def measure(
-    settings: Sequence[Settings], args: argparse.Namespace, device: torch.device, images: Any
-) -> tuple[list[Row], list[Step]]:
-    """Measure all recipes. Returns one row for each, without ratios, and the warm steps."""
+def measure(settings: Sequence[Settings], args: argparse.Namespace, device: torch.device, images: Any) -> list[Row]:
+    """Measure all recipes. Returns one row for each, without ratios."""
     rows = []
     for s in settings:
         row: Row = {name: s[name] for name in ("recipe", "model", "throw_ratio")}
-        row["paper_flops_ratio"], row["paper_memory_ratio"], row["paper_time_ratio"] = paper_figures(s)
-        gmac, teacher_gmac = count_gmac(s)
-        row |= {"gmac": gmac, "gmac_with_teacher": gmac + teacher_gmac if teacher_gmac else None}
-        row |= {"gflop_train": 6 * gmac + 2 * teacher_gmac}
-        rows.append(row | measure_memory(s, args, device, images))
+        rows.append(row | {"gmac": count_gmac(s)} | measure_memory(s, args, device, images))
     if args.compile:  # a model class is compiled again for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
     steps = [make_step(s, args, device, images) for s in settings]
-    for row, step in zip(rows, steps, strict=True):
-        row["conv_ms"] = step.conv_ms(args.rounds)
     for step in steps:
         step.warm_up()
-    matmul_rate = costs.matmul_tflops(device, PRECISIONS[steps[0].precision] or torch.float32)
-    copy_rate = costs.copied_gb_per_s(device)
-    for row, seconds in zip(rows, costs.time_in_turn(steps, device, args.rounds), strict=True):
+    for row, step, seconds in zip(rows, steps, costs.time_in_turn(steps, device, args.rounds), strict=True):
         row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
-        row |= {"matmul_tflops": matmul_rate, "copied_gb_per_s": copy_rate}
-        row["mfu"] = row["gflop_train"] * row["images_per_second"] / 1e3 / matmul_rate
-        if not args.compile:
-            row["roofline_ms"] = args.batch_size * row["gflop_train"] / matmul_rate
-            row["roofline_ms"] += (args.batch_size * row["moved_mb"] + row["moved_mb_fixed"]) / copy_rate
         row |= {name: getattr(args, name) for name in ("batch_size", "rounds", "attention", "compile")}
-        row |= {"precision": steps[0].precision, "device": costs.device_name(device), "torch": torch.__version__}
-    return rows, steps
+        row |= {"precision": step.precision, "device": costs.device_name(device), "torch": torch.__version__}
+    return rows
 
 
 def add_ratios(rows: list[Row]) -> list[Row]:
-    """Add the costs relative to the row of the same model that throws nothing, or to the first row."""
+    """Add the costs relative to the row of the same model that throws nothing, or to the first row; and the paper's."""
     ours = [row for row in rows if row["recipe"] != REFERENCE]
+    reference = next((row for row in rows if row["recipe"] == REFERENCE), None)
     for row in rows:
         full = next((r for r in ours if r["model"] == row["model"] and r["throw_ratio"] == 0), rows[0])
         for cost in COSTS:
             row[f"{cost}_ratio"] = row[cost] / full[cost] if row[cost] and full[cost] else None
-    for reference in (row for row in rows if row["recipe"] == REFERENCE):
-        for row in rows:
-            same_model = row["model"] == reference["model"]
-            row["times_reference"] = reference["ms"] / row["ms"] if same_model else None
-            row["saved_of_reference"] = row["saved_mb"] / reference["saved_mb"] if same_model else None
+        printed = published_costs(row["recipe"]) if row["throw_ratio"] else {}
+        row |= {f"paper_{measure}_ratio": ratio for measure, ratio in printed.items()}
+        if reference is not None and row["model"] == reference["model"]:
+            row["times_reference"] = reference["ms"] / row["ms"]
     return rows
 
 
@@ -324,52 +237,28 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def cost_cells(row: Row, cost: str, digits: int, paper: str = "") -> tuple[str, str]:
+def cost_cells(row: Row, cost: str, digits: int) -> tuple[str, str]:
     """The cells of one cost: its value, and its ratio with the paper's ratio behind a slash."""
-    ratio, printed = number(row[f"{cost}_ratio"], 3), row.get(paper)
+    ratio, printed = number(row[f"{cost}_ratio"], 3), row.get(f"paper_{MEASURES[cost]}_ratio")
     if row[cost] is not None and printed is not None:
         ratio += f" / {printed:.2f}"
     return number(row[cost], digits), ratio
 
 
-def share(value: float | None, whole: float, digits: int = 0) -> str:
-    """`value` in percent of `whole`; a dash for None."""
-    return "–" if value is None else f"{value / whole:.{digits}%}"
-
-
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, below a line that says how they were measured."""
-    first = rows[0]
-    has_teacher, has_reference = any(row["gmac_with_teacher"] for row in rows), "times_reference" in first
-    titles = ["recipe", "ρ_d", "GMAC", "ratio / paper", "train GFLOP"]
-    if has_teacher:
-        titles += ["with teacher", "ratio"]
-    titles += [
-        "saved MB",
-        "ratio / paper",
-        "moved MB",
-        "ratio",
-        "peak MB",
-        "ratio / paper",
-        "ms a step",
-        "ratio / paper",
-    ]
-    titles += ["images/s", "ratio", "conv ms", "of the step", "roofline", "MFU"]
+    first, has_reference = rows[0], any("times_reference" in row for row in rows)
+    titles = ["recipe", "ρ_d", "parameters", "GMAC", "ratio / paper", "saved MB", "ratio / paper"]
+    titles += ["peak MB", "ratio / paper", "ms a step", "ratio / paper", "images/s"]
     if has_reference:
-        titles += ["× reference", "saved / reference's"]
+        titles.append("× reference")
     lines = []
-    for r in rows:
-        cells = [r["recipe"], r["throw_ratio"], *cost_cells(r, "gmac", 3, "paper_flops_ratio")]
-        cells += [number(r.get("gflop_train"), 2)]
-        if has_teacher:
-            cells += cost_cells(r, "gmac_with_teacher", 3)
-        cells += [*cost_cells(r, "saved_mb", 1, "paper_memory_ratio"), *cost_cells(r, "moved_mb", 1)]
-        cells += [*cost_cells(r, "peak_mb", 0, "paper_memory_ratio"), *cost_cells(r, "ms", 1, "paper_time_ratio")]
-        cells += cost_cells(r, "images_per_second", 1)
-        cells += [number(r.get("conv_ms"), 2), share(r.get("conv_ms"), r["ms"], 1)]
-        cells += [share(r.get("roofline_ms"), r["ms"]), share(r.get("mfu"), 1)]
+    for row in rows:
+        cells = [row["recipe"], row["throw_ratio"], number(row["parameters"], 1), *cost_cells(row, "gmac", 3)]
+        cells += [*cost_cells(row, "saved_mb", 1), *cost_cells(row, "peak_mb", 0), *cost_cells(row, "ms", 1)]
+        cells.append(number(row["images_per_second"], 1))
         if has_reference:
-            cells += [number(r["times_reference"], 2), number(r["saved_of_reference"], 3)]
+            cells.append(number(row.get("times_reference"), 2))
         lines.append(cells)
     how = f"batch {first['batch_size']}, {first['device']}, {first['precision']}, {first['rounds']} rounds, "
     how += f"torch {first['torch']}"
@@ -377,9 +266,6 @@ def markdown(rows: Sequence[Row]) -> str:
         how += ", compiled"
     if first["attention"] != "auto":
         how += f", attention {first['attention']}"
-    if "matmul_tflops" in first:
-        how += f"; a matrix product runs at {first['matmul_tflops']:.3g} TFLOP/s, "
-        how += f"a copy at {first['copied_gb_per_s']:.3g} GB/s"
     return f"{how}\n\n{markdown_table(titles, lines)}\n"
 
 
@@ -400,7 +286,7 @@ def plot(plt: Any, rows: Sequence[Row], path: Path) -> None:
                 xs, ys = [row["throw_ratio"] for row in line], [row[f"{cost}_ratio"] for row in line]
                 ax.plot(xs, ys, "o-", ms=4, label=label)
         printed = f"paper_{title.lower()}_ratio"
-        known = [row for row in rows if row[printed] and "plain" not in row["recipe"]]
+        known = [row for row in rows if row.get(printed) and "plain" not in row["recipe"]]
         ax.plot([row["throw_ratio"] for row in known], [row[printed] for row in known], "kx", label="paper")
         ax.set(title=title, xlabel="throw ratio", ylim=(0, 1.05))
     axes[0].set_ylabel("relative to throwing nothing")
@@ -428,7 +314,6 @@ def make_parser() -> Parser:
     group("--markdown", type=Path, help="write the printed table to this file")
     group("--csv", type=Path, help="write unrounded numbers to this file")
     group("--plot", type=Path, help="plot costs against the throw ratio to this .svg or .png")
-    group("--trace", type=Path, metavar="FOLDER", help="write profiler traces of one step per recipe to this folder")
     return parser
 
 
@@ -450,11 +335,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
             parser.error(f"{str(path)!r} cannot be written: {reason}")
     if args.plot and args.plot.suffix not in (".svg", ".png"):
         parser.error(f"--plot must end in .svg or .png, got {str(args.plot)!r}")
-    if args.trace:
-        try:
-            args.trace.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--trace {str(args.trace)!r} cannot be a folder: {error.strerror}")
     return parser, args
 
 
@@ -473,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with user_errors(parser):
             plt = pyplot("prmim-cost") if args.plot else None
             images = open_images("folder", args.data_path) if args.data_path else None
-            rows, steps = measure(settings, args, device, images)
+            rows = measure(settings, args, device, images)
     except torch.cuda.OutOfMemoryError:
         parser.error(
             f"the GPU has too little memory for a batch of {args.batch_size} and {len(args.recipes)} recipes, which "
@@ -487,9 +367,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.markdown.write_text(markdown(rows), encoding="utf-8")
     if args.plot:
         plot(plt, rows, args.plot)
-    if args.trace:
-        for row, step in zip(rows, steps, strict=True):
-            step.trace(args.trace, row["recipe"])
 
 
 if __name__ == "__main__":

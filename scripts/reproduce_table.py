@@ -256,8 +256,8 @@ def aggregation_gmac(recipe: str) -> float:
 
 def find_baseline(table: Table, row: Row) -> str | None:
     """Returns the recipe of the same model that throws nothing, from the same table."""
-    model = RECIPES[row.pretrain]["model"] if row.pretrain else None
-    recipes = [other.pretrain for other in table.rows if other.pretrain and other.throw_ratio == 0]
+    model = RECIPES[row.pretrain]["model"]
+    recipes = [other.pretrain for other in table.rows if other.throw_ratio == 0]
     return next((recipe for recipe in recipes if RECIPES[recipe]["model"] == model), None)
 
 
@@ -287,8 +287,6 @@ def cost_ratio(files: CostFiles, recipe: str, baseline: str, column: str) -> flo
 def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFiles) -> float | None:
     """Returns the measured number of a column, or None. files: of `read_costs`."""
     measure, baseline = table.columns[column], find_baseline(table, row)
-    if row.pretrain is None:
-        return None
     if run is not None and measure in ("top1", *DOWNSTREAM):
         return read_json(run.folder / "results.json")["last"][f"val_{measure}"] if is_finished(run) else None
     if run is not None:
@@ -312,11 +310,11 @@ def collect(name: str, rows: Sequence[Row], root: Path, files: CostFiles) -> str
     lines, records, notes = [], [], [table.note] if table.note else []
     for row in rows:
         runs = runs_of(table, row, root, sets)
-        first = [row.label, row.pretrain or "", row.epochs, row.throw_ratio]
-        state = describe_state(list(runs.values())) if runs else row.reason
+        first = [row.label, row.pretrain, row.epochs, row.throw_ratio]
+        state = describe_state(list(runs.values()))
         numbers: list[Any] = []
         cells: list[str] = []
-        for (column, measure), printed in zip(table.columns.items(), row.published, strict=True):
+        for (column, measure), printed in zip(table.columns.items(), row.numbers, strict=True):
             value, published = measured(table, row, column, runs.get(column), files), printed.removeprefix("-")
             numbers += [published, value]
             cells += [published, "" if value is None else format(value, FORMATS.get(measure, ".1f"))]
@@ -404,9 +402,9 @@ def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
     chosen = {name: list(TABLES[name].rows) for name in dict.fromkeys(args.tables)}
     if args.rows is None:
         return chosen
-    known = [row.pretrain for rows in chosen.values() for row in rows if row.pretrain]
+    known = [row.pretrain for rows in chosen.values() for row in rows]
     for name, rows in chosen.items():
-        chosen[name] = [row for row in rows if row.pretrain and fnmatchcase(row.pretrain, args.rows)]
+        chosen[name] = [row for row in rows if fnmatchcase(row.pretrain, args.rows)]
     if not any(chosen.values()):
         raise ValueError(f"--rows {args.rows!r} matches none of {', '.join(dict.fromkeys(known)) or 'no recipes'}")
     return {name: rows for name, rows in chosen.items() if rows}
@@ -426,8 +424,6 @@ def find_pending(chosen: Mapping[str, Sequence[Row]], args: argparse.Namespace) 
     found: dict[Run, None] = {}
     for name, rows in chosen.items():
         for row in rows:
-            if row.pretrain is None:
-                print(f"{name}, {row.label}: {row.reason}", file=sys.stderr)
             for run in runs_of(TABLES[name], row, args.output_dir, sets).values():
                 found |= dict.fromkeys(pending(run))
     return list(found)
@@ -438,9 +434,9 @@ def print_list(chosen: Mapping[str, Sequence[Row]]) -> None:
     for name, rows in chosen.items():
         print(f"{name}: {TABLES[name].title}")
         for row in rows:
-            numbers = ", ".join(n for n in row.published if n != "-")
+            numbers = ", ".join(n for n in row.numbers if n != "-")
             recipes = ", ".join(dict.fromkeys(row.finetune.values()))
-            print(f"  {row.label:24} {row.throw_ratio:2} %  {row.pretrain or row.reason}: {recipes or '-'}: {numbers}")
+            print(f"  {row.label:24} {row.throw_ratio:2} %  {row.pretrain}: {recipes}: {numbers}")
 
 
 def main(argv: Sequence[str] | None = None) -> bool:

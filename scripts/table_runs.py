@@ -49,8 +49,6 @@ def is_test_set(measure: str) -> bool:
 
 def runs_of(table: Table, row: Row, root: Path, sets: Sequence[str]) -> dict[str, Run]:
     """Returns {column: the run that fills it}. sets: test sets of the table of robustness that are used."""
-    if row.pretrain is None:
-        return {}
     pretrain = Run("main_pretrain", row.pretrain, root / row.pretrain)
     found = {}
     for column, recipe in row.finetune.items():

@@ -261,6 +261,18 @@ def test_meter_survives_a_checkpoint():
     assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 0)
 
 
+@pytest.mark.parametrize(("world_size", "loss"), [(2, 6.0), (3, 4.0)])
+def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_size, loss, monkeypatch):
+    meters = [Meter(torch.device("cpu")) for _ in range(2)]
+    for meter, value in zip(meters, (2.0, 6.0), strict=True):
+        meter.add({"a": torch.tensor(value)}, torch.tensor(3.0))
+    state = meters[0].state_dict() | {"sums": torch.stack([meter.sums for meter in meters])}
+    monkeypatch.setattr(loop, "rank_and_world_size", lambda: (1, world_size))
+    monkeypatch.setattr(loop, "all_reduce_sum", lambda tensor: tensor)
+    meters[0].load_state_dict(state)
+    assert meters[0].read()[0]["a"] == loss
+
+
 def _train_half(rank, what):
     engine = a_loop()
     engine.model = nn.parallel.DistributedDataParallel(engine.model, gradient_as_bucket_view=True)

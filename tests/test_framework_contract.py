@@ -17,7 +17,7 @@ from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import fold_cls_token
 from framework import PixelFramework
 from models_vit import VisionTransformer, ViTEncoder
-from prmim import TokenOrder
+from prmim import SpatialAggregation, TokenOrder
 from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
 from util.data.pixel_format import PixelFormat
@@ -144,6 +144,8 @@ def test_supervision_reaches_every_masked_token_or_the_retained_alone(name, arm)
     order = TokenOrder(ids, model.counts)
     supervised = order.mask if arm.get("progressive", True) else order.mask & ~order.thrown
     assert torch.equal(predictions(model, imgs, ids)[1], supervised)
+    aggregates = any(isinstance(module, SpatialAggregation) for module in model.modules())
+    assert aggregates == (model.progressive and model.counts.num_thrown > 0)
     if isinstance(model, PixelFramework):
         imgs.requires_grad_()
         total(model(imgs, ids, *groupings)).backward()

@@ -61,6 +61,7 @@ def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, s
     model = main_pretrain.build_model(vars(args))
     names = {id(p): name for name, p in model.named_parameters()}
     groups = main_pretrain.make_optimizer(model, args, 1e-3).param_groups
+    assert [group["betas"] for group in groups] == [(0.9, 0.95)] * 2
     assert [group["weight_decay"] for group in groups] == [0, args.weight_decay]
     found = [{names[id(p)] for p in group["params"]} for group in groups]
     assert spared <= found[0] and decayed <= found[1]

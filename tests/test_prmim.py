@@ -221,6 +221,16 @@ def test_mask_units_are_masked_whole_and_thrown_by_token():
     assert (corners / corners.mean()).sub(1).abs().max() < 0.06  # no corner of a unit is thrown more than another
 
 
+def test_tokens_of_a_unit_are_thrown_independently_of_each_other():
+    """The number of thrown tokens in a masked unit has the variance of 4 draws out of 58 thrown and 62 retained."""
+    counts = TokenCounts(76, 62, 58)
+    ids = TokenOrderSampler(14, counts, "random", mask_unit=2)(addressed_noise(0, 0, np.arange(500), 196))
+    order = TokenOrder(torch.from_numpy(ids), counts)
+    masked, thrown = (x.view(500, 7, 2, 7, 2).float().sum(dim=(2, 4)) for x in (order.mask, order.thrown))
+    share = 58 / 120
+    assert thrown[masked == 4].var() == pytest.approx(4 * share * (1 - share) * 116 / 119, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -255,6 +265,7 @@ def test_token_order_round_trips():
     restored = order.restore(order.take_kept(x))
     assert torch.equal(restored, x.masked_fill(order.thrown.unsqueeze(-1), 0))
     assert torch.equal(order.restore(order.take(x, ids)), x)
+    assert torch.equal(order.masked_of_first(32), order.mask & ~order.thrown)
     appended = order.append_mask_tokens(order.take_visible(x), torch.full((1, 1, 5), 7.0))
     assert torch.equal(order.restore(appended)[order.mask & ~order.thrown], torch.full((48, 5), 7.0))
 
@@ -286,7 +297,7 @@ def test_collator_shares_the_visible_set_but_not_the_thrown():
     counts = TokenCounts.from_ratios(64, 0.75, 0.5)
     ids = MaskCollator(TokenOrderSampler(8, counts), seed=0, shared_visible=True)([sample(0, i) for i in range(6)])[2]
     visible, retained, _ = segments(ids, counts)
-    assert (visible == visible[0]).all()
+    assert (visible == visible[0]).all() and (np.sort(ids) == np.arange(64)).all()
     assert len({tuple(row) for row in retained.tolist()}) == 6
 
 
@@ -354,6 +365,15 @@ def test_aggregation_kinds(kind):
     thrown.square().sum().backward()
     assert kept.grad.abs().sum() > 0
     assert (len(list(aggregate.parameters())) == 0) == (kind == "avgpool")
+
+
+def test_the_convnext_aggregation_has_a_residual():
+    order, kept = an_order(), torch.randn(2, 18, 8)
+    block = SpatialAggregation(8, 5, "convnext", applies_to="all")
+    torch.nn.init.zeros_(block.operator.mlp[2].weight)
+    torch.nn.init.zeros_(block.operator.mlp[2].bias)
+    out = block(kept, order, (6, 6))
+    assert torch.equal(out[:, :18], kept) and not out[:, 18:].any()
 
 
 def test_average_pool_is_the_convolution_with_a_uniform_kernel():

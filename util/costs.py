@@ -1,15 +1,12 @@
-"""Cost of a training step: counted multiply-adds and memory, timed steps, and the peak rates of the device."""
+"""Cost of a training step: counted multiply-adds, memory, timed steps."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from util.data.datasets import AddressedDataset
 from util.data.transforms import RandomResizedCropFlip
@@ -60,49 +57,6 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return sum(storages.values())
 
 
-class Traffic(TorchDispatchMode):
-    """Count operations and the bytes that they move.
-
-    `operations` counts all operations except views and allocations. `moved` is the size of their input and output
-    tensors in bytes, without matrix products, attention and convolutions: these are compute-bound, the others
-    memory-bound. An expanded tensor counts with its size in memory. A gather counts its whole input.
-    """
-
-    FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
-    OVERWRITE = ("copy_", "fill_", "zero_", "ones_like", "zeros_like", "full_like", "new_zeros", "new_full", "new_ones")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.moved = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        packet, schema = func._overloadpacket, func._schema
-        outputs = tensors_in(out)
-        if schema.is_mutable and not outputs:  # fused and foreach operations return nothing
-            arguments = zip(args, schema.arguments, strict=False)
-            outputs = tensors_in([arg for arg, spec in arguments if spec.alias_info and spec.alias_info.is_write])
-        if outputs and not func.is_view and packet.__name__ not in self.FREE:
-            self.operations += 1
-            if packet not in flop_registry and "attention" not in packet.__name__:
-                inputs = args[1:] if packet.__name__ in self.OVERWRITE else args  # an overwritten tensor is not read
-                self.moved += sum(size_in_bytes(tensor) for tensor in tensors_in((inputs, kwargs)) + outputs)
-        return out
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def size_in_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements. Expanded dimensions count once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(sizes) * tensor.element_size()
-
-
 def make_batch(
     model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int, images: Any = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -122,20 +76,6 @@ def make_batch(
     return imgs, orders
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
-    """Measure the rate of a large square matrix product in 10^12 operations per second: the peak for MFU."""
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * n**3 / median_seconds(lambda: a @ b, device, rounds) / 1e12
-
-
-def copied_gb_per_s(device: torch.device, rounds: int = 10) -> float:
-    """Measure the rate of a large copy on the device: bytes read plus bytes written, in 10^9 per second."""
-    a = torch.ones(2**30 if device.type == "cuda" else 2**28, device=device, dtype=torch.uint8)
-    b = torch.empty_like(a)
-    return 2 * len(a) / median_seconds(lambda: b.copy_(a), device, rounds) / 1e9
-
-
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Time one call of `work`, with a host-device sync before and after it."""
     synchronize(device)
@@ -149,13 +89,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the median time of `rounds` calls, after two warm-up calls."""
-    for _ in range(2):
-        work()
-    return statistics.median(seconds_of(work, device) for _ in range(rounds))
 
 
 def time_in_turn(steps: Sequence[Callable[[], object]], device: torch.device, rounds: int) -> list[float]:

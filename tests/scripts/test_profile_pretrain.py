@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import main_pretrain
 from framework import Framework
@@ -19,91 +18,20 @@ from scripts.profile_pretrain import Step, add_ratios, markdown
 from tests.patches import StandIn
 from tools.reference_mae import ReferenceMAE
 from util import costs
-from util.costs import Traffic, forward_gmac, saved_bytes
+from util.costs import saved_bytes
 from util.plots import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(recipe, model, throw_ratio, gmac, saved_mb, ms, peak_mb=None):
-    row = dict(
-        gmac_with_teacher=None,
-        moved_mb=2 * gmac,
-        attention="auto",
-        recipe=recipe,
-        model=model,
-        throw_ratio=throw_ratio,
-        gmac=gmac,
-        saved_mb=saved_mb,
-        ms=ms,
-        peak_mb=peak_mb,
-    )
-    figures = profile_pretrain.PAPER.get((model, throw_ratio), (None, None, None))
-    row |= dict(zip(("paper_flops_ratio", "paper_memory_ratio", "paper_time_ratio"), figures, strict=True))
-    row |= dict(
-        images_per_second=8e3 / ms, batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2", compile=False
-    )
-    return row
+    costs = dict(gmac=gmac, saved_mb=saved_mb, ms=ms, peak_mb=peak_mb, images_per_second=8e3 / ms, parameters=86.0)
+    how = dict(batch_size=8, rounds=3, device="cpu", precision="fp32", torch="2", attention="auto", compile=False)
+    return dict(recipe=recipe, model=model, throw_ratio=throw_ratio, **costs, **how)
 
 
 def settings_of(*flags):
     return vars(profile_pretrain.parse_with_recipe(profile_pretrain.get_args_parser(), profile_pretrain.RECIPES, flags))
-
-
-def test_saved_bytes_of_a_known_module():
-    linear, x = nn.Linear(3, 5), torch.randn(7, 3)
-    # linear saves x and its weight, ReLU its output, and square the same output
-    forward = lambda: linear(x).relu().square()  # noqa: E731
-    assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5)  # x needs no gradient, so the weight is not saved
-    x.requires_grad_(True)
-    assert saved_bytes(forward) == 4 * (7 * 3 + 7 * 5 + 5 * 3)
-
-
-def test_counting_saved_bytes_leaves_nothing_behind():
-    """Remaining tensors would count in the peak memory that is measured next."""
-    linear, kept = nn.Linear(3, 5), []
-
-    def forward():
-        y = linear(torch.randn(7, 3)).relu()
-        kept.append(weakref.ref(y))
-        return y.square()
-
-    saved_bytes(forward)
-    assert kept[0]() is None
-
-
-def test_traffic_of_known_operations():
-    """Compare with a count by hand, in elements of four bytes."""
-    x, bias, index = torch.randn(7, 3, requires_grad=True), torch.randn(1, 3), torch.zeros(7, 2, dtype=torch.int64)
-
-    def moved(work):
-        with Traffic() as traffic:
-            work()
-        return traffic.moved / 4, traffic.operations
-
-    assert moved(lambda: x.detach().view(3, 7).t().unsqueeze(0)) == (0, 0)
-    assert moved(lambda: x + bias.expand(7, 3)) == (21 + 3 + 21, 1)  # an expanded tensor is read once
-    assert moved(lambda: x @ x.t()) == (0, 1)
-    assert moved(lambda: x.gather(1, index)) == (21 + 2 * 14 + 14, 1)  # indices have eight bytes
-    assert moved(lambda: torch.empty(9).copy_(torch.empty(9))) == (9 + 9, 1)
-    assert moved(lambda: torch.empty(9).mul_(2)) == (9 + 9, 1)
-    # exp, sum, ones, product; the gradient of sum is expanded, and exp has saved its output
-    assert moved(lambda: x.exp().sum().backward()) == ((21 + 21) + (21 + 1) + 1 + (21 + 1 + 21), 4)
-    p = torch.nn.Parameter(torch.ones(9))
-    p.grad, optimizer = torch.ones(9), torch.optim.AdamW([p], fused=True)
-    optimizer.step()
-    number, operations = moved(optimizer.step)
-    assert 7 * 9 <= number < 9 * 9 and operations == 2  # weight, two moments, gradient, step count
-
-
-def test_a_step_s_traffic_is_an_image_s_times_the_batch_and_the_weights(monkeypatch):
-    args = profile_pretrain.parse_args(["cifar10", "--batch_size", "2", "--device", "cpu"])[1]
-    step = Step(settings_of("--model", "mae_vit_micro_patch4"), args, torch.device("cpu"), None)
-    image, fixed, operations = step.traffic()
-    with Traffic() as whole:
-        step.train(*step.repeated(7))
-    assert whole.moved == pytest.approx(1e6 * (7 * image + fixed), rel=1e-6) and whole.operations == operations
-    assert fixed > 28e-6 * sum(p.numel() for p in step.model.parameters() if p.requires_grad)  # AdamW alone
 
 
 def test_saved_memory_of_an_image_is_that_of_its_activations():
@@ -153,41 +81,39 @@ def test_compiled_is_the_timed_step_and_said_in_the_title(monkeypatch, capsys):
     profile_pretrain.main(flags)
     assert not calls and "compiled" not in capsys.readouterr().out
     profile_pretrain.main([*flags, "--compile"])
-    assert calls == [dict(fullgraph=True, dynamic=False)] and "compiled; " in capsys.readouterr().out.partition("|")[0]
+    assert (
+        calls == [dict(fullgraph=True, dynamic=False)] and ", compiled\n" in capsys.readouterr().out.partition("|")[0]
+    )
 
 
 def test_ratios_are_to_the_same_model_without_throwing():
-    rows = add_ratios(
-        [
-            row("a", "mae_vit_base_patch16", 0.5, 6.0, 30.0, 70.0, peak_mb=8.0),
-            row("b", "mae_vit_base_patch16", 0.0, 8.0, 40.0, 100.0, peak_mb=10.0),
-            row("c", "mae_vit_large_patch16", 0.5, 16.0, 60.0, 50.0),
-        ]
-    )
-    assert [r["gmac_ratio"] for r in rows] == [
-        0.75,
-        1.0,
-        16 / 6,
-    ]  # there is no ViT-L with ratio 0: relative to the first row
+    base, large = "mae_vit_base_patch16", "mae_vit_large_patch16"
+    rows = [
+        row("prmim50_vit_base_100ep", base, 0.5, 6.0, 30.0, 70.0, peak_mb=8.0),
+        row("mae_vit_base_100ep", base, 0.0, 8.0, 40.0, 100.0, peak_mb=10.0),
+        row("prmim50_vit_large_100ep", large, 0.5, 16.0, 60.0, 50.0),
+    ]
+    add_ratios(rows)
+    assert [r["gmac_ratio"] for r in rows] == [0.75, 1.0, 16 / 6]  # no ViT-L throws nothing: relative to the first row
     assert [r["ms_ratio"] for r in rows] == [0.7, 1.0, 50 / 70]
-    assert rows[0]["images_per_second_ratio"] == pytest.approx(1 / 0.7)
     assert [r["peak_mb_ratio"] for r in rows] == [0.8, 1.0, None]
-    assert [r["paper_memory_ratio"] for r in rows] == [0.64, None, 0.82]
+    assert [r.get("paper_memory_ratio") for r in rows] == [0.64, None, 0.82]
     text = markdown(rows)
     assert text.startswith("batch 8, cpu, fp32, 3 rounds, torch 2\n\n| recipe | ρ_d |")
-    ours = "6.000 | 0.750 / 0.72 | – | 30.0 | 0.750 / 0.64 | 12.0 | 0.750 | 8 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75"
-    assert f"| a | 0.5 | {ours} | 114.3 | 1.429 | – | – | – | – |\n" in text
-    theirs = "16.000 | 2.667 / 0.87 | – | 60.0 | 2.000 / 0.82 | 32.0 | 2.667 | – | – | 50.0 | 0.714 | 160.0 | 1.400"
-    assert f"| c | 0.5 | {theirs} | – | – | – | – |\n" in text
+    ours = "6.000 | 0.750 / 0.72 | 30.0 | 0.750 / 0.64 | 8 | 0.800 / 0.64 | 70.0 | 0.700 / 0.75"
+    assert f"| prmim50_vit_base_100ep | 0.5 | 86.0 | {ours} | 114.3 |\n" in text
+    theirs = "16.000 | 2.667 / 0.87 | 60.0 | 2.000 / 0.82 | – | – | 50.0 | 0.714"
+    assert f"| prmim50_vit_large_100ep | 0.5 | 86.0 | {theirs} | 160.0 |\n" in text
 
 
 def test_the_plot_has_a_line_for_each_model_and_way(tmp_path):
     plt, drawn = pyplot("prmim-cost"), []
     plt = StandIn(plt, subplots=lambda *a, _subplots=plt.subplots, **k: drawn.append(_subplots(*a, **k)) or drawn[-1])
     base, large = "mae_vit_base_patch16", "mae_vit_large_patch16"
-    rows = [row("mae", base, 0.0, 10, 10, 10), row("prmim50", base, 0.5, 7, 6, 8), row("plain50", base, 0.5, 7, 6, 7)]
+    rows = [row("mae", base, 0.0, 10, 10, 10), row("plain50", base, 0.5, 7, 6, 7)]
+    rows.append(row("prmim50_vit_base_100ep", base, 0.5, 7, 6, 8))
     profile_pretrain.plot(plt, add_ratios(rows), tmp_path / "one.svg")
-    rows += [row("mael", large, 0.0, 20, 20, 20), row("prmim50l", large, 0.5, 18, 16, 17)]
+    rows += [row("mael", large, 0.0, 20, 20, 20), row("prmim50_vit_large_100ep", large, 0.5, 18, 16, 17)]
     profile_pretrain.plot(plt, add_ratios(rows), tmp_path / "two.svg")
     lines = [{line.get_label(): list(line.get_ydata()) for line in axes[0].lines} for _, axes in drawn]
     assert lines[0] == {"PR-MIM": [1, 0.7], "plain": [1, 0.7], "paper": [0.72]}
@@ -211,47 +137,9 @@ def test_the_files_numbers_are_the_unrounded_ones(tmp_path):
         }
 
 
-def test_only_the_paper_s_own_design_has_its_figures():
-    figures = {
-        name: profile_pretrain.paper_figures(settings_of("--recipe", name))
-        for name in profile_pretrain.TABLES["designs"]
-    }
-    assert figures["prmim50_vit_base_100ep"] == (0.72, 0.64, 0.75)
-    assert figures["transformer_vit_base_100ep"] == figures["mae_vit_base_100ep"] == (None, None, None)
-    assert profile_pretrain.paper_figures(settings_of("--recipe", "kernel3_vit_base_100ep")) == (None, None, None)
-
-
-def test_tables_are_recipes_that_the_paper_has_figures_for():
+def test_tables_are_recipes():
     for names in profile_pretrain.TABLES.values():
         assert set(names) <= set(profile_pretrain.RECIPES)
-    rows = [profile_pretrain.RECIPES[name] for names in profile_pretrain.TABLES.values() for name in names]
-    assert set(profile_pretrain.PAPER) <= {(row["model"], row["throw_ratio"]) for row in rows}
-
-
-def test_counted_costs_are_the_papers():
-    """The ratios of multiply-adds are within .01 of the printed FLOPs."""
-    for table in ("ablation", "large"):
-        names = [name for name in profile_pretrain.TABLES[table] if "plain" not in name]
-        settings = [settings_of("--recipe", name) for name in names]
-        full, *thrown = [forward_gmac(s, profile_pretrain.build_model)[0] for s in settings]
-        for s, gmac in zip(settings[1:], thrown, strict=True):
-            assert gmac / full == pytest.approx(profile_pretrain.PAPER[s["model"], s["throw_ratio"]][0], abs=0.01)
-
-
-def test_a_teacher_is_counted_apart(tmp_path, capsys):
-    """The student's ratios are the published ones. With the teacher, whose cost is constant, the saving is smaller."""
-    flags = ["--batch_size", "1", "--rounds", "1", "--device", "cpu", "--csv", str(tmp_path / "cost.csv")]
-    profile_pretrain.main(["cifar10_tec", "cifar10_localmim", *flags])
-    assert "with teacher | ratio" in capsys.readouterr().out
-    with open(tmp_path / "cost.csv", newline="") as file:
-        tec, localmim = csv.DictReader(file)
-    assert float(tec["gmac_with_teacher"]) > 2 * float(tec["gmac"]) and localmim["gmac_with_teacher"] == ""
-    full, plain, ours = (
-        forward_gmac(settings_of("--recipe", f"tec_{arm}vit_base_300ep"), profile_pretrain.build_model)
-        for arm in ("", "plain50_", "prmim50_")
-    )
-    assert plain[0] / full[0] == pytest.approx(0.824, abs=1e-3) and ours[0] / full[0] == pytest.approx(0.835, abs=1e-3)
-    assert sum(ours) / sum(full) == pytest.approx(0.948, abs=1e-3)
 
 
 def test_a_row_a_recipe_on_the_console_and_in_files(photos, tmp_path, capsys):
@@ -290,7 +178,6 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
         ("cifar10 --csv .", "'.' cannot be written: it is a folder"),
         ("cifar10 --csv setup.cfg/cost.csv", "cannot be made: File exists"),
         ("cifar10 --plot cost.xyz", "--plot must end in .svg or .png, got 'cost.xyz'"),
-        ("cifar10 --trace setup.cfg", "--trace 'setup.cfg' cannot be a folder: File exists"),
         ("cifar10 --data_path nowhere", "nowhere"),
     ],
 )
@@ -379,13 +266,13 @@ def test_the_gpu_benchmark_runs_to_its_end_whatever_fails(tmp_path, failing, sta
 
 
 def test_the_gpu_benchmark_leaves_other_folders_alone(tmp_path):
-    for name in ("cost_vit_base_cpu.csv", "traces/mine"):
+    for name in ("cost_vit_base_cpu.csv", "mine/notes"):
         (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / "out" / name).write_text("mine")
     done = run_benchmark(tmp_path, "nothing")
     assert done.returncode == 1 and "holds other files: give a new or empty folder" in done.stderr
     found = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file())
-    assert found == ["cost_vit_base_cpu.csv", "traces/mine"]
+    assert found == ["cost_vit_base_cpu.csv", "mine/notes"]
 
 
 def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_eight_minutes(tmp_path, monkeypatch):
@@ -397,31 +284,16 @@ def test_the_gpu_benchmark_s_commands_are_understood_and_its_limits_are_below_ei
         ("large", False, 256),
         (None, True, 512),
     ]
-    assert profiles[2].trace and all(args.csv and args.markdown for args in profiles)
+    assert all(args.csv and args.markdown for args in profiles)
     text = (ROOT / "scripts/benchmark_gpu.sh").read_text().partition("# From JPEGs")[0]
     limits = [int(n) for n in re.findall(r"^(?:timeout -k 5|profile \w+) (\d+)", text, re.M)]
     assert len(limits) == 4 and sum(limits) + 5 < 480
 
 
-def test_time_is_taken_from_sync_to_sync(monkeypatch):
-    events = []
-    monkeypatch.setattr(costs, "synchronize", lambda device: events.append("sync"))
-    monkeypatch.replace_in(costs, "time.perf_counter", lambda: events.append("clock") or len(events))
-    assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu")) == 3
-    assert events == ["sync", "clock", "work", "sync", "clock"]
-
-
-def test_each_round_times_every_step_and_another_one_first():
-    calls = []
-    costs.time_in_turn([partial(calls.append, name) for name in "abc"], torch.device("cpu"), rounds=2)
-    assert calls == ["a", "b", "c", "b", "c", "a"]
-
-
 def test_the_reference_is_compared_with_its_own_size():
     rows = [row("reference", "mae_vit_base_patch16", 0.0, 10, 20, 30), row("a", "mae_vit_base_patch16", 0.5, 7, 10, 15)]
     rows.append(row("b", "mae_vit_large_patch16", 0.5, 20, 40, 60))
-    assert [r["times_reference"] for r in add_ratios(rows)] == [1, 2, None]
-    assert [r["saved_of_reference"] for r in rows] == [1, 0.5, None]
+    assert [r.get("times_reference") for r in add_ratios(rows)] == [1, 2, None]
 
 
 def test_the_gpu_benchmark_refuses_a_torch_without_cuda(tmp_path):
@@ -455,28 +327,16 @@ def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(profile_pretrain.RECIPES, "tiny50", dict(model="mae_vit_tiny_patch16", throw_ratio=0.5))
     flags = ["--against", "reference", "--batch_size", "2", "--rounds", "1", "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
-    profile_pretrain.main(["tiny", "tiny50", *flags, "--csv", "c.csv", "--plot", "p.png", "--trace", "traces"])
+    profile_pretrain.main(["tiny", "tiny50", *flags, "--csv", "c.csv", "--plot", "p.png"])
     with open("c.csv", newline="") as file:
         rows = {row["recipe"]: row for row in csv.DictReader(file)}
-    for row in rows.values():
-        row |= {name: float(row[name]) if row[name] else None for name in NUMBERS}
-    assert list(rows) == ["reference", "tiny", "tiny50"] and rows["reference"]["times_reference"] == 1
+    assert list(rows) == ["reference", "tiny", "tiny50"] and float(rows["reference"]["times_reference"]) == 1
     # The reference embeds and predicts all tokens, and saves the output of softmax.
-    assert 1 < rows["reference"]["gmac"] / rows["tiny"]["gmac"] < 1.05
-    assert rows["tiny50"]["saved_of_reference"] < rows["tiny"]["saved_of_reference"] < 1
-    ours, ceiling = rows["tiny"], rows["tiny"]["matmul_tflops"]
-    moved = 2 * ours["moved_mb"] + ours["moved_mb_fixed"]  # MB / (GB/s) = ms
-    assert ours["roofline_ms"] == pytest.approx(2 * 6 * ours["gmac"] / ceiling + moved / ours["copied_gb_per_s"])
-    assert rows["tiny"]["mfu"] == pytest.approx(
-        6e-3 * rows["tiny"]["gmac"] * rows["tiny"]["images_per_second"] / ceiling
-    )
-    assert rows["tiny50"]["conv_ms"] > 0 and not rows["tiny"]["conv_ms"]
-    assert sorted(path.name for path in (tmp_path / "traces").iterdir())[:2] == ["reference.json.gz", "reference.txt"]
+    assert 1 < float(rows["reference"]["gmac"]) / float(rows["tiny"]["gmac"]) < 1.05
+    assert float(rows["tiny50"]["saved_mb"]) < float(rows["tiny"]["saved_mb"]) < float(rows["reference"]["saved_mb"])
+    parameters = sum(p.numel() for p in MaskedAutoencoderViT(**sizes, throw_ratio=0).parameters() if p.requires_grad)
+    assert float(rows["tiny"]["parameters"]) == parameters / 1e6
     assert (tmp_path / "p.png").stat().st_size > 5000 and "× reference" in capsys.readouterr().out
-
-
-NUMBERS = ("gmac", "times_reference", "saved_of_reference", "matmul_tflops", "mfu", "images_per_second", "conv_ms")
-NUMBERS += ("moved_mb", "moved_mb_fixed", "roofline_ms", "copied_gb_per_s")
 
 
 def test_the_reference_knows_mae_alone(capsys):
