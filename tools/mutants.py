@@ -45,7 +45,7 @@ PRETRAIN = "tests/test_main_pretrain.py -k 'weight_decay or adamw'"
 SCHEDULES, LARS, ADDRESSED = "tests/util/test_lr_sched.py", "tests/util/test_lars.py", "tests/util/test_addressed.py"
 DATA, CROPS = "tests/util/data/test_datasets.py -k 'epoch or split or skips or once'", "tests/util/data/test_crops.py"
 CHANNELS = "tests/test_many_channels.py -k 'crop or resize or pixel'"
-CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_resume_rules.py"
+CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_resume.py"
 NAMES, POSITIONS, BIASES = (
     "tests/encoders/test_names.py",
     "tests/util/test_pos_embed.py",
@@ -56,7 +56,7 @@ SEGMENTATION = "tests/downstream/segmentation/test_engine.py"
 
 MUTANTS = [
     # prmim.py: counts
-    Mutant("prmim.py", "int(num_tokens * (1 - mask_ratio)), int(", "round(num_tokens * (1 - mask_ratio)), int(", PRMIM),
+    Mutant("prmim.py", "int(num_tokens * (1 - mask_ratio))", "round(num_tokens * (1 - mask_ratio))", PRMIM),
     Mutant("prmim.py", "int(num_tokens * throw_ratio)", "round(num_tokens * throw_ratio)", PRMIM),
     Mutant("prmim.py", "if not 0 <= throw_ratio < mask_ratio", "if not 0 <= throw_ratio <= mask_ratio", PRMIM),
     Mutant("prmim.py", "return self.num_visible + self.num_retained\n", "return self.num_masked\n", PRMIM),
@@ -67,7 +67,6 @@ MUTANTS = [
     Mutant(
         "prmim.py", "self.ids_restore >= self.counts.num_kept", "self.ids_restore >= self.counts.num_visible", PRMIM
     ),
-    Mutant("prmim.py", "self.mask & (self.ids_restore < num_tokens)", "self.ids_restore < num_tokens", PRMIM),
     Mutant("prmim.py", "x.new_zeros(x.shape[0], self", "x.new_ones(x.shape[0], self", PRMIM),
     # prmim.py: sampling and collating
     Mutant("prmim.py", "np.minimum(nearest, difference[0] + difference[1]", "np.minimum(nearest, difference[0]", PRMIM),
@@ -87,10 +86,13 @@ MUTANTS = [
     Mutant(
         "framework.py", "if not (self.progressive and self.counts.num_thrown)", "if not self.progressive", SUPERVISION
     ),
+    Mutant("framework.py", "else order.mask & ~order.thrown", "else order.mask", SUPERVISION),
     Mutant("framework.py", "first : first + num_tokens]", "first - 1 : first - 1 + num_tokens]", MAE),
     Mutant("framework.py", "patches.var(-1, keepdim=True)", "patches.var(-1, keepdim=True, unbiased=False)", MAE),
     Mutant("framework.py", "target = (target - mean) / std", "target = target / std", MAE),
-    Mutant("framework.py", "unit**2 * int(rows", "unit**2 * round(rows", "tests/test_deep_decoders.py -k squares"),
+    Mutant(
+        "framework.py", "int(self.num_units * (1", "round(self.num_units * (1", "tests/test_deep_decoders.py -k squares"
+    ),
     Mutant("models_mae_pr.py", ".square().mean()}", ".abs().mean()}", MAE),
     Mutant("models_mae_pr.py", "return self.norm(self.encode(tokens))", "return self.encode(tokens)", MAE),
     Mutant(
@@ -211,9 +213,9 @@ MUTANTS = [
     Mutant(
         "util/run/checkpoint.py", "if not (value.is_meta or value.isfinite().all())", "if value.is_meta", CHECKPOINT
     ),
-    Mutant("util/run/resume_rules.py", "(machine_flags - fixed_flags)", "machine_flags", RULES),
-    Mutant("util/run/resume_rules.py", "if before.get(name) != fingerprint:", "if False:", RULES),
-    Mutant("util/run/resume_rules.py", "if was_stored != is_stored:", "if False:", RULES),
+    Mutant("util/run/resume.py", "(machine_flags - fixed_flags)", "machine_flags", RULES),
+    Mutant("util/run/resume.py", "if before.get(name) != fingerprint:", "if False:", RULES),
+    Mutant("util/run/resume.py", "if was_stored != is_stored:", "if False:", RULES),
     Mutant("util/run/resume.py", "module.drop_prob for module", "True for module", RULES),
     Mutant("util/run/resume.py", "if before != total_batch_size:", "if False:", "tests/faults/test_folder.py -k total"),
     # loading of weights

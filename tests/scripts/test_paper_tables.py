@@ -13,7 +13,6 @@ from frameworks import models_simmim_pr as simmim
 from frameworks import models_tec_pr as tec
 from main_pretrain import build_model, get_args_parser
 from recipes import FINETUNE_RECIPES, RECIPES
-from scripts import document_tables
 from scripts.paper_tables import (
     COUNTED_FLOPS,
     OTHER_EVALUATION,
@@ -23,6 +22,7 @@ from scripts.paper_tables import (
     published_top1,
 )
 from scripts.table_runs import DOWNSTREAM
+from tools import document_tables
 from util.costs import forward_gmac
 from util.run.cli import parse_with_recipe
 

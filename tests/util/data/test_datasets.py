@@ -173,7 +173,15 @@ def test_any_split_of_the_total_batch_sees_the_same_samples_in_the_same_step():
             assert sorted(sum(parts, [])) == expected
 
 
+def test_micro_batches_take_the_samples_in_the_order_of_micro_batch_and_rank():
+    ranks = [steps(100, 2, 3, rank, 2, end=16) for rank in range(2)]
+    taken = [batch for micro in zip(*ranks, strict=True) for batch in micro]
+    assert sum(taken, []) == sum(steps(batch_size=12, end=16), [])
+
+
 def test_starting_later_skips_exactly():
+    sampler = StepBatchSampler(100, 4, 3, rank=0, world_size=1, seed=0, start_step=0, end_step=20)
+    assert list(sampler[2:][5:]) == list(sampler[7:]) == list(sampler)[7:]
     assert steps(start=37) == steps()[37:]
     assert steps(accum_iter=2, end=24)[2 * 13 :] == steps(accum_iter=2, start=13, end=24)
 

@@ -1,12 +1,11 @@
 """Writes the published numbers of `scripts/paper_tables.py` into the tables of the documents.
 
-    python scripts/document_tables.py            # names the documents whose tables are out of date
-    python scripts/document_tables.py --write
+    python tools/document_tables.py            # names the documents whose tables are out of date
+    python tools/document_tables.py --write
 
 A table lies between the comments `<!-- published NAME -->` and `<!-- end of NAME -->`.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.paper_tables import COUNTED_FLOPS, OTHER_EVALUATION, TABLES, published_costs, published_top1
+from util.run.cli import Parser
 from util.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,7 +171,7 @@ def rewrite(name: str) -> tuple[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; `argv` replaces the command line. Returns 1 if a document was out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("document_tables.py", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the tables")
     args = parser.parse_args(argv)
     stale = False
