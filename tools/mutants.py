@@ -44,10 +44,9 @@ ACCUMULATION = f"{LOOP} -k accumulation"
 PRETRAIN = "tests/test_main_pretrain.py -k 'weight_decay or adamw'"
 SCHEDULES, LARS, ADDRESSED = "tests/util/test_lr_sched.py", "tests/util/test_lars.py", "tests/util/test_addressed.py"
 DATA, CROPS = "tests/util/data/test_datasets.py -k 'epoch or split or skips or once'", "tests/util/data/test_crops.py"
-CHANNELS = "tests/test_many_channels.py -k 'crop or resize or pixel'"
 CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_resume.py"
-NAMES, POSITIONS, BIASES = (
-    "tests/encoders/test_names.py",
+LOADING, POSITIONS, BIASES = (
+    "tests/encoders/test_load.py",
     "tests/util/test_pos_embed.py",
     "tests/encoders/test_rel_pos.py",
 )
@@ -208,7 +207,12 @@ MUTANTS = [
     Mutant("util/run/checkpoint.py", 'if path.stat().st_size != record["size"]:', "if False:", CHECKPOINT),
     Mutant("util/run/checkpoint.py", 'sha256(path) == record["sha256"] else', "path else", CHECKPOINT),
     Mutant("util/run/checkpoint.py", "weights_only=True", "weights_only=False", CHECKPOINT),
-    Mutant("util/run/checkpoint.py", "record is not None and not is_kept(record)", "record is not None", CHECKPOINT),
+    Mutant(
+        "util/run/checkpoint.py",
+        'record is not None and not record.get("keep", True)',
+        "record is not None",
+        CHECKPOINT,
+    ),
     Mutant("util/run/checkpoint.py", "step_of(path) < good_steps[-1]", "step_of(path) != good_steps[-1]", CHECKPOINT),
     Mutant(
         "util/run/checkpoint.py", "if not (value.is_meta or value.isfinite().all())", "if value.is_meta", CHECKPOINT
@@ -219,12 +223,9 @@ MUTANTS = [
     Mutant("util/run/resume.py", "module.drop_prob for module", "True for module", RULES),
     Mutant("util/run/resume.py", "if before != total_batch_size:", "if False:", "tests/faults/test_folder.py -k total"),
     # loading of weights
-    Mutant(
-        "encoders/names.py",
-        "(has_other_names or value.shape != own[key].shape)",
-        "value.shape != own[key].shape",
-        NAMES,
-    ),
+    Mutant("encoders/load.py", "if value.shape == own[key].shape or _is_of_blocks(key)", "if True", LOADING),
+    Mutant("encoders/load.py", 'if lacks_norm else ("head.", "fc_norm.")', "", LOADING),
+    Mutant("encoders/load.py", "if _has_other_classes(weights, found, own, classes):", "if False:", LOADING),
     Mutant(
         "encoders/names.py",
         "first, third, second, fourth]",

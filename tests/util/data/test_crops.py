@@ -192,3 +192,11 @@ def test_reflection_against_numpy():
     for first, count, length in ((-4, 9, 5), (0, 5, 5), (2, 7, 5), (-4, 13, 5)):
         padded = np.pad(np.arange(length), 4, mode="reflect")
         assert reflected(first, count, length).tolist() == padded[first + 4 : first + 4 + count].tolist()
+
+
+def test_an_edge_of_16_bits_is_resized_without_overflow():
+    """Bicubic interpolation overshoots at an edge between the lowest and the highest value."""
+    img = torch.zeros(1, 8, 8, dtype=torch.uint16)
+    img[..., 4:] = 65535
+    resized = resize(img, (13, 13)).int()
+    assert resized[..., :5].max() < 7000 and resized[..., 8:].min() > 58000
