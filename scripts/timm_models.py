@@ -17,21 +17,30 @@ import timm
 import torch
 from torch import nn
 
-from encoders.kinds import find_factory
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors
-from models_vit import ViTEncoder
+from models_vit import BASE, HUGE, LARGE, SMALL, TINY
 
 TOLERANCE = 1e-5  # of the outputs, absolute and relative
 
-BEIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0, in_chans=3)
-SWIN_SIZES = {
-    "swin_tiny_patch4_window7_224": dict(embed_dim=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24]),
-    "swin_small_patch4_window7_224": dict(embed_dim=96, depths=[2, 2, 18, 2], num_heads=[3, 6, 12, 24]),
-    "swin_base_patch4_window7_224": dict(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32]),
-    "swin_large_patch4_window7_224": dict(embed_dim=192, depths=[2, 2, 18, 2], num_heads=[6, 12, 24, 48]),
+# Sizes of timm's architectures. The first of those that fit equally well is taken.
+SHARED = dict(mlp_ratio=4.0, in_chans=3)
+VIT_SIZES: dict[str, dict[str, Any]] = {
+    f"vit_{name}_patch{side}_224": {**sizes, "patch_size": side, **SHARED}
+    for name, sizes in {"base": BASE, "tiny": TINY, "small": SMALL, "large": LARGE, "huge": HUGE}.items()
+    for side in (16, 14, 8, 32)
+    if timm.is_model(f"vit_{name}_patch{side}_224")
+}
+BEIT_SIZES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": {**BASE, **SHARED}}
+SWIN_SIZES: dict[str, dict[str, Any]] = {
+    f"swin_{name}_patch4_window7_224": {
+        **dict(patch_size=4, embed_dim=width, depths=[2, 2, depth, 2], window_size=7),
+        **dict(num_heads=[width // 32 << stage for stage in range(4)]),
+        **SHARED,
+    }
+    for name, width, depth in (("base", 128, 18), ("tiny", 96, 6), ("small", 96, 18), ("large", 192, 18))
 }
 
 
@@ -57,87 +66,34 @@ def timm_weights(model: nn.Module) -> Tensors:
 
 
 def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Returns the name and the keyword arguments with which `timm.create_model` builds `model`, without its weights."""
+    """Returns the name and the keyword arguments with which `timm.create_model` builds `model`, without its weights.
+
+    The architecture is the one that shares most sizes with the model. Its other sizes become arguments. An encoder of a
+    BEiT has the pooling `token`, because timm drops the final norm for `avg`.
+    """
+    sizes = dict(patch_size=model.patch_size, embed_dim=model.embed_dim, in_chans=model.in_chans)
+    others: dict[str, Any] = {}
     if isinstance(model, SwinEncoder):
-        name, options = swin_arguments(model)
-    elif isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
-        name, options = beit_arguments(model)
+        known, blocks = SWIN_SIZES, [stage.blocks[0] for stage in model.layers]
+        sizes |= dict(depths=list(model.depths), num_heads=[block.attn.num_heads for block in blocks])
+        sizes["window_size"] = max(stage.window for stage in model.layers)
     else:
-        name, options = vit_arguments(model)
+        known, blocks = VIT_SIZES, model.blocks
+        sizes |= dict(depth=len(blocks), num_heads=blocks[0].attn.num_heads)
+    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
+        known, others = BEIT_SIZES, {"global_pool": "token"}
+    if isinstance(model, AbsoluteViTEncoder):
+        others |= dict(use_abs_pos_emb=True, use_rel_pos_bias=False)
+    sizes["mlp_ratio"] = blocks[0].mlp.fc1.out_features / model.embed_dim
+    name = max(known, key=lambda name: sum(sizes[key] == value for key, value in known[name].items()))
+    options = {key: value for key, value in sizes.items() if value != known[name][key]} | others
+    height, width = model.img_size
+    if (height, width) != (224, 224):
+        options = {"img_size": height if height == width else (height, width)} | options
     if not is_classifier(model):
         return name, options | {"num_classes": 0}
     head = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
     return name, options | {"global_pool": model.global_pool, "num_classes": head.out_features}
-
-
-def size_option(model: nn.Module) -> dict[str, Any]:
-    """Returns timm's `img_size`, one side or (height, width), or nothing for 224 pixels."""
-    height, width = model.img_size
-    if (height, width) == (224, 224):
-        return {}
-    return {"img_size": height if height == width else (height, width)}
-
-
-def vit_arguments(model: ViTEncoder) -> tuple[str, dict[str, Any]]:
-    """Returns `timm_arguments` of a plain ViT, without those of its head."""
-    block, patch_size, options = model.blocks[0], model.patch_size, size_option(model)
-    factory, _ = find_factory(model.embed_dim, len(model.blocks), "the model")
-    name = f"{factory.rpartition('_')[0]}_patch{patch_size}_224"
-    if not timm.is_model(name):
-        name = f"{factory}_224"
-        options["patch_size"] = patch_size
-    if not timm.is_model(name):  # timm has no ViT of this size: give all sizes
-        name = "vit_base_patch16_224"
-        options |= dict(embed_dim=model.embed_dim, depth=len(model.blocks), num_heads=block.attn.num_heads)
-    mlp_ratio = block.mlp.fc1.out_features / model.embed_dim
-    if model.in_chans != 3:
-        options["in_chans"] = model.in_chans
-    if mlp_ratio != 4:
-        options["mlp_ratio"] = mlp_ratio
-    return name, options
-
-
-def beit_arguments(model: RelativeViTEncoder | AbsoluteViTEncoder) -> tuple[str, dict[str, Any]]:
-    """Returns `timm_arguments` of a ViT with layer scales, without `num_classes`.
-
-    An encoder has the pooling `token`, because timm's BEiT drops the final norm for `avg`.
-    """
-    block = model.blocks[0]
-    sizes = dict(
-        patch_size=model.patch_size,
-        embed_dim=model.embed_dim,
-        depth=len(model.blocks),
-        num_heads=block.attn.num_heads,
-        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
-        in_chans=model.in_chans,
-    )
-    options = size_option(model) | {name: value for name, value in sizes.items() if value != BEIT_BASE[name]}
-    if isinstance(model, AbsoluteViTEncoder):
-        options |= dict(use_abs_pos_emb=True, use_rel_pos_bias=False)
-    return "beit_base_patch16_224", options | {"global_pool": "token"}
-
-
-def swin_arguments(model: SwinEncoder) -> tuple[str, dict[str, Any]]:
-    """Returns `timm_arguments` of a Swin Transformer, without those of its head."""
-    window_size = max(stage.window for stage in model.layers)
-    block, options = model.layers[0].blocks[0], size_option(model)
-    sizes = dict(
-        embed_dim=model.embed_dim,
-        depths=list(model.depths),
-        num_heads=[stage.blocks[0].attn.num_heads for stage in model.layers],
-    )
-    name = next((known for known, published in SWIN_SIZES.items() if published == sizes), None)
-    if name is None:
-        name = "swin_base_patch4_window7_224"
-        options |= sizes
-    others = dict(
-        patch_size=model.patch_size,
-        window_size=window_size,
-        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
-        in_chans=model.in_chans,
-    )
-    defaults = dict(patch_size=4, window_size=7, mlp_ratio=4.0, in_chans=3)
-    return name, options | {key: value for key, value in others.items() if value != defaults[key]}
 
 
 @torch.inference_mode()

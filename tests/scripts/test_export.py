@@ -187,12 +187,12 @@ def test_rounding_is_told_from_a_mistake(tmp_path, capsys, monkeypatch):
         (
             "mae_vit_mini_patch4",
             {},
-            '"vit_base_patch16_224", img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3, ',
+            '"vit_tiny_patch16_224", img_size=32, patch_size=4, depth=6, num_classes=0, ',
         ),
         (
             "mae_vit_mini_patch4",
             {"img_size": (16, 64)},
-            '"vit_base_patch16_224", img_size=(16, 64), patch_size=4, embed_dim=192',
+            '"vit_tiny_patch16_224", img_size=(16, 64), patch_size=4, depth=6',
         ),
         ("mae_vit_tiny_patch16", {"img_size": 64}, '"vit_tiny_patch16_224", img_size=64, num_classes=0, '),
         (
