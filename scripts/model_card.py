@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from util.run.folder import read_json
 from util.tables import markdown_table
 
 # Settings that the card names as flags, beside those that belong to one framework.
@@ -18,6 +19,27 @@ FINETUNE_FLAGS = ["trainable_blocks", "global_pool", "optimizer", "layer_decay",
 FINETUNE_FLAGS += ["smoothing", "reprob", "mixup", "cutmix"]
 SCHEDULE_FLAGS = ["lr", "min_lr", "warmup_epochs", "weight_decay", "betas"]
 SCHEDULE_FLAGS += ["clip_grad", "crop_scale", "seed", "precision"]
+CARD = """---
+library_name: timm
+pipeline_tag: {task}
+tags:
+- timm
+- {task}
+- masked-image-modeling
+---
+# {name}
+
+```python
+{usage}
+```
+
+## Model
+
+{model}
+
+## Training
+
+"""
 LICENCE = "Not stated yet. Add it here, and as `license: ...` in the header of this file, before you share the weights."
 
 
@@ -37,33 +59,19 @@ def model_card(
     that loads the weights. is_classifier: whether the model is a classifier, and not an encoder alone.
     """
     task = "image-classification" if is_classifier else "image-feature-extraction"
-    header = ["---", "library_name: timm", f"pipeline_tag: {task}", "tags:", "- timm", f"- {task}"]
-    header += ["- masked-image-modeling", "---"]
     training = training_rows(meta, folder, framework_flags)
-    parts = [
-        *header,
-        f"# {name}",
-        "",
-        f"```python\n{usage}\n```",
-        "",
-        "## Model",
-        "",
-        *table(model),
-        "",
-        "## Training",
-        "",
-        *(table(training) if training else ["The exported file does not say how it was trained."]),
-    ]
+    text = CARD.format(task=task, name=name, usage=usage, model=table(model))
+    text += table(training) if training else "The exported file does not say how it was trained."
     if scores := find_scores(meta, folder):
         rows = {label: f"{scores[key]:.2f} %" for label, key in (("top-1", "top1"), ("top-5", "top5"))}
         rows["images"] = f"{meta['num_val_images']}, fingerprint `{meta['val_data']}`"
-        parts += ["", "## Evaluation", "", *table(rows)]
-    return "\n".join([*parts, "", "## Licence", "", LICENCE, ""])
+        text += f"\n\n## Evaluation\n\n{table(rows)}"
+    return f"{text}\n\n## Licence\n\n{LICENCE}\n"
 
 
-def table(rows: Mapping[str, str]) -> list[str]:
-    """Returns the lines of a Markdown table with two columns."""
-    return markdown_table(["", ""], rows.items(), left=2).splitlines()
+def table(rows: Mapping[str, str]) -> str:
+    """Returns a Markdown table with two columns."""
+    return markdown_table(["", ""], rows.items(), left=2)
 
 
 def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequence[str]) -> dict[str, str]:
@@ -109,12 +117,15 @@ def flags_text(settings: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def find_loss(meta: Mapping[str, Any], folder: Path) -> float | None:
     """Returns the training loss of the last whole epoch up to the checkpoint, from the log beside it, or None."""
-    losses = [
-        report["epoch_loss"]
-        for report in read_json_lines(folder / "log.jsonl")
-        if "epoch_loss" in report and report["step"] <= meta["step"]
-    ]
-    return losses[-1] if losses else None
+    log, loss = folder / "log.jsonl", None
+    for line in log.read_text().splitlines() if log.is_file() else []:
+        try:
+            report = json.loads(line)
+        except ValueError:  # the last line of a run that writes just now
+            break
+        if "epoch_loss" in report and report["step"] <= meta["step"]:
+            loss = report["epoch_loss"]
+    return loss
 
 
 def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | None:
@@ -124,24 +135,8 @@ def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | Non
     """
     if "val" in meta:
         return meta["val"]
-    try:
-        results = json.loads((folder / "results.json").read_text())
-    except (OSError, ValueError):
-        return None
+    results = read_json(folder / "results.json")
     for name in ("last", "best"):
         if name in results and results[name]["step"] == meta.get("step"):
             return {key: results[name][f"val_{key}"] for key in ("top1", "top5")}
     return None
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSON-lines file. Lines that were cut off are left out; a missing file has none."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found

@@ -334,7 +334,7 @@ def test_card_and_record(tmp_path, capsys):
     card = (tmp_path / "classifier" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: timm\npipeline_tag: image-classification\n") and "license:" in card
     assert 'timm.create_model("local-dir:classifier", pretrained=True).eval()' in card and str(tmp_path) not in card
-    assert "| timm architecture | `vit_tiny_patch16_224` with `img_size=32, patch_size=4, embed_dim=96, depth=4` |" in card
+    assert "`vit_tiny_patch16_224` with `img_size=32, patch_size=4, embed_dim=96, depth=4` |" in card
     assert "# classifier\n" in card and "| output | logits of 5 classes |" in card
     assert "| images | 3 channels, 32 x 32 pixels, patches of 4 x 4 |" in card
     assert huggingface_hub.ModelCard(card).data.to_dict()["library_name"] == "timm"
