@@ -226,6 +226,13 @@ def decoder_heads(embed_dim: int, depth: int, num_heads: int | None) -> int:
     return embed_dim // 32 if num_heads is None else num_heads
 
 
+def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ...]:
+    """Returns the numbers of some blocks. ValueError unless they increase from 0 or more to the last of `depth`."""
+    if [*numbers] != sorted(set(numbers)) or [*numbers][-1:] != [depth - 1] or numbers[0] < 0:
+        raise ValueError(f"{name} must increase from 0 or more to the last block {depth - 1}, got {tuple(numbers)}")
+    return tuple(numbers)
+
+
 class PixelFramework(Framework):
     """What frameworks that predict pixels share. A subclass implements `predict_all`.
 

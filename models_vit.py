@@ -229,6 +229,10 @@ class PositionedEncoder(PatchEncoder):
         super().__init__(img_size, patch_size, in_chans, embed_dim)
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
 
+    def embed(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""
+        return self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]
+
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D].
 
@@ -246,14 +250,14 @@ class PositionedEncoder(PatchEncoder):
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm."""
-        return self.norm(self.encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
+        return self.norm(self.encode(self.embed(imgs)))
 
     def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
-        x = self.prepend_cls_token(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])
+        x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x)
         return self.blocks[-1].cls_attention(x)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from encoders.names import rename_prefixes
-from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder_heads
+from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, check_blocks, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import SpatialAggregation, TokenOrder
 from util.pos_embed import sincos_pos_embed
@@ -87,9 +87,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         depth = len(self.blocks)
         self.norm = nn.Identity()
         self.use_input, self.visible_source = use_input, visible_source
-        self.levels = tuple(range(depth) if levels is None else levels)
-        if list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (depth - 1,) or self.levels[0] < 0:
-            raise ValueError(f"levels must increase from 0 or more to the last block {depth - 1}, got {self.levels}")
+        self.levels = check_blocks("levels", range(depth) if levels is None else levels, depth)
         num_levels = len(self.levels) + use_input
         self.decoder = CrossAttentionDecoder(
             self.grid_size,

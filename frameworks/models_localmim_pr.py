@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from framework import Framework, View, ViTArguments
+from framework import Framework, View, ViTArguments, check_blocks
 from frameworks.hog import hog, orientation_colors
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
 from prmim import ProgressiveDecoder, TokenOrder
@@ -55,12 +55,9 @@ class LocalMIMViT(Framework, ViTEncoder):
         arguments: ViTArguments = {"throw_ratio": 0.65, **kwargs}
         super().__init__(**arguments)
         depth, patch_size = len(self.blocks), self.patch_size
-        self.taps = tuple((1, 3, depth - 3, depth - 1) if taps is None else taps)
-        increases = len(set(self.taps)) == 4 and sorted(self.taps) == list(self.taps)
-        if not increases or self.taps[0] < 0 or self.taps[3] != depth - 1:
-            raise ValueError(
-                f"taps must be four numbers that increase from 0 or more to the last block {depth - 1}, got {self.taps}"
-            )
+        self.taps = check_blocks("taps", (1, 3, depth - 3, depth - 1) if taps is None else taps, depth)
+        if len(self.taps) != 4:
+            raise ValueError(f"taps must be four numbers, got {self.taps}")
         if patch_size % 4 or any(side % 2 for side in self.grid_size):
             rows, columns = self.grid_size
             raise ValueError(
@@ -115,7 +112,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         return levels
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        return self.encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])[-1]
+        return self.encode(self.embed(imgs))[-1]
 
     def target(self, imgs: torch.Tensor) -> list[torch.Tensor]:
         """Returns the HOG features of the four levels, float32 [B, C * num_bins, rows, columns] without gradient."""

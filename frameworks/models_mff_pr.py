@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from encoders.names import from_mmpretrain
-from framework import MAEArguments
+from framework import MAEArguments, check_blocks
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 
@@ -32,10 +32,8 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     def __init__(self, fused_blocks: Sequence[int] | None = None, **kwargs: Unpack[MAEArguments]) -> None:
         super().__init__(**(kwargs | {"progressive": False}))  # the aggregation is made last
         last = len(self.blocks) - 1
-        fused = tuple([*range(0, last - 1, 2), last] if fused_blocks is None else fused_blocks)
-        if list(fused) != sorted(set(fused)) or fused[-1:] != (last,) or fused[0] < 0:
-            raise ValueError(f"fused_blocks must increase from 0 or more to the last block {last}, got {fused}")
-        self.fused_blocks = fused
+        fused = [*range(0, last - 1, 2), last] if fused_blocks is None else fused_blocks
+        self.fused_blocks = check_blocks("fused_blocks", fused, last + 1)
         # All levels but the last are projected. The last enters the mixture as it is.
         self.proj_layers = nn.ModuleList(nn.Linear(self.embed_dim, self.embed_dim) for _ in self.fused_blocks[:-1])
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
@@ -57,7 +55,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
-        return self.norm(super().encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
+        return self.norm(super().encode(self.embed(imgs)))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay

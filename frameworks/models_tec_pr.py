@@ -226,7 +226,7 @@ class TECViT(Framework, ViTEncoder):
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns the features of the last block without the adapter, [B, 1 + N, D] after the norm."""
-        return self.norm(super().encode(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]))
+        return self.norm(super().encode(self.embed(imgs)))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Moves and casts the teacher together with the model."""

@@ -296,9 +296,10 @@ def test_the_release_s_file_is_fine_tuned_and_probed(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(taps=None), "four numbers that increase from 0 or more to the last block 3, got (1, 3, 1, 3)"),
+        (dict(taps=None), "taps must increase from 0 or more to the last block 3, got (1, 3, 1, 3)"),
         (dict(taps=(0, 1, 2, 3), depth=5), "to the last block 4, got (0, 1, 2, 3)"),
         (dict(taps=(0, 1, 2)), "got (0, 1, 2)"),
+        (dict(taps=(1, 2, 3)), "taps must be four numbers, got (1, 2, 3)"),
         (dict(taps=(0, 1, 2, 4)), "got (0, 1, 2, 4)"),
         (dict(taps=(1, 0, 2, 3)), "got (1, 0, 2, 3)"),
         (dict(patch_size=14, img_size=224), "got patch_size 14 and a grid of 16 x 16"),
