@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 import main_pretrain
 import models_mae_pr
-import models_vit
 from encoders.load import load_encoder
 from models_vit import VisionTransformer, ViTEncoder, vit_mini_patch4
 from scripts import export
@@ -114,17 +113,6 @@ def test_encoder_of_a_run_s_folder(tmp_path, capsys, suffix):
     assert out.stat().st_mode == path.stat().st_mode  # the same permissions as the checkpoint
 
 
-@pytest.mark.long
-def test_encoder_at_real_size(tmp_path, capsys):
-    path, out = pretrained(tmp_path, "mae_vit_base_patch16"), tmp_path / "encoder.safetensors"
-    assert (
-        run(capsys, path, out)[-1]
-        == f'timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path="{out}")'
-    )
-    theirs = timm.create_model("vit_base_patch16_224", num_classes=0, checkpoint_path=str(out))
-    check_features(path, theirs, size=(224, 224))
-
-
 @pytest.mark.parametrize("global_pool", ["avg", "token"])
 def test_classifier(tmp_path, capsys, global_pool):
     path, ours = finetuned(tmp_path, global_pool=global_pool)
@@ -220,19 +208,6 @@ def test_the_printed_line_loads_the_file(tmp_path, capsys, monkeypatch, model, o
     check_features(path, theirs, size=net.img_size, img_size=net.img_size, **sizes)
 
 
-@pytest.mark.parametrize("name", [*export.MAE_MODELS, "vit_tiny_patch16", "vit_small_patch16"])
-def test_timm_s_names_have_our_sizes(name):
-    ours, size = getattr(models_vit, name), name
-    with torch.device("meta"):
-        model = ours(num_classes=7, global_pool="avg")
-        name, options = export.timm_arguments(model)
-        theirs = timm.create_model(name, **options)
-    assert name == f"{size}_224" and options == {"global_pool": "avg", "num_classes": 7}
-    assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
-    assert theirs.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
-    assert {m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
-
-
 def test_overwrite(tmp_path, capsys):
     path, out = pretrained(tmp_path), tmp_path / "encoder.pth"
     out.write_text("older")
@@ -282,35 +257,6 @@ def test_errors_name_what_is_wrong(tmp_path, capsys, source, out, message):
     error = refused(capsys, tmp_path / source, "--out", tmp_path / out)
     assert message in error and len(error.splitlines()) == 2  # the message, and the line about --help
     assert sorted(os.listdir(tmp_path)) == before
-
-
-def damage_values(model):
-    model.norm.bias.data += 1e-3
-
-
-def damage_keys(model):
-    raise RuntimeError("Missing key(s) in state_dict: cls_token")  # as a strict load does
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"), [(damage_values, "by up to 1.0e-03"), (damage_keys, "does not load the weights")]
-)
-@pytest.mark.parametrize("older", [False, True])
-def test_a_file_that_timm_reads_otherwise_is_removed(tmp_path, capsys, monkeypatch, damage, message, older):
-    path, out, create_model = pretrained(tmp_path), tmp_path / "encoder.safetensors", timm.create_model
-
-    def damaged(*args, **kwargs):
-        model = create_model(*args, **kwargs)
-        damage(model)
-        return model
-
-    if older:
-        out.write_text("older")
-    before = sorted(os.listdir(tmp_path))
-    monkeypatch.replace_in(export, "timm.create_model", damaged)
-    assert message in refused(capsys, path, "--out", out, "--overwrite")
-    assert sorted(os.listdir(tmp_path)) == before
-    assert not older or out.read_text() == "older"
 
 
 # ---------------------------------------------------------------------------------------------- MAE's own names

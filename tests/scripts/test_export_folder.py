@@ -204,17 +204,6 @@ def test_mean_of_a_plain_vit_s_tokens(tmp_path, capsys):
     torch.testing.assert_close(theirs(imgs), expected, **CLOSE)
 
 
-def test_our_programs_load_the_weights_too(tmp_path, capsys):
-    """The names in model.safetensors are ours, also those of Swin's patch merging."""
-    for number, (framework, finetune) in enumerate((VIT, RELATIVE, ABSOLUTE, SWIN)):
-        path = pretrained(tmp_path / str(number), framework)
-        run(capsys, path, tmp_path / f"e{number}")
-        pool = "token" if finetune in (VIT[1], ABSOLUTE[1]) else "avg"
-        model = main_finetune.MODELS[finetune](global_pool=pool)
-        report = load_encoder(model, tmp_path / f"e{number}" / "model.safetensors")
-        assert all(name.startswith(("head.", "fc_norm.")) for name in report.missing) and not report.resized
-
-
 def test_timm_knows_the_images_of_the_model(tmp_path, capsys):
     path = pretrained(tmp_path, VIT[0], 5, img_size=(16, 64))
     run(capsys, path, tmp_path / "encoder")
@@ -224,23 +213,29 @@ def test_timm_knows_the_images_of_the_model(tmp_path, capsys):
     assert list(config["mean"]) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5]) and list(config["std"]) == [0.3] * 5
 
 
-@pytest.mark.parametrize(
-    "name", ["swin_base_patch4_window7", "swin_large_patch4_window14", "relative_vit_base_patch16"]
-)
+VITS = ("vit_tiny_patch16", "vit_small_patch16", "vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")
+PUBLISHED = {name: (f"{name}_224", {}) for name in VITS} | {
+    "swin_base_patch4_window7": ("swin_base_patch4_window7_224", {}),
+    "swin_large_patch4_window14": ("swin_large_patch4_window7_224", {"window_size": 14}),
+    "relative_vit_base_patch16": ("beit_base_patch16_224", {}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_timm_s_names(name):
-    factory = main_finetune.MODELS[name]
     with torch.device("meta"):
-        model = factory(num_classes=7)
+        model = main_finetune.MODELS[name](num_classes=7)
         architecture, options = timm_models.timm_arguments(model)
-        theirs = timm.create_model(architecture, **options) if TIMM_IS_NEW else None
-    published = {
-        "swin_base_patch4_window7": ("swin_base_patch4_window7_224", {}),
-        "swin_large_patch4_window14": ("swin_large_patch4_window7_224", {"window_size": 14}),
-        "relative_vit_base_patch16": ("beit_base_patch16_224", {}),
-    }[name]
-    assert (architecture, options) == (published[0], published[1] | {"global_pool": "avg", "num_classes": 7})
-    ours = sorted(tuple(value.shape) for value in model.state_dict().values())
-    assert theirs is None or sorted(tuple(value.shape) for value in theirs.state_dict().values()) == ours
+        theirs = timm.create_model(architecture, **options) if TIMM_IS_NEW or name in VITS else None
+    expected, changed = PUBLISHED[name]
+    assert (architecture, options) == (expected, changed | {"global_pool": "avg", "num_classes": 7})
+    if theirs is not None:
+        shapes = [sorted(tuple(value.shape) for value in m.state_dict().values()) for m in (model, theirs)]
+        assert shapes[0] == shapes[1]
+    if name in VITS:
+        assert theirs.state_dict().keys() == model.state_dict().keys()
+        assert theirs.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
+        assert {m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -296,23 +291,34 @@ def test_files_of_the_user_are_never_replaced(tmp_path, capsys, changed):
     assert "config.json, model.safetensors, README.md there was not written by this script" in error
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_folder_that_timm_reads_otherwise_is_not_put_in_place(tmp_path, capsys, monkeypatch, older):
-    path, out, create_model = pretrained(tmp_path, VIT[0]), tmp_path / "encoder", timm.create_model
-    if older:
-        run(capsys, path, out)
-    before = {name: (out / name).read_bytes() for name in FILES} if older else None
+def damage_values(model):
+    model.norm.bias.data += 1e-3
+
+
+def damage_keys(model):
+    raise RuntimeError("Missing key(s) in state_dict: cls_token")  # as a strict load does
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [(damage_values, "differ from ours by up to 1.0e-03"), (damage_keys, "does not load the")]
+)
+@pytest.mark.parametrize("name", ["encoder", "encoder.safetensors"])
+def test_what_timm_reads_otherwise_is_not_put_in_place(tmp_path, capsys, monkeypatch, name, damage, message):
+    path, out, create_model = pretrained(tmp_path, VIT[0]), tmp_path / name, timm.create_model
+    run(capsys, path, out)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    before = {file: file.read_bytes() for file in files}
 
     def damaged(name, **options):
         model = create_model(name, **options)
-        if name.startswith("local-dir:"):
-            model.norm.bias.data += 1e-3
+        if name.startswith("local-dir:") or "checkpoint_path" in options:
+            damage(model)
         return model
 
     monkeypatch.replace_in(export, "timm.create_model", damaged)
-    assert "differ from ours by up to 1.0e-03" in refused(capsys, path, "--out", out, "--overwrite")
-    assert out.exists() == older and not [name for name in os.listdir(tmp_path) if "tmp" in name]
-    assert not older or {name: (out / name).read_bytes() for name in FILES} == before
+    assert message in refused(capsys, path, "--out", out, "--overwrite")
+    assert message in refused(capsys, path, "--out", tmp_path / f"new_{name}")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_names_that_are_no_folders(tmp_path, capsys):
