@@ -81,7 +81,7 @@ class Teacher(ViTEncoder):
 
     def _forward_blocks(self, imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (features [B, N, T], input of the last block [B, 1 + N, T])."""
-        x = self.prepend_cls_token(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])
+        x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x)
         return (x + self.blocks[-1](x))[:, 1:] / 2, x

@@ -73,7 +73,7 @@ class DenseViT(PositionedEncoder):
 
     def forward(self, imgs: torch.Tensor) -> list[torch.Tensor]:
         """Returns a map [B, D, rows, columns] for each of `out_blocks`. imgs: normalised images [B, C, H, W]."""
-        x = self.prepend_cls_token(self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:])
+        x = self.prepend_cls_token(self.embed(imgs))
         maps = {}
         for number, block in enumerate(self.blocks):
             x = block(x)

@@ -12,7 +12,7 @@ from frameworks.models_greenmim_pr import (
     greenmim_swin_base_patch4_window7,
     greenmim_swin_large_patch4_window14,
 )
-from tests.test_models_mae_pr import assert_same_weights, perturbed
+from tests.test_models_mae_pr import assert_same_weights, perturbed, segments
 from util.run.checkpoint import save_checkpoint
 
 # 4 x 4 units of 16 px. In the first stage a unit has 4 x 4 tokens, and windows of 2 x 2 must be grouped.
@@ -255,11 +255,6 @@ def slow_loss(model, img, visible, retained, thrown, places=None):
         pixels = img[:, 16 * (t // 4) : 16 * (t // 4) + 16, 16 * (t % 4) : 16 * (t % 4) + 16].permute(1, 2, 0).flatten()
         errors.append(((predictions[t] - (pixels - pixels.mean()) / (pixels.var() + 1e-6).sqrt()) ** 2).mean())
     return sum(errors) / len(errors), predictions
-
-
-def segments(row, counts):
-    row = row.tolist()
-    return row[: counts.num_visible], row[counts.num_visible : counts.num_kept], row[counts.num_kept :]
 
 
 @pytest.mark.parametrize("decoder_order", ["true", "reference"])

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.util.data.test_pixel_format import pixels
+from tests.util.data.test_pixel_format import choose, pixels
 from util.data.datasets import open_images
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import choose_statistics, complete_settings, measure_statistics, normalizer
-from util.run.checkpoint import pixel_settings, read_meta, save_checkpoint
+from util.data.statistics import complete_settings, measure_statistics, normalizer
+from util.run.checkpoint import pixel_settings, save_checkpoint
 
 IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FLOATS = PixelFormat(2, "float32")
@@ -46,13 +46,6 @@ def test_statistics_that_a_file_lacks_are_measured(tmp_path, photos):
     assert complete_settings(given, images) == (given, [])
     rgb = {"pixels": None, "mean": IMAGENET[0], "std": IMAGENET[1]}
     assert complete_settings(pixel_settings({}), open_images("folder", photos)) == (rgb, [])
-
-
-def choose(images, content=None, encoder=None, **flags):
-    meta = content and content["meta"]
-    resumed = meta and {"in_chans": meta["settings"].get("in_chans", 3), **pixel_settings(meta)}
-    stored = pixel_settings(read_meta(encoder["path"])) if encoder and content is None else {}
-    return choose_statistics((flags.get("mean"), flags.get("std")), images, resumed, stored)
 
 
 def open_arrays(folder, dtype="uint16"):
