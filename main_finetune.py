@@ -46,9 +46,9 @@ from util.run.flags import (
     add_run_flags,
     check_least,
     check_pixel_flags,
+    check_same,
     num_workers,
 )
-from util.run.resume import warn_if_unfinished
 from util.run.run import Run
 from util.text import count_of
 
@@ -310,26 +310,17 @@ def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_im
     }
 
 
-def load_first_weights(
-    model: nn.Module, encoder: dict[str, Any] | None, args: argparse.Namespace, classes: list[str]
-) -> list[str]:
-    """Loads the encoder of a new run. Returns remarks. ValueError if frozen blocks would stay untrained."""
-    if encoder is not None:
-        report = load_encoder(model, encoder["path"], "encoder", classes, args.first_release_merging)
-        return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]
-    if model.frozen:
-        raise ValueError(
-            f"--trainable_blocks {args.trainable_blocks} needs --finetune: the frozen blocks must be pre-trained"
-        )
-    return ["no --finetune: training from scratch"]
-
-
-def match_resumed(model: nn.Module, content: Mapping[str, Any], classes: list[str]) -> None:
-    """Raises ValueError if a resumed run had other classes. Removes the MLP that its first weights had folded."""
-    check_classes(content["meta"]["classes"], classes, "the run", "the data")
-    asked_for_mlp = content["meta"]["settings"].get("cls_token_mlp")
-    if asked_for_mlp and not any(name.startswith("cls_token_mlp.") for name in content["model"]):
-        model.cls_token_mlp = nn.Identity()  # TEC's published weights
+def match_weights(run: Run, model: nn.Module, classes: list[str]) -> None:
+    """ValueError if frozen blocks would stay untrained, or if a resumed run had other classes."""
+    if run.checkpoint is None:
+        if model.frozen and run.encoder is None:
+            blocks = f"--trainable_blocks {run.args.trainable_blocks}"
+            raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
+        return
+    check_classes(run.meta["classes"], classes, "the run", "the data")
+    has_mlp = any(name.startswith("cls_token_mlp.") for name in run.checkpoint["model"])
+    if run.meta["settings"].get("cls_token_mlp") and not has_mlp:
+        model.cls_token_mlp = nn.Identity()  # its first weights, TEC's published ones, had folded the MLP
 
 
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -363,6 +354,13 @@ def evaluate_model(
     return Evaluation(evaluate_images(model, images, transform, normalize, autocast, *sizes, on_batch=alive))
 
 
+def make_evaluator(run: Run, model: nn.Module, images: Any) -> Evaluator:
+    """Returns the evaluation of a run on `images`."""
+    view = ResizeCenterCrop(model.img_size, run.args.crop_pct, run.args.loader == "reference")
+    numbers = run.loop.normalize, run.loop.autocast, (run.plan.batch_size, run.plan.num_workers)
+    return Evaluator(run, partial(evaluate_model, model, images, view, *numbers), describe_scores, best_by="top1")
+
+
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     """Trains to the end of the schedule, or evaluates. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
@@ -378,16 +376,14 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model({**vars(args), "nb_classes": len(classes)})
-        encoder = run.choose_encoder("finetune")
-        if run.checkpoint is None:
-            run.note(*load_first_weights(model, encoder, args, classes))
-        else:
-            match_resumed(model, run.checkpoint, classes)
+        size = plain_size(model.img_size)
+        options = dict(classes=classes, first_release_merging=args.first_release_merging)
+        run.load_encoder("finetune", partial(load_encoder, model, **options))
+        match_weights(run, model, classes)
         model = model.to(run.build_device)
         optimizer = make_optimizer(model, args, run.plan.lr)
 
-        size, reference = model.img_size, args.loader == "reference"
-        transform, remarks = make_augmentation(args, size, images.pixel_format, given)
+        transform, remarks = make_augmentation(args, model.img_size, images.pixel_format, given)
         run.note(*remarks)
         augment = make_batch_augmentation(args, len(classes), run.process.device)
         run.open(
@@ -399,16 +395,13 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             collate=stack,
             statistics=run.choose_statistics(images),
             rows=summary_rows(args, model, images, val_images),
-            settings={"nb_classes": len(classes), "input_size": plain_size(size), "patch_size": model.patch_size},
+            settings={"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size},
             extra={"classes": classes},
             free={"finetune", "eval", "eval_every"},
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
             split_changes_draws=True,
         )
-        view = ResizeCenterCrop(size, args.crop_pct, reference)
-        numbers = run.loop.normalize, run.loop.autocast, (run.plan.batch_size, run.plan.num_workers)
-        evaluate = partial(evaluate_model, model, val_images, view, *numbers)
-        evaluator = Evaluator(run, evaluate, describe_scores, best_by="top1")
+        evaluator = make_evaluator(run, model, val_images)
         train = partial(train_one_epoch, augment=augment)
         return run.train(train, [evaluator], lambda: evaluator.summary(args.model))
 
@@ -422,12 +415,8 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     check_least(args, 0, "num_workers")
     check_pixel_flags(args)
     model, settings, meta = load_classifier(args.resume, args)
-    for name in ("model", "input_size", "patch_size", "in_chans"):
-        if name in given and getattr(args, name) != settings.get(name, getattr(args, name)):
-            raise ValueError(
-                f"--{name} {getattr(args, name)}, but the classifier at {args.resume!r} has {settings[name]}: "
-                f"leave the flag out"
-            )
+    names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
+    check_same(args, settings, names, f"the classifier at {args.resume!r}")
     transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
     normalize = normalizer(settings, images.pixel_format).to(process.device)

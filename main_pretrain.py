@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from util.run.flags import (
     add_run_flags,
     check_pixel_flags,
 )
-from util.run.resume import has_drop_path, warn_if_unfinished
+from util.run.resume import has_drop_path
 from util.run.run import Periodic, Run
 from util.text import count_of
 
@@ -340,11 +341,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         run.note(*attention_phases.check_sampling(args, model), *(file.origin for file in model.named_files().values()))
         optimizer = make_optimizer(model, args, run.plan.lr)
 
-        encoder = run.choose_encoder("pretrained")
+        run.load_encoder("pretrained", partial(load_encoder, model, part="blocks"))
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
-        if run.is_new and encoder is not None:
-            report = load_encoder(model, encoder["path"], "blocks")
-            run.note(f"weights from {encoder['path']}: {report}", *warn_if_unfinished(encoder))
         statistics = run.choose_statistics(images)
         model.use_statistics(*statistics)
         run.note(*note_on_micro_batch(args, run.plan))

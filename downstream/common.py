@@ -3,13 +3,8 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
-
-from encoders.load import load_encoder
 from util.run.flags import Plan, RunSchedule, check_least
-from util.run.resume import warn_if_unfinished
 from util.text import count_of
 
 RECIPE_FILE = "downstream/recipes.py"
@@ -71,11 +66,3 @@ def schedule_by_iterations(
     return RunSchedule(
         steps_per_epoch, args.num_iters, args.save_every, learning_rate, summary, pauses, epochs, "iteration"
     )
-
-
-def load_first_weights(backbone: nn.Module, encoder: dict[str, Any] | None) -> list[str]:
-    """Loads the encoder of a new run. Returns remarks."""
-    if encoder is None:
-        return ["no --finetune: training from scratch"]
-    report = load_encoder(backbone, encoder["path"])
-    return [f"encoder from {encoder['path']}: {report}", *warn_if_unfinished(encoder)]

@@ -134,7 +134,7 @@ def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model,
             capsys,
             *command(labelled, tmp_path / "probe", *own, "--finetune", tmp_path / "pre", "--trainable_blocks", 0),
         )
-        assert "has no probe" in message
+        assert "unknown global_pool 'token', choose from avg" in message
 
 
 def test_learning_happens(tmp_path):

@@ -172,7 +172,7 @@ def test_exported_files_have_the_pixels_of_the_run(bands, encoder, tmp_path, cap
         assert path.suffix in (".safetensors", ".pth")
         assert pixel_settings(read_checkpoint(path)["meta"]) == own and own["pixels"] == pixel_format.dtype
         found = probe(tmp_path / name, data_path, tmp_path / f"p_{name}")
-        assert found["results"] == expected["results"] and found["protocol"] == expected["protocol"]
+        assert found["results"] == expected["results"] and found["settings"] == expected["settings"]
         assert name == "e" or f"{unit[pixel_format.dtype]}, normalised with mean {own['mean']}" in lines[0]
         export(tmp_path / name, tmp_path / f"again_{path.suffix[1:]}", overwrite=True)
         for folder in ("e", f"again_{path.suffix[1:]}"):

@@ -26,7 +26,6 @@ from downstream.common import (
     RECIPE_FILE,
     add_iteration_flags,
     check_shared_flags,
-    load_first_weights,
     schedule_by_iterations,
 )
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
@@ -35,7 +34,7 @@ from downstream.detection.masks import coco_masks
 from downstream.detection.models import SIZES, Detector, build_detector
 from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
-from encoders.load import Weights, fit, read
+from encoders.load import Weights, fit, load_encoder, read
 from util import collectives
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
@@ -49,6 +48,7 @@ from util.run.flags import (
     add_run_flags,
     add_update_flags,
     check_least,
+    check_same,
     num_workers,
 )
 from util.run.run import Run
@@ -273,9 +273,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_detector(vars(args) | chosen)
-        encoder = run.choose_encoder("finetune")
-        if run.is_new:
-            run.note(*load_first_weights(model.backbone, encoder))
+        run.load_encoder("finetune", partial(load_encoder, model.backbone))
         model = model.to(run.process.device)
         groups = model.param_groups(args.weight_decay, args.layer_decay)
         pretrain_size = model.backbone.grid_size[0] * model.patch_size
@@ -330,11 +328,7 @@ def load_detector(
         stored["categories"] = images.categories
     if "categories" not in stored:
         raise ValueError(f"{str(path)!r} holds no detector of this program or of detectron2's ViTDet")
-    for name in MODEL_FLAGS:
-        if name in given and getattr(args, name) != stored[name]:
-            raise ValueError(
-                f"--{name} {getattr(args, name)}, but the model at {str(path)!r} has {stored[name]}: leave it out"
-            )
+    check_same(args, stored, given.intersection(MODEL_FLAGS), f"the model at {str(path)!r}")
     check_categories(stored["categories"], images, f"the model at {str(path)!r}")
     model = build_detector({**stored, "drop_path": 0.0})
     fit(model, weights, "all")

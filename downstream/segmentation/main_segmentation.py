@@ -27,7 +27,6 @@ from downstream.common import (
     RECIPE_FILE,
     add_iteration_flags,
     check_shared_flags,
-    load_first_weights,
     schedule_by_iterations,
 )
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
@@ -52,6 +51,7 @@ from downstream.segmentation.models import (
 )
 from downstream.segmentation.trained import check_data_flags, load_segmenter
 from downstream.segmentation.vit_backbone import SIZES
+from encoders.load import load_encoder
 from util import collectives
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
@@ -276,9 +276,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
-        encoder = run.choose_encoder("finetune")
-        if run.is_new:
-            run.note(*load_first_weights(model.backbone, encoder))
+        run.load_encoder("finetune", partial(load_encoder, model.backbone))
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)

@@ -12,6 +12,7 @@ from downstream.segmentation.models import Segmenter, build_segmenter, is_mmsegm
 from encoders.kinds import find_factory
 from encoders.load import fit, read
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.run.flags import check_same
 
 ADE20K_CLASSES = 150
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
@@ -71,12 +72,8 @@ def load_segmenter(
             )
     if "head" not in stored:
         raise ValueError(f"{str(path)!r} holds no segmentation model of this program or of mmsegmentation's UPerNet")
-    for name in MODEL_FLAGS:
-        if name in given and settings[name] != stored[name]:
-            raise ValueError(
-                f"--{name} {settings[name]}, but the model at {str(path)!r} has {stored[name]}: leave it out"
-            )
-        settings[name] = stored[name]
+    check_same(args, stored, given.intersection(MODEL_FLAGS), f"the model at {str(path)!r}")
+    settings |= {name: stored[name] for name in MODEL_FLAGS}
     settings |= {name: stored[name] for name in DATA_FLAGS if name not in given and name in stored}
     settings["mean"], settings["std"] = settings["mean"] or IMAGENET_MEAN, settings["std"] or IMAGENET_STD
     check_data_flags(settings)

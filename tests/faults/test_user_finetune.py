@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import main_finetune
+from encoders.load import load_encoder
 from models_vit import VisionTransformer
 from tests.conftest import write_photo
 from tests.faults.test_user_runs import MICRO
@@ -16,7 +17,6 @@ from tests.test_main_finetune import command as finetune_command
 from tests.test_main_finetune import run as finetune
 from tests.test_main_pretrain import run
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
-from util.run.resume import find_encoder
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +79,7 @@ def test_a_head_fits_by_the_names_of_its_classes(labelled, tmp_path, capsys, sam
     )
     args = main_finetune.parse_args(argv)[1]
     fresh = main_finetune.build_model({**vars(args), "nb_classes": 2})
-    encoder = find_encoder(str(tmp_path / "first"), is_resumed=False)
-    print(*main_finetune.load_first_weights(fresh, encoder, args, sorted(p.name for p in (data / "train").iterdir())))
+    print(load_encoder(fresh, tmp_path / "first", classes=sorted(p.name for p in (data / "train").iterdir())))
     loaded = read_checkpoint(newest_checkpoint(tmp_path / "first")[0])["model"]["head.weight"]
     assert torch.equal(fresh.head.weight, loaded) == same
     assert ("missing (head.weight, head.bias)" in capsys.readouterr().out) == (not same)
@@ -150,8 +149,7 @@ def test_a_forgotten_model_is_named(photos, labelled, tmp_path, capsys):
         )
     message = capsys.readouterr().err
     assert (
-        "(it was made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768"
-        in message
+        "(made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768" in message
     )
 
 
@@ -168,7 +166,7 @@ def test_flags_that_do_not_fit_the_model(labelled, tmp_path, capsys):
         ),
         (
             ("--eval", "--resume", tmp_path / "out", "--model", "vit_mini_patch4"),
-            "has vit_micro_patch4: leave the flag out",
+            "has vit_micro_patch4: leave it out",
         ),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -2,8 +2,9 @@
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from util.attention import KERNELS
 from util.data.datasets import DATASETS, cores_per_process
@@ -293,6 +294,13 @@ def check_least(args: argparse.Namespace, least: float, names: str) -> None:
         value = getattr(args, name, None)
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, got {value}")
+
+
+def check_same(args: argparse.Namespace, stored: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """ValueError if one of the flags `names` has another value than `stored`, the settings of the trained `what`."""
+    for name in sorted(names):
+        if name in stored and getattr(args, name) != stored[name]:
+            raise ValueError(f"--{name} {getattr(args, name)}, but {what} has {stored[name]}: leave it out")
 
 
 def split_batch(

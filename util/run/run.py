@@ -44,7 +44,16 @@ from util.run.flags import Plan, RunSchedule, free_flags, make_plan, schedule_by
 from util.run.folder import Start, enter_folder, join_processes, remove_created, write_json
 from util.run.logging import RunLog, print_line
 from util.run.loop import TrainLoop
-from util.run.resume import RunRecord, data_facts, find_encoder, json_settings, read_run, restore, resume_encoder
+from util.run.resume import (
+    RunRecord,
+    data_facts,
+    find_encoder,
+    json_settings,
+    read_run,
+    restore,
+    resume_encoder,
+    warn_if_unfinished,
+)
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
 from util.run.supervise import BETWEEN, StopSignal, Watchdog
@@ -180,10 +189,11 @@ class Run:
             for remark in remarks:
                 self._log.info(remark)
 
-    def choose_encoder(self, flag: str) -> dict[str, Any] | None:
-        """Returns the identity of the weights that the run begins with, named by `flag`, or None.
+    def load_encoder(self, flag: str, load: Callable[[str], object]) -> None:
+        """Loads the weights that `flag` names into the model of a new run, by `load(path)`, which returns a report.
 
-        ValueError if a resumed run began with others. All ranks must call it.
+        `encoder` then identifies them, or is None. ValueError if a resumed run began with others. All ranks must call
+        it.
         """
         given, start = getattr(self.args, flag), self.start
         self.encoder = collectives.run_on_rank0(lambda: find_encoder(given, not self.is_new, flag))
@@ -191,7 +201,11 @@ class Run:
         if self.checkpoint is not None:
             self.encoder, remarks = resume_encoder(self.checkpoint["meta"], self.encoder, start, flag)
             self.note(*remarks)
-        return self.encoder
+        elif self.encoder is not None:
+            path = self.encoder["path"]
+            self.note(f"encoder from {path}: {load(path)}", *warn_if_unfinished(self.encoder))
+        elif flag == "finetune":
+            self.note("no --finetune: training from scratch")
 
     def choose_statistics(self, images: Any) -> Statistics:
         """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""

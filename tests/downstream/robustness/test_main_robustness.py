@@ -93,10 +93,8 @@ def classifier(tmp_path_factory):
 
 def arguments(resume, output_dir, data, sets, *flags):
     given = [item for name in sets.split() for item in (f"--{name}", data / name)]
-    return [
-        str(a)
-        for a in ["--resume", resume, "--output_dir", output_dir, "--device", "cpu", "--num_workers", 0, *given, *flags]
-    ]
+    own = ["--resume", resume, "--output_dir", output_dir, "--device", "cpu", "--num_workers", 0]
+    return [str(a) for a in (*own, *given, *flags)]
 
 
 def evaluate(*args):
