@@ -2,26 +2,23 @@
 
     python tools/gradient_gap.py output/mae --images IMAGENET/train --out docs/figures/gradient_gap.svg
     python tools/gradient_gap.py mae_pretrain_vit_base_full.pth --model mae_vit_base_patch16 --images IMAGENET/train
-    python tools/gradient_gap.py output/mae --images IMAGENET/train --methods progressive progressive_convnext
-    python tools/gradient_gap.py --from_csv docs/gradient_gap.csv --out docs/figures/gradient_gap.svg
 
-All methods use the same weights, images and visible tokens. The gradient of each method's own loss with respect to all
-encoder parameters is one float32 vector, which is compared with the gradient of MAE's loss. There are two protocols:
-
-    mae    a run with throw_ratio 0: its encoder and decoder serve all methods and throw ratios. Only the aggregation
-           is trained before, so the protocol isolates the estimator of the gradient
-    own    a run that throws: its encoder, decoder and aggregation are used with its own throw ratio and sampling
+The RUNs are MAE's, with throw_ratio 0. Plain and progressive reconstruction use a run's weights, images and visible
+tokens. The gradient of each method's own loss with respect to all encoder parameters is one float32 vector, which is
+compared with the gradient of MAE's loss. Only the aggregation is trained before, so the estimator of the gradient is
+isolated.
 
 For each batch the thrown tokens are drawn several times. This splits the expected squared difference into three parts:
 the squared bias (of the mean over batches, corrected for their number), the variance over batches, and the variance
-over draws. The CSV contains their roots, relative to the norm of MAE's gradient.
+over draws. The CSV contains their roots, relative to the norm of MAE's gradient. Further readings of the method are
+compared by the script of commit 2ccad7f.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,48 +32,27 @@ from framework import Framework
 from main_pretrain import MODELS, build_model, load_run, make_augmentation
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
-from tools.readings import READINGS
 from util.data.datasets import AddressedDataset, available_cores, open_images, permutation, stack
 from util.data.datasets import batches as load_batches
 from util.data.statistics import normalizer
 from util.plots import pyplot
 from util.run import checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.tables import markdown_table, read_csv, write_csv
+from util.tables import markdown_table, write_csv
 
 COLUMNS = [
-    *("weights", "protocol", "method", "sampling", "throw_ratio", "difference", "difference_se", "cosine", "bias"),
+    *("weights", "method", "sampling", "throw_ratio", "difference", "difference_se", "cosine", "bias"),
     *("sd_batches", "sd_draws", "mae_norm", "batch_size", "batches", "draws", "conv_steps", "conv_loss"),
 ]
-TEXT = ("weights", "protocol", "method", "sampling")
+TEXT = ("weights", "method", "sampling")
 
 Settings = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Method:
-    """What is compared with MAE: flags of main_pretrain.py, a reading of tools/readings.py, and a look in the plot."""
-
-    flags: Settings
-    reading: str | None
-    title: str
-    color: str
-
-
-CONVOLUTION = dict(progressive=True, aggregation="dwconv", applies_to="thrown")
-METHODS = {
-    "plain": Method(dict(progressive=False), None, "plain", "#aa3377"),
-    "progressive": Method(dict(progressive=True), None, "progressive", "#4477aa"),  # with the run's aggregation
-    "progressive_all": Method(CONVOLUTION | dict(applies_to="all"), None, "all cells", "#66ccee"),
-    "progressive_convnext": Method(CONVOLUTION | dict(aggregation="convnext"), None, "ConvNeXt block", "#ccbb44"),
-    "progressive_masknorm": Method(CONVOLUTION, "mask_normalised", "mask-normalised", "#228833"),
-    "progressive_gaussian": Method(CONVOLUTION, "gaussian", "Gaussian mean", "#ee6677"),
-}
-OWN_METHODS = ("plain", "progressive")  # those of a run that throws, which has its own aggregation; the default
-SAMPLINGS = {"random": ("--", "s"), "furthest": ("-", "o"), "running_cell": (":", "^")}  # line style, marker
-OLD_NAMES = {"prmim": "progressive"}  # {method in older CSVs: its name}
+COLORS = {"plain": "#aa3377", "progressive": "#4477aa"}  # of each method in the plot
+SAMPLINGS = {"random": "--", "furthest": "-"}  # line styles
 
 
 def encoder_gradient(model: Framework, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> torch.Tensor:
@@ -184,18 +160,13 @@ class Batches:
 def variant(
     settings: Settings, weights: Weights, throw_ratio: float, method: str, shared: Framework | None = None
 ) -> MaskedAutoencoderViT:
-    """Build a model with `weights`, this throw ratio and this method. If they hold no aggregation, it is initialised.
+    """Build a model with `weights`, this throw ratio and this method. Its aggregation is initialised.
 
     The model uses the parameters of `shared` wherever it has the same ones, which saves memory.
     """
     torch.manual_seed(0)
-    model = build_model(settings | METHODS[method].flags | dict(throw_ratio=throw_ratio))
+    model = build_model(settings | dict(progressive=method == "progressive", throw_ratio=throw_ratio))
     assert isinstance(model, MaskedAutoencoderViT)  # `load` refuses others
-    reading = METHODS[method].reading
-    if reading is not None and model.decoder.aggregation is not None:
-        READINGS[reading](model)
-    own = model.state_dict()
-    weights = {k: v for k, v in weights.items() if k in own or not k.startswith("decoder.aggregation.")}
     checkpoint.load_strict(model, weights, "the checkpoint's weights", optional="aggregation.")
     if shared is not None:
         for name, parameter in shared.named_parameters():
@@ -245,28 +216,15 @@ def train_aggregations(
     return [torch.stack(of_model[-max(1, steps // 10) :]).mean().item() for of_model in losses]
 
 
-def compared_models(
-    settings: Settings, weights: Weights, args: argparse.Namespace, mae: Framework
-) -> list[tuple[Row, MaskedAutoencoderViT]]:
-    """The models that are compared with `mae` at these weights, each with the first columns of its row."""
-    protocol, ratios, samplings = "mae", args.throw_ratios, args.sampling
-    if settings["throw_ratio"] > 0:
-        protocol, ratios, samplings = "own", [settings["throw_ratio"]], [settings["sampling"]]
-    found = []
-    for throw_ratio in ratios:
-        for sampling in samplings:
-            for method in args.methods:
-                row = {"protocol": protocol, "method": method, "sampling": sampling, "throw_ratio": throw_ratio}
-                found.append((row, variant(settings, weights, throw_ratio, method, mae).to(args.device)))
-    return found
-
-
 def measure(settings: Settings, weights: Weights, label: str, images: Any, args: argparse.Namespace) -> list[Row]:
     """Measure one checkpoint. Returns its rows."""
     mae = variant(settings, weights, 0.0, "plain").to(args.device)
     batches = Batches(images, mae, settings, args, args.device)
-    compared = [(row, model, Gap()) for row, model in compared_models(settings, weights, args, mae)]
-    untrained = [(r, m) for r, m, _ in compared if r["protocol"] == "mae" and m.decoder.aggregation is not None]
+    compared: list[tuple[Row, MaskedAutoencoderViT, Gap]] = []
+    for throw_ratio, sampling, method in itertools.product(args.throw_ratios, SAMPLINGS, COLORS):
+        row = {"method": method, "sampling": sampling, "throw_ratio": throw_ratio}
+        compared.append((row, variant(settings, weights, throw_ratio, method, mae).to(args.device), Gap()))
+    untrained = [(row, model) for row, model, _ in compared if model.decoder.aggregation is not None]
     if untrained:
         models = [(model, row["sampling"]) for row, model in untrained]
         losses = train_aggregations(models, batches, args.conv_steps, first_batch=args.batches)
@@ -295,41 +253,20 @@ def measure_all(loaded: Sequence[tuple[str, Settings, Weights]], images: Any, ar
     return rows
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a CSV of this script. Methods of older ones get the names of today."""
-    rows = read_csv(path, COLUMNS, TEXT)
-    for row in rows:
-        row["method"] = OLD_NAMES.get(row["method"], row["method"])
-        for column, known in (("method", METHODS), ("sampling", SAMPLINGS)):
-            if row[column] not in known:
-                raise ValueError(f"unknown {column} {row[column]!r} in {str(path)!r}, known are {', '.join(known)}")
-    return rows
-
-
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot difference, bias and standard deviation over draws.
-
-    The throw ratio is the x-axis of lines. With one or two throw ratios above 0, each method is a row of points.
-    """
+    """Plot difference, bias and standard deviation over draws against the throw ratio, a line for each method."""
     plt = pyplot("gradient_gap")
     panels = {
         "difference": "‖difference to MAE‖ / ‖MAE‖",
         "bias": "bias (over batches and draws)",
         "sd_draws": "standard deviation over draws",
     }
-    as_lines = len({row["throw_ratio"] for row in rows} - {0}) not in (1, 2)
-    height = 3.6 if as_lines else 1.4 + 0.22 * len(point_rows(rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(11, height), layout="constrained", sharey=not as_lines)
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        (draw_lines if as_lines else draw_points)(ax, rows, column)
+        draw_lines(ax, rows, column)
         ax.set(title=title)
         ax.grid(alpha=0.3)
-    handles, labels = axes[0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    if as_lines and len(unique) <= 6:
-        axes[0].legend(unique.values(), unique.keys(), frameon=False, fontsize=8)
-    else:
-        figure.legend(unique.values(), unique.keys(), frameon=False, fontsize=8, loc="outside right center")
+    axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     plt.close(figure)
 
@@ -342,41 +279,14 @@ def draw_lines(ax: Any, rows: Sequence[Row], column: str) -> None:
         line = lines.setdefault(tuple(row[name] for name in TEXT), [])
         if row[column] is not None:
             line.append(row)
-    for (weights, protocol, method, sampling), line in lines.items():
+    for (weights, method, sampling), line in lines.items():
         line.sort(key=lambda row: row["throw_ratio"])
-        color, name = METHODS[method].color, METHODS[method].title
-        label = f"{weights}: {name}, {sampling}" if has_several else f"{name}, {sampling}"
+        label = f"{weights}: {method}, {sampling}" if has_several else f"{method}, {sampling}"
         xs, ys = [row["throw_ratio"] for row in line], [row[column] for row in line]
         errors = [row["difference_se"] or 0 for row in line] if column == "difference" else None
-        marker, ls = {"mae": "o", "own": "D"}[protocol], SAMPLINGS[sampling][0]
-        ax.errorbar(xs, ys, errors, color=color, marker=marker, ms=4, lw=1.4, ls=ls, capsize=2, label=label)
+        style = dict(color=COLORS[method], ls=SAMPLINGS[sampling], marker="o", ms=4, lw=1.4, capsize=2)
+        ax.errorbar(xs, ys, errors, label=label, **style)
     ax.set(xlabel="throw ratio ρ_d", ylim=(0, None))
-
-
-def point_rows(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
-    """The rows of `draw_points` from top to bottom, each (weights, throw ratio, method)."""
-    present = {(row["weights"], row["throw_ratio"], row["method"]) for row in rows if row["throw_ratio"]}
-    return sorted(present, key=lambda place: (*place[:2], list(METHODS).index(place[2])))
-
-
-def draw_points(ax: Any, rows: Sequence[Row], column: str) -> None:
-    """Draw the column as one row of points for each checkpoint, throw ratio and method. Markers tell the samplings."""
-    has_several = len({row["weights"] for row in rows}) > 1
-    places = point_rows(rows)
-    for row in rows:
-        if row["throw_ratio"] and row[column] is not None:
-            y = places.index((row["weights"], row["throw_ratio"], row["method"]))
-            error = row["difference_se"] if column == "difference" else None
-            color, marker = METHODS[row["method"]].color, SAMPLINGS[row["sampling"]][1]
-            ax.errorbar(row[column], y, xerr=error, color=color, capsize=2)
-            ax.plot(row[column], y, color=color, marker=marker, ms=6, mfc="none", ls="none")
-    for sampling in sorted({row["sampling"] for row in rows}, key=list(SAMPLINGS).index):
-        ax.plot([], [], color="black", marker=SAMPLINGS[sampling][1], mfc="none", ls="none", label=sampling)
-    names = [f"{METHODS[method].title}, ρ_d {throw_ratio:g}" for _, throw_ratio, method in places]
-    if has_several:
-        names = [f"{weights}: {name}" for (weights, *_), name in zip(places, names, strict=True)]
-    ax.set_yticks(range(len(places)), names)
-    ax.set(xlim=(0, None), ylim=(len(places) - 0.5, -0.5))
 
 
 def get_args_parser() -> Parser:
@@ -388,60 +298,36 @@ def get_args_parser() -> Parser:
     group("--model", choices=models, help="the RUNs are full releases (encoder and decoder) of this model")
     group("--images", help="class folders, or a flat folder of images")
     ratios = [0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7]
-    group("--throw_ratios", type=float, nargs="+", default=ratios, help="for runs with throw_ratio 0")
-    group("--methods", nargs="+", default=list(OWN_METHODS), choices=METHODS, help="what is compared with MAE")
-    samplings = ["random", "furthest"]
-    group("--sampling", nargs="+", default=samplings, choices=SAMPLINGS, help="for runs with throw_ratio 0")
+    group("--throw_ratios", type=float, nargs="+", default=ratios, help="what is thrown")
     group = parser.add_argument_group("how").add_argument
     group("--batch_size", type=int, default=256, help="images per batch")
     group("--batches", type=int, default=64, help="number of batches")
     group("--draws", type=int, default=4, help="draws of the thrown tokens per batch")
-    group("--conv_steps", type=int, default=2000, help="training steps of the aggregation, for runs with throw_ratio 0")
+    group("--conv_steps", type=int, default=2000, help="training steps of the aggregation")
     group("--seed", type=int, default=0, help="of images, crops and tokens")
     group("--num_workers", type=int, default=min(16, available_cores() - 1), help="processes that load images")
     group("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     group = parser.add_argument_group("output").add_argument
     group("--out", type=Path, default=Path("gradient_gap.svg"), help="write the plot to this .svg or .png")
     group("--csv", type=Path, help="write the numbers to this file; without it, beside --out")
-    group("--from_csv", type=Path, help="measure nothing; plot the numbers in this file")
     return parser
-
-
-def defaults(*flags: str) -> Settings:
-    """The settings of main_pretrain.py with these flags."""
-    return vars(main_pretrain.get_args_parser().parse_args(flags))
-
-
-def check_own_protocol(path: str | Path, settings: Settings, methods: Sequence[str]) -> None:
-    """ValueError if the run at `path`, which throws tokens, cannot be measured by these methods."""
-    if not settings["progressive"]:
-        raise ValueError(f"{path!r} is plain partial reconstruction without an aggregation; give an MAE or PR-MIM run")
-    if settings["sampling"] not in SAMPLINGS:
-        raise ValueError(f"sampling must be one of {', '.join(SAMPLINGS)}, but {path!r} uses {settings['sampling']!r}")
-    if others := [name for name in methods if name not in OWN_METHODS]:
-        raise ValueError(
-            f"--methods {' '.join(others)} need an MAE run, but {path!r} throws tokens and is measured with its own "
-            f"aggregation: choose from {', '.join(OWN_METHODS)}"
-        )
 
 
 def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]:
     """Load (settings, weights) of a run of main_pretrain.py, or of a full MAE release with --model."""
     if args.model is None:
         model, settings = load_run(path)
-        settings = defaults() | settings  # flags that are newer than the run have their defaults
     else:
-        settings = defaults("--model", args.model, "--throw_ratio", "0")
+        settings = vars(main_pretrain.get_args_parser().parse_args(["--model", args.model, "--throw_ratio", "0"]))
         model = build_model(settings)
     if not isinstance(model, MaskedAutoencoderViT):
         raise ValueError(f"gradients are compared for MAE and MFF, not for {settings['model']}")
     if args.model is not None:
         model.load_official(checkpoint.read_checkpoint(path))
     if settings["throw_ratio"]:
-        check_own_protocol(path, settings, args.methods)
-    if not settings["throw_ratio"]:
-        for throw_ratio in args.throw_ratios:
-            TokenCounts.from_ratios(model.num_tokens, settings["mask_ratio"], throw_ratio)
+        raise ValueError(f"{str(path)!r} throws tokens: give a run with throw_ratio 0")
+    for throw_ratio in args.throw_ratios:
+        TokenCounts.from_ratios(model.num_tokens, settings["mask_ratio"], throw_ratio)
     return settings, model.state_dict()
 
 
@@ -450,7 +336,7 @@ def check_and_load(args: argparse.Namespace) -> tuple[list[tuple[str, Settings, 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but there is no CUDA device")
     if not args.runs or not args.images:
-        raise ValueError("give one or more RUNs and --images, or --from_csv")
+        raise ValueError("give one or more RUNs and --images")
     for name in ("batch_size", "batches", "draws", "conv_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -485,9 +371,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for path in (args.out, args.csv):
             if reason := prepare_file(path):
                 raise ValueError(f"{str(path)!r} cannot be written: {reason}")
-        if args.from_csv:
-            plot(read_rows(args.from_csv), args.out)
-            return
         loaded, images = check_and_load(args)
         rows = measure_all(loaded, images, args)
         plot(rows, args.out)

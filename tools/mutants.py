@@ -146,7 +146,7 @@ MUTANTS = [
         "util/run/loop.py",
         "sums[rank] if len(sums) == world_size",
         "sums[0] if len(sums) == world_size",
-        f"{LOOP} -k meter",
+        f"{LOOP} -k own_sums",
     ),
     Mutant(
         "util/run/loop.py",

@@ -2,12 +2,12 @@
 
     python tools/run_recipes.py                                   # all recipes, half an hour on two busy cores
     python tools/run_recipes.py --recipes finetune_vit_base --output_dir /tmp/recipes --csv recipes.csv
-    python tools/run_recipes.py --images 96 --total_batch_size 32 # a quick check without rare random draws
+    python tools/run_recipes.py --images 96 --total_batch_size 32 # a quick check
 
 Only the model's sizes and the number of images are scaled down. A recipe keeps its total batch size, schedule, losses,
 augmentation, regularisation, optimizer and evaluation. Each run is stopped once in the middle of an epoch, and the same
 command resumes it. The checks: no exception, the recipe's own settings, finite losses, one report per step, the step of
-the resume, the evaluations, and that everything that the recipe draws at random was drawn.
+the resume, and the evaluations.
 """
 
 import argparse
@@ -44,7 +44,6 @@ from encoders.models_swin import SwinEncoder
 from frameworks import models_amt_pr, models_greenmim_pr, models_tec_pr
 from frameworks.models_greenmim_pr import GreenMIMSwin
 from recipes import FINETUNE_RECIPES, RECIPES
-from tools.draws import ENOUGH, Draws
 from util.data.datasets import DOWNLOADED, INATURALIST, available_cores
 from util.run.checkpoint import newest_checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
@@ -55,9 +54,9 @@ SHAPES = ((48, 40), (60, 20), (64, 64), (100, 20), (40, 56), (20, 100), (33, 47)
 CLASSES, VAL_IMAGES = 10, 40
 DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)
 TEACHER = "mae_vit_micro_patch4"  # a teacher must have a known size
-DRAWS = ["flipped", "fallback", "operations", "zero_bits", "erased", "mixup", "cutmix", "dropped", "plan_shapes"]
+IMAGES = 5000  # of a run, at least
 COLUMNS = ["recipe", "program", "model", "total_batch_size", "accum_iter", "images", "steps", "stopped_after"]
-COLUMNS += ["seconds", "first_loss", "last_loss", "top1", *DRAWS, "problem"]
+COLUMNS += ["seconds", "first_loss", "last_loss", "top1", "problem"]
 
 
 def get_args_parser() -> Parser:
@@ -66,7 +65,7 @@ def get_args_parser() -> Parser:
     flag = parser.add_argument
     flag("--recipes", nargs="+", metavar="NAME", help="recipes to run (default: all of recipes.py)")
     flag("--output_dir", type=Path, help="an empty folder for data, logs and checkpoints (default: a temporary one)")
-    flag("--images", type=int, default=ENOUGH, help="least number of images to train on")
+    flag("--images", type=int, default=IMAGES, help="least number of images to train on")
     flag("--total_batch_size", type=int, help="replaces the recipe's own")
     flag("--jobs", type=int, default=available_cores(), help="recipes at once, one core each")
     flag("--csv", type=Path, help="write the table to this file")
@@ -79,7 +78,7 @@ class Job:
 
     program: str
     recipe: str
-    images: int = ENOUGH
+    images: int = IMAGES
     total_batch_size: int | None = None
 
     @property
@@ -297,11 +296,11 @@ def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
 def run(job: Job, argv: list[str], folder: Path) -> dict:
     """Run a job up to a step, resume it, and check its output. Returns a row of the table."""
     torch.set_num_threads(1)
-    settings, (steps, stop, _), draws = job.settings(), job.steps(), Draws()
+    settings, (steps, stop, _) = job.settings(), job.steps()
     console, started, problems = folder.with_suffix(".txt"), time.perf_counter(), []
     try:
         scale = scale_of(job.main, settings)
-        with quiet(console), scaled(job.main, settings["model"], scale), draws.recorded():
+        with quiet(console), scaled(job.main, settings["model"], scale):
             call(job.main, [*argv, "--max_steps", str(stop)])
             before = (folder / "log.jsonl").read_text()
             call(job.main, [*argv, "--max_steps", str(steps)])
@@ -310,10 +309,7 @@ def run(job: Job, argv: list[str], folder: Path) -> dict:
         problems.append(f"{type(error).__name__}: {error}")
         with quiet(console):
             traceback.print_exc()
-    row = describe(job, folder) | draws.summary() | {"seconds": time.perf_counter() - started}
-    if not problems:
-        missing = draws.missing(settings, row["images"])
-        problems += [f"never drawn: {', '.join(missing)}"] if missing else []
+    row = describe(job, folder) | {"seconds": time.perf_counter() - started}
     return row | {"problem": "; ".join(problems)}
 
 
@@ -406,7 +402,7 @@ def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
             work.append((job, command(job, workshop, folder), folder))
         except Exception as error:  # the other recipes still run
             failure = {"seconds": 0.0, "problem": f"its preparation failed: {error}"}
-            yield describe(job, folder) | Draws().summary() | failure
+            yield describe(job, folder) | failure
     if processes == 1:
         yield from (run(*parts) for parts in work)
         return
@@ -416,13 +412,12 @@ def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """A line for the terminal: numbers of the row, then the counted draws or the problem."""
+    """A line for the terminal: numbers of the row, then the problem."""
     values = (row[name] for name in ("first_loss", "last_loss", "top1"))
     numbers = " ".join("      -" if value is None else f"{value:7.3f}" for value in values)
-    draws = ", ".join(f"{row[name]} {name}" for name in DRAWS if row[name])
     steps = f"{row['stopped_after']:3}/{row['steps']:<3}"
-    outcome = f"FAILED: {row['problem']}" if row["problem"] else draws
-    return f"{row['recipe']:36} {row['images']:6} {steps} {row['seconds']:5.0f}s {numbers}  {outcome}"
+    outcome = f"  FAILED: {row['problem']}" if row["problem"] else ""
+    return f"{row['recipe']:36} {row['images']:6} {steps} {row['seconds']:5.0f}s {numbers}{outcome}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -436,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = args.output_dir
         if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"--output_dir {str(folder)!r} is not an empty folder; name a new one")
-    print(f"{'recipe':36} images  stop/steps time  first and last loss, top-1  draws", flush=True)
+    print(f"{'recipe':36} images  stop/steps time  first and last loss, top-1", flush=True)
     rows = []
     with nullcontext(args.output_dir) if args.output_dir else tempfile.TemporaryDirectory() as folder:
         for row in run_all(jobs, Path(folder).resolve(), args.jobs):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import main_pretrain
-from tests.scripts.programs import ROOT
-from tools import gradient_gap, readings
+from tools import gradient_gap
+from util.tables import read_csv
 
 FLAGS = (
     "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
@@ -18,17 +18,6 @@ GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --dev
 def pretrain(photos, output_dir, *flags):
     main_pretrain.main([*FLAGS.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *flags])
     return str(output_dir)
-
-
-# {method: (flags of main_pretrain.py, reading)}
-METHODS = {
-    "plain": ("--no-progressive", None),
-    "progressive": ("", None),
-    "progressive_all": ("--applies_to all", None),
-    "progressive_convnext": ("--aggregation convnext", None),
-    "progressive_masknorm": ("", "mask_normalised"),
-    "progressive_gaussian": ("", "gaussian"),
-}
 
 
 def flags(*argv):
@@ -47,7 +36,7 @@ def rows(mae, photos):
         [mae, "--images", str(photos), "--throw_ratios", "0", "0.25", "0.5", "0.7", *GAP.split(), "--out", str(out)]
     )
     assert "<svg" in out.read_text()
-    return gradient_gap.read_rows(out.with_suffix(".csv"))
+    return read_csv(out.with_suffix(".csv"), gradient_gap.COLUMNS, gradient_gap.TEXT)
 
 
 def of(rows, column, **where):
@@ -67,20 +56,17 @@ def test_the_plain_difference_grows_with_what_is_thrown(rows):
         assert len(differences) == 4 and all(a < b for a, b in itertools.pairwise(differences))
 
 
-def test_each_method_is_the_model_of_its_flags_and_reading(photos, mae):
+def test_each_method_is_the_model_of_its_flags(photos, mae):
     """The gradient is that of a model built from flags of main_pretrain.py. It differs between any two methods."""
     settings, weights = gradient_gap.load(mae, flags())
     first = gradient_gap.variant(settings, weights, 0.0, "plain")
     images, gradients = gradient_gap.open_images("folder", photos), {}
     batches = gradient_gap.Batches(images, first, settings, flags("--batch_size", "4"), "cpu")
     imgs = next(batches.load(0, 1))[1]
-    assert METHODS.keys() == gradient_gap.METHODS.keys()
-    for method, (argv, reading) in METHODS.items():
+    for method, argv in {"plain": "--no-progressive", "progressive": ""}.items():
         ours = gradient_gap.variant(settings, weights, 0.5, method, shared=first)
         args = main_pretrain.parse_args([*FLAGS.split(), "--throw_ratio", "0.5", *argv.split()])[1]
         model = main_pretrain.build_model(vars(args))
-        if reading:
-            readings.READINGS[reading](model)
         own = {name: value for name, value in ours.state_dict().items() if name.startswith("decoder.aggregation.")}
         assert bool(own) == (method != "plain")
         model.eval().load_state_dict(weights | own)
@@ -92,47 +78,6 @@ def test_each_method_is_the_model_of_its_flags_and_reading(photos, mae):
         assert torch.equal(gradients[method], expected)
     for one, other in itertools.combinations(gradients.values(), 2):
         assert (one - other).norm() > 0.01 * one.norm()
-
-
-def test_all_methods_are_measured_and_agree_where_nothing_is_thrown(photos, mae, tmp_path):
-    out = tmp_path / "gap.svg"
-    wanted = ["--methods", *METHODS, "--sampling", "furthest", "running_cell", "--throw_ratios", "0", "0.5"]
-    gradient_gap.main([mae, "--images", str(photos), *wanted, *GAP.split(), "--out", str(out)])
-    rows = gradient_gap.read_rows(out.with_suffix(".csv"))
-    for throw_ratio, sampling in itertools.product((0, 0.5), ("furthest", "running_cell")):
-        found = [row for row in rows if (row["throw_ratio"], row["sampling"]) == (throw_ratio, sampling)]
-        assert [row["method"] for row in found] == list(METHODS)
-        trained = [row["conv_steps"] for row in found]
-        if throw_ratio == 0:
-            assert all(row["difference"] == row["bias"] == row["sd_draws"] == 0 for row in found)
-            assert trained == [None] * 6
-        else:
-            assert len({row["difference"] for row in found}) == 6 and all(row["difference"] > 0 for row in found)
-            assert trained == [None, 3, 3, 3, 3, 3]
-    # With one throw ratio above 0 the plot has a row for each method, and a marker for each sampling.
-    for text in ("all cells, ρ_d 0.5", "Gaussian mean, ρ_d 0.5", "running_cell"):
-        assert f"<!-- {text} -->" in out.read_text()
-
-
-def test_an_older_csv_is_read_and_plotted(tmp_path):
-    """Progressive reconstruction had another name there. All figures of the documents can be drawn again."""
-    rows = gradient_gap.read_rows(ROOT / "docs/gradient_gap.csv")
-    assert {row["method"] for row in rows} == {"plain", "progressive"}
-    older = tmp_path / "older.csv"
-    gradient_gap.write_csv(
-        older, gradient_gap.COLUMNS, [row | {"method": row["method"].replace("progressive", "prmim")} for row in rows]
-    )
-    assert ",prmim," in older.read_text() and ",progressive," not in older.read_text()
-    assert gradient_gap.read_rows(older) == rows
-    for path in (older, *(ROOT / "docs").glob("gradient_gap*.csv")):
-        out = tmp_path / f"{path.stem}.svg"
-        gradient_gap.main(["--from_csv", str(path), "--out", str(out)])
-        assert "<svg" in out.read_text()
-    assert "<!-- progressive, furthest -->" in (tmp_path / "older.svg").read_text()
-    rows[0]["method"] = "reversed"
-    gradient_gap.write_csv(older, gradient_gap.COLUMNS, rows)
-    with pytest.raises(ValueError, match="unknown method 'reversed' in .*older.csv', known are plain, progressive, "):
-        gradient_gap.read_rows(older)
 
 
 def test_the_encoder_gradient_against_finite_differences(photos, mae):
@@ -201,9 +146,6 @@ def test_batches_are_the_same_for_every_method(photos, mae):
     assert all(torch.equal(visible[0], other) for other in visible)
     draws = [batches.token_order(1, models[0.5].counts, "random", draw) for draw in (0, 1)]
     assert not torch.equal(*draws)
-    lattice = batches.token_order(1, models[0.5].counts, "running_cell", 0)
-    cells = lattice[:, 16:32] // 8 % 2 * 2 + lattice[:, 16:32] % 2  # slots in the 2 x 2 cells of the 16 retained tokens
-    assert all(len(set(slots.tolist())) <= 2 for slots in cells)
     assert not np.array_equal(visible[0], batches.token_order(0, models[0.5].counts, "random", 0)[:, :16])
 
 
@@ -254,7 +196,7 @@ def test_only_the_convolution_is_trained(photos, mae):
 
 
 def test_models_that_are_trained_together_end_as_if_trained_alone(photos, mae):
-    """Against whole forward passes, model by model. The models differ in throw ratio, sampling and aggregation."""
+    """Against whole forward passes, model by model. The models differ in throw ratio and sampling."""
     settings, weights = gradient_gap.load(mae, flags())
     first = gradient_gap.variant(settings, weights, 0.0, "plain")
     images = gradient_gap.open_images("folder", photos)
@@ -262,7 +204,7 @@ def test_models_that_are_trained_together_end_as_if_trained_alone(photos, mae):
     compared = [
         (throw_ratio, sampling, method)
         for throw_ratio, sampling in ((0.5, "furthest"), (0.5, "random"), (0.25, "furthest"))
-        for method in ("progressive", "progressive_all", "progressive_convnext")
+        for method in ("progressive",)
     ]
 
     def build(throw_ratio, sampling, method, shared):
@@ -286,37 +228,6 @@ def test_models_that_are_trained_together_end_as_if_trained_alone(photos, mae):
             assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_a_run_that_throws_is_measured_with_its_own_convolution(photos, tmp_path):
-    run = pretrain(photos, tmp_path / "run", "--throw_ratio", "0.5", "--sampling", "random")
-    out = tmp_path / "gap.png"
-    gradient_gap.main([f"ours={run}", "--images", str(photos), *GAP.split(), "--out", str(out)])
-    rows = gradient_gap.read_rows(out.with_suffix(".csv"))
-    assert [
-        (r["weights"], r["protocol"], r["method"], r["sampling"], r["throw_ratio"], r["conv_loss"]) for r in rows
-    ] == [("ours", "own", method, "random", 0.5, None) for method in ("plain", "progressive")]
-    assert out.read_bytes().startswith(b"\x89PNG")
-    before = out.with_suffix(".csv").read_text()
-    gradient_gap.main(["--from_csv", str(out.with_suffix(".csv")), "--out", str(tmp_path / "again.svg")])
-    assert "<svg" in (tmp_path / "again.svg").read_text() and out.with_suffix(".csv").read_text() == before
-    with pytest.raises(ValueError, match="--methods progressive_all need an MAE run, but .* choose from plain, progr"):
-        gradient_gap.load(run, flags("--methods", "plain", "progressive_all"))
-    settings = {"progressive": True, "sampling": "attention"}
-    with pytest.raises(ValueError, match="sampling must be one of random, furthest, running_cell, but 'run' uses 'att"):
-        gradient_gap.check_own_protocol("run", settings, ["plain"])
-
-
-def test_a_run_of_before_a_flag_existed(mae, monkeypatch):
-    load_run = gradient_gap.load_run
-
-    def older(path):
-        model, settings = load_run(path)
-        return model, {name: value for name, value in settings.items() if name not in ("crop", "interpolation")}
-
-    monkeypatch.setattr(gradient_gap, "load_run", older)
-    settings, _ = gradient_gap.load(mae, flags())
-    assert (settings["crop"], settings["interpolation"], settings["throw_ratio"]) == ("resized", "bicubic", 0)
-
-
 def test_official_weights(photos, tmp_path, monkeypatch):
     model = main_pretrain.MODELS["mae_vit_micro_patch4"](throw_ratio=0.0)
     back = {"decoder.mask_token": "mask_token", "decoder.pos_embed": "decoder_pos_embed"}
@@ -337,11 +248,12 @@ def test_official_weights(photos, tmp_path, monkeypatch):
         ("{mae} --images {photos} --csv /dev/null/gap.csv", "cannot be made: File exists"),
         ("{mae} --images {photos} --model simmim_vit_micro_patch4", "invalid choice: 'simmim_vit_micro_patch4'"),
         ("{mae} --images {photos} --out gap.pdf", "must end in .svg or .png, got 'gap.pdf'"),
-        ("--from_csv {photos}/../table.csv", "is no CSV of this script"),
+        ("{throwing} --images {photos}", "throws tokens: give a run with throw_ratio 0"),
     ],
 )
-def test_errors(photos, mae, argv, message, capsys):
-    (photos.parent / "table.csv").write_text("a,b\n1,2\n")
+def test_errors(photos, mae, argv, message, capsys, tmp_path):
+    throwing = pretrain(photos, tmp_path / "run", "--max_steps", "1") if "{throwing}" in argv else None
+    capsys.readouterr()
     with pytest.raises(SystemExit):
-        gradient_gap.main([word.format(mae=mae, photos=photos) for word in argv.split()])
+        gradient_gap.main([word.format(mae=mae, photos=photos, throwing=throwing) for word in argv.split()])
     assert message in capsys.readouterr().err
