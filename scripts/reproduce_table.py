@@ -19,9 +19,7 @@ those of the last epoch of finished runs. FLOPs are counted. Memory and time are
 """
 
 import argparse
-import functools
 import importlib
-import json
 import os
 import shlex
 import signal
@@ -40,39 +38,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import main_pretrain
 import submitit_launch
 from downstream.robustness.main_robustness import BENCHMARKS
-from prmim import SpatialAggregation
-from recipes import RECIPES
-from scripts.deviations import RECIPES_OF, find_deviations, settings_of
-from scripts.paper_tables import TABLES, Row, Table
-from scripts.table_runs import (
-    DOWNSTREAM,
-    Run,
-    describe_state,
-    is_finished,
-    is_test_set,
-    pending,
-    progress_of,
-    runs_of,
-)
-from util import costs
+from scripts.paper_tables import TABLES, Row
+from scripts.table_results import RECIPES_OF, collect, read_costs
+from scripts.table_runs import Run, is_finished, pending, progress_of, runs_of
 from util.run.cli import Parser, run_program, user_errors
 from util.run.flags import split_batch
-from util.run.folder import read_json
-from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = list(TABLES["robustness"].columns.values())
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Settings that do not change the cost of a step.
-SCHEDULE = {"epochs", "warmup_epochs", "blr", "min_lr", "warmup_lr", "lr_schedule", "lr_steps", "sampling"}
-FORMATS = {"module_gflops": ".2g", "flops": ".3f", "memory": ".2f", "time": ".2f"}  # others: ".1f"
-COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrain.py
-TITLES = ["row", "recipe", "epochs", "throw_ratio"]
-COST_TEXT = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
-
 PATHS = {"main_segmentation": "ade_path", "main_detection": "coco_path"}  # flags of their data
-
-CostFiles = list[list[dict[str, Any]]]  # the rows of each CSV
 
 
 class StoppedError(Exception):
@@ -80,11 +55,6 @@ class StoppedError(Exception):
 
 
 # ------------------------------------------------------------------------------------------------------- commands
-
-
-def takes_teacher(recipe: str) -> bool:
-    """Whether the framework of a pre-training recipe has the flag --teacher."""
-    return any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[str(RECIPES[recipe]["model"])].flags)
 
 
 def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
@@ -105,7 +75,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
     if run.needs is not None:
         own_flags = getattr(args, run.main.replace("main_", "") + "_flags")
         return [*flags, "--finetune", str(run.needs.folder), *own_flags]
-    if takes_teacher(run.recipe):
+    if any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[str(recipe["model"])].flags):
         if args.teacher is None:
             raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
         flags += ["--teacher", args.teacher]
@@ -161,7 +131,7 @@ def print_commands(runs: Sequence[Run], args: argparse.Namespace) -> None:
 
 
 def call(command: Sequence[str]) -> int:
-    """Runs a command and returns its exit code. A signal ends it by SIGTERM, so that a main saves first.
+    """Runs a command and returns its exit code. The first signal ends it by SIGTERM, so that a main saves first.
 
     Then StoppedError is raised, or KeyboardInterrupt after Ctrl-C.
     """
@@ -226,129 +196,12 @@ def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
         jobs[run] = queued or submitit_launch.main(submission_of(run, args, needed)).job_id
 
 
-# ------------------------------------------------------------------------------------------------------ collecting
-
-
-def forward_gmac(recipe: str) -> float:
-    """Returns the forward multiply-adds of one image, in 10^9, without a frozen teacher."""
-    settings = {k: v for k, v in settings_of("main_pretrain", recipe).items() if k not in SCHEDULE | {"recipe"}}
-    return counted_gmac(json.dumps(settings))
-
-
-@functools.cache
-def counted_gmac(settings: str) -> float:
-    """Does what `forward_gmac` does for settings in JSON. A count takes a second, and many recipes share one."""
-    return costs.forward_gmac(json.loads(settings) | {"sampling": "furthest"}, main_pretrain.build_model)[0]
-
-
-def aggregation_gmac(recipe: str) -> float:
-    """Returns the forward multiply-adds of the spatial aggregation for one image, in 10^9."""
-    settings, calls = settings_of("main_pretrain", recipe), []
-    with torch.device("meta"):
-        model = main_pretrain.build_model(settings)
-        imgs = torch.empty(1, 3, *model.img_size)
-    for module in model.modules():
-        if isinstance(module, SpatialAggregation):
-            module.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs)))
-    model(imgs, *[order.to("meta") for order in costs.make_batch(model, settings, 1)[1]])
-    return sum(costs.count_gmac(functools.partial(module.forward, *inputs)) for module, inputs in calls)
-
-
-def find_baseline(table: Table, row: Row) -> str | None:
-    """Returns the recipe of the same model that throws nothing, from the same table."""
-    model = RECIPES[row.pretrain]["model"]
-    recipes = [other.pretrain for other in table.rows if other.throw_ratio == 0]
-    return next((recipe for recipe in recipes if RECIPES[recipe]["model"] == model), None)
-
-
-def same_cost(name: str, other: str) -> bool:
-    """Whether a step of two recipes costs the same: they differ at most in their schedule."""
-    parts = [{k: v for k, v in RECIPES.get(recipe, {}).items() if k not in SCHEDULE} for recipe in (name, other)]
-    return bool(parts[0]) and parts[0] == parts[1]
-
-
-def read_costs(paths: Sequence[str]) -> CostFiles:
-    """Returns the rows of each CSV of scripts/profile_pretrain.py."""
-    return [read_csv(path, ("recipe", *COST_COLUMNS.values()), COST_TEXT) for path in paths]
-
-
-def cost_ratio(files: CostFiles, recipe: str, baseline: str, column: str) -> float | None:
-    """Returns the cost of `recipe` relative to `baseline`, from the first file with both."""
-    names = (recipe, baseline)
-    for rows in files:
-        found = {
-            name: [row[column] for row in rows if row[column] and same_cost(row["recipe"], name)] for name in names
-        }
-        if all(found.values()):
-            return found[recipe][0] / found[baseline][0]
-    return None
-
-
-def measured(table: Table, row: Row, column: str, run: Run | None, files: CostFiles) -> float | None:
-    """Returns the measured number of a column, or None. files: of `read_costs`."""
-    measure, baseline = table.columns[column], find_baseline(table, row)
-    if run is not None and measure in ("top1", *DOWNSTREAM):
-        return read_json(run.folder / "results.json")["last"][f"val_{measure}"] if is_finished(run) else None
-    if run is not None:
-        result = read_json(run.folder / "robustness.json").get("summary", {}).get(measure, {})
-        return result.get("mce", result.get("top1"))
-    if measure == "module_gflops":
-        return aggregation_gmac(row.pretrain)
-    if baseline is None:
-        return None
-    if measure == "flops":
-        return forward_gmac(row.pretrain) / forward_gmac(baseline)
-    return cost_ratio(files, row.pretrain, baseline, COST_COLUMNS[measure])
-
-
-def collect(name: str, rows: Sequence[Row], root: Path, files: CostFiles) -> str:
-    """Writes ROOT/<table>.csv and ROOT/<table>.md, and returns the latter's text."""
-    table = TABLES[name]
-    print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
-    sets = [measure for measure in table.columns.values() if is_test_set(measure)]
-    columns = [title for column in table.columns for title in (column, f"{column} measured")]
-    lines, records, notes = [], [], [table.note] if table.note else []
-    for row in rows:
-        runs = runs_of(table, row, root, sets)
-        first = [row.label, row.pretrain, row.epochs, row.throw_ratio]
-        state = describe_state(list(runs.values()))
-        numbers: list[Any] = []
-        cells: list[str] = []
-        for (column, measure), printed in zip(table.columns.items(), row.numbers, strict=True):
-            value, published = measured(table, row, column, runs.get(column), files), printed.removeprefix("-")
-            numbers += [published, value]
-            cells += [published, "" if value is None else format(value, FORMATS.get(measure, ".1f"))]
-        records.append(
-            dict(zip(TITLES, first, strict=True)) | dict(zip(columns, numbers, strict=True)) | {"state": state}
-        )
-        lines.append([*first, *cells, state])
-        notes += [note for run in runs.values() for link in run.chain for note in find_deviations(link)]
-    root.mkdir(parents=True, exist_ok=True)
-    write_csv(root / f"{name}.csv", [*TITLES, *columns, "state"], records)
-    text = f"## {table.title}\n\n{markdown_table([*TITLES, *columns, 'state'], lines, left=2)}\n"
-    if notes:
-        text += "\n" + "".join(f"- {note}\n" for note in dict.fromkeys(notes))
-    (root / f"{name}.md").write_text(text, encoding="utf-8")
-    return text
-
-
 # ----------------------------------------------------------------------------------------------------------- flags
-
-
-class TableParser(Parser):
-    """A parser that stores the arguments after `--` as `launcher_flags`."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        end = words.index("--") if "--" in words else len(words)
-        namespace, rest = super().parse_known_args(words[:end], namespace)
-        namespace.launcher_flags = words[end + 1 :]
-        return namespace, rest
 
 
 def get_args_parser() -> Parser:
     """The flags of this script."""
-    parser = TableParser("reproduce_table.py", description=__doc__)
+    parser = Parser("reproduce_table.py", description=__doc__)
     group = parser.add_argument_group("what is run").add_argument
     group("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}, or all")
     group("--rows", metavar="GLOB", help="only rows whose pre-training recipe matches, such as 'prmim*'")
@@ -382,7 +235,10 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Parses and checks the flags."""
     parser = get_args_parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    args.launcher_flags = words[end + 1 :]
     unknown = [name for name in args.tables if name not in (*TABLES, "all")]
     if unknown:
         parser.error(f"unknown table {unknown[0]!r}: give {', '.join(TABLES)}, or all")

@@ -77,12 +77,13 @@ def is_finished(run: Run) -> bool:
     if run.main == "main_robustness":
         summary = read_json(run.folder / "robustness.json").get("summary", {})
         return bool(run.sets) and all(name in summary for name in run.sets)
-    if run.main == "main_finetune":
+    if run.needs is not None:
         last, settings = read_json(run.folder / "results.json").get("last"), read_json(run.folder / "settings.json")
-        return last is not None and "epochs" in settings and last["epoch"] + 1 >= settings["epochs"]
-    if run.main in DOWNSTREAM.values():
-        last, settings = read_json(run.folder / "results.json").get("last"), read_json(run.folder / "settings.json")
-        return last is not None and "num_iters" in settings and last["step"] >= settings["num_iters"]
+        if last is None or not settings:
+            return False
+        if run.main in DOWNSTREAM.values():
+            return bool(last["step"] >= settings["num_iters"])
+        return bool(last["epoch"] + 1 >= settings["epochs"])
     done, total = epochs_of(run)
     return 0 < total <= done
 

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import submitit_launch
-from scripts import reproduce_table
+from scripts import reproduce_table, table_results
 from scripts.paper_tables import TABLES, Row, Table
 from scripts.profile_pretrain import COLUMNS
 from util.tables import write_csv
@@ -295,7 +295,7 @@ def test_robustness_is_collected_by_set(tmp_path, capsys):
 def test_costs_are_relative_to_the_same_model(tmp_path, capsys, monkeypatch):
     """Rows of 800 epochs cost what those of 100 epochs cost. FLOPs are counted."""
     counted = {"mae_vit_base_800ep": 10.0, "plain50_vit_base_800ep": 7.0, "mae_vit_base_100ep": 10.0}
-    monkeypatch.setattr(reproduce_table, "forward_gmac", lambda recipe: counted.get(recipe, 5.0))
+    monkeypatch.setattr(table_results, "forward_gmac", lambda recipe: counted.get(recipe, 5.0))
     profiled = [("mae_vit_base_100ep", 8000, 50.0), ("plain50_vit_base_100ep", 5000, 40.0)]
     profiled += [("prmim50_vit_large_100ep", 9000, 90.0), ("deep16_mae_vit_base_100ep", 1, 1)]
     rows = [dict(recipe=recipe, peak_mb=mb, ms=ms) for recipe, mb, ms in profiled]
@@ -315,9 +315,9 @@ def test_costs_are_relative_to_the_same_model(tmp_path, capsys, monkeypatch):
 
 def test_counted_costs(tmp_path, capsys):
     """MAE's and the convolution's multiply-adds are counted by hand in tests/test_recipes.py."""
-    assert reproduce_table.forward_gmac("mae_vit_base_100ep") == pytest.approx(9.675, abs=1e-3)
-    assert reproduce_table.aggregation_gmac("prmim50_vit_base_100ep") == pytest.approx(49 * 196 * 512 / 1e9)
-    assert reproduce_table.aggregation_gmac("avgpool_vit_base_100ep") == 0
+    assert table_results.forward_gmac("mae_vit_base_100ep") == pytest.approx(9.675, abs=1e-3)
+    assert table_results.aggregation_gmac("prmim50_vit_base_100ep") == pytest.approx(49 * 196 * 512 / 1e9)
+    assert table_results.aggregation_gmac("avgpool_vit_base_100ep") == 0
 
 
 # --------------------------------------------------------------------------------------------------------- launching
