@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant("util/data/transforms.py", "round((side - wanted) / 2)", "int((side - wanted) / 2)", CROPS),
     Mutant("util/data/transforms.py", "draws[-1] < 0.5", "draws[-1] < 0.6", CROPS),
     Mutant("util/data/transforms.py", "math.sqrt(area * ratio)", "math.sqrt(area / ratio)", CROPS),
-    Mutant("util/data/transforms.py", ".clamp(0, 65535)", "", "tests/test_many_channels.py"),
+    Mutant("util/data/transforms.py", ".clamp(0, 65535)", "", CROPS),
     Mutant("util/data/transforms.py", "(imgs - self.mean) / self.std", "imgs / self.std - self.mean", CROPS),
     # checkpoints and resume
     Mutant(
