@@ -43,7 +43,8 @@ LOOP, FINETUNE = "tests/test_engine_pretrain.py", "tests/test_engine_finetune.py
 ACCUMULATION = f"{LOOP} -k accumulation"
 PRETRAIN = "tests/test_main_pretrain.py -k 'weight_decay or adamw'"
 SCHEDULES, LARS, ADDRESSED = "tests/util/test_lr_sched.py", "tests/util/test_lars.py", "tests/util/test_addressed.py"
-DATA, CROPS = "tests/util/data/test_datasets.py -k 'epoch or split or micro or skips or once'", "tests/util/data/test_crops.py"
+DATA = "tests/util/data/test_datasets.py -k 'epoch or split or micro or skips or once'"
+CROPS = "tests/util/data/test_crops.py"
 CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_resume.py"
 LOADING, POSITIONS, BIASES = (
     "tests/encoders/test_load.py",

@@ -135,6 +135,13 @@ def test_pruning_keeps_the_last_two_and_those_marked_as_kept(tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 
+def test_pruning_keeps_checkpoints_of_later_steps(tmp_path):
+    for step in range(1, 5):
+        save_checkpoint(tmp_path, step, {"model": {}}, {"step": step})
+    prune_checkpoints(tmp_path, [2])
+    assert sorted(p.stem for p in tmp_path.glob("*.pth")) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
 @pytest.mark.parametrize("calls", [0, 1])
 def test_a_kill_while_pruning_leaves_no_checkpoint_that_would_be_adopted(tmp_path, monkeypatch, calls):
     for step in range(1, 4):
