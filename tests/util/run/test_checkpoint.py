@@ -270,6 +270,12 @@ def test_load_strict_reports_every_kind_at_once():
         checkpoint.load_strict(model, {"weight": torch.zeros(4, 2), "scale": torch.zeros(1)}, "weights")
 
 
+def test_load_strict_refuses_weights_that_are_not_finite():
+    weights = {"weight": torch.zeros(3, 2), "bias": torch.tensor([0.0, torch.nan, 1.0])}
+    with pytest.raises(FloatingPointError, match="weights are not finite: bias$"):
+        checkpoint.load_strict(torch.nn.Linear(2, 3), weights, "weights")
+
+
 def test_meta_is_empty_for_files_of_other_projects():
     assert checkpoint.meta_of({"meta": {"step": 3}}) == {"step": 3}
     assert checkpoint.meta_of({"model": {}}) == checkpoint.meta_of({"meta": "text"}) == {}

@@ -40,6 +40,12 @@ def test_changes_of_results_are_found(changes, said):
     assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
 
+def test_pixels_of_another_type_are_a_change():
+    deep = META | {"pixels": "uint16"}
+    assert find_changes(META, META | {"pixels": "uint8"}, MACHINE_FLAGS) == []  # the default
+    assert find_changes(deep, META, MACHINE_FLAGS) == ["the images had pixels of uint16 and now have uint8"]
+
+
 def test_validation_data_counts_where_both_have_it():
     now = META | {"num_val_images": 5, "val_data": "x"}
     assert find_changes(META, now, MACHINE_FLAGS) == []  # a checkpoint of an older version
