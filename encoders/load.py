@@ -12,7 +12,6 @@ unused_keys: beginnings of an encoder's parameters that it does not use.
 adapt_weights(tensors): returns the weights under names of its own.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from timm.data import ImageNetInfo
 from timm.models import adapt_input_conv
 from torch import nn
 
@@ -29,7 +27,6 @@ from encoders.kinds import BIAS_TABLE, SWIN, Kind, find_kind
 from encoders.names import (
     CLS_TOKEN_MLP,
     COMPUTED_KEYS,
-    TRANSFORMERS,
     Origin,
     Tensors,
     find_origin,
@@ -55,8 +52,7 @@ ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
 class Weights:
     """What a file holds.
 
-    path: of the file, or a name. raw: its tensors under its own names. meta: of the run or of the export; for files of
-    Transformers `settings` (input_size, patch_size, num_heads, norm_eps, mean, std) and `classes` from their config.
+    path: of the file, or a name. raw: its tensors under its own names. meta: see `util.run.checkpoint.meta_of`.
     """
 
     path: str | Path
@@ -141,10 +137,7 @@ def read(path: str | Path) -> Weights:
     path = checkpoint.find_checkpoint_file(path)
     contents = [checkpoint.read_checkpoint(file) for file in checkpoint.list_shards(path)]
     raw = {name: value for content in contents for name, value in unwrap(content, path).items()}
-    weights, config = Weights(path, raw, checkpoint.meta_of(contents[0])), path.parent / "config.json"
-    if weights.origin is TRANSFORMERS and config.is_file():
-        weights = replace(weights, meta=read_config(config, weights.num_classes is not None))
-    return weights
+    return Weights(path, raw, checkpoint.meta_of(contents[0]))
 
 
 def unwrap(content: Mapping[str, Any], path: str | Path) -> Tensors:
@@ -161,30 +154,6 @@ def unwrap(content: Mapping[str, Any], path: str | Path) -> Tensors:
     raise CheckpointError(
         f"{str(path)!r} holds no weights by their names: they may lie under `model`, `state_dict` or `student`"
     )
-
-
-def read_config(path: Path, has_head: bool) -> dict[str, Any]:
-    """Returns the meta in a config.json of Transformers, and in the preprocessor_config.json beside it."""
-    config = json.loads(path.read_text())
-    if config.get("hidden_act", "gelu") != "gelu":
-        raise CheckpointError(f"{str(path)!r} has the activation {config['hidden_act']!r}; the encoders here have gelu")
-    settings = {
-        "input_size": config["image_size"],
-        "patch_size": config["patch_size"],
-        "num_heads": config["num_attention_heads"],
-        "norm_eps": config.get("layer_norm_eps", 1e-12),  # the default of ViTConfig
-    }
-    images = path.with_name("preprocessor_config.json")
-    said = json.loads(images.read_text()) if images.is_file() else {"do_normalize": False}
-    if said.get("do_normalize", True):
-        settings |= {"mean": said.get("image_mean"), "std": said.get("image_std")}
-    labels = config.get("id2label", {}) if has_head else {}
-    classes = [labels[str(i)] for i in range(len(labels))]
-    imagenet = ImageNetInfo()
-    if classes == [imagenet.index_to_description(i) for i in range(imagenet.num_classes())]:
-        classes = imagenet.label_names()  # the names of ImageNet's folders
-    is_named = classes != [f"LABEL_{i}" for i in range(len(classes))]
-    return {"settings": settings, "classes": classes if is_named else None}
 
 
 # --------------------------------------------------------------------------------------------------------------- load

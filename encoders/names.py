@@ -150,14 +150,13 @@ class Origin(NamedTuple):
     has_norm: bool = True
 
 
-TRANSFORMERS = Origin("of Transformers", _begins("vit.embeddings.", "embeddings.patch_embeddings."), from_transformers)
 ORIGINS = (  # the first that fits
     Origin("of TEC", _has(CLS_TOKEN_MLP)),
     Origin("of TEC, as published", is_published_tec, has_norm=False),
     Origin("of CrossMAE", _has("wfm.linear.weight", "decoder.level_weights"), has_norm=False),
     Origin("of LocalMIM", _has("norm.0.weight"), from_localmim),
     Origin("of mmpretrain", _begins("backbone."), from_mmpretrain),
-    TRANSFORMERS,
+    Origin("of Transformers", _begins("vit.embeddings.", "embeddings.patch_embeddings."), from_transformers),
     Origin("of SimMIM", _begins("encoder."), from_simmim),
     Origin("the student in a training checkpoint of iBOT or DINO", _begins("module.backbone."), from_student),
     Origin("with the key names of MAE and timm", lambda names: True),

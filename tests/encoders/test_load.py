@@ -14,6 +14,7 @@ from encoders.names import rename, rename_prefixes
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import OFFICIAL_NAMES, mae_vit_micro_patch4
 from models_vit import VisionTransformer, ViTEncoder
+from tests.test_main_finetune import PLAIN, evaluate, labelled, run  # noqa: F401
 from util.run.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
@@ -198,9 +199,20 @@ def transformers_names(weights, is_classifier, qkv_bias=True):
 
 def transformers_folder(folder, model, layout="safetensors", **changes):
     """Writes the weights of a ViT as `save_pretrained` does."""
-    config = dict(image_size=32, patch_size=8, num_attention_heads=3, hidden_act="gelu", layer_norm_eps=1e-12) | changes
+    config = (
+        dict(
+            model_type="vit",
+            image_size=32,
+            patch_size=model.patch_size,
+            num_attention_heads=3,
+            hidden_act="gelu",
+            layer_norm_eps=1e-12,
+        )
+        | changes
+    )
     if is_classifier := hasattr(model, "head"):
         config["id2label"] = {"0": "cat", "1": "dog", **config.get("id2label", {})}
+        config["architectures"] = ["ViTForImageClassification"]
     weights = transformers_names(model.state_dict(), is_classifier, config.get("qkv_bias", True))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -285,3 +297,21 @@ def test_transformers_masked_autoencoder_has_the_names_of_mae_s_release():
     model = mae_vit_micro_patch4(throw_ratio=0)
     model.load_official(Weights("folder", weights).tensors)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.state_dict().items())
+
+
+def test_a_folder_of_transformers_is_evaluated_and_fine_tuned(labelled, tmp_path, capsys):  # noqa: F811
+    """Its file is a link to another name, as in the cache of the Hub. The statistics are those of its images."""
+    sizes = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
+    source = random_vit(global_pool="token", num_classes=2, **sizes)
+    folder = transformers_folder(tmp_path / "vit", source)
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    state = dict(model="vit_micro_patch4", nb_classes=2, input_size=32, patch_size=4, global_pool="token", crop_pct=1.0)
+    settings = state | dict(trainable_blocks=None, mean=[0.5] * 3, std=[0.25] * 3)
+    known = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"settings": settings})
+    ours, theirs = evaluate(labelled, known), evaluate(labelled, folder, "--crop_pct", "1")
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-3) and theirs["num_images"] == 7
+    content = run(labelled, tmp_path / "out", *PLAIN, "--finetune", folder, "--max_steps", 1)
+    assert content["meta"]["encoder"]["path"] == str(folder / "model.safetensors")
+    assert content["meta"]["settings"]["mean"] == [0.5] * 3
+    assert "the file's config has LayerNorms with eps 1e-12, here eps is 1e-06" in capsys.readouterr().out

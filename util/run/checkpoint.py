@@ -240,7 +240,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
     try:
         if path.suffix == ".safetensors":
-            return _read_safetensors(path)
+            return _read_safetensors(path) | _read_config(path.parent / "config.json")
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as error:
@@ -254,7 +254,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     if isinstance(content.get("meta"), str):
         content["meta"] = json.loads(content["meta"])
-    return content
+    return content | (_read_config(path.parent / "config.json") if path.suffix == ".bin" else {})
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:
@@ -263,7 +263,10 @@ def read_meta(path: str | Path) -> dict[str, Any]:
 
 
 def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the meta in a checkpoint's content (settings, step, classes, ...), or {} for files of other projects."""
+    """Returns the meta in a checkpoint's content (settings, step, classes, ...), or {} for files of other projects.
+
+    Files of Transformers have settings (input_size, patch_size, num_heads, norm_eps, mean, std) and classes.
+    """
     meta = content.get("meta")
     return meta if isinstance(meta, dict) else {}
 
@@ -302,6 +305,35 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     facts = {name: json.loads(metadata[name]) for name in EXPORTED_FACTS if name in metadata}
     return {"model": weights, "meta": meta_of_facts(facts)}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Returns {"meta": ...} of the config.json of a ViT of Transformers, and of its preprocessor_config.json, or {}."""
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if config.get("model_type") not in ("vit", "vit_mae"):
+        return {}
+    if config.get("hidden_act", "gelu") != "gelu":
+        raise CheckpointError(f"{str(path)!r} has the activation {config['hidden_act']!r}; the encoders here have gelu")
+    settings = {
+        "input_size": config["image_size"],
+        "patch_size": config["patch_size"],
+        "num_heads": config["num_attention_heads"],
+        "norm_eps": config.get("layer_norm_eps", 1e-12),  # the default of ViTConfig
+    }
+    images = path.with_name("preprocessor_config.json")
+    said = json.loads(images.read_text()) if images.is_file() else {"do_normalize": False}
+    if said.get("do_normalize", True):
+        settings |= {"mean": said.get("image_mean"), "std": said.get("image_std")}
+    has_head = any(name.endswith("ForImageClassification") for name in config.get("architectures") or ())
+    labels = config.get("id2label", {}) if has_head else {}
+    classes = [labels[str(i)] for i in range(len(labels))]
+    from timm.data import ImageNetInfo  # here, because timm is slow to import
+
+    imagenet = ImageNetInfo()
+    if classes == [imagenet.index_to_description(i) for i in range(imagenet.num_classes())]:
+        classes = imagenet.label_names()  # the names of ImageNet's folders
+    is_named = classes != [f"LABEL_{i}" for i in range(len(classes))]
+    return {"meta": {"settings": settings, "classes": classes if is_named else None}}
 
 
 # ----------------------------------------------------------------------------------------------------------------- load
