@@ -76,6 +76,10 @@ def test_load_encoder_refuses_what_does_not_fit(tmp_path):
     torch.save(encoder_weights(img_size=(16, 32)), tmp_path / "oblong.pth")
     with pytest.raises(ValueError, match=r"pos_embed \[1, 9, 48\] of '.*oblong.pth' .*cannot be resized"):
         load_encoder(VisionTransformer(**SIZES), tmp_path / "oblong.pth")
+    normless = {key: value for key, value in encoder_weights().items() if not key.startswith("norm.")}
+    torch.save(normless | {"mask_token": torch.zeros(1, 1, 48)}, tmp_path / "norm.pth")
+    with pytest.raises(ValueError, match=r"missing: norm.weight, norm.bias"):  # of a kind of file that has one
+        load_encoder(VisionTransformer(global_pool="token", **SIZES), tmp_path / "norm.pth")
 
 
 def test_safetensors_files_are_read(tmp_path):
