@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -405,7 +406,7 @@ def test_queries_and_values_of_a_published_bias_keep_their_places():
 @pytest.mark.parametrize("recipe", SEGMENTATION_RECIPES)
 def test_recipes_build(recipe):
     args = main_segmentation.parse_args(["--recipe", recipe, "--finetune", "encoder.pth"])[1]
-    main_segmentation.check_flags(args, None)
+    main_segmentation.check_flags(args, SimpleNamespace(batch_size=args.total_batch_size))
     with torch.device("meta"):
         model = main_segmentation.build_segmenter(vars(args))
     assert model.img_size == (args.input_size,) * 2 and any(p.requires_grad for p in model.parameters())
