@@ -51,7 +51,7 @@ def build(name, throw_ratio=None, shallow=False, **options):
     parameters = {p for c in CLASSES[name].__mro__ for p in inspect.signature(c.__init__).parameters}
     sizes = dict(SWIN if "depths" in parameters else SIZES)
     if "decoder_depth" in parameters and "depths" not in parameters:
-        sizes |= DECODER
+        sizes |= {key: value for key, value in DECODER.items() if key in parameters}
     if shallow:
         sizes |= {key: value for key, value in dict(depth=2, decoder_depth=1).items() if key in sizes}
     if "taps" in parameters:

@@ -14,7 +14,7 @@ from prmim import ProgressiveDecoder, SpatialAggregation, TokenOrder
 class AggregatesPredictions(ProgressiveDecoder):
     """Norm and head on the kept tokens come first; the convolution reconstructs predictions from predictions."""
 
-    def reconstruct(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         assert self.aggregation is not None  # all arms with this reading throw tokens
         return self.aggregation(super().predict(self.decode(x, order)), order, self.grid_size)
 

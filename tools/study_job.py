@@ -55,7 +55,7 @@ def add_reading(model: str, reading: str) -> str:
         return built
 
     main_pretrain.MODELS[name] = build
-    main_pretrain.FRAMEWORK_OF[name] = main_pretrain.FRAMEWORK_OF[model]
+    main_pretrain.CLASS_OF[name] = main_pretrain.CLASS_OF[model]
     return name
 
 

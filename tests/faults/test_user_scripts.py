@@ -24,7 +24,7 @@ from util import pictures
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 # These programs need no arguments.
-WORK_ALONE = ("demo", "fault_matrix", "run_recipes")
+WORK_ALONE = ("demo", "document_tables", "fault_matrix", "mutants", "run_recipes")
 COMMON = ["--batch_size", "8", "--epochs", "1", "--warmup_epochs", "0", "--num_workers", "0", "--device", "cpu"]
 TUNED = {"tuned": ("vit_micro_patch4", "prmim"), "swin": ("swin_micro_patch4_window4", "green")}  # (model, encoder)
 

@@ -212,7 +212,7 @@ class Session(NamedTuple):
         if self.output_dir is None or not self.process.is_main:
             return
         last = {"step": origin["step"], **{f"val_{name}": value for name, value in result.scores.items()}}
-        content = {"last": last, "details": result.details, "checkpoint": origin["checkpoint"]}
+        content = {"last": last, "details": result.details, "checkpoint": origin["checkpoint"], "code": code_version()}
         write_json(self.output_dir / RESULTS, content)
         self.print(f"all scores: {self.output_dir / RESULTS}")
         if result.picture is not None:

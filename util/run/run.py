@@ -56,7 +56,7 @@ from util.run.resume import (
 )
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, StopSignal, Watchdog
+from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog
 from util.text import count_of
 
 NOTHING: Mapping[str, Any] = {}
@@ -385,25 +385,32 @@ class Run:
         loop = self.loop
         with self.watchdog, StopSignal(self.process.device) as stop:
             loop.stop = stop
-            self._run_due(between)  # missing because the run was stopped or killed before it
+            all_done = self._run_due(between)  # missing because the run was stopped or killed before it
             while loop.step < loop.last_step and not loop.has_stopped():
                 train_steps(self.wrapped, self.batches, self._steps_to_next_pause(), loop)
                 self.saver.save(required=loop.has_stopped() or loop.step == loop.last_step)
                 if loop.step == loop.last_step or not loop.has_stopped():
-                    self._run_due(between)
-            if loop.step < loop.last_step:
+                    all_done = self._run_due(between)
+            if loop.step < loop.last_step or not all_done:
                 self.saver.save(required=True)  # unless it is saved already
                 end_after_signal(loop, stop)
                 return False
             finish_run(loop, stop, "\n".join([*summary(), *self.closing_lines()]))
         return True
 
-    def _run_due(self, between: Sequence[Periodic]) -> None:
-        """Runs what is due and not done. All ranks run the same: `is_due` is equal on all, rank 0 says what is done."""
+    def _run_due(self, between: Sequence[Periodic]) -> bool:
+        """Runs what is due and not done, until the run is to stop. Returns whether nothing is left.
+
+        All ranks run the same: `is_due` is equal on all, rank 0 says what is done.
+        """
         for work in between:
-            if work.is_due() and not collectives.run_on_rank0(work.is_done) and not self.loop.has_stopped():
-                work.perform()
-                self.loop.clock.restart()  # it does not count as training
+            if work.is_due() and not collectives.run_on_rank0(work.is_done):
+                if not self.loop.has_stopped():
+                    work.perform()
+                    self.loop.clock.restart()  # it does not count as training
+                if self.loop.has_stopped():
+                    return False
+        return True
 
     def _steps_to_next_pause(self) -> range:
         """Returns the steps up to the next checkpoint."""
@@ -421,7 +428,7 @@ class Run:
 
     def alive(self) -> None:
         """Tells the watchdog that this process works, for example once per batch of an evaluation."""
-        self.watchdog.reached(self.loop.step - 1, BETWEEN)
+        self.watchdog.reached(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
 
     def progress(self) -> str:
         """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""

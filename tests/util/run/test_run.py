@@ -1,12 +1,16 @@
 """What a run prints at its end."""
 
+import os
+import signal
 from argparse import Namespace
 
 import pytest
 
+import main_pretrain
+from tests.test_main_pretrain import command, reports
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
-from util.run.loop import Clock
+from util.run.loop import Clock, TrainLoop
 from util.run.run import Run
 
 
@@ -46,3 +50,21 @@ def test_work_between_steps_does_not_count_as_training_time():
     work = Namespace(is_due=lambda: True, is_done=lambda: False, perform=perform)
     Run._run_due(Namespace(loop=loop), [work])
     assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
+
+
+def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, monkeypatch):
+    """The run has not finished: its exit code says so, and the same command makes up for the kNN evaluation."""
+    exact, flags = TrainLoop.begin_step, command(photos, tmp_path / "out", "--knn_every", 1)
+
+    def interrupted(loop, step):
+        if step == loop.last_step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        exact(loop, step)
+
+    def evaluated():
+        return [report["step"] for report in reports(tmp_path / "out") if "rankme" in report]
+
+    monkeypatch.setattr(TrainLoop, "begin_step", interrupted)
+    assert main_pretrain.main(flags) is False and 6 not in evaluated()
+    monkeypatch.setattr(TrainLoop, "begin_step", exact)
+    assert main_pretrain.main(flags) and evaluated()[-1] == 6
