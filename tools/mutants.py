@@ -8,7 +8,6 @@ A mutant that no test notices is printed as ALIVE. The exit code is 1 if a mutan
 tests fail without it.
 """
 
-import argparse
 import os
 import shlex
 import shutil
@@ -19,6 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from util.run.cli import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600  # a mutant may make a loop endless
@@ -301,7 +304,7 @@ def try_mutant(mutant: Mutant, tree: Path, passed: dict[str, bool]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; `argv` replaces the command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mutants.py", description=__doc__)
     parser.add_argument("--only", default="", help="text that the file, the texts or the tests of a mutant contain")
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     args = parser.parse_args(argv)
