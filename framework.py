@@ -253,7 +253,7 @@ class PixelFramework(Framework):
     def target(self, patches: torch.Tensor, order: TokenOrder, num_tokens: int) -> torch.Tensor:
         """Returns the targets of the first `num_tokens` masked tokens in token order, [B, num_tokens, P].
 
-        patches: pixels of all tokens [B, N, P]. They are normalised if `norm_pix_loss`.
+        patches: pixels of all tokens [B, N, P]. The targets are normalised if `norm_pix_loss`.
         """
         first = self.counts.num_visible
         target = order.take(patches, order.ids_shuffle[:, first : first + num_tokens])

@@ -6,11 +6,9 @@ SLURM sends TERM before it cancels or preempts a job, and the signal of `--signa
 sends INT, and HUP when it is closed. The handlers only set a flag. All ranks must stop after the same step, so they
 all-reduce the flag every step, asynchronously, and read the result one step later.
 
-Ends a process that hangs, and names the process that all others wait for.
-
-A collective waits for its slowest process without end. Therefore each process writes its position to a shared store. A
-process without progress for `timeout` seconds reads the positions, prints its stacks and who is behind, and exits with
-code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint.
+The watchdog names the process that all others wait for. A collective waits for its slowest process without end.
+Therefore each process writes its position to a shared store. A process without progress for `timeout` seconds reads the
+positions, prints its stacks and who is behind, and exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint.
 """
 
 import faulthandler
