@@ -162,6 +162,8 @@ def parse(program: str, argv: list[str]) -> argparse.Namespace:
     parser = parser_of(program)
     if any(action.dest == "recipe" for action in parser._actions):
         return parse_with_recipe(parser, RECIPES_OF.get(program, RECIPES), argv)
+    if program == "scripts/reproduce_table.py" and "--" in argv:  # what follows is torchrun's or the launcher's
+        argv = argv[: argv.index("--")]
     args = parser.parse_args(argv)
     if program == "submitit_launch.py":
         parse(MAINS_OF_THE_LAUNCHER[args.main].replace(".", "/") + ".py", args.argv)

@@ -8,7 +8,8 @@ all-reduce the flag every step, asynchronously, and read the result one step lat
 
 The watchdog names the process that all others wait for. A collective waits for its slowest process without end.
 Therefore each process writes its position to a shared store. A process without progress for `timeout` seconds reads the
-positions, prints its stacks and who is behind, and exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint.
+positions, prints its stacks and who is behind, and exits with code 75. torchrun or SLURM's requeue then restarts the
+run from its last checkpoint.
 """
 
 import faulthandler
