@@ -158,7 +158,8 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
     """The teacher is in no checkpoint; it may move, and another one is pointed out."""
     flags = ["--model", "tec_vit_micro_patch4", "--teacher", teacher]
     expected = run(photos, tmp_path / "whole", *flags)
-    assert "checkpoint-1.pth', width 96, 4 blocks: 52 loaded" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "checkpoint-1.pth' (made as " in said and ", width 96, 4 blocks: 52 loaded" in said
     assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["teacher"]) == 64
     assert {"loss_feature", "loss_attention"} <= reports(tmp_path / "whole")[0].keys()
     run(photos, tmp_path / "parts", *flags, "--max_steps", 4)
@@ -429,7 +430,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
         ("--throw_ratio 0.75", "got throw_ratio 0.75 and mask_ratio 0.75"),
         ("--mask_ratio 1.5", "got throw_ratio 0.5 and mask_ratio 1.5"),
         ("--mask_ratio 0.99", "leaves none of 64 tokens visible: lower it"),
-        ("--input_size 4", "leaves none of 1 token visible: lower it, or use larger images or smaller patches"),
+        ("--input_size 4", "leaves none of 1 token visible: lower it, or use larger images, smaller patches or "),
         ("--model mae_vit_giant", "invalid choice: 'mae_vit_giant'"),
         ("--sampling grid", "invalid choice: 'grid'"),
         ("--recipe prmim50_base", "unknown recipe 'prmim50_base'; close to it: prmim50_vit_base"),
