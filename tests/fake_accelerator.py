@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from timm.data import Mixup
+from torch import library as operators
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -82,8 +83,8 @@ def check(name, fault=None):
 def main(*names):
     _setup_privateuseone_for_python_backend(DEVICE)
     torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    kernels = operators.Library("_", "IMPL")
+    kernels.fallback(operators.fallthrough_kernel, "AutocastPrivateUse1")
     for name in names:
         found, devices, error = [], [], None
         try:
