@@ -41,6 +41,14 @@ MAINS["main_segmentation"] = "downstream.segmentation.main_segmentation"
 MAINS["main_detection"] = "downstream.detection.main_detection"
 ROOT = Path(__file__).resolve().parent
 NO_RESUME = ("main_probe",)  # mains that begin anew after a stop
+# {option of sbatch that --slurm must not set: flag of the launcher that sets it}
+FLAG_OF_OPTION = {name: f"--{name}" for name in ("nodes", "partition", "account", "qos", "constraint", "comment")}
+FLAG_OF_OPTION |= {"dependency": "--dependency", "ntasks": "--nodes and --tasks_per_node", "job-name": "--name"}
+FLAG_OF_OPTION |= {"ntasks-per-node": "--tasks_per_node", "cpus-per-task": "--cpus_per_task", "mem": "--mem_gb"}
+FLAG_OF_OPTION |= {"time": "--timeout_min", "signal": "--signal_delay_s", "output": "--output_dir of the main"}
+# those that no flag sets
+FIXED_OPTIONS = ("array", "chdir", "error", "kill-on-invalid-dep", "no-requeue", "open-mode", "requeue", "wrap")
+GENERIC = ("gres", "tres-per-job", "tres-per-node", "tres-per-task")  # options that may request GPUs
 SLURM_TIMEOUT_MIN, YEAR_MIN = 24 * 60, 365 * 24 * 60
 
 
@@ -149,7 +157,35 @@ def get_args_parser() -> Parser:
     flag("--qos", help="quality of service (default: the account's)")
     flag("--constraint", help="required features of the nodes")
     flag("--dependency", help="condition under which the job starts, such as afterok:ID; cancelled if it cannot be met")
+    flag(
+        "--slurm",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="further option of sbatch, such as gres=gpu:h200:8, or exclusive= without a value; repeatable",
+    )
     return parser
+
+
+def site_options(given: Sequence[str]) -> dict[str, Any]:
+    """Returns --slurm as {option of sbatch: value, or True without one}; ValueError if the launcher sets the option."""
+    options: dict[str, Any] = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        key = key.lstrip("-").replace("_", "-")
+        if not key:
+            raise ValueError(f"--slurm {text!r} is not of the form KEY=VALUE")
+        for name in (*FLAG_OF_OPTION, *FIXED_OPTIONS):
+            if name.startswith(key):  # sbatch accepts abbreviations
+                instead = f": give {FLAG_OF_OPTION[name]}" if name in FLAG_OF_OPTION else ""
+                raise ValueError(f"--slurm {text} is not allowed, since the launcher sets --{name} itself{instead}")
+        options[key] = value or True
+    return options
+
+
+def request_gpus(options: dict[str, Any]) -> bool:
+    """Whether these options of sbatch request GPUs, so that the launcher must not."""
+    return any(key.startswith("gpus") or (key in GENERIC and "gpu" in str(options[key])) for key in options)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
@@ -166,6 +202,12 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, P
         parser.error(f"--cluster {args.cluster} is one node, got --nodes {args.nodes}")
     if args.cluster != "slurm" and args.dependency:
         parser.error(f"--dependency {args.dependency} needs --cluster slurm, got {args.cluster}")
+    if args.cluster != "slurm" and args.slurm:
+        parser.error(f"--slurm {args.slurm[0]} needs --cluster slurm, got {args.cluster}")
+    try:
+        args.slurm = site_options(args.slurm)
+    except ValueError as error:
+        parser.error(str(error))
     if args.cluster == "slurm" and 60 * args.timeout_min <= 2 * args.signal_delay_s:
         limits = f"--timeout_min {args.timeout_min} is too short for --signal_delay_s {args.signal_delay_s}"
         parser.error(f"{limits}: the limit must be more than twice the delay")
@@ -193,7 +235,9 @@ def job_parameters(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for name in ("partition", "account", "qos", "constraint", "comment"):
         if getattr(args, name):
             parameters[f"slurm_{name}"] = getattr(args, name)
-    more: dict[str, Any] = {"requeue": True}
+    if request_gpus(args.slurm):
+        del parameters["gpus_per_node"]
+    more: dict[str, Any] = {"requeue": True, **args.slurm}
     if args.dependency:
         more |= {"dependency": args.dependency, "kill_on_invalid_dep": "yes"}
     return parameters | {

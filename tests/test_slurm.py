@@ -273,6 +273,25 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
     assert sorted(path.name for path in (run.folder / "jobs").iterdir() if "_" not in path.name) == ["progress"]
 
 
+def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
+    """Each of two tasks sees one GPU, in both starts of an exclusive job."""
+    run = Run(tmp_path, tmp_path / "run")
+    main = submitit_launch.snapshot(run.folder) / "main_pretrain.py"  # what the job runs
+    main.write_text(
+        "import os, sys, time\n\n\ndef main(argv):\n    get = os.environ.get\n"
+        "    print('sees', get('CUDA_VISIBLE_DEVICES'), get('SLURM_GPUS_PER_TASK'), get('SLURM_LOCALID'), flush=True)\n"
+        "    time.sleep(2)\n    sys.exit(75)\n"
+    )
+    flags = "--nodes 1 --tasks_per_node 2 --gpus_per_node 2 --slurm gpus-per-task=1 --slurm exclusive= --slurm nice=7"
+    run.submit(*flags.split())
+    wait_for(lambda: run.state() == "FAILED", run.why)
+    shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
+    assert "Restarts=1 " in shown and "Nice=7 " in shown and "OverSubscribe=NO" in shown
+    for rank in (0, 1):
+        said = (run.folder / "jobs" / f"{run.job}_{rank}_log.out").read_text()
+        assert re.findall("sees (.+)", said) == [f"{rank} 1 {rank}"] * 2
+
+
 @pytest.mark.long
 @pytest.mark.fault(
     "F45b",

@@ -74,8 +74,40 @@ def test_a_job_may_wait_for_another_one(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "sbatch", "requests_gpus"),
+    [
+        (
+            "gres=gpu:h200:8 exclusive= gpu-bind=none",
+            {"gres": "gpu:h200:8", "exclusive": True, "gpu-bind": "none"},
+            True,
+        ),
+        ("gpus_per_task=1 --reservation=R", {"gpus-per-task": "1", "reservation": "R"}, True),
+        ("tres-per-task=gres/gpu:1", {"tres-per-task": "gres/gpu:1"}, True),
+        ("gres=nvme:100 mem-per-cpu=4G", {"gres": "nvme:100", "mem-per-cpu": "4G"}, False),
+        ("gpu-bind=single:1", {"gpu-bind": "single:1"}, False),
+    ],
+)
+def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, requests_gpus):
+    """GPUs are requested once: by the launcher, or by such an option."""
+    flags = [f"--slurm={option}" for option in options.split()]
+    parsed = submitit_launch.parse_args([*flags, "main_pretrain", "--output_dir", str(tmp_path)])
+    parameters = submitit_launch.job_parameters(*parsed)
+    assert parameters["slurm_additional_parameters"] == {"requeue": True, **sbatch}
+    assert parameters["tasks_per_node"] == 8 and parameters.get("gpus_per_node") == (None if requests_gpus else 8)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            "--slurm time=60 main_pretrain",
+            "--slurm time=60 is not allowed, since the launcher sets --time itself: give ",
+        ),
+        ("--slurm ntasks_per_node=4 main_pretrain", "sets --ntasks-per-node itself: give --tasks_per_node"),
+        ("--slurm parti=P main_pretrain", "sets --partition itself: give --partition"),
+        ("--slurm requeue= main_pretrain", "the launcher sets --requeue itself"),
+        ("--slurm =3 main_pretrain", "'=3' is not of the form KEY=VALUE"),
+        ("--cluster local --slurm gres=gpu:1 main_pretrain", "--slurm gres=gpu:1 needs --cluster slurm, got local"),
         ("main_train", "invalid choice: 'main_train'"),
         ("--nodes 0 main_pretrain", "must be at least 1"),
         ("--cluster local --nodes 2 main_pretrain", "--cluster local is one node, got --nodes 2"),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from util.run.supervise import bounded_wait
+from util.text import count_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,13 +62,7 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
         )
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if slurm and use_cuda and torch.cuda.device_count() == 1:  # srun can be set up to show each task only its own GPU
-        local_rank = 0
-    if use_cuda and local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but this node has {torch.cuda.device_count()} GPUs: lower --nproc_per_node"
-        )
-    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    place = torch.device("cuda", gpu_index(local_rank, os.environ)) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(place)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -78,6 +73,21 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     # A separate connection, so that the watchdog never blocks behind another request.
     own = store.clone() if hasattr(store, "clone") else store
     return Process(place, rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
+
+
+def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:
+    """Returns the GPU of a process. A task of srun that sees one GPU uses it: SLURM may show each task only its own.
+
+    Not so under torchrun, whose processes see the same GPUs. ValueError if there is no GPU of that number.
+    """
+    num_gpus = torch.cuda.device_count()
+    is_task = "SLURM_STEP_ID" in environment and "TORCHELASTIC_RUN_ID" not in environment
+    if is_task and num_gpus == 1:
+        return 0
+    if local_rank >= num_gpus:
+        advice = "start one task per GPU" if is_task else "lower --nproc_per_node"
+        raise ValueError(f"LOCAL_RANK is {local_rank}, but this process sees {count_of(num_gpus, 'GPU')}: {advice}")
+    return local_rank
 
 
 def join_group(

@@ -77,6 +77,31 @@ def test_init_process_reads_the_environment_of_slurm(scontrol, monkeypatch):
         distributed.init_process("cpu")
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "environment", "chosen"),
+    [
+        (8, {}, 2),
+        (8, JOB, 2),
+        (1, JOB, 0),  # --gpus-per-task or --gpu-bind: each task sees its own GPU alone
+        (1, JOB | {"RANK": "6"}, 0),  # likewise if the user's own launcher has exported the ranks
+        (1, JOB | TORCHRUN, "LOCAL_RANK is 2, but this process sees 1 GPU: lower --nproc_per_node"),
+        (1, TORCHRUN, "LOCAL_RANK is 2, but this process sees 1 GPU: lower --nproc_per_node"),
+        (2, JOB, "LOCAL_RANK is 2, but this process sees 2 GPUs: start one task per GPU"),
+    ],
+)
+def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
+    cuda = SimpleNamespace(device_count=lambda: num_gpus)
+    monkeypatch.setattr(distributed, "torch", SimpleNamespace(cuda=cuda))
+    if isinstance(chosen, int):
+        assert distributed.gpu_index(2, environment) == chosen
+    else:
+        with pytest.raises(ValueError, match=chosen):
+            distributed.gpu_index(2, environment)
+
+
 @pytest.mark.fault("F53", "the port of a job is taken", "exit code 75; the requeued job tries another port")
 def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scontrol, monkeypatch):
     job = JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
