@@ -162,7 +162,7 @@ def labelled_subset(data_path: str | Path, labels_per_class: int | None, folder:
     if labels_per_class is None:
         return data_path
     if (folder / "val").is_symlink():  # the last link, so the others exist
-        if (folder / "val").resolve() != data_path / "val":
+        if (folder / "val").resolve() != (data_path / "val").resolve():  # which may be a link, too
             raise ValueError(f"{str(folder)!r} holds links to other images than those of {str(data_path)!r}: remove it")
         return folder
     for source in sorted(path for path in (data_path / "train").iterdir() if path.is_dir()):

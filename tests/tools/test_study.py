@@ -416,6 +416,10 @@ def test_the_labelled_subset_is_the_first_of_each_class(images, tmp_path):
         assert sorted(p.name for p in (folder / "train" / name).iterdir()) == [f"{i:02d}.jpg" for i in range(8)]
     assert len(list((folder / "val/cat").iterdir())) == 3
     assert study.labelled_subset(images, None, folder) == images.resolve()
+    (images / "val").rename(tmp_path / "elsewhere")
+    (images / "val").symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):  # a validation set that is a link itself
+        assert study.labelled_subset(images, 8, tmp_path / "linked") == tmp_path / "linked"
     with pytest.raises(ValueError, match="holds links to other images"):
         study.labelled_subset(images / "train", 8, folder)
 
