@@ -10,7 +10,7 @@ from torch import nn
 
 from encoders.models_swin import SwinSizes
 from models_vit import ViTSizes, unpatchify
-from prmim import MaskCollator, Method, SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler
+from prmim import MaskCollator, Method, SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler, count_visible
 from util.run.checkpoint import load_strict
 
 
@@ -118,8 +118,7 @@ class Framework(nn.Module):
 
         has_maps: False before there are attention maps. Only AMT has other counts then.
         """
-        visible_units = int(self.num_units * (1 - self.mask_ratio))
-        return self.counts_of(visible_units)
+        return self.counts_of(count_visible(self.num_units, self.mask_ratio))
 
     @property
     def num_units(self) -> int:

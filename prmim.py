@@ -51,6 +51,11 @@ class Method(TypedDict, total=False):
 # ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
 
 
+def count_visible(num: int, mask_ratio: float) -> int:
+    """Returns how many of `num` tokens or squares are visible: rounded down, as in MAE."""
+    return int(num * (1 - mask_ratio))
+
+
 @dataclass(frozen=True)
 class TokenCounts:
     """How many tokens of each kind an image has. They are the same for every image, so all shapes are static."""
@@ -73,7 +78,7 @@ class TokenCounts:
         """Returns the counts for `num_tokens` tokens. Both ratios are shares of all tokens.
 
         For example, 196 tokens with ratios 0.75 and 0.5 give 49 visible, 49 retained and 98 thrown tokens.
-        num_visible: by default rounded down, as in MAE. Frameworks that mask squares of tokens round in their own way.
+        num_visible: `count_visible` by default. Frameworks that mask squares of tokens round in their own way.
         ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
         """
         if not 0 <= throw_ratio < mask_ratio < 1:
@@ -82,7 +87,7 @@ class TokenCounts:
                 f"got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
             )
         if num_visible is None:
-            num_visible = int(num_tokens * (1 - mask_ratio))
+            num_visible = count_visible(num_tokens, mask_ratio)
         num_thrown = int(num_tokens * throw_ratio)
         return cls(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
 

@@ -134,8 +134,9 @@ def read(path: str | Path) -> Weights:
     A run's folder stands for its newest intact checkpoint. Raises CheckpointError, a ValueError, if there are no
     weights.
     """
+    is_verified = Path(path).is_dir()  # by `find_checkpoint_file`
     path = checkpoint.find_checkpoint_file(path)
-    contents = [checkpoint.read_checkpoint(file) for file in checkpoint.list_shards(path)]
+    contents = [checkpoint.read_checkpoint(file, is_verified) for file in checkpoint.list_shards(path)]
     raw = {name: value for content in contents for name, value in unwrap(content, path).items()}
     return Weights(path, raw, checkpoint.meta_of(contents[0]))
 
@@ -232,10 +233,14 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     published files it is folded already: the model then loses its MLP.
 
     Raises CheckpointError, a ValueError, which names the file, its origin, the model's class and the keys.
-    FloatingPointError if a weight is not finite.
+    FloatingPointError if a weight is not finite. The model is then unchanged.
     """
     tensors, remarks = _rename_for(model, weights)
     own, what, name = model.state_dict(), weights.what, type(model).__name__
+    loses_mlp = CLS_TOKEN_MLP in own and is_published_tec(weights.raw)
+    if loses_mlp:
+        own = {key: value for key, value in own.items() if not key.startswith("cls_token_mlp.")}
+        remarks.append("the file is taken for TEC's publication, so the class token is used without its MLP")
     if part == "all":
         checkpoint.load_strict(model, tensors, f"the weights in {what}")
         return LoadReport(list(tensors), [], [], [], remarks)
@@ -261,10 +266,12 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     # The final norm and the positions of a classifier or of a pre-training model may be others.
     refuse_foreign(model, used, what, PATCH_KEYS if part == "blocks" or hasattr(model, "head") else ENCODER_KEYS)
     checkpoint.refuse_non_finite(found, f"the weights in {what}")
+    if loses_mlp:
+        model.cls_token_mlp = nn.Identity()
     model.load_state_dict(found, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
-        remarks.append("the file holds no final norm, so norm starts with weight 1 and bias 0")
+        remarks.append(f"the file, {weights.origin.name}, holds no final norm: norm starts with weight 1 and bias 0")
     return LoadReport(list(found), resized, missing, [key for key in tensors if key not in found], remarks)
 
 
@@ -292,9 +299,6 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
     """
     own, remarks = model.state_dict(), []
     tensors = max(weights.tensors, weights.raw, key=lambda tensors: len(own.keys() & tensors.keys()))
-    if CLS_TOKEN_MLP in own and is_published_tec(weights.raw):
-        model.cls_token_mlp = nn.Identity()
-        remarks.append("the MLP on the class token is folded into the token in this file, so it is used without it")
     if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in own:
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")

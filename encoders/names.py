@@ -125,9 +125,9 @@ _PUBLISHED_TEC = re.compile(rf"cls_token|pos_embed|patch_embed\.proj\.(?:weight|
 
 
 def is_published_tec(names: Iterable[str]) -> bool:
-    """Returns whether these are the keys of TEC's published encoders: those of a plain ViT and no others.
+    """Returns whether these are the keys of TEC's published encoders: those of a plain ViT without a final norm.
 
-    The MLP on the class token is folded into the token there, and there is no final norm.
+    The MLP on the class token is folded into the token there. A ViT of other authors may have the same keys.
     """
     keys = set(names)
     return {"cls_token", "pos_embed"} <= keys and all(_PUBLISHED_TEC.fullmatch(key) for key in keys)
@@ -152,7 +152,7 @@ class Origin(NamedTuple):
 
 ORIGINS = (  # the first that fits
     Origin("of TEC", _has(CLS_TOKEN_MLP)),
-    Origin("of TEC, as published", is_published_tec, has_norm=False),
+    Origin("taken for TEC's publication", is_published_tec, has_norm=False),
     Origin("of CrossMAE", _has("wfm.linear.weight", "decoder.level_weights"), has_norm=False),
     Origin("of LocalMIM", _has("norm.0.weight"), from_localmim),
     Origin("of mmpretrain", _begins("backbone."), from_mmpretrain),

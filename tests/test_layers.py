@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "frameworks": {"util", *MODELS, "peer_sampling", "prmim", "framework", "models_mae_pr"},
     "engine_pretrain": {"util"},
     "engine_finetune": {"util"},
-    "monitor": {"util", "framework", "frameworks"},
+    "monitor": {"util", "framework"},
     "main_pretrain": {"util", "encoders", "prmim", "framework", "models_mae_pr", "frameworks", "engine_pretrain"}
     | {"recipes", "monitor"},
     "main_finetune": {"util", *MODELS, "engine_finetune", "recipes"},

@@ -13,7 +13,7 @@ TEC = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bi
     [
         ([*TEC, "norm.weight"], "MAE and timm", True),
         ([*TEC, "cls_token_mlp.fc1.weight"], "TEC", True),
-        (TEC, "TEC, as published", False),
+        (TEC, "TEC's publication", False),
         # Others that lack a norm: of another kind, without a position table, and with a head.
         ([*TEC, "blocks.0.gamma_1"], "MAE and timm", True),
         (TEC[2:], "MAE and timm", True),

@@ -335,7 +335,7 @@ def test_a_classifier_on_the_class_token_starts_its_norm_at_the_identity(tmp_pat
     torch.nn.init.normal_(model.norm.weight)
     report = load_encoder(model, tmp_path / "w.pth")
     assert set(report.missing) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
-    assert "the file holds no final norm, so norm starts with weight 1 and bias 0" in str(report)
+    assert "the file, of CrossMAE, holds no final norm: norm starts with weight 1 and bias 0" in str(report)
     assert model.norm.weight.unique().tolist() == [1.0] and model.norm.bias.unique().tolist() == [0.0]
     imgs = torch.randn(2, 3, 16, 16)
     expected = torch.nn.functional.layer_norm(source.forward_features(imgs), (24,), eps=1e-6)

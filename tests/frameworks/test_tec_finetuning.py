@@ -90,11 +90,24 @@ def test_published_weights_are_folded_already(tmp_path, pool, with_mlp):
     model = VisionTransformer(num_classes=5, global_pool=pool, cls_token_mlp=with_mlp, **ENCODER).double().eval()
     report = load_encoder(model, tmp_path / "tec.pth")
     assert set(report.loaded) == set(weights) and not report.unexpected and not model.cls_token_mlp.state_dict()
-    assert ("the MLP on the class token is folded into the token in this file" in str(report)) == with_mlp
-    assert ("the file holds no final norm, so norm starts with weight 1" in str(report)) == (pool == "token")
+    assert ("taken for TEC's publication, so the class token is used without its MLP" in str(report)) == with_mlp
+    assert ("the file, taken for TEC's publication, holds no final norm: norm starts with weight 1" in str(report)) == (
+        pool == "token"
+    )
     imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     source.norm = model.norm
     torch.testing.assert_close(model.forward_features(imgs), source.forward_features(imgs), rtol=1e-10, atol=1e-10)
+
+
+def test_a_refused_file_leaves_the_model_unchanged(tmp_path):
+    weights = published(build(), tmp_path / "tec.pth")
+    torch.save(weights | {"blocks.3.mlp.fc2.bias": torch.full((24,), torch.nan)}, tmp_path / "tec.pth")
+    model = VisionTransformer(num_classes=5, cls_token_mlp=True, **ENCODER).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(FloatingPointError, match=r"tec\.pth' \(taken for TEC's publication\) are not finite"):
+        load_encoder(model, tmp_path / "tec.pth")
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_untrained(tmp_path):
@@ -120,7 +133,7 @@ def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, ca
     assert load_model(tmp_path / "tec.pth").norm.weight.unique().tolist() == [1.0]
     flags = (*MICRO, *AS_RELEASED, "--finetune", tmp_path / "tec.pth")
     content = run(labelled, tmp_path / "whole", *flags)
-    assert "folded into the token in this file" in capsys.readouterr().out
+    assert "taken for TEC's publication" in capsys.readouterr().out
     assert not any(name.startswith("cls_token_mlp") for name in content["model"])
     run(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
     assert_same_state(run(labelled, tmp_path / "parts", *flags), content)

@@ -367,4 +367,4 @@ def test_a_missing_final_norm_is_said(tmp_path, capsys):
     weights = vit_mini_patch4(global_pool="token").state_dict()
     torch.save({k: v for k, v in weights.items() if not k.startswith(("head.", "norm."))}, tmp_path / "normless.pth")
     export.main([str(tmp_path / "normless.pth"), "--out", str(tmp_path / "encoder.pth")])
-    assert "note: the file holds no final norm" in capsys.readouterr().out
+    assert "holds no final norm: norm starts with weight 1" in capsys.readouterr().out

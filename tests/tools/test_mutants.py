@@ -35,3 +35,15 @@ def test_mutants_are_killed_or_not(mutant, state, tmp_path: Path, monkeypatch, c
     assert mutants.main([]) == (state != "killed")
     assert capsys.readouterr().out.startswith(f"{state} (")
     assert (tmp_path / "code.py").read_text() == code
+
+
+def test_tests_that_never_end_are_killed_with_what_they_have_started(tmp_path, monkeypatch):
+    program = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
+    (tmp_path / "test_code.py").write_text(
+        f"import subprocess, sys\n\n\ndef test_sleep():\n    subprocess.run([sys.executable, '-c', {program!r}])\n"
+    )
+    monkeypatch.setattr(mutants, "SECONDS", 20)
+    assert not mutants.run_tests(tmp_path, "test_code.py")
+    pid = int((tmp_path / "pid").read_text())
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -225,18 +225,19 @@ def sha256(path: str | Path) -> str:
 # ----------------------------------------------------------------------------------------------------------------- read
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, is_verified: bool = False) -> dict[str, Any]:
     """Returns the content of a `.pth` or `.safetensors` file on the CPU, with `meta` decoded.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
     releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
-    OSError if the storage fails.
+    OSError if the storage fails. is_verified: its hash has just been compared with its record, for example by
+    `newest_checkpoint`.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     record = path.with_suffix(".json")
-    if record.exists() and "sha256" in record.read_text() and (damage := _find_damage(path)):
+    if not is_verified and record.exists() and "sha256" in record.read_text() and (damage := _find_damage(path)):
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
     try:
         if path.suffix == ".safetensors":

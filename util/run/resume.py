@@ -75,7 +75,8 @@ def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
     """
     if start.resume_path is None:
         return None
-    content = checkpoint.read_checkpoint(start.resume_path)
+    is_verified = start.process.is_main and not start.began_elsewhere  # as rank 0 has chosen it from its folder
+    content = checkpoint.read_checkpoint(start.resume_path, is_verified)
     path = str(start.resume_path)
     if "optimizer" not in content or not isinstance(content.get("meta"), dict):
         raise checkpoint.CheckpointError(

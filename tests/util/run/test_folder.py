@@ -2,19 +2,23 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
 
+from util.run import checkpoint
 from util.run.checkpoint import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.folder import find_checkpoint
+from util.run.folder import Start, find_checkpoint
+from util.run.resume import read_run
 
 
 def save(folder, step, value=0.0):
     """A checkpoint with all that a run saves."""
     folder.mkdir(exist_ok=True)
     state = {"model": {"w": torch.full((9,), value)}, "optimizer": {}}
-    return save_checkpoint(folder, step, state, {"step": step, "settings": {"epochs": 3}})
+    meta = {"program": "main_pretrain.py", "step": step, "settings": {"epochs": 3, "total_batch_size": 8}}
+    return save_checkpoint(folder, step, state, meta)
 
 
 def names(folder):
@@ -86,3 +90,15 @@ def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scrat
     torch.save({}, tmp_path / "checkpoint-6.pth")
     with pytest.raises(CheckpointError, match="is intact .*checkpoint-6.pth: its .json is missing.*remove them"):
         find_checkpoint(tmp_path, "auto")
+
+
+@pytest.mark.parametrize(("rank", "named", "times"), [(0, False, 1), (1, False, 2), (0, True, 1)])
+def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, named, times):
+    """Rank 0 as it chooses the file, other ranks as they read it, and each rank a file that --resume names."""
+    saved, hashed, sha256 = save(tmp_path / "first", 7), [], checkpoint.sha256
+    out = tmp_path / "out" if named else saved.parent
+    out.mkdir(exist_ok=True)
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: hashed.append(path) or sha256(path))
+    path, _ = find_checkpoint(out, str(saved))
+    start = Start("main_pretrain.py", Namespace(is_main=rank == 0), out, path, {}, None)
+    assert read_run(start, 8)["meta"]["step"] == 7 and hashed == [saved] * times
