@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from util.data.images import (
     refuse_single_class,
     wanted_channels,
 )
+from util.data.shared_memory import ShareBatch, batches_ahead, find_lack
 from util.data.tars import choose_tars, open_tars
 from util.data.workers import ignore_in_worker, take_over_workers
 
@@ -32,7 +34,6 @@ INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
 MOST_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 MOST_WORKERS_LOST = 10  # in one start of a run
-PREFETCHED_BYTES = 2**30  # in batches that wait for one process
 
 Address = tuple[int, int]  # (epoch, index of the image)
 # image [C, H, W], label, address; with boxes also (index of the image that was read, its `transforms.CropBox`)
@@ -201,17 +202,7 @@ def every_image_once(num_samples: int, batch_size: int, rank: int = 0, world_siz
 def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates samples without a mask. Returns (imgs [B, C, H, W], labels int64 [B])."""
     imgs, labels, _ = zip(*samples, strict=True)
-    return torch.stack(imgs), torch.tensor(labels)
-
-
-def prefetch_factor(batch_bytes: int, num_workers: int) -> int:
-    """Returns how many batches each worker prepares ahead: 1 to 4, together about PREFETCHED_BYTES at most.
-
-    The batches of all workers of all processes wait in shared memory. batch_bytes: of one batch; 0 if unknown.
-    """
-    if not batch_bytes or not num_workers:
-        return 4
-    return max(1, min(4, PREFETCHED_BYTES // (batch_bytes * num_workers)))
+    return torch.utils.data.default_collate(imgs), torch.tensor(labels)  # in a worker straight into shared memory
 
 
 def batches(
@@ -228,7 +219,8 @@ def batches(
 
     If a worker dies (the kernel kills processes that use too much memory), new workers continue with the same batch and
     `log` gets a warning. The batches are the same, because they depend on their addresses alone. After
-    MOST_WORKERS_LOST deaths the error is raised. batch_bytes: size of one batch, for `prefetch_factor`.
+    MOST_WORKERS_LOST deaths the error is raised. If shared memory is full, OSError says so. batch_bytes: size of one
+    batch, for `batches_ahead`.
     """
     taken = lost = 0
     while True:
@@ -236,20 +228,24 @@ def batches(
         loader = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler[taken:],
-            collate_fn=collator,
+            collate_fn=ShareBatch(collator),
             num_workers=num_workers,
             pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor(batch_bytes, num_workers) if num_workers else None,
+            prefetch_factor=batches_ahead(batch_bytes, num_workers) if num_workers else None,
             worker_init_fn=ignore_in_worker,
         )
+        workers: set[BaseProcess] = set()
         try:
             stream = iter(loader)
-            take_over_workers(set(multiprocessing.active_children()) - others)
+            workers = set(multiprocessing.active_children()) - others
+            take_over_workers(workers)
             for batch in stream:
                 taken += 1
                 yield batch
             return
         except (RuntimeError, OSError, EOFError) as error:  # the type depends on torch's version
+            if lack := find_lack(error, workers):
+                raise lack from error
             # An exception inside a worker has its traceback in the text. It would come again, so it is raised.
             if num_workers == 0 or "in DataLoader worker process" in str(error) or lost == MOST_WORKERS_LOST:
                 raise

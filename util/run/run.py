@@ -33,6 +33,7 @@ from util.data.datasets import (
     steps_per_epoch,
 )
 from util.data.open import data_hint, data_settings
+from util.data.shared_memory import check_space
 from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
@@ -274,6 +275,8 @@ class Run:
             start.output_dir, self.record, model, self.loop, args.shard, self.schedule, first_step, start.lock
         )
         self.batches = self.open_batches(range(first_step, self.loop.last_step), collate)
+        num_batches = plan.accum_iter * (self.loop.last_step - first_step)
+        collectives.run_everywhere(lambda: check_space(self._batch_bytes(), plan.num_workers, num_batches))
         self._announce(self.loop.log, rows)
         self.checkpoint = None  # frees its weights and moments
 
@@ -319,7 +322,6 @@ class Run:
         plan, process, images = self.plan, self.process, self.images
         self.dataset.with_boxes = with_boxes
         split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
-        height, width = self.model.img_size
         stream = batches(
             self.dataset,
             StepBatchSampler(len(images), *split, self.args.seed, steps.start, steps.stop),
@@ -327,10 +329,15 @@ class Run:
             plan.num_workers,
             plan.device == "cuda",
             self._log_from_any_rank,
-            batch_bytes=images.pixel_format.pixel_bytes * height * width * plan.batch_size,
+            batch_bytes=self._batch_bytes(),
         )
         # All ranks stop together before a stream that fails: one step later, or two if they have to agree.
         return look_ahead(stream, plan.accum_iter * min(2, process.world_size), self.loop.fail)
+
+    def _batch_bytes(self) -> int:
+        """Returns the size of the images of one batch of this process."""
+        height, width = self.model.img_size
+        return self.images.pixel_format.pixel_bytes * height * width * self.plan.batch_size
 
     def _log_from_any_rank(self, message: str) -> None:
         if self.process.is_main:

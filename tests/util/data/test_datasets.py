@@ -22,7 +22,6 @@ from util.data.datasets import (
     batches,
     every_image_once,
     open_images,
-    prefetch_factor,
     stack,
     steps_per_epoch,
 )
@@ -303,26 +302,7 @@ def test_an_evaluation_sees_every_image_once(num, batch_size, world_size):
     assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
 
 
-@pytest.mark.parametrize(
-    ("batch_bytes", "num_workers", "expected"),
-    [
-        (0, 15, 4),  # unknown
-        (0, 0, 4),
-        (64 * 3 * 224**2, 15, 4),  # 10 MB: 0.6 GB ahead
-        (512 * 3 * 224**2, 15, 1),  # 77 MB: 1.2 GB ahead
-        (512 * 3 * 224**2, 8, 1),
-        (256 * 3 * 224**2, 8, 3),
-        (128 * 3 * 224**2, 15, 3),
-        (2**40, 1, 1),
-        (1, 1, 4),
-    ],
-)
-def test_batches_ahead_fit_into_a_gibibyte(batch_bytes, num_workers, expected):
-    factor = prefetch_factor(batch_bytes, num_workers)
-    assert factor == expected and (factor == 1 or factor * num_workers * batch_bytes <= 2**30)
-
-
-@pytest.mark.parametrize(("batch_bytes", "expected"), [(0, 4), (2**30, 1)])
+@pytest.mark.parametrize(("batch_bytes", "expected"), [(0, 4), (2**33, 1)])
 def test_the_loader_prepares_as_many_batches_ahead(photos, monkeypatch, batch_bytes, expected):
     asked, exact = [], torch.utils.data.DataLoader
     note = lambda *args, **flags: asked.append(flags["prefetch_factor"]) or exact(*args, **flags)  # noqa: E731
