@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -65,3 +66,25 @@ def photos(tmp_path_factory):
         for i in range(12):
             write_photo(folder / f"{i}.jpg", size=(36 + 4 * i, 60 - 2 * i), seed=100 * label + i)
     return root
+
+
+@pytest.fixture(scope="session")
+def labelled(photos, tmp_path_factory):
+    """24 training images of two classes, and 4 + 3 to evaluate on."""
+    root = tmp_path_factory.mktemp("labelled")
+    shutil.copytree(photos / "train", root / "train")
+    for name, count in (("cat", 4), ("dog", 3)):
+        (root / "val" / name).mkdir(parents=True)
+        for i in range(count):
+            write_photo(root / "val" / name / f"{i}.png", seed=1000 + len(name + str(i)) + i)
+    return root
+
+
+@pytest.fixture(scope="session")
+def pretrained(photos, tmp_path_factory):
+    """The folder of a finished run of MAE with PR-MIM."""
+    from tests.runs import pretrain  # here: most tests need no main
+
+    output_dir = tmp_path_factory.mktemp("pretrained")
+    pretrain(photos, output_dir, "--epochs", 1, "--warmup_epochs", 0)
+    return output_dir

@@ -11,8 +11,8 @@ from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
 from frameworks.models_mff_pr import MFFMaskedAutoencoderViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
+from tests.runs import assert_same_state, pretrain
 from tests.slow_mae import slow_loss
-from tests.test_main_pretrain import assert_same_state, fails, run
 from tests.test_models_mae_pr import official_state_dict, perturbed, segments
 
 FAMILIES = ("mae", "mff", "crossmae")
@@ -93,16 +93,16 @@ def test_frameworks_without_these_flags_refuse_them(model, flag):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoders_of_other_depths_train_and_resume(family, depth, photos, tmp_path, capsys):
     flags = ["--model", f"{family}_vit_micro_patch4", "--decoder_depth", depth, "--mask_unit", 2, "--epochs", 1]
-    expected = run(photos, tmp_path / "whole", *flags)
-    run(photos, tmp_path / "parts", *flags, "--max_steps", 1)
-    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 1)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
     settings = json.loads((tmp_path / "parts" / "settings.json").read_text())
     assert (settings["decoder_depth"], settings["decoder_num_heads"], settings["mask_unit"]) == (depth, 2, 2)
     model, _ = main_pretrain.load_run(tmp_path / "parts")
     assert len(model.decoder.blocks) == depth and model.collator("furthest", 0).sampler.mask_unit == 2
     for flag, before in {"decoder_num_heads": 2, "mask_unit": 2, "decoder_depth": depth}.items():
         changed = [*flags, f"--{flag}", 4]
-        assert f"--{flag} was {before} and now is 4" in fails(capsys, photos, tmp_path / "parts", *changed)
+        assert f"--{flag} was {before} and now is 4" in pretrain.refused(capsys, photos, tmp_path / "parts", *changed)
 
 
 # ----------------------------------------------------------------------------------------------------- masks in squares

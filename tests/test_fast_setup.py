@@ -8,8 +8,7 @@ import main_pretrain
 from framework import Framework
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4
-from tests import test_main_finetune
-from tests.test_main_pretrain import command, run
+from tests.runs import finetune, pretrain
 from util.run import distributed, shard
 from util.run.distributed import Process
 
@@ -20,7 +19,7 @@ def test_a_model_is_compiled_as_a_whole_for_one_shape(photos, tmp_path, monkeypa
     monkeypatch.setattr(
         Framework, "compile", lambda self, *args, **options: calls.append((type(self).__name__, args, options))
     )
-    run(photos, tmp_path / "out", flag, "--max_steps", 1, "--picture_every", 0)
+    pretrain(photos, tmp_path / "out", flag, "--max_steps", 1, "--picture_every", 0)
     expected = [("MaskedAutoencoderViT", (), dict(fullgraph=True, dynamic=False))]
     assert calls == (expected if flag == "--compile" else [])
 
@@ -40,7 +39,7 @@ def test_ddp_shares_its_buckets_and_knows_the_graph_unless_passes_go_unreduced(
     monkeypatch.setattr(distributed, "init_process", lambda *args: process)
     monkeypatch.setattr(shard, "DistributedDataParallel", build)
     with pytest.raises(Built) as built:
-        main_pretrain.main(command(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4))
+        main_pretrain.main(pretrain.command(photos, tmp_path / "out", "--accum_iter", accum_iter, "--batch_size", 4))
     expected = dict(gradient_as_bucket_view=True, static_graph=static, broadcast_buffers=False)
     assert built.value.args == (expected,)
 
@@ -50,6 +49,6 @@ def test_optimizers_skip_without_being_asked_to_wait(photos, tmp_path):
     args = main_pretrain.parse_args([])[1]
     assert main_pretrain.make_optimizer(mae_vit_micro_patch4(), args, lr=1e-3)._step_supports_amp_scaling
     for name, expected in (("adamw", torch.optim.AdamW), ("lars", main_finetune.LARS)):
-        flags = test_main_finetune.command(photos, tmp_path / name, "--optimizer", name)
+        flags = finetune.command(photos, tmp_path / name, "--optimizer", name)
         optimizer = main_finetune.make_optimizer(vit_micro_patch4(), main_finetune.parse_args(flags)[1], lr=1e-3)
         assert type(optimizer) is expected and optimizer._step_supports_amp_scaling

@@ -20,6 +20,7 @@ from encoders.window_groups import WindowGrouper
 from framework import Framework
 from frameworks import models_greenmim_pr
 from scripts import pack_dataset
+from tests.runs import assert_same_state, children_of, pretrain, reports
 from tests.warm import Python, run_by_torchrun, torchrun
 from util.data import images
 from util.data import open as open_data
@@ -30,17 +31,6 @@ from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 "
-SMALL += "--device cpu"
-
-
-def command(photos, output_dir, *flags):
-    return [*SMALL.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *map(str, flags)]
-
-
-def run(photos, output_dir, *flags):
-    main_pretrain.main(command(photos, output_dir, *flags))
-    return read_checkpoint(newest_checkpoint(output_dir)[0])
 
 
 @pytest.mark.parametrize(
@@ -68,28 +58,6 @@ def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, s
     assert sum(map(len, found)) == sum(p.requires_grad for p in model.parameters())
 
 
-def reports(output_dir):
-    return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
-
-
-def fails(capsys, photos, output_dir, *flags, code=2):
-    """The error message of a command that must stop before its first step."""
-    with pytest.raises(SystemExit) as stop:
-        main_pretrain.main(command(photos, output_dir, *flags))
-    assert stop.value.code == code
-    message = capsys.readouterr().err
-    assert message.startswith("main_pretrain.py: error: ") and "Traceback" not in message and len(message) < 1500
-    return message
-
-
-def assert_same_state(ours, theirs):
-    for name, value in theirs["model"].items():
-        assert torch.equal(ours["model"][name], value), name
-    for index, state in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(ours["optimizer"]["state"][index][k], v) for k, v in state.items())
-    assert ours["meta"]["step"] == theirs["meta"]["step"] and ours["scaler"] == theirs["scaler"]
-
-
 @pytest.mark.parametrize(
     "arm",
     [
@@ -101,7 +69,7 @@ def assert_same_state(ours, theirs):
     ],
 )
 def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys, arm):
-    content = run(photos, tmp_path / "out", *arm.split())
+    content = pretrain(photos, tmp_path / "out", *arm.split())
     assert content["meta"]["step"] == 6
     log = reports(tmp_path / "out")
     assert [r["step"] for r in log] == [1, 2, 3, 4, 5, 6]
@@ -121,15 +89,15 @@ def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys, arm):
 def teacher(photos, tmp_path_factory):
     """The folder of a short run of MAE, whose encoder is a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
-    run(photos, folder, "--model", "mae_vit_micro_patch4", "--max_steps", 1)
+    pretrain(photos, folder, "--model", "mae_vit_micro_patch4", "--max_steps", 1)
     return folder
 
 
 def test_localmim_trains_and_resumes(photos, tmp_path):
     flags = ["--model", "localmim_vit_micro_patch4"]
-    expected = run(photos, tmp_path / "whole", *flags)
-    run(photos, tmp_path / "parts", *flags, "--max_steps", 4)
-    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
     assert {"loss_hog1", "loss_hog2", "loss_hog4", "loss_hog8"} <= reports(tmp_path / "whole")[0].keys()
 
 
@@ -140,16 +108,16 @@ def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, c
         models_greenmim_pr.GreenMIMSwin, "forward", lambda *args: counts.append(len(args)) or forward(*args)
     )
     flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
-    expected = run(photos, tmp_path / "whole", *flags)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
     assert set(counts) == {3 + 2}  # model, images, order; stage 1, shifted or not
-    run(photos, tmp_path / "parts", *flags, "--max_steps", 4, "--num_workers", 1)
-    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4, "--num_workers", 1)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
     capsys.readouterr()
     flags += ["--batch_size", 4, "--accum_iter", 2]  # other images share their visible units
-    assert "--batch_size was 8 and now is 4" in fails(capsys, photos, tmp_path / "parts", *flags)
-    run(photos, tmp_path / "parts", *flags, "--allow_changes")
+    assert "--batch_size was 8 and now is 4" in pretrain.refused(capsys, photos, tmp_path / "parts", *flags)
+    pretrain(photos, tmp_path / "parts", *flags, "--allow_changes")
     assert "warning: --batch_size was 8 and now is 4" in capsys.readouterr().out
-    assert "--decoder_order belongs to greenmim models" in fails(
+    assert "--decoder_order belongs to greenmim models" in pretrain.refused(
         capsys, photos, tmp_path / "o", "--decoder_order", "true"
     )
 
@@ -157,47 +125,53 @@ def test_greenmim_trains_on_plans_of_its_workers_and_resumes(photos, tmp_path, c
 def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teacher):
     """The teacher is in no checkpoint; it may move, and another one is pointed out."""
     flags = ["--model", "tec_vit_micro_patch4", "--teacher", teacher]
-    expected = run(photos, tmp_path / "whole", *flags)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
     said = capsys.readouterr().out
     assert "checkpoint-1.pth' (made as " in said and ", width 96, 4 blocks: 52 loaded" in said
     assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["teacher"]) == 64
     assert {"loss_feature", "loss_attention"} <= reports(tmp_path / "whole")[0].keys()
-    run(photos, tmp_path / "parts", *flags, "--max_steps", 4)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4)
     moved = shutil.copytree(teacher, tmp_path / "moved")
-    assert_same_state(run(photos, tmp_path / "parts", *flags[:-1], moved), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags[:-1], moved), expected)
     assert "warning" not in capsys.readouterr().out
     other = tmp_path / "other"
-    run(photos, other, "--model", "mae_vit_micro_patch4", "--max_steps", 1, "--seed", 1)
-    assert "the teacher's weights have changed" in fails(capsys, photos, tmp_path / "parts", *flags[:-1], other)
+    pretrain(photos, other, "--model", "mae_vit_micro_patch4", "--max_steps", 1, "--seed", 1)
+    assert "the teacher's weights have changed" in pretrain.refused(
+        capsys, photos, tmp_path / "parts", *flags[:-1], other
+    )
 
 
 def test_a_teacher_that_is_missing_or_misplaced_is_named_before_anything_starts(photos, tmp_path, capsys, teacher):
     tec, out = ("--model", "tec_vit_micro_patch4"), tmp_path / "out"
-    assert "--model tec_vit_micro_patch4 needs --teacher: the pre-trained ViT" in fails(capsys, photos, out, *tec)
-    assert "'nowhere.pth' is neither a file nor the name of a timm" in fails(
+    assert "--model tec_vit_micro_patch4 needs --teacher: the pre-trained ViT" in pretrain.refused(
+        capsys, photos, out, *tec
+    )
+    assert "'nowhere.pth' is neither a file nor the name of a timm" in pretrain.refused(
         capsys, photos, out, *tec, "--teacher", "nowhere.pth"
     )
-    message = fails(capsys, photos, out, *tec, "--teacher", teacher, "--patch_size", 8)
+    message = pretrain.refused(capsys, photos, out, *tec, "--teacher", teacher, "--patch_size", 8)
     assert "cuts patches of 4 px, the student of 8: tokens must be the same" in message
-    assert "--teacher belongs to tec models, but --model is mae_vit_micro_patch4" in fails(
+    assert "--teacher belongs to tec models, but --model is mae_vit_micro_patch4" in pretrain.refused(
         capsys, photos, out, "--teacher", teacher
     )
-    assert "att_topk must be from 1 to 64" in fails(capsys, photos, out, *tec, "--teacher", teacher, "--att_topk", 65)
+    assert "att_topk must be from 1 to 64" in pretrain.refused(
+        capsys, photos, out, *tec, "--teacher", teacher, "--att_topk", 65
+    )
     assert not (out / "settings.json").exists()
 
 
 def test_the_same_batches_by_any_number_of_workers_from_a_folder_or_packed(photos, tmp_path):
     pack_dataset.main([str(photos), str(tmp_path / "packed"), "--workers", "1", "--shard_mb", "1"])
-    first = run(photos, tmp_path / "0", "--max_steps", 2)
+    first = pretrain(photos, tmp_path / "0", "--max_steps", 2)
     for workers, data in ((1, photos), (4, photos), (0, tmp_path / "packed"), (4, tmp_path / "packed")):
         assert_same_state(
-            run(data, tmp_path / f"{workers}-{data.name}", "--max_steps", 2, "--num_workers", workers), first
+            pretrain(data, tmp_path / f"{workers}-{data.name}", "--max_steps", 2, "--num_workers", workers), first
         )
 
 
 def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
     fast, reference = (
-        run(photos, tmp_path / name, "--max_steps", 1, "--loader", name) for name in ("fast", "reference")
+        pretrain(photos, tmp_path / name, "--max_steps", 1, "--loader", name) for name in ("fast", "reference")
     )
     losses = [reports(tmp_path / name)[0]["loss"] for name in ("fast", "reference")]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -225,7 +199,7 @@ def test_what_would_help_a_run_that_waits_for_its_data(photos, flags, installed,
 
 
 def test_loss_falls(photos, tmp_path):
-    run(photos, tmp_path / "out", "--epochs", 12, "--lr", 2e-3)
+    pretrain(photos, tmp_path / "out", "--epochs", 12, "--lr", 2e-3)
     losses = [r["epoch_loss"] for r in reports(tmp_path / "out") if "epoch_loss" in r]
     assert losses[-1] < 0.75 * losses[0]
 
@@ -236,10 +210,10 @@ def test_loss_falls(photos, tmp_path):
 @pytest.mark.parametrize("stops", [[1], [2, 4], [3]])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, stops):
     """Stopped in mid-epoch and at its end, resumed with other workers: weights, moments, losses and logs."""
-    expected = run(photos, tmp_path / "whole", "--print_freq", 2)
+    expected = pretrain(photos, tmp_path / "whole", "--print_freq", 2)
     for stop, workers in zip(stops, (2, 1), strict=False):
-        run(photos, tmp_path / "parts", "--print_freq", 2, "--max_steps", stop, "--num_workers", workers)
-    assert_same_state(run(photos, tmp_path / "parts", "--print_freq", 2), expected)
+        pretrain(photos, tmp_path / "parts", "--print_freq", 2, "--max_steps", stop, "--num_workers", workers)
+    assert_same_state(pretrain(photos, tmp_path / "parts", "--print_freq", 2), expected)
     keys = ("step", "loss", "epoch_loss", "grad_norm", "lr")
     whole, parts = ([{k: r.get(k) for k in keys} for r in reports(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == whole and [r["step"] for r in whole] == [2, 3, 4, 6]
@@ -248,7 +222,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, stop
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
     """Sent in the midst of the second step, to the trainer and its worker: saved after it, and resumed bit for bit."""
-    expected = run(photos, tmp_path / "whole")
+    expected = pretrain(photos, tmp_path / "whole")
     number, steps, exact = getattr(signal, name), [], TrainLoop.begin_step
 
     def interrupted(loop, step):
@@ -260,7 +234,7 @@ def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
         exact(loop, step)
 
     monkeypatch.setattr(TrainLoop, "begin_step", interrupted)
-    flags = command(photos, tmp_path / "parts", "--num_workers", 1)
+    flags = pretrain.command(photos, tmp_path / "parts", "--num_workers", 1)
     if name == "SIGINT":  # which means more than this run
         with pytest.raises(KeyboardInterrupt):
             main_pretrain.main(flags)
@@ -269,7 +243,7 @@ def test_a_signal_loses_no_step(photos, tmp_path, name, monkeypatch, capsys):
     assert steps == [0, 1] and read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])["meta"]["step"] == 2
     assert f"stopped by {name} after step 2 of 6; the same command goes on from there" in capsys.readouterr().out
     monkeypatch.setattr(TrainLoop, "begin_step", exact)
-    assert_same_state(run(photos, tmp_path / "parts"), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts"), expected)
     assert [r["step"] for r in reports(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -279,7 +253,7 @@ def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypat
     previous = signal.signal(signal.SIGUSR2, lambda *_: heard.append("requeue"))
     monkeypatch.setattr(run_module, "finish_run", lambda *a: (os.kill(os.getpid(), signal.SIGUSR2), finish(*a)))
     try:
-        assert main_pretrain.main(command(photos, tmp_path / "out", "--epochs", 1)) is True and not heard
+        assert main_pretrain.main(pretrain.command(photos, tmp_path / "out", "--epochs", 1)) is True and not heard
         os.kill(os.getpid(), signal.SIGUSR2)  # while the program ends
         assert not heard
     finally:
@@ -289,7 +263,7 @@ def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypat
 @pytest.mark.fault("F12", "a signal to one process of two", "both stop after the same step; 0 lost")
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other, and the run ends as the undisturbed one."""
-    flags = command(photos, tmp_path / "run", "--batch_size", "4", "--epochs", "40")
+    flags = pretrain.command(photos, tmp_path / "run", "--batch_size", "4", "--epochs", "40")
     process = Python(*torchrun(ROOT / "main_pretrain.py", *flags), env={"OMP_NUM_THREADS": "1"})
     while "step 3/" not in process.text():
         assert process.poll() is None
@@ -302,18 +276,11 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, t
     assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, stopped + 1))
 
 
-def children_of(pid):
-    """Process ids, ascending, by Linux's /proc."""
-    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if os.access(path, os.R_OK)]
-    fields = [(int(text.split()[0]), int(text.rpartition(")")[2].split()[1])) for text in stats]
-    return sorted(child for child, parent in fields if parent == pid)
-
-
 def test_a_finished_run_says_so_again(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out")
+    pretrain(photos, tmp_path / "out")
     capsys.readouterr()
     before = sorted(os.listdir(tmp_path / "out"))
-    run(photos, tmp_path / "out")
+    pretrain(photos, tmp_path / "out")
     assert "in epoch 0, " in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path / "out")) == before and len(reports(tmp_path / "out")) == 6
 
@@ -342,14 +309,12 @@ def test_divergence_ends_with_exit_code_3(photos, tmp_path, capsys, monkeypatch)
         raise FloatingPointError("not finite")
 
     monkeypatch.setattr(TrainLoop, "begin_step", diverge)
-    with pytest.raises(SystemExit) as stop:
-        main_pretrain.main(command(photos, tmp_path / "out"))
-    assert stop.value.code == 3 and "error: not finite" in capsys.readouterr().err
+    assert "error: not finite" in pretrain.refused(capsys, photos, tmp_path / "out", code=3)
 
 
 def test_total_batch_size_derives_accumulation(photos, tmp_path):
-    accumulated = run(photos, tmp_path / "a", "--batch_size", 4, "--total_batch_size", 8)
-    whole = run(photos, tmp_path / "b", "--batch_size", 8)
+    accumulated = pretrain(photos, tmp_path / "a", "--batch_size", 4, "--total_batch_size", 8)
+    whole = pretrain(photos, tmp_path / "b", "--batch_size", 8)
     assert accumulated["meta"]["settings"]["accum_iter"] == 2
     for name, value in whole["model"].items():
         torch.testing.assert_close(accumulated["model"][name], value, rtol=1e-3, atol=1e-5)
@@ -375,10 +340,10 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
     group = lambda grouper, units: grouper.group(units, grouper.ceilings if units[0] % 2 else grouper.capacities)  # noqa: E731
     monkeypatch.setattr(WindowGrouper, "__call__", group)
     flags = ["--model", "greenmim_swin_micro_patch4_window4", "--input_size", 64]
-    eager = run(photos, tmp_path / "eager", *flags)
+    eager = pretrain(photos, tmp_path / "eager", *flags)
     monkeypatch.setattr(Framework, "compile", compile_and_count)
     monkeypatch.setattr(TrainLoop, "next_batch", take_and_count)
-    compiled = run(photos, tmp_path / "compiled", *flags, "--compile")
+    compiled = pretrain(photos, tmp_path / "compiled", *flags, "--compile")
     assert len(shapes) == 2 and counts == [2] * 6 and len(graphs) == 2
     for name, value in eager["model"].items():
         torch.testing.assert_close(compiled["model"][name], value, rtol=1e-3, atol=1e-5, msg=name)
@@ -387,15 +352,15 @@ def test_a_compiled_run_has_all_its_graphs_before_the_first_step(photos, tmp_pat
 def test_the_attention_kernel_is_a_run_s_choice(photos, tmp_path, monkeypatch, capsys):
     asked, prefer = [], shard.attention.prefer
     monkeypatch.setattr(shard.attention, "prefer", lambda name: (asked.append(name), prefer(name)))
-    run(photos, tmp_path / "out", "--max_steps", 1, "--attention", "math")
-    run(photos, tmp_path / "out", "--max_steps", 2)
+    pretrain(photos, tmp_path / "out", "--max_steps", 1, "--attention", "math")
+    pretrain(photos, tmp_path / "out", "--max_steps", 2)
     assert asked == ["math", "auto"]
     assert "note: --attention was math and now is auto: results agree to rounding" in capsys.readouterr().out
 
 
 def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     """The same global batches, the same losses, one writer; resumed at the exact step."""
-    flags = command(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
+    flags = pretrain.command(photos, tmp_path / "two", "--batch_size", 4, "--print_freq", 5)
     code, out = run_by_torchrun("main_pretrain.py", *flags, "--max_steps", 4)
     assert code == 0, out[-3000:]
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_pretrain.py"]
@@ -405,7 +370,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for said in ("2 processes on cpu in fp32", "8 = 4 x 2 processes x 1 accumulated", "at step 4"):
         assert said in done.stdout
-    run(photos, tmp_path / "one", "--print_freq", 5)
+    pretrain(photos, tmp_path / "one", "--print_freq", 5)
     ours, theirs = reports(tmp_path / "two"), reports(tmp_path / "one")
     assert [r["step"] for r in ours] == [3, 5, 6]  # the report of step 5 spans the stop after step 4
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-4)
@@ -468,18 +433,20 @@ def test_user_errors_are_one_paragraph_before_the_first_step(photos, tmp_path, c
     (tmp_path / "hollow" / "cat" / "0.jpg").write_bytes(picture)
     (tmp_path / "fake" / "0.jpg").write_bytes(picture)
     (tmp_path / "fake" / "1.jpg").write_text("hello")
-    assert message in fails(capsys, photos, tmp_path / "out", *(word.format(tmp=tmp_path) for word in flags.split()))
+    assert message in pretrain.refused(
+        capsys, photos, tmp_path / "out", *(word.format(tmp=tmp_path) for word in flags.split())
+    )
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
 @pytest.mark.fault("F39", "a checkpoint of another model", "exit code 4, with the keys and shapes")
 def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", "--max_steps", 1)
-    assert "--patch_size was 4 and now is 8" in fails(capsys, photos, tmp_path / "out", "--patch_size", 8)
-    message = fails(capsys, photos, tmp_path / "out", "--patch_size", 8, "--allow_changes", code=4)
+    pretrain(photos, tmp_path / "out", "--max_steps", 1)
+    assert "--patch_size was 4 and now is 8" in pretrain.refused(capsys, photos, tmp_path / "out", "--patch_size", 8)
+    message = pretrain.refused(capsys, photos, tmp_path / "out", "--patch_size", 8, "--allow_changes", code=4)
     assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [96, 3, 4, 4]" in message
     torch.save({"model": read_checkpoint(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
-    assert "holds weights but no run to resume" in fails(
+    assert "holds weights but no run to resume" in pretrain.refused(
         capsys, photos, tmp_path / "b", "--resume", tmp_path / "weights.pth", code=4
     )
 
@@ -488,12 +455,14 @@ def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
 def test_half_an_environment_is_named(photos, tmp_path, capsys, monkeypatch, names):
     for name in names:
         monkeypatch.setenv(name, "1")
-    assert "start with torchrun, or unset them" in fails(capsys, photos, tmp_path / "out")
+    assert "start with torchrun, or unset them" in pretrain.refused(capsys, photos, tmp_path / "out")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_on_the_gpu(photos, tmp_path, precision):
-    content = run(photos, tmp_path / "out", "--device", "cuda", "--precision", precision, "--epochs", 4, "--lr", 1e-3)
+    content = pretrain(
+        photos, tmp_path / "out", "--device", "cuda", "--precision", precision, "--epochs", 4, "--lr", 1e-3
+    )
     losses = [r["epoch_loss"] for r in reports(tmp_path / "out") if "epoch_loss" in r]
     assert content["meta"]["step"] == 12 and losses[-1] < losses[0]

@@ -14,9 +14,9 @@ from downstream.probe import main_probe
 from downstream.probe import models as models_probe
 from scripts import visualize
 from scripts.export import export
+from tests import runs
 from tests.conftest import write_photo
-from tests.test_main_finetune import PLAIN
-from tests.test_main_pretrain import assert_same_state
+from tests.runs import PLAIN, assert_same_state, evaluate, evaluation, refused, reports
 from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.datasets import open_images
 from util.data.pixel_format import PixelFormat
@@ -29,37 +29,8 @@ from util.run.checkpoint import (
     save_checkpoint,
 )
 
-SMALL = "--batch_size 4 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+pretrain, finetune = runs.pretrain.also("--batch_size 4"), runs.finetune.also("--batch_size 4")
 SIZES = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)  # of the micro models
-
-
-def run(main, model, data_path, output_dir, *flags):
-    paths = ["--model", model, "--data_path", str(data_path), "--output_dir", str(output_dir)]
-    main.main([*SMALL.split(), *paths, *map(str, flags)])
-    return read_checkpoint(newest_checkpoint(output_dir)[0])
-
-
-def pretrain(data_path, output_dir, *flags, model="mae_vit_micro_patch4"):
-    return run(main_pretrain, model, data_path, output_dir, *flags)
-
-
-def finetune(data_path, output_dir, *flags, model="vit_micro_patch4"):
-    return run(main_finetune, model, data_path, output_dir, *flags)
-
-
-def evaluate(data_path, path, *flags):
-    argv = ["--eval", "--resume", str(path), "--data_path", str(data_path), "--device", "cpu", "--num_workers", "0"]
-    return main_finetune.main([*argv, *map(str, flags)])
-
-
-def fails(capsys, call, *arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        call(*arguments)
-    assert stop.value.code in (2, 4)
-    message = capsys.readouterr().err
-    assert "error: " in message and "Traceback" not in message and len(message) < 900
-    return message
 
 
 def make_data(root, dtype, channels=5):
@@ -130,8 +101,7 @@ def test_frozen_evaluation_of_five_bands(bands, encoder, tmp_path):
     k = min(20, max(row.get("k", 0) for row in rows))  # the bank may be smaller
     offline = {(row.get("scaling"), row["feature"]): row["top1"] for row in rows if row.get("k") == k}
     pretrain(bands[0], tmp_path / "run", "--in_chans", 5, "--knn_every", 2)
-    reports = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    *_, last = (report for report in reports if "rankme" in report)
+    *_, last = (report for report in reports(tmp_path / "run") if "rankme" in report)
     # The run on the way and the program afterwards see the same weights and the same normalised images.
     assert last["knn_top1"] == offline["z", "mean"] and last["knn_cls_raw_top1"] == offline["raw", "cls"]
 
@@ -149,7 +119,7 @@ def test_fine_tuning_on_five_bands(bands, encoder, tmp_path, capsys):
     assert_same_state(finetune(data_path, tmp_path / "parts", *flags), content)
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert evaluate(data_path, tmp_path / "whole")["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
-    message = fails(capsys, evaluate, data_path, tmp_path / "whole", "--in_chans", 4)
+    message = refused(capsys, main_finetune.main, *evaluation(tmp_path / "whole", data_path, "--in_chans", 4))
     assert "--in_chans 4, but the classifier at" in message and "has 5" in message
 
 
@@ -212,14 +182,14 @@ def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photo
     data_path, pixel_format = bands
     out, name = tmp_path / "out", "0.npy" if pixel_format.is_float else "0.tif"
     files = f"{str(data_path / 'train' / 'a' / name)!r} has {pixel_format}, but --in_chans is"
-    assert f"{files} 3: give --in_chans 5" in fails(capsys, pretrain, data_path, out)
-    assert f"{files} 4: give --in_chans 5" in fails(capsys, finetune, data_path, out, "--in_chans", 4)
+    assert f"{files} 3: give --in_chans 5" in pretrain.refused(capsys, data_path, out)
+    assert f"{files} 4: give --in_chans 5" in finetune.refused(capsys, data_path, out, "--in_chans", 4)
     flags = ["--in_chans", 5, "--mean", 0.5, 0.5]
     message = "--mean must have a value for each of 5 channels (--in_chans), got [0.5, 0.5]"
-    assert message in fails(capsys, pretrain, data_path, out, *flags)
-    assert message in fails(capsys, finetune, data_path, out, *flags)
-    assert "--in_chans must be at least 1, got 0" in fails(capsys, pretrain, data_path, out, "--in_chans", 0)
-    message = fails(capsys, finetune, data_path, out, "--in_chans", 5, "--aa", "rand-m9-mstd0.5-inc1")
+    assert message in pretrain.refused(capsys, data_path, out, *flags)
+    assert message in finetune.refused(capsys, data_path, out, *flags)
+    assert "--in_chans must be at least 1, got 0" in pretrain.refused(capsys, data_path, out, "--in_chans", 0)
+    message = finetune.refused(capsys, data_path, out, "--in_chans", 5, "--aa", "rand-m9-mstd0.5-inc1")
     assert f"--aa rand-m9-mstd0.5-inc1 is for RGB images of 8 bits, the data has {pixel_format}" in message
     message = "holds an encoder of 5 channels, this {} is for 3: only encoders of 3 channels can be adapted"
     (tmp_path / "labelled" / "val" / "cat").mkdir(parents=True)
@@ -228,13 +198,13 @@ def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photo
         (tmp_path / "labelled" / "val" / name).mkdir(exist_ok=True)
         write_photo(tmp_path / "labelled" / "val" / name / "0.png")
     wanted = message.format("VisionTransformer")
-    assert wanted in fails(capsys, finetune, tmp_path / "labelled", out, "--finetune", encoder)
-    assert message.format("MaskedAutoencoderViT") in fails(capsys, pretrain, photos, out, "--pretrained", encoder)
+    assert wanted in finetune.refused(capsys, tmp_path / "labelled", out, "--finetune", encoder)
+    assert message.format("MaskedAutoencoderViT") in pretrain.refused(capsys, photos, out, "--pretrained", encoder)
     if pixel_format.is_float:  # a run does not go on with images of another kind
         other = make_data(tmp_path / "other", "uint16")
-        message = fails(capsys, pretrain, other, encoder, "--in_chans", 5)
+        message = pretrain.refused(capsys, other, encoder, "--in_chans", 5)
         assert "the images of the run had 5 channels of float32 and now have 5 channels of uint16" in message
-        message = fails(capsys, visualize.main, [str(encoder), "--images", str(other / "val")])
+        message = refused(capsys, visualize.main, *[str(encoder), "--images", str(other / "val")])
         assert "trained on pixels of float32, but the images have 5 channels of uint16" in message
 
 
@@ -244,13 +214,13 @@ def test_channels_of_a_trained_model_are_no_flag(bands, encoder, photos, labelle
     probing = [str(encoder), *PROBE, "--data_path", str(labelled), "--output_dir", str(tmp_path / "p")]
     finetune(data_path, tmp_path / "run", "--in_chans", 5, "--max_steps", 1)
     for error in (
-        fails(capsys, main_probe.main, probing),
-        fails(capsys, visualize.main, [str(encoder), "--images", str(photos)]),
-        fails(capsys, evaluate, labelled, tmp_path / "run"),
+        refused(capsys, main_probe.main, *probing),
+        refused(capsys, visualize.main, *[str(encoder), "--images", str(photos)]),
+        refused(capsys, main_finetune.main, *evaluation(tmp_path / "run", labelled)),
     ):
         assert message in error and "--in_chans" not in error
     # Programs that take the channels from the model have no such flag.
-    assert "unrecognized arguments: --in_chans 3" in fails(capsys, main_probe.main, [*probing, "--in_chans", "3"])
+    assert "unrecognized arguments: --in_chans 3" in refused(capsys, main_probe.main, *[*probing, "--in_chans", "3"])
     with pytest.raises(ValueError, match="--dataset cifar10 has images of 3 channels, but the model takes 5 channels"):
         open_images("cifar10", tmp_path, in_chans=5, for_model=True)
 
@@ -309,7 +279,7 @@ def test_rgb_weights_start_other_channels(rgb_encoder, tmp_path, capsys, channel
 def test_first_weights_of_another_kind_of_encoder_are_refused(photos, rgb_encoder, tmp_path, capsys):
     model = read_checkpoint(newest_checkpoint(rgb_encoder)[0])["model"]
     torch.save({"model": model | {"blocks.0.ls1.gamma": torch.ones(96)}}, tmp_path / "scaled.pth")
-    message = fails(capsys, pretrain, photos, tmp_path / "out", "--pretrained", tmp_path / "scaled.pth")
+    message = pretrain.refused(capsys, photos, tmp_path / "out", "--pretrained", tmp_path / "scaled.pth")
     assert (
         "holds another kind of encoder" in message
         and "scaled.pth" in message
@@ -329,13 +299,13 @@ def test_a_pre_training_remembers_its_first_weights(photos, rgb_encoder, tmp_pat
     assert whole["meta"]["encoder"]["path"] == str(path) and whole["meta"]["step"] == 12
     assert "0 missing" in capsys.readouterr().out
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 5)
-    message = fails(capsys, pretrain, photos, tmp_path / "parts", "--pretrained", other)
+    message = pretrain.refused(capsys, photos, tmp_path / "parts", "--pretrained", other)
     assert str(path) in message and "choose another --output_dir" in message
     path.unlink()
     resumed = pretrain(photos, tmp_path / "parts", *flags)
     assert_same_state(resumed, whole)
     assert resumed["meta"]["encoder"] == whole["meta"]["encoder"]
-    assert "does not exist" in fails(capsys, pretrain, photos, tmp_path / "new", *flags)
+    assert "does not exist" in pretrain.refused(capsys, photos, tmp_path / "new", *flags)
 
 
 def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_path, capsys, monkeypatch):
@@ -348,7 +318,7 @@ def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_pa
     flags = ["--resume", begun, "--pretrained", path]
     with monkeypatch.context() as patch:
         patch.setattr(main_pretrain, "open_everywhere", lambda *_, **__: pytest.fail("the data is read"))
-        message = fails(capsys, pretrain, photos, tmp_path / "new", *flags)
+        message = pretrain.refused(capsys, photos, tmp_path / "new", *flags)
     expected = (
         f"error: --resume {str(begun)!r} holds a run of training from scratch, not of {str(path)!r}; --resume and "
     )
@@ -364,19 +334,21 @@ def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_pa
 
 @pytest.mark.parametrize("model", ["localmim_vit_micro_patch4", "mff_vit_micro_patch4", "crossmae_vit_micro_patch4"])
 def test_another_framework_takes_the_encoder(photos, rgb_encoder, tmp_path, capsys, model):
-    content = pretrain(photos, tmp_path / "out", "--pretrained", rgb_encoder, *FREEZE, model=model)
+    content = pretrain(photos, tmp_path / "out", "--pretrained", rgb_encoder, *FREEZE, "--model", model)
     theirs, ours = first_weights(read_checkpoint(newest_checkpoint(rgb_encoder)[0])), first_weights(content)
     encoder_keys = [key for key in theirs if key.startswith(("blocks.", "patch_embed.", "cls_token", "pos_embed"))]
     assert len(encoder_keys) > 40 and all(torch.equal(ours[key], theirs[key]) for key in encoder_keys)
-    again = pretrain(photos, tmp_path / "again", "--pretrained", tmp_path / "out", *FREEZE, "--seed", 7, model=model)
+    again = pretrain(
+        photos, tmp_path / "again", "--pretrained", tmp_path / "out", *FREEZE, "--seed", 7, "--model", model
+    )
     assert all(torch.equal(value, ours[key]) for key, value in first_weights(again).items())
 
 
 def test_weights_of_another_size_are_refused(photos, rgb_encoder, tmp_path, capsys):
     flags = ["--pretrained", rgb_encoder]
-    message = fails(capsys, lambda: pretrain(photos, tmp_path / "out", *flags, model="mae_vit_mini_patch4"))
+    message = pretrain.refused(capsys, photos, tmp_path / "out", *flags, "--model", "mae_vit_mini_patch4")
     assert "holds an encoder of width 96, this MaskedAutoencoderViT has width 192" in message
-    message = fails(capsys, lambda: pretrain(photos, tmp_path / "out", *flags, "--patch_size", 8))
+    message = pretrain.refused(capsys, photos, tmp_path / "out", *flags, "--patch_size", 8)
     assert "MaskedAutoencoderViT: patch_embed.proj.weight is [96, 3, 4, 4], the model's [96, 3, 8, 8]" in message
 
 
@@ -407,9 +379,9 @@ def test_rectangles_in_fine_tuning(labelled, tmp_path, capsys, framework, model)
     """The encoder of squares is resized; what the run logs is what an evaluation of its file finds."""
     few, width = ["--max_steps", 1], 64 if "swin" in model else 48  # windows of 4 must divide Swin's stages
     sampling = "--sampling attention --attention_start 0 --attention_every 1 --epochs 3" if "amt" in framework else ""
-    pretrain(labelled, tmp_path / "encoder", *sampling.split(), *few, model=framework)
+    pretrain(labelled, tmp_path / "encoder", *sampling.split(), *few, "--model", framework)
     flags = ["--finetune", tmp_path / "encoder", "--input_size", 32, width, *PLAIN]
-    content = finetune(labelled, tmp_path / "out", *flags, model=model)
+    content = finetune(labelled, tmp_path / "out", *flags, "--model", model)
     assert content["meta"]["settings"]["input_size"] == [32, width]
     tables = {key: value.shape for key, value in content["model"].items() if key.endswith(("pos_embed", "bias_table"))}
     resized = {"vit": (1, 97, 96), "abs": (1, 97, 96), "rel": (15 * 23 + 3, 3), "swi": (7 * 7, 2)}[model[:3]]
@@ -417,7 +389,7 @@ def test_rectangles_in_fine_tuning(labelled, tmp_path, capsys, framework, model)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert evaluate(labelled, tmp_path / "out")["loss"] == pytest.approx(results["last"]["val_loss"], rel=1e-5)
     assert evaluate(labelled, tmp_path / "out", "--input_size", 32, width)["num_images"] == 6
-    message = fails(capsys, evaluate, labelled, tmp_path / "out", "--input_size", 32)
+    message = refused(capsys, main_finetune.main, *evaluation(tmp_path / "out", labelled, "--input_size", 32))
     assert "--input_size 32, but the classifier at" in message and f"has [32, {width}]" in message
 
 
@@ -425,7 +397,7 @@ def test_squares_are_recorded_as_one_number(labelled, tmp_path, capsys):
     for size in ([], ["--input_size", 32], ["--input_size", 32, 32]):
         content = finetune(labelled, tmp_path / "out", *PLAIN, *size, "--max_steps", 1)  # a resume of the same run
         assert content["meta"]["settings"]["input_size"] == 32
-    message = fails(capsys, finetune, labelled, tmp_path / "new", "--input_size", 32, 48, 64)
+    message = finetune.refused(capsys, labelled, tmp_path / "new", "--input_size", 32, 48, 64)
     assert "--input_size takes one or two numbers, got [32, 48, 64]" in message
-    message = fails(capsys, finetune, labelled, tmp_path / "new", "--input_size", 32, 50)
+    message = finetune.refused(capsys, labelled, tmp_path / "new", "--input_size", 32, 50)
     assert "img_size 32 x 50 is not divisible by patch_size 4" in message

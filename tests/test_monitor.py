@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_pretrain
 import monitor
 from tests.conftest import write_photo
-from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
+from tests.runs import assert_same_state, pretrain, reports
 from tests.two_processes import run_in_two_processes
 from tests.util.test_knn import mean_and_std, slow_ranking, slow_rankme
 from tests.warm import run_by_torchrun
@@ -45,14 +45,14 @@ def data(photos, tmp_path_factory):
 def plain(data, tmp_path_factory):
     """A run without evaluations: (its folder, its last checkpoint)."""
     folder = tmp_path_factory.mktemp("plain")
-    return folder, run(data, folder)
+    return folder, pretrain(data, folder)
 
 
 @pytest.fixture(scope="module")
 def watched(data, tmp_path_factory):
     """The same run with an evaluation after each of its two epochs."""
     folder = tmp_path_factory.mktemp("watched")
-    return folder, run(data, folder, *KNN)
+    return folder, pretrain(data, folder, *KNN)
 
 
 def evaluations(folder):
@@ -70,8 +70,8 @@ def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched, data,
     others = [report for report in reports(watched[0]) if "rankme" not in report]
     assert without_times(others) == without_times(reports(plain[0])) and len(others) == 6
     for name, flags in (("on", ((), KNN)), ("off", (KNN, ()))):
-        run(data, tmp_path / name, *flags[0], "--max_steps", 3)
-        assert_same_state(run(data, tmp_path / name, *flags[1], "--num_workers", 1), plain[1])
+        pretrain(data, tmp_path / name, *flags[0], "--max_steps", 3)
+        assert_same_state(pretrain(data, tmp_path / name, *flags[1], "--num_workers", 1), plain[1])
         steps = [report["step"] for report in evaluations(tmp_path / name)]
         assert steps == ([3, 6] if name == "on" else [0, 3])
 
@@ -112,7 +112,7 @@ def test_a_run_reports_its_evaluations_everywhere(watched, data, tmp_path, capsy
     assert [event.step for event in events.Scalars("knn_top1")] == [0, 3, 6]
     assert (watched[0] / "log.txt").read_text().count("kNN top-1") == 3
     capsys.readouterr()
-    run(data, watched[0], *KNN)  # it is finished, says so again, and evaluates nothing
+    pretrain(data, watched[0], *KNN)  # it is finished, says so again, and evaluates nothing
     out = capsys.readouterr().out
     assert out.count("  kNN          top-1") == 2 and evaluations(watched[0]) == found
     first, last = (line for line in out.splitlines() if line.startswith("  kNN"))
@@ -122,9 +122,9 @@ def test_a_run_reports_its_evaluations_everywhere(watched, data, tmp_path, capsy
 
 def test_evaluations_come_every_few_epochs_and_at_the_end(data, tmp_path):
     flags = ("--epochs", 3, "--knn_every", 2, "--knn_train", 7)
-    run(data, tmp_path, *flags, "--max_steps", 5)
+    pretrain(data, tmp_path, *flags, "--max_steps", 5)
     assert [report["step"] for report in evaluations(tmp_path)] == [0]
-    run(data, tmp_path, *flags)
+    pretrain(data, tmp_path, *flags)
     assert [report["step"] for report in evaluations(tmp_path)] == [0, 6, 9]
 
 
@@ -140,9 +140,9 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
 
     monkeypatch.setattr(monitor.Monitor, "accuracies", killed)
     with pytest.raises(KeyboardInterrupt):
-        main_pretrain.main(command(data, tmp_path, *KNN))
+        main_pretrain.main(pretrain.command(data, tmp_path, *KNN))
     assert len(evaluations(tmp_path)) == killed_at // 3
-    assert_same_state(run(data, tmp_path, *KNN), watched[1])
+    assert_same_state(pretrain(data, tmp_path, *KNN), watched[1])
     assert without_times(reports(tmp_path)) == without_times(reports(watched[0]))
 
 
@@ -150,7 +150,7 @@ def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tm
     """No checkpoint was written, so another seed starts anew."""
     (tmp_path / ".lock").touch()
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 0, "rankme": 1.25}) + "\n")
-    run(data, tmp_path, *KNN, "--max_steps", 1)
+    pretrain(data, tmp_path, *KNN, "--max_steps", 1)
     assert [report["step"] for report in evaluations(tmp_path)] == [0]
     assert evaluations(tmp_path)[0]["rankme"] != 1.25
 
@@ -158,15 +158,15 @@ def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tm
 def test_the_watchdog_hears_every_batch(data, tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr(Run, "alive", lambda self: heard.append(self.loop.step))
-    run(data, tmp_path, *KNN, "--max_steps", 1)
+    pretrain(data, tmp_path, *KNN, "--max_steps", 1)
     assert heard == [0] * (3 + 2 + 4)  # batches of 24 and of 10 images, and four searches
 
 
 def test_without_val_images_are_classified_by_the_others(photos, tmp_path, capsys):
-    run(photos, tmp_path / "photos", *KNN, "--max_steps", 1)
+    pretrain(photos, tmp_path / "photos", *KNN, "--max_steps", 1)
     message = "no validation split, so --knn_every classifies training images by the others"
     assert message in capsys.readouterr().out
-    assert "1 training image cannot be classified by the others: give --knn_train 2 or more" in fails(
+    assert "1 training image cannot be classified by the others: give --knn_train 2 or more" in pretrain.refused(
         capsys, photos, tmp_path / "one", *KNN, "--knn_train", 1
     )
     same = {"cat": 0, "dog": 1}
@@ -176,7 +176,7 @@ def test_without_val_images_are_classified_by_the_others(photos, tmp_path, capsy
         for i in range(12):
             for twin in "ab":
                 write_photo(root / name / f"{i}{twin}.png", seed=100 * same[name] + i)
-    run(root, tmp_path / "out", *KNN, "--max_steps", 1)
+    pretrain(root, tmp_path / "out", *KNN, "--max_steps", 1)
     twins = evaluations(tmp_path / "out")[0]
     assert twins["knn_mean_raw_top1"] > evaluations(tmp_path / "photos")[0]["knn_mean_raw_top1"]
 
@@ -186,7 +186,7 @@ def test_images_without_classes_have_rankme_alone(photos, tmp_path, capsys):
     flat.mkdir()
     for i, path in enumerate(sorted(photos.glob("train/*/*.jpg"))):
         shutil.copy(path, flat / f"{i}.jpg")
-    run(flat, tmp_path / "out", *KNN)
+    pretrain(flat, tmp_path / "out", *KNN)
     out = capsys.readouterr().out
     assert "so --knn_every computes RankMe alone, which needs no labels" in out
     found = evaluations(tmp_path / "out")
@@ -197,29 +197,33 @@ def test_images_without_classes_have_rankme_alone(photos, tmp_path, capsys):
 def test_other_classes_in_val_are_refused_before_the_first_step(data, tmp_path, capsys):
     root = shutil.copytree(data, tmp_path / "data")
     (root / "val" / "dog").rename(root / "val" / "wolf")
-    message = fails(capsys, root, tmp_path / "out", *KNN)
+    message = pretrain.refused(capsys, root, tmp_path / "out", *KNN)
     assert (
         "--knn_every: the training data has 2 classes, the validation data 2; only one of them has dog, wolf" in message
     )
-    assert "--knn_every must be at least 0, got -1" in fails(capsys, data, tmp_path / "out", "--knn_every", -1)
-    assert "--knn_train must be at least 0, got -5" in fails(capsys, data, tmp_path / "out", "--knn_train", -5)
+    assert "--knn_every must be at least 0, got -1" in pretrain.refused(
+        capsys, data, tmp_path / "out", "--knn_every", -1
+    )
+    assert "--knn_train must be at least 0, got -5" in pretrain.refused(
+        capsys, data, tmp_path / "out", "--knn_train", -5
+    )
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
 def test_val_without_classes_is_refused_by_the_name_of_the_flag(data, tmp_path, capsys):
     shutil.copytree(data / "train", tmp_path / "data" / "train")
     shutil.copytree(data / "val" / "cat", tmp_path / "data" / "val")
-    message = fails(capsys, tmp_path / "data", tmp_path / "out", *KNN)
+    message = pretrain.refused(capsys, tmp_path / "data", tmp_path / "out", *KNN)
     assert f"error: --knn_every: {str(tmp_path / 'data' / 'val')!r} holds no class folders" in message
     assert message.endswith("Without --knn_every, the run reads no validation images\n")
-    run(tmp_path / "data", tmp_path / "out", "--max_steps", 1)
+    pretrain(tmp_path / "data", tmp_path / "out", "--max_steps", 1)
 
 
 def test_unreadable_images_are_replaced(data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
     for split in ("train", "val"):
         (root / split / "cat" / "0.jpg").write_bytes(b"no image")
-    run(root, tmp_path / "out", *KNN, "--max_bad_fraction", 0.2, "--max_steps", 1)
+    pretrain(root, tmp_path / "out", *KNN, "--max_bad_fraction", 0.2, "--max_steps", 1)
     assert 0 <= evaluations(tmp_path / "out")[0]["knn_top1"] <= 100
 
 
@@ -236,7 +240,7 @@ def test_features_that_are_not_finite_are_said_and_end_the_run_at_its_end(data, 
     monkeypatch.setitem(main_pretrain.MODELS, "mae_vit_micro_patch4", broken)
     for _ in range(2):  # the finished run, too
         with pytest.raises(SystemExit) as stop:
-            run(data, tmp_path, *KNN)
+            pretrain(data, tmp_path, *KNN)
         out, err = capsys.readouterr()
         assert stop.value.code == 3 and "error: the features of the encoder are not finite" in err
     assert [report["step"] for report in evaluations(tmp_path)] == [0, 3, 6, 6]
@@ -322,7 +326,7 @@ def test_a_process_without_images_takes_part(photos, sizes):
 @pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
 def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path, flags):
     flags = (*KNN, "--knn_train", 1, "--batch_size", 4, *flags)
-    code, out = run_by_torchrun("main_pretrain.py", *command(data, tmp_path / "two", *flags, "--max_steps", 1))
+    code, out = run_by_torchrun("main_pretrain.py", *pretrain.command(data, tmp_path / "two", *flags, "--max_steps", 1))
     assert code == 0, out[-3000:]
     (found,) = evaluations(tmp_path / "two")
     assert found["knn_mean_raw_top1"] == 50 and found["rankme"] == pytest.approx(1, abs=1e-3)  # all are of one class
@@ -332,9 +336,11 @@ def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path, flags):
 def test_a_run_of_two_processes_logs_what_one_does(watched, data, tmp_path, flags):
     """The processes have unequal shares of the images: 7 batches of 2 and of 1 for 13 training images."""
     flags = ("--batch_size", 2, "--accum_iter", 2, "--knn_train", 13, *flags)
-    code, out = run_by_torchrun("main_pretrain.py", *command(data, tmp_path / "two", *KNN, *flags, "--max_steps", 3))
+    code, out = run_by_torchrun(
+        "main_pretrain.py", *pretrain.command(data, tmp_path / "two", *KNN, *flags, "--max_steps", 3)
+    )
     assert code == 0, out[-3000:]
-    run(data, tmp_path / "one", *KNN, "--knn_train", 13, "--max_steps", 3)
+    pretrain(data, tmp_path / "one", *KNN, "--knn_train", 13, "--max_steps", 3)
     two, one = (evaluations(tmp_path / name) for name in ("two", "one"))
     assert [report["step"] for report in two] == [0, 3]
     for ours, theirs in zip(two, one, strict=True):
@@ -361,7 +367,7 @@ def test_every_tenth_epoch_of_imagenet_it_costs_less_than_one_percent(throw_rati
 @pytest.mark.gpu
 def test_an_evaluation_on_the_gpu_equals_that_of_the_cpu(data, tmp_path):
     for name, flags in (("cpu", ()), ("cuda", ("--device", "cuda", "--precision", "fp32"))):
-        run(data, tmp_path / name, *flags, *KNN, "--max_steps", 1)
+        pretrain(data, tmp_path / name, *flags, *KNN, "--max_steps", 1)
     cpu, cuda = (evaluations(tmp_path / name)[0] for name in ("cpu", "cuda"))
     assert cuda["rankme"] == pytest.approx(cpu["rankme"], rel=1e-3)
     assert cuda["knn_top1"] == pytest.approx(cpu["knn_top1"], abs=10.1)  # one image of ten

@@ -17,7 +17,7 @@ import pytest
 
 import submitit_launch
 from tests.patches import MonkeyPatch
-from tests.test_main_pretrain import SMALL, reports
+from tests.runs import pretrain, reports
 from util.run.folder import write_progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
 HOME = Path("/run/slurm-on-one-machine")
 FINISHED = "pre-trained"
 # 12 steps an epoch, and 72 in all
-TINY = [*SMALL.split(), "--batch_size", "1", "--blr", "0.1"]
+TINY = [*pretrain.flags.split(), "--batch_size", "1", "--blr", "0.1"]
 TWO_NODES = ["--cluster", "slurm", "--nodes", "2", "--tasks_per_node", "1", "--cpus_per_task", "1"]
 
 

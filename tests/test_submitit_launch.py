@@ -12,7 +12,7 @@ import pytest
 import submitit
 
 import submitit_launch
-from tests.test_main_pretrain import SMALL, children_of, reports, run
+from tests.runs import children_of, pretrain, refused, reports
 from util import code_version
 from util.run.checkpoint import newest_checkpoint
 from util.run.folder import write_progress
@@ -122,9 +122,7 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
 )
 def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        submitit_launch.main(["--dry_run", *flags.split()])
-    assert stop.value.code == 2 and message in capsys.readouterr().err and not any(tmp_path.iterdir())
+    assert message in refused(capsys, submitit_launch.main, "--dry_run", *flags.split()) and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,8 @@ def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code
 def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path, monkeypatch):
     """submitit's local controller runs a copy of the code. The requeued run resumes at the step of the signal."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for others' cores make a step take seconds
-    flags = [*SMALL.split(), "--data_path", str(photos), "--batch_size", "4", "--epochs", "20", "--save_every", "1000"]
+    flags = pretrain.also("--batch_size 4 --epochs 20 --save_every 1000").flags.split()
+    flags += ["--data_path", str(photos)]
     job = submitit_launch.main(
         [
             "--cluster",
@@ -224,7 +223,7 @@ def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_non
     stopped = int(re.search(r"stopped by SIGUSR2 after step (\d+) of 60", text.read_text())[1])
     assert f"checkpoint-{stopped}.pth at step {stopped}" in text.read_text()
     assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, 61))
-    expected = run(photos, tmp_path / "one", "--epochs", 20)
+    expected = pretrain(photos, tmp_path / "one", "--epochs", 20)
     losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("run", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and expected["meta"]["step"] == 60
     (code,) = (tmp_path / "run" / "code").iterdir()
@@ -349,7 +348,8 @@ def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, monkeyp
         begin_step(loop, step)
 
     monkeypatch.setattr(TrainLoop, "begin_step", stopping)
-    flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain", *SMALL.split(), "--data_path", str(photos)]
+    flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain"]
+    flags += [*pretrain.flags.split(), "--data_path", str(photos)]
     flags += ["--output_dir", str(tmp_path / "run")]
     with mock.patch.dict(os.environ):  # into which submitit exports
         if name == "SIGINT":

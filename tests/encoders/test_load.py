@@ -14,7 +14,7 @@ from encoders.names import rename, rename_prefixes
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import OFFICIAL_NAMES, mae_vit_micro_patch4
 from models_vit import VisionTransformer, ViTEncoder
-from tests.test_main_finetune import PLAIN, evaluate, labelled, run  # noqa: F401
+from tests.runs import PLAIN, evaluate, finetune
 from util.run.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
@@ -315,7 +315,7 @@ def test_a_folder_of_transformers_is_evaluated_and_fine_tuned(labelled, tmp_path
     known = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"settings": settings})
     ours, theirs = evaluate(labelled, known), evaluate(labelled, folder, "--crop_pct", "1")
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-3) and theirs["num_images"] == 7
-    content = run(labelled, tmp_path / "out", *PLAIN, "--finetune", folder, "--max_steps", 1)
+    content = finetune(labelled, tmp_path / "out", *PLAIN, "--finetune", folder, "--max_steps", 1)
     assert content["meta"]["encoder"]["path"] == str(folder / "model.safetensors")
     assert content["meta"]["settings"]["mean"] == [0.5] * 3
     assert "the file's config has LayerNorms with eps 1e-12, here eps is 1e-06" in capsys.readouterr().out

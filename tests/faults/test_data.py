@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from scripts import pack_dataset
-from tests.faults.runs import finish, losses, state
 from tests.patches import StandIn
-from tests.test_main_pretrain import assert_same_state, fails, run
+from tests.runs import assert_same_state, finish, losses, pretrain, state
 from util.data import decode, images
 from util.data.tars import TarImages
 from util.run.checkpoint import newest_checkpoint
@@ -29,10 +28,10 @@ def test_a_broken_image_is_replaced_by_the_next_and_two_of_24_are_too_many(photo
     shutil.copytree(photos, tmp_path / "photos")
     original = (cats / "5.jpg").read_bytes()
     shutil.copy(cats / "6.jpg", cats / "5.jpg")
-    expected = run(tmp_path / "photos", tmp_path / "replaced")
+    expected = pretrain(tmp_path / "photos", tmp_path / "replaced")
     (cats / "5.jpg").write_bytes(original)
     damage(cats / "5.jpg")
-    assert_same_state(run(tmp_path / "photos", tmp_path / "out", *flags), expected)
+    assert_same_state(pretrain(tmp_path / "photos", tmp_path / "out", *flags), expected)
     text = (tmp_path / "out" / "log.txt").read_text()
     assert text.count("cannot be read") == 1
     assert re.search(r"warning: 1 of 24 images .* New: '.*cat/5.jpg' cannot be dec", text)
@@ -40,12 +39,12 @@ def test_a_broken_image_is_replaced_by_the_next_and_two_of_24_are_too_many(photo
     (cats / "7.jpg").write_text("no image")
     capsys.readouterr()
     flags = (*flags, "--save_steps", 1)
-    message = fails(capsys, tmp_path / "photos", tmp_path / "two", *flags)
+    message = pretrain.refused(capsys, tmp_path / "photos", tmp_path / "two", *flags)
     assert "2 of 24 checked images" not in message
     assert "2 of 24 images cannot be read, more than --max_bad" in message
     assert "5.jpg" in message and "7.jpg" in message
-    assert run(tmp_path / "photos", tmp_path / "two", *flags, "--max_bad_fraction", 0.1)["meta"]["step"] == 6
-    message = fails(capsys, tmp_path / "photos", tmp_path / "none", *flags, "--max_bad_fraction", 0)
+    assert pretrain(tmp_path / "photos", tmp_path / "two", *flags, "--max_bad_fraction", 0.1)["meta"]["step"] == 6
+    message = pretrain.refused(capsys, tmp_path / "photos", tmp_path / "none", *flags, "--max_bad_fraction", 0)
     assert "7.jpg' is not a readable image" in message
 
 
@@ -105,7 +104,7 @@ def test_no_step_is_lost_if_the_data_is_gone(photos, tmp_path, monkeypatch, caps
     data, flags, begin_step = tmp_path / "data", flags.split(), TrainLoop.begin_step
     pack_dataset.main([str(photos), str(data)]) if lose is lose_tars else shutil.copytree(photos, data)
     shutil.copytree(data, tmp_path / "copy")
-    expected = run(data, tmp_path / "whole", *flags)
+    expected = pretrain(data, tmp_path / "whole", *flags)
 
     def step_with_loss(loop, number):
         if number == 3:
@@ -113,16 +112,13 @@ def test_no_step_is_lost_if_the_data_is_gone(photos, tmp_path, monkeypatch, caps
         begin_step(loop, number)
 
     monkeypatch.setattr(TrainLoop, "begin_step", step_with_loss)
-    with pytest.raises(SystemExit) as stop:
-        run(data, tmp_path / "out", *flags)
-    error = capsys.readouterr().err
-    assert stop.value.code == code and re.search(message, error), error
+    assert re.search(message, pretrain.refused(capsys, data, tmp_path / "out", *flags, code=code))
     assert 4 <= state(tmp_path / "out")["meta"]["step"] < expected["meta"]["step"]
     monkeypatch.undo()
     if data.exists():
         shutil.rmtree(data)
     (tmp_path / "copy").rename(data)
-    assert_same_state(run(data, tmp_path / "out", *flags), expected)
+    assert_same_state(pretrain(data, tmp_path / "out", *flags), expected)
 
 
 @pytest.mark.fault("F58", "the data vanishes under two processes", "both save and end; exact when it is back")
@@ -142,9 +138,11 @@ def test_no_step_is_lost_if_two_processes_lose_the_data(photos, tmp_path, monkey
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_may_be_made_to_stop_the_run(photos, tmp_path, capsys, workers):
     shutil.copytree(photos, tmp_path / "photos")
-    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 3)
+    pretrain(tmp_path / "photos", tmp_path / "out", "--max_steps", 3)
     damage(tmp_path / "photos" / "train" / "cat" / "5.jpg")
-    message = fails(capsys, tmp_path / "photos", tmp_path / "out", "--num_workers", workers, "--max_bad_fraction", 0)
+    message = pretrain.refused(
+        capsys, tmp_path / "photos", tmp_path / "out", "--num_workers", workers, "--max_bad_fraction", 0
+    )
     assert "5.jpg' cannot be decoded" in message and message.count("\n") == 1
     assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
 
@@ -163,7 +161,7 @@ def test_odd_images(photos, tmp_path, record_property):
     rotated = Image.Exif()
     rotated[0x0112] = 6
     Image.open(cats / "5.jpg").save(cats / "6.jpg", exif=rotated)
-    assert run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0)["meta"]["step"] == 6
+    assert pretrain(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0)["meta"]["step"] == 6
     record_property("measured", "7 of 7")
 
 
@@ -182,7 +180,7 @@ def test_decompression_bombs(photos, tmp_path, monkeypatch, recwarn, record_prop
         return img
 
     monkeypatch.replace_in(decode, "Image.open", open_image)
-    run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1)
+    pretrain(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1)
     text = (tmp_path / "out" / "log.txt").read_text()
     assert "2 of 24 images cannot be read" in text and "13000 x 13000 pixels are more than" in text and not unfolded
     assert not [warning for warning in recwarn if warning.category is Image.DecompressionBombWarning]
@@ -195,7 +193,7 @@ def test_decompression_bombs(photos, tmp_path, monkeypatch, recwarn, record_prop
     "tried again, exact; then exit code 75, no image replaced",
 )
 def test_storage_that_fails(photos, tmp_path, monkeypatch, capsys, record_property):
-    expected, failures = run(photos, tmp_path / "whole"), []
+    expected, failures = pretrain(photos, tmp_path / "whole"), []
     monkeypatch.replace_in(images, "time.sleep", lambda seconds: None)
 
     def faulty(path):
@@ -205,9 +203,11 @@ def test_storage_that_fails(photos, tmp_path, monkeypatch, capsys, record_proper
         return path.read_bytes()
 
     monkeypatch.setattr(images, "Path", lambda path: StandIn(Path(path), read_bytes=lambda: faulty(Path(path))))
-    assert_same_state(run(photos, tmp_path / "out"), expected)
+    assert_same_state(pretrain(photos, tmp_path / "out"), expected)
     failures.extend([None] * 100)
-    assert "Input/output error; the same command goes on" in fails(capsys, photos, tmp_path / "lost", code=75)
+    assert "Input/output error; the same command goes on" in pretrain.refused(
+        capsys, photos, tmp_path / "lost", code=75
+    )
     record_property("measured", "exact; exit code 75")
 
 
@@ -223,6 +223,6 @@ def test_files_that_vanish(photos, tmp_path, monkeypatch, record_property):
         step(loop, number)
 
     monkeypatch.setattr(TrainLoop, "begin_step", after_the_first)
-    run(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1, "--epochs", 3)
+    pretrain(tmp_path / "photos", tmp_path / "out", "--max_bad_fraction", 0.1, "--epochs", 3)
     assert "2 of 24 images cannot be read" in (tmp_path / "out" / "log.txt").read_text()
     record_property("measured", "2 named, all steps run")

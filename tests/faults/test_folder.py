@@ -19,12 +19,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import main_finetune
 import main_pretrain
 from scripts import export
 from tests.locks import held_by_another_process
-from tests.test_main_pretrain import assert_same_state, fails, reports, run
-from tests.test_main_pretrain import command as main_command
+from tests.runs import assert_same_state, finetune, pretrain, refused, reports
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 from util.run.loop import TrainLoop
@@ -35,12 +33,12 @@ NOBODY = 65534  # the user without rights
 
 def test_a_lost_step_is_logged_once(photos, tmp_path):
     """Killed after step 5 with the checkpoint of step 3: steps 4 and 5 are run and reported again, once."""
-    run(photos, tmp_path / "out")
+    pretrain(photos, tmp_path / "out")
     for path in (tmp_path / "out").glob("checkpoint-6.*"):
         path.unlink()
     with open(tmp_path / "out" / "log.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1')  # a line cut off by the kill
-    run(photos, tmp_path / "out")
+    pretrain(photos, tmp_path / "out")
     assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
@@ -48,35 +46,35 @@ def test_a_lost_step_is_logged_once(photos, tmp_path):
 
 @pytest.mark.fault("F36", "all checkpoints damaged", "exit code 4; no start from scratch by accident")
 def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
-    expected = run(photos, tmp_path / "out")
+    expected = pretrain(photos, tmp_path / "out")
     newest = tmp_path / "out" / "checkpoint-6.pth"
     newest.write_bytes(newest.read_bytes()[:-100])
-    assert_same_state(run(photos, tmp_path / "out"), expected)
+    assert_same_state(pretrain(photos, tmp_path / "out"), expected)
     out = capsys.readouterr().out
     assert "skipped a checkpoint, checkpoint-6.pth: " in out and "checkpoint-3.pth at step 3" in out
     for path in (tmp_path / "out").glob("*.pth"):
         path.write_bytes(b"")
-    assert "no checkpoint in" in fails(capsys, photos, tmp_path / "out", code=4)
+    assert "no checkpoint in" in pretrain.refused(capsys, photos, tmp_path / "out", code=4)
 
 
 def test_changed_settings_are_refused_or_by_request_take_effect(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", "--max_steps", 2)
-    message = fails(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
+    pretrain(photos, tmp_path / "out", "--max_steps", 2)
+    message = pretrain.refused(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
     assert "--throw_ratio was 0.5 and now is 0.25; --weight_decay was 0.05 and now is 0.1. Undo that" in message
-    assert "--batch_size" not in fails(
+    assert "--batch_size" not in pretrain.refused(
         capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2
     )
     assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2]  # and nothing was touched
-    content = run(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
+    content = pretrain(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
     out = capsys.readouterr().out
     assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
     assert sorted(group["weight_decay"] for group in content["optimizer"]["param_groups"]) == [0.0, 0.1]
-    assert "total batch was 8 and now is 4" in fails(capsys, photos, tmp_path / "out", "--batch_size", 4)
+    assert "total batch was 8 and now is 4" in pretrain.refused(capsys, photos, tmp_path / "out", "--batch_size", 4)
 
 
 def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
-    content = run(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
+    pretrain(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
+    content = pretrain(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
     assert content["scaler"] == {} and content["meta"]["settings"]["precision"] == "bf16"
     assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
 
@@ -88,15 +86,15 @@ def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, cap
 )
 def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path / "photos")
-    run(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
+    pretrain(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
     cats = tmp_path / "photos" / "train" / "cat"
     (cats / "0.jpg").rename(cats / "x.jpg")  # as many as before, in another order
     assert re.search(
-        r"the data had 24 images \(.*\) and now has 24", fails(capsys, tmp_path / "photos", tmp_path / "out")
+        r"the data had 24 images \(.*\) and now has 24", pretrain.refused(capsys, tmp_path / "photos", tmp_path / "out")
     )
     (cats / "x.jpg").unlink()
-    assert "and now has 23 images" in fails(capsys, tmp_path / "photos", tmp_path / "out")
-    run(tmp_path / "photos", tmp_path / "out", "--allow_changes")
+    assert "and now has 23 images" in pretrain.refused(capsys, tmp_path / "photos", tmp_path / "out")
+    pretrain(tmp_path / "photos", tmp_path / "out", "--allow_changes")
     assert "warning: the data had 24 images" in capsys.readouterr().out
 
 
@@ -106,8 +104,8 @@ def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys
 def test_a_folder_takes_one_run_at_a_time(photos, tmp_path, capsys):
     output_dir = tmp_path / "out"
     with held_by_another_process(output_dir) as message:
-        assert message in fails(capsys, photos, output_dir)
-    run(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
+        assert message in pretrain.refused(capsys, photos, output_dir)
+    pretrain(photos, output_dir, "--max_steps", 1)  # a lock goes with its process
 
 
 @pytest.mark.fault("U78", "a start that fails", "nothing is left, neither folders nor a lock")
@@ -120,12 +118,12 @@ def test_a_start_that_fails_leaves_no_trace(photos, tmp_path, capsys, flags):
         shutil.copytree(photos / "train" / "cat", data / "val" / "lion")
     (tmp_path / "mine").mkdir()
     for folder in ("new/deep", "mine"):
-        fails(capsys, data, tmp_path / folder, *flags)
+        pretrain.refused(capsys, data, tmp_path / folder, *flags)
     assert sorted(path.name for path in tmp_path.iterdir() if path != data) == ["mine"]
     assert not any((tmp_path / "mine").iterdir())
-    run(photos, tmp_path / "out", "--max_steps", 1)
+    pretrain(photos, tmp_path / "out", "--max_steps", 1)
     before = sorted((tmp_path / "out").rglob("*"))
-    fails(capsys, data, tmp_path / "out", "--allow_changes", *flags)  # of a run that is there
+    pretrain.refused(capsys, data, tmp_path / "out", "--allow_changes", *flags)  # of a run that is there
     assert [path for path in before if not path.exists()] == []
 
 
@@ -134,16 +132,16 @@ def test_a_start_that_fails_leaves_no_trace(photos, tmp_path, capsys, flags):
 def test_files_of_others_are_not_overwritten(photos, tmp_path, capsys, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text('{"mine": 1}')
-    assert f"holds {name}, but no run" in fails(capsys, photos, tmp_path / "out")
+    assert f"holds {name}, but no run" in pretrain.refused(capsys, photos, tmp_path / "out")
     assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [(name, '{"mine": 1}')]
 
 
 def test_a_run_without_its_lock_and_checkpoints_is_no_file_of_others(photos, tmp_path):
     """The run was killed before its first checkpoint, and the user has removed the lock."""
-    run(photos, tmp_path / "out", "--max_steps", 1)
+    pretrain(photos, tmp_path / "out", "--max_steps", 1)
     for path in [tmp_path / "out" / ".lock", *(tmp_path / "out").glob("checkpoint-*")]:
         path.unlink()
-    assert run(photos, tmp_path / "out", "--max_steps", 1)["meta"]["step"] == 1
+    assert pretrain(photos, tmp_path / "out", "--max_steps", 1)["meta"]["step"] == 1
 
 
 def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
@@ -155,7 +153,7 @@ def test_full_disk_warns_and_goes_on(photos, tmp_path, capsys, monkeypatch):
         return save(output_dir, step, *args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", full)
-    run(photos, tmp_path / "out")
+    pretrain(photos, tmp_path / "out")
     assert "checkpoint-3.pth could not be written" in capsys.readouterr().out
 
 
@@ -179,8 +177,8 @@ def small_disk(tmp_path):
 def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
     """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
     output_dir, flags = small_disk / "out", ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
-    expected = run(photos, tmp_path / "whole", *flags)
-    run(photos, output_dir, *flags, "--max_steps", 3)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
+    pretrain(photos, output_dir, *flags, "--max_steps", 3)
     ballast = small_disk / "ballast"
     with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
         while True:
@@ -188,20 +186,20 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
     with open(ballast, "r+b") as file:  # room for logs
         file.truncate(ballast.stat().st_size - 600_000)
     with pytest.raises(SystemExit) as stop:
-        run(photos, output_dir, *flags)
+        pretrain(photos, output_dir, *flags)
     captured = capsys.readouterr()
     assert "warning: checkpoint-6.pth could not be written ([Errno 28]" in captured.out
     assert stop.value.code == 75 and "goes on from the newest checkpoint" in captured.err
     assert sorted(p.name for p in output_dir.glob("*checkpoint*")) == ["checkpoint-3.json", "checkpoint-3.pth"]
     ballast.unlink()
-    assert_same_state(run(photos, output_dir, *flags), expected)
+    assert_same_state(pretrain(photos, output_dir, *flags), expected)
     record_property("measured", "exact after room was made")
 
 
 @pytest.mark.fault("F38", "an output folder that cannot be written to", "exit code 2 at the start")
 def test_a_read_only_folder(photos, small_disk, capsys, record_property):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert "cannot be written to" in fails(capsys, photos, small_disk / "out")
+    assert "cannot be written to" in pretrain.refused(capsys, photos, small_disk / "out")
     record_property("measured", "exit code 2")
 
 
@@ -227,9 +225,9 @@ def before_step_5(monkeypatch):
     "made again by the next save, with the whole log; exact",
 )
 def test_a_deleted_output_folder(photos, tmp_path, before_step_5, capsys):
-    expected, output_dir = run(photos, tmp_path / "whole", "--save_every", 2), tmp_path / "new" / "out"
+    expected, output_dir = pretrain(photos, tmp_path / "whole", "--save_every", 2), tmp_path / "new" / "out"
     before_step_5(lambda: shutil.rmtree(output_dir.parent))
-    assert_same_state(run(photos, output_dir, "--save_every", 2), expected)
+    assert_same_state(pretrain(photos, output_dir, "--save_every", 2), expected)
     assert f"warning: {str(output_dir)!r} was deleted; it is made again" in capsys.readouterr().out
     assert [r["step"] for r in reports(output_dir)] == [1, 2, 3, 4, 5, 6]
     events = EventAccumulator(str(output_dir / "tensorboard")).Reload()
@@ -247,7 +245,7 @@ def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step_5, ca
 
         message = []
         before_step_5(take)
-        error = fails(capsys, photos, tmp_path / "out")
+        error = pretrain.refused(capsys, photos, tmp_path / "out")
         assert message[0] in error
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
@@ -278,7 +276,7 @@ def exit_code_as_nobody(*command):
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-        main_pretrain.main(main_command(*command))
+        main_pretrain.main(pretrain.command(*command))
     except SystemExit as stop:
         code = stop.code
     finally:
@@ -321,7 +319,7 @@ def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, record_prop
         return save(output_dir, step, *args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", full_once)
-    assert run(photos, tmp_path / "out")["meta"]["step"] == 4 and failures == [3]  # it stops after the next step
+    assert pretrain(photos, tmp_path / "out")["meta"]["step"] == 4 and failures == [3]  # it stops after the next step
     record_property("measured", "0 steps lost")
 
 
@@ -334,19 +332,15 @@ class Payload:
 def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch, record_property):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Payload(), "optimizer": {}, "meta": "{}"}, "evil.pth")
-    assert "cannot be read as a checkpoint of tensors" in fails(capsys, photos, "out", "--resume", "evil.pth", code=4)
+    assert "cannot be read as a checkpoint of tensors" in pretrain.refused(
+        capsys, photos, "out", "--resume", "evil.pth", code=4
+    )
     for folder in ("train", "val"):
         shutil.copytree(photos / "train", tmp_path / "data" / folder)
-    for main, flags in (
-        (
-            main_finetune.main,
-            ["--finetune", "evil.pth", "--data_path", "data", "--output_dir", "out2", "--device", "cpu"],
-        ),
-        (export.main, ["evil.pth", "--out", "out.safetensors"]),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(flags)
-        assert stop.value.code in (2, 4) and "cannot be read as a checkpoint of tensors" in capsys.readouterr().err
+    error = finetune.refused(capsys, "data", "out2", "--finetune", "evil.pth", code=4)
+    assert "cannot be read as a checkpoint of tensors" in error
+    error = refused(capsys, export.main, "evil.pth", "--out", "out.safetensors")
+    assert "cannot be read as a checkpoint of tensors" in error
     assert not Path("pwned").exists()
     record_property("measured", "3 of 3 refused")
 

@@ -10,22 +10,9 @@ import main_finetune
 import main_pretrain
 from downstream.probe import main_probe
 from scripts import export, visualize
-from tests.test_main_finetune import command as finetune_command
-from tests.test_main_finetune import labelled  # noqa: F401
-from tests.test_main_pretrain import assert_same_state, command, run
+from tests.runs import assert_same_state, finetune, pretrain, refused
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint
-
-
-def fails(capsys, main, arguments, code=3):
-    """The error of a program that must end with this exit code, and say no result."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([str(word) for word in arguments])
-    assert stop.value.code == code
-    out, message = capsys.readouterr()
-    assert not re.search("^(pre-)?trained ", out, flags=re.MULTILINE)
-    return message
 
 
 def steps_in(folder):
@@ -44,29 +31,23 @@ def steps_in(folder):
 )
 def test_the_last_good_checkpoint_stays(photos, tmp_path, capsys, record_property, flags, expected):
     out, calm = tmp_path / "out", ("--epochs", 20, "--warmup_epochs", 0, "--lr", 1e-3, "--picture_every", 0)
-    run(photos, out, *calm, "--max_steps", 6)
+    pretrain(photos, out, *calm, "--max_steps", 6)
     for _ in range(2):  # the same command fails again
-        message = fails(
-            capsys, main_pretrain.main, command(photos, out, *calm, *flags, "--lr", 1e10, "--allow_changes")
-        )
+        message = pretrain.refused(capsys, photos, out, *calm, *flags, "--lr", 1e10, "--allow_changes", code=3)
         assert "not finite in each of the last 20 steps before step 27" in message
         named = re.search(r"The last checkpoint with a finite loss is '(.*)'\. .* --resume (.+) and --allow", message)
         assert [named[1]] == shlex.split(named[2]) == [str(out / "checkpoint-6.pth")] and steps_in(out) == expected
-    goes_on = run(photos, tmp_path / "new", *calm, "--resume", named[1], "--allow_changes", "--max_steps", 9)
-    assert_same_state(goes_on, run(photos, tmp_path / "whole", *calm, "--max_steps", 9))
+    goes_on = pretrain(photos, tmp_path / "new", *calm, "--resume", named[1], "--allow_changes", "--max_steps", 9)
+    assert_same_state(goes_on, pretrain(photos, tmp_path / "whole", *calm, "--max_steps", 9))
     record_property("measured", "exact from the named checkpoint, with the former rate")
 
 
 @pytest.mark.fault("F48", "a run that ends after fewer than 20 steps that are not finite", "exit code 3, no result")
-@pytest.mark.parametrize("name", ["pretrain", "finetune"])
-def test_a_short_run_is_no_result(labelled, tmp_path, capsys, name):  # noqa: F811
-    main, arguments = {
-        "pretrain": (main_pretrain.main, command),
-        "finetune": (main_finetune.main, finetune_command),
-    }[name]
+@pytest.mark.parametrize("program", [pretrain, finetune])
+def test_a_short_run_is_no_result(labelled, tmp_path, capsys, program):
     flags = ("--epochs", 3, "--warmup_epochs", 0, "--lr", 1e6, "--max_steps", 8)
     for _ in range(2):
-        message = fails(capsys, main, arguments(labelled, tmp_path, *flags))
+        message = program.refused(capsys, labelled, tmp_path, *flags, code=3)
         assert "not finite" in message and "No checkpoint of this run has a finite loss" in message
         assert steps_in(tmp_path) in ([3], [])
 
@@ -75,7 +56,7 @@ def test_a_short_run_is_no_result(labelled, tmp_path, capsys, name):  # noqa: F8
 def spoilt(photos, tmp_path_factory):
     """Checkpoints with a weight that is NaN, and with finite weights whose features overflow."""
     folder = tmp_path_factory.mktemp("spoilt")
-    run(photos, folder, "--throw_ratio", 0, "--max_steps", 1)
+    pretrain(photos, folder, "--throw_ratio", 0, "--max_steps", 1)
     found = newest_checkpoint(folder)[0]
     for name, factor in (("nan", torch.nan), ("large", 1e30)):
         content = torch.load(found, weights_only=True)
@@ -88,7 +69,7 @@ def spoilt(photos, tmp_path_factory):
     "U74", "export, visualize, probe or fine-tune weights that are ruined or NaN", "exit code 3, no result"
 )
 @pytest.mark.parametrize("weights", ["nan", "large"])
-def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weights):  # noqa: F811
+def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weights):
     path, out = spoilt / f"{weights}.pth", tmp_path / "out"
     probe = [path, "--data_path", labelled, "--output_dir", tmp_path / "probe", "--num_workers", 0, "--device", "cpu"]
     cases = {
@@ -100,15 +81,15 @@ def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weigh
         "heads": (main_probe.main, [*probe, "--probes", "linear", "--steps", 2, "--total_batch_size", 8]),
     }
     for what, (main, arguments) in cases.items():
-        message = fails(capsys, main, arguments)
+        message = refused(capsys, main, *arguments, code=3)
         assert "not finite" in message and len(message.splitlines()) == 1, what
         assert ("blocks.0.attn.qkv.weight" in message) == (weights == "nan"), what
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
     for main, words in (
-        (main_pretrain.main, command(labelled, tmp_path / "p", "--throw_ratio", 0, "--pretrained", path)),
-        (main_finetune.main, finetune_command(labelled, tmp_path / "f", "--finetune", path)),
+        (main_pretrain.main, pretrain.command(labelled, tmp_path / "p", "--throw_ratio", 0, "--pretrained", path)),
+        (main_finetune.main, finetune.command(labelled, tmp_path / "f", "--finetune", path)),
     ):
-        message = fails(capsys, main, words)
+        message = refused(capsys, main, *words, code=3)
         said = "blocks.0.attn.qkv.weight" if weights == "nan" else "No checkpoint of this run has a finite loss"
         assert "not finite" in message and said in message
 
@@ -119,5 +100,5 @@ def test_a_full_disk_from_the_start(photos, tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
-    message = fails(capsys, main_pretrain.main, command(photos, tmp_path, "--max_steps", 3), code=75)
+    message = pretrain.refused(capsys, photos, tmp_path, "--max_steps", 3, code=75)
     assert message.endswith("; the same command starts from the beginning\n")

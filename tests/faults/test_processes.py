@@ -11,8 +11,7 @@ import torch
 
 from tests.conftest import write_photo
 from tests.faults.faulty import IN_SAVE
-from tests.faults.runs import command, finish, losses, start, state, steps_lost, wait_for_step
-from tests.test_main_pretrain import assert_same_state, children_of
+from tests.runs import assert_same_state, children_of, command, finish, losses, start, state, steps_lost, wait_for_step
 from tests.warm import Python, free_port
 
 SAVE = ("--save_steps", 10)

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from scripts import pack_dataset
-from tests.faults.runs import finish, losses, state
-from tests.test_main_pretrain import assert_same_state, reports, run
+from tests.runs import assert_same_state, finish, losses, pretrain, reports, state
 from util.run.loop import TrainLoop
 
 
@@ -31,7 +30,7 @@ def test_another_number_of_processes(photos, tmp_path, record_property):
 @pytest.mark.fault("F6", "a signal in the middle of an accumulation", "the step is finished, then saved; exact")
 def test_a_signal_in_an_accumulation(photos, tmp_path, monkeypatch, record_property):
     flags = ("--batch_size", 2, "--accum_iter", 4)
-    expected, seed_draws, seen = run(photos, tmp_path / "whole", *flags), TrainLoop.seed_draws, []
+    expected, seed_draws, seen = pretrain(photos, tmp_path / "whole", *flags), TrainLoop.seed_draws, []
 
     def interrupted(loop, step, micro):
         if (step, micro) == (1, 1):
@@ -40,33 +39,31 @@ def test_a_signal_in_an_accumulation(photos, tmp_path, monkeypatch, record_prope
         return seed_draws(loop, step, micro)
 
     monkeypatch.setattr(TrainLoop, "seed_draws", interrupted)
-    assert run(photos, tmp_path / "parts", *flags)["meta"]["step"] == 2 and seen[-1] == (1, 3)
+    assert pretrain(photos, tmp_path / "parts", *flags)["meta"]["step"] == 2 and seen[-1] == (1, 3)
     monkeypatch.undo()
-    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
     assert [r["loss"] for r in reports(tmp_path / "parts")] == [r["loss"] for r in reports(tmp_path / "whole")]
     record_property("measured", "0 steps lost, exact")
 
 
 def test_from_a_folder_to_what_was_packed_from_it(photos, tmp_path, capsys):
     """The same data by its names and labels, so no change; packed with another compression it is one."""
-    expected = run(photos, tmp_path / "whole")
+    expected = pretrain(photos, tmp_path / "whole")
     for name, flags in (("packed", ()), ("smaller", ("--quality", "90"))):
         pack_dataset.main([str(photos), str(tmp_path / name), "--workers", "1", "--shard_mb", "1", *flags])
-    run(photos, tmp_path / "out", "--max_steps", 2)
-    with pytest.raises(SystemExit):
-        run(tmp_path / "smaller", tmp_path / "out")
-    assert "the data had 24 images" in capsys.readouterr().err
-    assert_same_state(run(tmp_path / "packed", tmp_path / "out"), expected)
+    pretrain(photos, tmp_path / "out", "--max_steps", 2)
+    assert "the data had 24 images" in pretrain.refused(capsys, tmp_path / "smaller", tmp_path / "out")
+    assert_same_state(pretrain(tmp_path / "packed", tmp_path / "out"), expected)
 
 
 @pytest.mark.fault("F9", "three stops and a kill", "each step once, in order, in log.jsonl and TensorBoard")
 def test_logs_after_many_stops(photos, tmp_path, record_property):
     """TensorBoard's own check is in test_folder.py; here the text log tells of each start."""
     for stop in (2, 5, 7):
-        run(photos, tmp_path, "--epochs", 4, "--max_steps", stop, "--save_steps", 1)
+        pretrain(photos, tmp_path, "--epochs", 4, "--max_steps", stop, "--save_steps", 1)
     for path in tmp_path.glob("checkpoint-7.*"):
         path.unlink()
-    run(photos, tmp_path, "--epochs", 4)
+    pretrain(photos, tmp_path, "--epochs", 4)
     assert [r["step"] for r in reports(tmp_path)] == list(range(1, 13))
     text = (tmp_path / "log.txt").read_text()
     assert re.findall(r"resuming .+ at step (\d+)", text) == ["2", "5", "6"]

@@ -15,9 +15,7 @@ from PIL import Image
 import main_finetune
 from scripts import pack_dataset
 from tests.conftest import write_photo
-from tests.test_main_finetune import PLAIN
-from tests.test_main_finetune import command as finetune_command
-from tests.test_main_pretrain import fails, run
+from tests.runs import PLAIN, finetune, pretrain
 from util.data.datasets import open_images
 from util.data.images import FolderImages
 
@@ -42,7 +40,7 @@ def few_images(folder, classes=("cat", "dog"), number=4, first=500):
 
 def trained_on(data_path, output_dir):
     """The number of images of a pre-training run, and its text log."""
-    meta = run(data_path, output_dir, *ONE_STEP)["meta"]
+    meta = pretrain(data_path, output_dir, *ONE_STEP)["meta"]
     return meta["num_images"], (Path(output_dir) / "log.txt").read_text()
 
 
@@ -76,7 +74,7 @@ def test_other_names_of_splits(photos, tmp_path, train, val, record_property):
 def test_test_stands_in_for_val(photos, tmp_path, record_property):
     root = copy(photos / "train", tmp_path / "data" / "Train")
     few_images(root / "test")
-    main_finetune.main(finetune_command(root, tmp_path / "out", *PLAIN, "--epochs", 1, "--warmup_epochs", 0))
+    main_finetune.main(finetune.command(root, tmp_path / "out", *PLAIN, "--epochs", 1, "--warmup_epochs", 0))
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "val_top1" in results["last"]
     assert trained_on(root, tmp_path / "pre")[0] == 24
@@ -89,7 +87,7 @@ def test_test_stands_in_for_val(photos, tmp_path, record_property):
 @pytest.mark.fault("U21b", "two folders of one split: val/ and validation/, Train/ and train/", "refused by name")
 def test_two_folders_of_one_split(photos, tmp_path, capsys):
     root = copy(photos / "train", tmp_path / "data" / "train", tmp_path / "data" / "Train")
-    message = fails(capsys, root, tmp_path / "out")
+    message = pretrain.refused(capsys, root, tmp_path / "out")
     assert "more than one folder of train" in message and "Train/ and train/" in message
     shutil.rmtree(root / "Train")
     few_images(root / "val")
@@ -102,7 +100,7 @@ def test_two_folders_of_one_split(photos, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["val", "test"])
 def test_only_the_wrong_split(photos, tmp_path, capsys, name):
     root = copy(photos / "train", tmp_path / "data" / name)
-    message = fails(capsys, root, tmp_path / "out")
+    message = pretrain.refused(capsys, root, tmp_path / "out")
     assert f"holds {name}/, but no train/. Give '{root / name}' itself" in message
     assert trained_on(root / name, tmp_path / "out")[0] == 24
 
@@ -111,7 +109,7 @@ def test_only_the_wrong_split(photos, tmp_path, capsys, name):
 def test_a_class_called_train(photos, tmp_path, capsys):
     root = few_images(tmp_path / "data" / "bus", ["."])
     copy(photos / "train" / "cat", root / "train")
-    message = fails(capsys, root, tmp_path / "out")
+    message = pretrain.refused(capsys, root, tmp_path / "out")
     assert "train/ may be a split or a class" in message and "(bus/)" in message and str(root / "train") in message
     (tmp_path / "below").mkdir()
     root.rename(tmp_path / "below" / "train")
@@ -123,7 +121,7 @@ def test_flat_images_beside_a_folder(photos, tmp_path, capsys):
     root = tmp_path / "data"
     copy(photos / "train" / "cat", root)
     few_images(root / "best", ["."], number=1)
-    message = fails(capsys, root, tmp_path / "out")
+    message = pretrain.refused(capsys, root, tmp_path / "out")
     assert "holds 12 images directly (0.jpg, 1.jpg, 10.jpg, ...) beside 1 image in folders (best)" in message
     (root / "best" / "0.jpg").unlink()
     (root / "best" / "notes.txt").write_text("no image")
@@ -166,7 +164,7 @@ def test_deep_pixels(photos, tmp_path, capsys, record_property):
     assert np.array_equal(read[..., 0], np.rint(ramp / 257)) and (read == read[..., :1]).all()
     assert trained_on(root, tmp_path / "out")[0] == 25
     Image.fromarray(ramp.astype(np.float32) / 65535).save(root / "train" / "cat" / "float.tif")
-    message = fails(capsys, root, tmp_path / "float", "--max_bad_fraction", 0)
+    message = pretrain.refused(capsys, root, tmp_path / "float", "--max_bad_fraction", 0)
     assert "float.tif' is not a readable image" in message and "floating-point numbers" in message
     assert "convert it to 8 or 16 bits" in message
     record_property("measured", f"grey values {read.min()} to {read.max()}; refused before the first step")
@@ -199,7 +197,7 @@ def test_a_tar_with_two_splits(photos, tmp_path, train, val, record_property):
     files = files_below(photos / "train", f"set/{train}") | files_below(tmp_path / "files" / "val", f"set/{val}")
     path = write_tar(tmp_path / "set.tar", files)
     assert trained_on(path, tmp_path / "out")[0] == 24
-    main_finetune.main(finetune_command(path, tmp_path / "fine", *PLAIN, "--epochs", 1, "--warmup_epochs", 0))
+    main_finetune.main(finetune.command(path, tmp_path / "fine", *PLAIN, "--epochs", 1, "--warmup_epochs", 0))
     found = {split: open_images("folder", path, split, labelled=True) for split in ("train", "val")}
     assert {split: len(images) for split, images in found.items()} == {"train": 24, "val": 8}
     assert all(images.classes == ["cat", "dog"] for images in found.values())
@@ -213,10 +211,10 @@ def test_a_compressed_archive(tmp_path, capsys, suffix):
     path = tmp_path / "data" / f"photos{suffix}"
     path.parent.mkdir()
     path.write_bytes(b"\x1f\x8b any bytes")
-    message = fails(capsys, path, tmp_path / "out")
+    message = pretrain.refused(capsys, path, tmp_path / "out")
     unpack = "unzip -d FOLDER" if suffix == ".zip" else "tar -C FOLDER -xf"
     assert "compressed archive, which cannot be read in place" in message and f"{unpack} photos{suffix}" in message
-    message = fails(capsys, path.parent, tmp_path / "out")
+    message = pretrain.refused(capsys, path.parent, tmp_path / "out")
     assert f"holds no image but compressed archives (photos{suffix}): unpack them" in message
 
 
@@ -225,10 +223,7 @@ def test_fine_tuning_from_one_tar(photos, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     path = write_tar(tmp_path / "data" / "photos.tar", files_below(photos / "train", "photos"))
     for data_path in (path, path.parent):
-        with pytest.raises(SystemExit) as stop:
-            main_finetune.main(finetune_command(data_path, tmp_path / "out", *PLAIN))
-        message = capsys.readouterr().err
-        assert stop.value.code == 2 and "Traceback" not in message and len(message) < 900
+        message = finetune.refused(capsys, data_path, tmp_path / "out", *PLAIN)
         assert "labelled images of train are needed" in message and "a tar with train/ and val/ inside" in message
         assert "train-0.tar, val-0.tar" in message
 
@@ -242,7 +237,7 @@ def test_damaged_packed_data_is_packed_again(photos, tmp_path, capsys, name, dam
     whole = path.read_bytes()
     path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "odd": b"[]"}[damage])
     capsys.readouterr()
-    message = fails(capsys, tmp_path / "packed", tmp_path / "out")
+    message = pretrain.refused(capsys, tmp_path / "packed", tmp_path / "out")
     command = re.search("run: python scripts/pack_dataset.py (.*)", message)
     assert name in message and command
     pack_dataset.main(shlex.split(command[1]))
@@ -263,7 +258,7 @@ def test_folders_whose_names_speak_of_splits_are_not_mixed(tmp_path, capsys, nam
         (tmp_path / "photos" / name).mkdir(parents=True)
         if name != "notes":
             write_photo(tmp_path / "photos" / name / "0.jpg", seed=k)
-    message = fails(capsys, tmp_path / "photos", tmp_path / "out")
+    message = pretrain.refused(capsys, tmp_path / "photos", tmp_path / "out")
     first, second = sorted(names[:2])
     assert f"holds {first}/, {second}/, whose names contain more than one split" in message
     (tmp_path / "photos" / "beach").mkdir()  # classes, after all

@@ -11,24 +11,13 @@ import torch
 import main_finetune
 from encoders.load import load_encoder
 from models_vit import VisionTransformer
-from tests.conftest import write_photo
 from tests.faults.test_user_runs import MICRO
-from tests.test_main_finetune import command as finetune_command
-from tests.test_main_finetune import run as finetune
-from tests.test_main_pretrain import run
+from tests.runs import finetune, pretrain
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
-
-@pytest.fixture(scope="session")
-def labelled(photos, tmp_path_factory):
-    """24 training images of two classes, 4 to evaluate on."""
-    root = tmp_path_factory.mktemp("labelled")
-    shutil.copytree(photos / "train", root / "train")
-    for name in ("cat", "dog"):
-        (root / "val" / name).mkdir(parents=True)
-        for i in range(2):
-            write_photo(root / "val" / name / f"{i}.png", seed=1000 + len(name) + i)
-    return root
+U49 = pytest.mark.fault(
+    "U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason"
+)
 
 
 @pytest.mark.fault(
@@ -52,13 +41,11 @@ def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch
 )
 def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
     shutil.copytree(labelled, tmp_path / "data")
-    finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2, "--max_steps", 3)
+    finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--max_steps", 3)
     (tmp_path / "data" / "val" / "cat" / "0.png").unlink()
-    with pytest.raises(SystemExit) as stop:
-        finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2)
-    assert stop.value.code == 2
-    assert re.search(r"the validation data had 4 images \(.*\) and now has 3 images", capsys.readouterr().err)
-    finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--epochs", 2, "--allow_changes")
+    message = finetune.refused(capsys, tmp_path / "data", tmp_path / "out", "--aa", "none")
+    assert re.search(r"the validation data had 7 images \(.*\) and now has 6 images", message)
+    finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--allow_changes")
 
 
 @pytest.mark.fault(
@@ -74,7 +61,7 @@ def test_a_head_fits_by_the_names_of_its_classes(labelled, tmp_path, capsys, sam
         for split in ("train", "val"):
             (data / split / "cat").rename(data / split / "eel")  # as many, in another order
     capsys.readouterr()
-    argv = finetune_command(
+    argv = finetune.command(
         data, tmp_path / "second", "--aa", "none", "--finetune", tmp_path / "first", "--max_steps", 1
     )
     args = main_finetune.parse_args(argv)[1]
@@ -92,8 +79,8 @@ def test_a_head_fits_by_the_names_of_its_classes(labelled, tmp_path, capsys, sam
 )
 def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run(photos, "base", *MICRO)
-    run(photos, "other", *MICRO, "--seed", 1)
+    pretrain(photos, "base", *MICRO)
+    pretrain(photos, "other", *MICRO, "--seed", 1)
     flags = ("--model", "vit_micro_patch4", "--aa", "none", "--max_steps")
     finetune(labelled, "out", *flags, 1, "--finetune", "base")
     (tmp_path / "deep").mkdir()
@@ -102,12 +89,10 @@ def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys,
     Path("base").rename("moved")
     for name in ("moved", "base"):  # where it is now, and the name that it had
         assert finetune(labelled, "out", *flags, 6, "--finetune", name)["meta"]["encoder"]["step"] == 6
-    capsys.readouterr()
     shutil.copy("other/checkpoint-6.pth", "moved/another.pth")  # two encoders in one folder
     for name in ("other", "moved/another.pth"):
-        with pytest.raises(SystemExit) as stop:
-            finetune(labelled, "out", *flags, 6, "--finetune", name)
-        assert stop.value.code == 2 and "choose another --output_dir" in capsys.readouterr().err
+        message = finetune.refused(capsys, labelled, "out", *flags, 6, "--finetune", name)
+        assert "choose another --output_dir" in message
     for path in Path("moved").iterdir():  # a run that has begun needs its encoder no longer
         path.unlink() if path.is_file() else shutil.rmtree(path)
     assert finetune(labelled, "out", *flags, 6, "--finetune", "moved")["meta"]["step"] == 6
@@ -120,68 +105,56 @@ def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys,
 )
 def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     base, out = tmp_path / "base", tmp_path / "out"
-    run(photos, base, *MICRO, "--max_steps", 4)
+    pretrain(photos, base, *MICRO, "--max_steps", 4)
     flags = ("--model", "vit_micro_patch4", "--aa", "none", "--finetune", base)
     finetune(labelled, out, *flags, "--max_steps", 4)
     assert "is not finished: it is at step 4, epoch 1.333 of 2" in capsys.readouterr().out
     assert json.loads((out / "results.json").read_text())["encoder"]["step"] == 4
-    run(photos, base, *MICRO)  # it goes on meanwhile
+    pretrain(photos, base, *MICRO)  # it goes on meanwhile
     capsys.readouterr()
     finetune(labelled, out, *flags)
     assert "warning: this run continues from " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        finetune(labelled, out, *flags)
-    assert stop.value.code == 2 and "holds the results of" in capsys.readouterr().err
+    assert "holds the results of" in finetune.refused(capsys, labelled, out, *flags)
     content = finetune(labelled, tmp_path / "again", *flags)
     assert content["meta"]["encoder"]["step"] == 6 and "not finished" not in capsys.readouterr().out
 
 
-@pytest.mark.fault(
-    "U43", "--finetune RUN without --model, for another size", "the width and the model that it was made as are named"
-)
-def test_a_forgotten_model_is_named(photos, labelled, tmp_path, capsys):
-    run(photos, tmp_path / "base", *MICRO, "--max_steps", 1)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main_finetune.main(
-            ["--finetune", str(tmp_path / "base"), "--data_path", str(labelled), "--output_dir", str(tmp_path / "out")]
-            + ["--device", "cpu", "--batch_size", "8"]
-        )
-    message = capsys.readouterr().err
-    assert (
-        "(made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768" in message
-    )
-
-
-@pytest.mark.fault(
-    "U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason"
-)
-def test_flags_that_do_not_fit_the_model(labelled, tmp_path, capsys):
-    finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 1)
-    capsys.readouterr()
-    for flags, message in (
-        (
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        pytest.param(
+            ("--model", "vit_base_patch16", "--finetune", "{base}"),
+            "(made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 768",
+            marks=pytest.mark.fault(
+                "U43",
+                "--finetune RUN without --model, for another size",
+                "the width and the model that it was made as are named",
+            ),
+        ),
+        pytest.param(
             ("--model", "swin_micro_patch4_window4", "--trainable_blocks", 0),
             "--model swin_micro_patch4_window4 has no probe",
+            marks=U49,
         ),
-        (
-            ("--eval", "--resume", tmp_path / "out", "--model", "vit_mini_patch4"),
+        pytest.param(
+            ("--eval", "--resume", "{tuned}", "--model", "vit_mini_patch4"),
             "has vit_micro_patch4: leave it out",
+            marks=U49,
         ),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main_finetune.main(
-                [*map(str, flags), "--data_path", str(labelled), "--device", "cpu", "--output_dir", str(tmp_path / "x")]
-            )
-        assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.fault(
-    "U72", "a checkpoint of pre-training is given to main_finetune --resume", "refused; the hint is --finetune"
+        pytest.param(
+            ("--resume", "{base}"),
+            "is a run of main_pretrain.py",
+            marks=pytest.mark.fault(
+                "U72",
+                "a checkpoint of pre-training is given to main_finetune --resume",
+                "refused; the hint is --finetune",
+            ),
+        ),
+    ],
 )
-def test_a_checkpoint_of_the_other_main(photos, labelled, tmp_path, capsys):
-    run(photos, tmp_path / "base", *MICRO, "--max_steps", 1)
-    with pytest.raises(SystemExit) as stop:
-        finetune(labelled, tmp_path / "out", "--aa", "none", "--resume", tmp_path / "base", "--total_batch_size", 8)
-    assert stop.value.code == 2 and "is a run of main_pretrain.py" in (error := capsys.readouterr().err)
-    assert "give it as --finetune" in error
+def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys, flags, message):
+    if "{tuned}" in flags:
+        finetune(labelled, tmp_path / "tuned", "--aa", "none", "--max_steps", 1)
+    flags = [str(flag).format(base=pretrained, tuned=tmp_path / "tuned") for flag in flags]
+    error = finetune.refused(capsys, labelled, tmp_path / "out", *flags)
+    assert message in error and ("--resume" not in flags or "--eval" in flags or "give it as --finetune" in error)

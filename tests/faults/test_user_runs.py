@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import main_pretrain
 from tests.conftest import write_photo
-from tests.faults.runs import finish, state
-from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
+from tests.runs import assert_same_state, finish, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from util.run import distributed, errors
 from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_record
@@ -34,15 +33,15 @@ def names(folder):
     "U3", "a run that began at --resume PATH is started again with the same flags", "goes on where it was; exact"
 )
 def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsys):
-    run(photos, tmp_path / "first", *MICRO, "--max_steps", 3)
+    pretrain(photos, tmp_path / "first", *MICRO, "--max_steps", 3)
     flags = ("--resume", tmp_path / "first", *MICRO)  # a folder: its newest good checkpoint
-    expected = run(photos, tmp_path / "whole", *flags)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
     assert read_record(tmp_path / "whole" / "checkpoint-6.pth")["started_from"] == str(
         tmp_path / "first" / "checkpoint-3.pth"
     )
-    run(photos, tmp_path / "parts", *flags, "--max_steps", 5)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 5)
     capsys.readouterr()
-    content = run(photos, tmp_path / "parts", *flags)
+    content = pretrain(photos, tmp_path / "parts", *flags)
     assert "checkpoint-5.pth at step 5" in (out := capsys.readouterr().out) and "is not used" not in out
     assert_same_state(content, expected)
     assert [r["step"] for r in reports(tmp_path / "parts")] == [4, 5, 6]
@@ -57,11 +56,13 @@ def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsy
 @pytest.mark.parametrize("resume", ["checkpoint-1.pth", "none"])
 def test_an_older_checkpoint_of_the_same_folder_is_no_way_back(photos, tmp_path, capsys, resume):
     out = tmp_path / "out"
-    run(photos, out, *MICRO, "--epochs", 3, "--save_every", 1, "--save_steps", 1, "--max_steps", 7)
+    pretrain(photos, out, *MICRO, "--epochs", 3, "--save_every", 1, "--save_steps", 1, "--max_steps", 7)
     before, log = {path: path.read_bytes() for path in list_checkpoints(out)}, reports(out)
     assert names(out) == [f"checkpoint-{step}.pth" for step in (3, 6, 7)]
     target = resume if resume == "none" else out / "checkpoint-3.pth"
-    run(photos, out, *MICRO, "--epochs", 3, "--save_every", 1, "--save_steps", 1, "--max_steps", 8, "--resume", target)
+    pretrain(
+        photos, out, *MICRO, "--epochs", 3, "--save_every", 1, "--save_steps", 1, "--max_steps", 8, "--resume", target
+    )
     text = capsys.readouterr().out
     assert f"warning: --resume {target} is not used" in text and "choose another --output_dir" in text
     assert "checkpoint-7.pth at step 7" in text
@@ -74,9 +75,11 @@ def test_an_older_checkpoint_of_the_same_folder_is_no_way_back(photos, tmp_path,
     "U5", "back to an older checkpoint in a new folder (a branch)", "begins there; the old folder is untouched; exact"
 )
 def test_a_branch_in_a_folder_of_its_own(photos, tmp_path):
-    expected = run(photos, tmp_path / "a", *MICRO, "--save_every", 1)
+    expected = pretrain(photos, tmp_path / "a", *MICRO, "--save_every", 1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.is_file()}
-    content = run(photos, tmp_path / "b", *MICRO, "--save_every", 1, "--resume", tmp_path / "a" / "checkpoint-3.pth")
+    content = pretrain(
+        photos, tmp_path / "b", *MICRO, "--save_every", 1, "--resume", tmp_path / "a" / "checkpoint-3.pth"
+    )
     assert_same_state(content, expected)
     assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.is_file()} == before
     assert [r["step"] for r in reports(tmp_path / "b")] == [4, 5, 6]
@@ -89,15 +92,15 @@ def test_a_branch_in_a_folder_of_its_own(photos, tmp_path):
 )
 def test_what_was_just_saved_is_never_pruned(photos, tmp_path, capsys):
     out = tmp_path / "out"
-    run(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000)
+    pretrain(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000)
     for name in ("checkpoint-9.pth", "checkpoint-12.pth"):
         (out / name).write_bytes((out / name).read_bytes()[:-50]) if (out / name).exists() else None
-    run(photos, tmp_path / "elsewhere", *MICRO, "--epochs", 4, "--max_steps", 2)
+    pretrain(photos, tmp_path / "elsewhere", *MICRO, "--epochs", 4, "--max_steps", 2)
     for path in (tmp_path / "elsewhere").glob("checkpoint-2.*"):
         shutil.copy(path, out)  # the only good one
-    run(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000, "--save_steps", 1, "--max_steps", 4)
+    pretrain(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000, "--save_steps", 1, "--max_steps", 4)
     assert newest_checkpoint(out)[0].name == "checkpoint-4.pth"
-    run(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000, "--max_steps", 5)
+    pretrain(photos, out, *MICRO, "--epochs", 4, "--save_every", 1000, "--max_steps", 5)
     assert "checkpoint-4.pth at step 4" in capsys.readouterr().out
 
 
@@ -106,9 +109,9 @@ def test_what_was_just_saved_is_never_pruned(photos, tmp_path, capsys):
 )
 def test_what_is_kept_stays_kept(photos, tmp_path):
     out = tmp_path / "out"
-    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 2, "--max_steps", 15)
+    pretrain(photos, out, *MICRO, "--epochs", 10, "--save_every", 2, "--max_steps", 15)
     assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 15)]
-    run(photos, out, *MICRO, "--epochs", 10, "--save_every", 5)
+    pretrain(photos, out, *MICRO, "--epochs", 10, "--save_every", 5)
     assert names(out) == [f"checkpoint-{step}.pth" for step in (6, 12, 27, 30)]  # 15 was none of those to keep
 
 
@@ -120,7 +123,7 @@ def _different(rank, photos, folder):
         "--throw_ratio": (0.5, 0.25),
         "--seed": (0, 1),
     }
-    argv = command(photos, folder)
+    argv = pretrain.command(photos, folder)
     for name, values in flags.items():
         argv += [name, str(values[rank])]
     return _error_of(argv)
@@ -131,7 +134,7 @@ def _other_data(rank, photos, folder):
     shutil.copytree(photos, root)
     if rank == 1:
         (root / "train" / "cat" / "0.jpg").unlink()
-    return _error_of(command(root, Path(folder) / "out", "--batch_size", 4))
+    return _error_of(pretrain.command(root, Path(folder) / "out", "--batch_size", 4))
 
 
 def _other_layout(rank, photos, folder):
@@ -142,12 +145,12 @@ def _other_layout(rank, photos, folder):
     else:
         with tarfile.open(root / "train.tar", "w") as tar:
             tar.add(photos / "train", "train")
-    return _error_of(command(root, Path(folder) / "out", "--batch_size", 4))
+    return _error_of(pretrain.command(root, Path(folder) / "out", "--batch_size", 4))
 
 
 def _no_data(rank, photos, folder):
     return _error_of(
-        command(photos if rank == 0 else Path(folder) / "nowhere", Path(folder) / "out", "--batch_size", 4)
+        pretrain.command(photos if rank == 0 else Path(folder) / "nowhere", Path(folder) / "out", "--batch_size", 4)
     )
 
 
@@ -213,7 +216,7 @@ run_program(main_pretrain.main, "main_pretrain.py")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), pytest.param("SIGINT", 130, marks=pytest.mark.long)])
 def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path, name, code):
     program = tmp_path / "program.py"
-    program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=command(photos, tmp_path / "out", *MICRO)))
+    program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=pretrain.command(photos, tmp_path / "out", *MICRO)))
     shell = ["bash", "-c", '"$0" "$1" && echo next; echo code $?', sys.executable, program]
     done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert f"stopped by {name} after step 3 of 6" in done.stdout, done.stderr
@@ -240,14 +243,14 @@ def test_the_output_does_not_become_data(tmp_path, capsys):
     (tmp_path / "photos").mkdir()
     for i in range(8):
         write_photo(tmp_path / "photos" / f"{i}.jpg", seed=i)
-    message = fails(capsys, tmp_path / "photos", tmp_path / "photos" / "out")
+    message = pretrain.refused(capsys, tmp_path / "photos", tmp_path / "photos" / "out")
     assert "lies inside the image folder" in message and not (tmp_path / "photos" / "out").exists()
 
 
 def test_an_output_beside_the_splits_is_no_data(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
-    run(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 1)
-    run(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 2)
+    pretrain(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 1)
+    pretrain(tmp_path / "photos", tmp_path / "photos" / "out", *MICRO, "--max_steps", 2)
 
 
 @pytest.mark.fault(
@@ -256,14 +259,14 @@ def test_an_output_beside_the_splits_is_no_data(photos, tmp_path):
     "its last step is reported; the logs of the rest stay exact",
 )
 def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
-    run(photos, tmp_path / "whole", *MICRO, "--print_freq", 4)
-    run(photos, tmp_path / "parts", *MICRO, "--print_freq", 4, "--max_steps", 2)
+    pretrain(photos, tmp_path / "whole", *MICRO, "--print_freq", 4)
+    pretrain(photos, tmp_path / "parts", *MICRO, "--print_freq", 4, "--max_steps", 2)
     out = capsys.readouterr().out
     assert (
         "for 2 steps of 6 on 24 images; the same command without --max_steps goes on" in out and "step 2/2: loss" in out
     )
     assert [(r["step"], r.get("interim")) for r in reports(tmp_path / "parts")] == [(2, True)]
-    run(photos, tmp_path / "parts", *MICRO, "--print_freq", 4)
+    pretrain(photos, tmp_path / "parts", *MICRO, "--print_freq", 4)
     whole, parts = ([(r["step"], r["loss"]) for r in reports(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == whole
 
@@ -282,7 +285,7 @@ def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
     ],
 )
 def test_numbers_are_checked(photos, tmp_path, capsys, flags, message):
-    assert message in fails(capsys, photos, tmp_path / "out", *flags)
+    assert message in pretrain.refused(capsys, photos, tmp_path / "out", *flags)
 
 
 @pytest.mark.fault(
@@ -340,7 +343,7 @@ def test_a_bar_on_a_terminal_without_a_width(tmp_path):
     "it says code, command line, hosts, settings, and whether it is kept",
 )
 def test_a_record_says_where_it_comes_from(photos, tmp_path):
-    run(photos, tmp_path / "out", *MICRO, "--save_every", 1)
+    pretrain(photos, tmp_path / "out", *MICRO, "--save_every", 1)
     record = json.loads((tmp_path / "out" / "checkpoint-6.json").read_text())
     assert record["keep"] is True and record["meta"]["hosts"] == [os.uname().nodename]
     assert record["meta"]["command"].startswith("main_pretrain.py --model mae_vit_micro_patch4 --batch_size 8 ")
@@ -348,9 +351,9 @@ def test_a_record_says_where_it_comes_from(photos, tmp_path):
 
 
 def test_other_code_is_told_on_resume(photos, tmp_path, capsys, monkeypatch):
-    run(photos, tmp_path / "out", *MICRO, "--max_steps", 1)
+    pretrain(photos, tmp_path / "out", *MICRO, "--max_steps", 1)
     monkeypatch.setattr("util.run.folder.code_version", lambda: "files 000000000000")
-    run(photos, tmp_path / "out", *MICRO, "--max_steps", 2)
+    pretrain(photos, tmp_path / "out", *MICRO, "--max_steps", 2)
     assert "note: the code has changed since this checkpoint was written" in capsys.readouterr().out
 
 
@@ -358,28 +361,28 @@ def test_other_code_is_told_on_resume(photos, tmp_path, capsys, monkeypatch):
     "U47", "a run is started again whose --resume PATH has been deleted meanwhile", "its own checkpoints go on"
 )
 def test_the_start_is_needed_once(photos, tmp_path, capsys):
-    run(photos, tmp_path / "first", *MICRO, "--max_steps", 2)
+    pretrain(photos, tmp_path / "first", *MICRO, "--max_steps", 2)
     flags = ("--resume", tmp_path / "first" / "checkpoint-2.pth", *MICRO)
-    run(photos, tmp_path / "out", *flags, "--max_steps", 4)
+    pretrain(photos, tmp_path / "out", *flags, "--max_steps", 4)
     shutil.rmtree(tmp_path / "first")
-    assert run(photos, tmp_path / "out", *flags)["meta"]["step"] == 6
+    assert pretrain(photos, tmp_path / "out", *flags)["meta"]["step"] == 6
 
 
 @pytest.mark.fault("U48", "a folder is moved, and the run started there", "goes on; exact")
 def test_a_moved_folder_goes_on(photos, tmp_path):
-    expected = run(photos, tmp_path / "whole", *MICRO)
-    run(photos, tmp_path / "a", *MICRO, "--max_steps", 4)
+    expected = pretrain(photos, tmp_path / "whole", *MICRO)
+    pretrain(photos, tmp_path / "a", *MICRO, "--max_steps", 4)
     (tmp_path / "a").rename(tmp_path / "b")
-    assert_same_state(run(photos, tmp_path / "b", *MICRO), expected)
+    assert_same_state(pretrain(photos, tmp_path / "b", *MICRO), expected)
 
 
 @pytest.mark.fault(
     "U70", "a log, a picture or a pickle is given as --resume", "refused, without advice to load what may run code"
 )
 def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
-    run(photos, tmp_path / "a", *MICRO, "--max_steps", 1)
+    pretrain(photos, tmp_path / "a", *MICRO, "--max_steps", 1)
     for name in ("log.jsonl", "settings.json"):
-        message = fails(capsys, photos, tmp_path / "b", "--resume", tmp_path / "a" / name, code=4)
+        message = pretrain.refused(capsys, photos, tmp_path / "b", "--resume", tmp_path / "a" / name, code=4)
         assert "is a record of a run and holds no weights" in message and str(tmp_path / "a") in message
 
 
@@ -394,7 +397,7 @@ def test_what_is_no_checkpoint_is_refused(photos, tmp_path, capsys):
 )
 def test_a_console_that_is_gone_costs_nothing(photos, tmp_path, stdout):
     program = tmp_path / "program.py"
-    argv = command(photos, tmp_path / "out", *MICRO)
+    argv = pretrain.command(photos, tmp_path / "out", *MICRO)
     program.write_text(CHAIN.format(root=str(ROOT), name="SIGTERM", argv=argv))
     if stdout == "/dev/full":
         reader, writer = None, os.open("/dev/full", os.O_WRONLY)

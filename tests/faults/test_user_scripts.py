@@ -18,6 +18,7 @@ import main_pretrain
 import models_mae_pr
 from scripts import visualize
 from tests.conftest import write_photo
+from tests.runs import refused as refused_here
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
 from tools.reference_mae import ReferenceMAE
 from util import pictures
@@ -207,9 +208,7 @@ def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "p.png").write_text("older")
     monkeypatch.replace_in(pictures, "Image.fromarray", fromarray)
-    with pytest.raises(SystemExit):
-        visualize.main(["--patterns", str(tmp_path / "p.png")])
-    assert "No space left on device" in capsys.readouterr().err
+    assert "No space left on device" in refused_here(capsys, visualize.main, "--patterns", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_text() == "older" and os.listdir(tmp_path) == ["p.png"]
 
 

@@ -14,7 +14,7 @@ from models_vit import PositionedEncoder
 from prmim import TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.loops import SilentLog
-from tests.test_main_pretrain import assert_same_state, command, fails, reports, run
+from tests.runs import assert_same_state, pretrain, reports
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
 from util.data.attention_maps import AttentionMaps, maps_path
@@ -174,7 +174,7 @@ def orders_of(monkeypatch):
 def test_every_epoch_draws_by_the_newest_maps(photos, tmp_path, monkeypatch, num_workers):
     """Also if workers prepare batches ahead. The expected orders follow from the files of the maps."""
     taken = orders_of(monkeypatch)
-    run(photos, tmp_path / "out", *FLAGS, "--num_workers", num_workers)
+    pretrain(photos, tmp_path / "out", *FLAGS, "--num_workers", num_workers)
     images, transform = FolderImages(photos), RandomResizedCropFlip(32, seed=0)
     model = mae_vit_micro_patch4(throw_ratio=0.5)
     assert len(taken) == 12 and len({maps_path(tmp_path / "out", e).read_bytes() for e in range(3)}) == 3
@@ -197,7 +197,7 @@ def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch,
         attention_phases.Framework, "__call__", lambda model, *a: counts.append(model.counts) or exact(model, *a)
     )
     taken = orders_of(monkeypatch)
-    run(photos, tmp_path / "out", *AMT)
+    pretrain(photos, tmp_path / "out", *AMT)
     kinds = [(c.num_visible, c.num_retained, c.num_thrown) for c in counts]
     assert kinds == [(16, 48, 0)] * 3 + [(10, 28, 26)] * 9
     assert all((order[:, :n].diff(dim=1) > 0).all() for order, (n, *_) in zip(taken, kinds, strict=True))
@@ -207,8 +207,8 @@ def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch,
 
 
 def test_the_random_phase_is_random_sampling(photos, tmp_path):
-    run(photos, tmp_path / "attention", *FLAGS, "--max_steps", 3)
-    run(photos, tmp_path / "random", *FLAGS, "--max_steps", 3, "--sampling", "random")
+    pretrain(photos, tmp_path / "attention", *FLAGS, "--max_steps", 3)
+    pretrain(photos, tmp_path / "random", *FLAGS, "--max_steps", 3, "--sampling", "random")
     ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("attention", "random"))
     assert ours == theirs and not (tmp_path / "random" / "attention").exists()
 
@@ -217,12 +217,12 @@ def test_the_random_phase_is_random_sampling(photos, tmp_path):
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flags):
     """Stopped in mid-epoch before the first maps, at the end of an epoch, and in the midst of a phase."""
     flags = [*flags, "--attention_every", 2]  # maps after epochs 0 and 2: a phase has two epochs
-    expected = run(photos, tmp_path / "whole", *flags)
+    expected = pretrain(photos, tmp_path / "whole", *flags)
     for stop, workers in ((2, 1), (3, 0), (5, 2), (8, 0), (9, 0)):
-        run(photos, tmp_path / "parts", *flags, "--max_steps", stop, "--num_workers", workers)
+        pretrain(photos, tmp_path / "parts", *flags, "--max_steps", stop, "--num_workers", workers)
     first = maps_path(tmp_path / "parts", 0)
     before = first.stat().st_ino
-    assert_same_state(run(photos, tmp_path / "parts", *flags), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
     assert first.stat().st_ino == before  # not made again
     for epoch in (0, 2):
         whole, parts = (maps_path(tmp_path / name, epoch).read_bytes() for name in ("whole", "parts"))
@@ -231,29 +231,29 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flag
 
 
 def test_a_run_that_starts_at_another_one_takes_its_maps(photos, tmp_path, capsys):
-    expected = run(photos, tmp_path / "whole", *FLAGS)
-    run(photos, tmp_path / "first", *FLAGS, "--max_steps", 8)
+    expected = pretrain(photos, tmp_path / "whole", *FLAGS)
+    pretrain(photos, tmp_path / "first", *FLAGS, "--max_steps", 8)
     maps_path(tmp_path / "second", 1).parent.mkdir(parents=True)
     np.save(maps_path(tmp_path / "second", 1), np.zeros((24, 8, 8), np.float16))  # left over from something else
     capsys.readouterr()
-    assert_same_state(run(photos, tmp_path / "second", *FLAGS, "--resume", tmp_path / "first"), expected)
+    assert_same_state(pretrain(photos, tmp_path / "second", *FLAGS, "--resume", tmp_path / "first"), expected)
     assert "warning" not in capsys.readouterr().out
     maps = [maps_path(tmp_path / name, 1).read_bytes() for name in ("whole", "second")]
     assert maps[0] == maps[1] and not maps_path(tmp_path / "second", 0).exists()
 
 
 def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
+    pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
     maps_path(tmp_path / "out", 1).unlink()
     capsys.readouterr()
-    run(photos, tmp_path / "out", *FLAGS)
+    pretrain(photos, tmp_path / "out", *FLAGS)
     out = capsys.readouterr().out
     assert "epoch-0001.npy' is missing, so maps are made with the weights of step 8" in out
     assert maps_path(tmp_path / "out", 1).exists() and out.count("is missing") == 1
 
 
 def test_a_crash_while_maps_are_written_costs_only_them(photos, tmp_path, monkeypatch):
-    expected, exact = run(photos, tmp_path / "whole", *FLAGS), attention_phases.write_maps
+    expected, exact = pretrain(photos, tmp_path / "whole", *FLAGS), attention_phases.write_maps
 
     def full_disk(path, maps):
         if path.name == "epoch-0001.npy":
@@ -262,15 +262,15 @@ def test_a_crash_while_maps_are_written_costs_only_them(photos, tmp_path, monkey
 
     monkeypatch.setattr(attention_phases, "write_maps", full_disk)
     with pytest.raises(SystemExit) as stop:
-        run(photos, tmp_path / "parts", *FLAGS)
+        pretrain(photos, tmp_path / "parts", *FLAGS)
     assert stop.value.code == 75
     monkeypatch.setattr(attention_phases, "write_maps", exact)
-    assert_same_state(run(photos, tmp_path / "parts", *FLAGS), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), expected)
 
 
 def test_a_signal_while_maps_are_made_loses_nothing(photos, tmp_path, monkeypatch):
     """The last two checkpoints stay, and the same maps are made again."""
-    expected, exact = run(photos, tmp_path / "whole", *FLAGS), PositionedEncoder.cls_attention
+    expected, exact = pretrain(photos, tmp_path / "whole", *FLAGS), PositionedEncoder.cls_attention
     count = iter(range(1000))
 
     def interrupted(model, imgs):
@@ -279,37 +279,37 @@ def test_a_signal_while_maps_are_made_loses_nothing(photos, tmp_path, monkeypatc
         return exact(model, imgs)
 
     monkeypatch.setattr(PositionedEncoder, "cls_attention", interrupted)
-    assert main_pretrain.main(command(photos, tmp_path / "parts", *FLAGS)) is False
+    assert main_pretrain.main(pretrain.command(photos, tmp_path / "parts", *FLAGS)) is False
     assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
     assert maps_path(tmp_path / "parts", 0).exists() and not maps_path(tmp_path / "parts", 1).exists()
     monkeypatch.undo()
-    assert_same_state(run(photos, tmp_path / "parts", *FLAGS), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), expected)
 
 
 def test_maps_that_another_run_has_left_are_not_used(photos, tmp_path):
     """A run in the same folder, with another seed, has made maps after the same epochs."""
-    expected = run(photos, tmp_path / "whole", *FLAGS)
-    run(photos, tmp_path / "out", *FLAGS, "--seed", 1)
+    expected = pretrain(photos, tmp_path / "whole", *FLAGS)
+    pretrain(photos, tmp_path / "out", *FLAGS, "--seed", 1)
     for path in [*(tmp_path / "out").glob("checkpoint*"), tmp_path / "out" / "log.jsonl"]:
         path.unlink()
-    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 6)  # the maps after epoch 1 come next
-    assert_same_state(run(photos, tmp_path / "out", *FLAGS), expected)
+    pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 6)  # the maps after epoch 1 come next
+    assert_same_state(pretrain(photos, tmp_path / "out", *FLAGS), expected)
 
 
 def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):
-    run(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
+    pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
     np.save(maps_path(tmp_path / "out", 1), np.zeros((23, 8, 8), np.float16))
-    assert "holds attention maps [23, 8, 8] in float16, but this run needs [24, 8, 8]" in fails(
+    assert "holds attention maps [23, 8, 8] in float16, but this run needs [24, 8, 8]" in pretrain.refused(
         capsys, photos, tmp_path / "out", *FLAGS
     )
 
 
 def test_two_processes_draw_as_one(photos, tmp_path):
     """Through torchrun with accumulation and workers: the same losses and maps."""
-    flags = command(photos, tmp_path / "two", *AMT, "--batch_size", 4, "--num_workers", 1)
+    flags = pretrain.command(photos, tmp_path / "two", *AMT, "--batch_size", 4, "--num_workers", 1)
     code, out = run_by_torchrun("main_pretrain.py", *flags)
     assert code == 0, out[-3000:]
-    run(photos, tmp_path / "one", *AMT)
+    pretrain(photos, tmp_path / "one", *AMT)
     ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("two", "one"))
     assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 12
     for epoch in range(3):
@@ -330,11 +330,11 @@ def test_two_processes_draw_as_one(photos, tmp_path):
     ],
 )
 def test_impossible_flags_are_refused(photos, tmp_path, capsys, flags, message):
-    assert message in fails(capsys, photos, tmp_path / "out", *FLAGS, *flags.split())
+    assert message in pretrain.refused(capsys, photos, tmp_path / "out", *FLAGS, *flags.split())
 
 
 def test_the_released_crop_gives_another_run(photos, tmp_path):
     for crop in ("view", "released"):
-        run(photos, tmp_path / crop, *FLAGS, "--max_steps", 5, "--attention_crop", crop)
+        pretrain(photos, tmp_path / crop, *FLAGS, "--max_steps", 5, "--attention_crop", crop)
     ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("view", "released"))
     assert ours[:3] == theirs[:3] and ours[3:] != theirs[3:]

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-import main_finetune
 import main_pretrain
 from encoders.load import load_encoder
 from frameworks import models_crossmae_pr
@@ -14,10 +13,9 @@ from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT, mix_levels
 from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
-from tests.conftest import write_photo
+from tests.runs import assert_same_state, finetune, pretrain
 from tests.test_models_mae_pr import orders, perturbed, segments
 from util.costs import count_gmac, saved_bytes
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.shard import recompute_blocks
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=3)
@@ -382,37 +380,21 @@ def test_cost(size, arm, throw_ratio, gmac):
 # ------------------------------------------------------------------------------------------ from start to a classifier
 
 
-def test_pretraining_resumes_and_its_encoder_is_fine_tuned_and_probed(tmp_path, capsys):
-    for split, count in (("train", 12), ("val", 4)):
-        for label in range(2):
-            (tmp_path / split / str(label)).mkdir(parents=True)
-            for i in range(count):
-                write_photo(tmp_path / split / str(label) / f"{i}.jpg", seed=100 * label + i)
-    common = ["--data_path", tmp_path, "--batch_size", 8, "--num_workers", 0, "--device", "cpu", "--warmup_epochs", 0]
-
-    def run(main, *argv):
-        main([str(word) for word in (*argv, *common)])
-
-    def weights(folder):
-        return read_checkpoint(newest_checkpoint(tmp_path / folder)[0])["model"]
-
-    flags = ["--model", "crossmae_vit_micro_patch4", "--epochs", 2, "--visible_source", "blocks"]
-    run(main_pretrain.main, *flags, "--output_dir", tmp_path / "whole")
-    run(main_pretrain.main, *flags, "--output_dir", tmp_path / "parts", "--max_steps", 2)
-    run(main_pretrain.main, *flags, "--output_dir", tmp_path / "parts")
-    whole, parts = weights("whole"), weights("parts")
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+def test_pretraining_resumes_and_its_encoder_is_fine_tuned_and_probed(labelled, tmp_path, capsys):
+    flags = ["--model", "crossmae_vit_micro_patch4", "--visible_source", "blocks"]
+    whole = pretrain(labelled, tmp_path / "whole", *flags)
+    pretrain(labelled, tmp_path / "parts", *flags, "--max_steps", 2)
+    assert_same_state(pretrain(labelled, tmp_path / "parts", *flags), whole)
     assert json.loads((tmp_path / "whole" / "settings.json").read_text())["visible_source"] == "blocks"
     model, _ = main_pretrain.load_run(tmp_path / "whole")
     assert model.visible_source == "blocks"
 
     capsys.readouterr()
-    tuned = ["--model", "vit_micro_patch4", "--finetune", tmp_path / "whole", "--epochs", 1]
-    run(main_finetune.main, *tuned, "--output_dir", tmp_path / "tuned")
+    flags = ["--finetune", tmp_path / "whole", "--epochs", 1]
+    tuned = finetune(labelled, tmp_path / "tuned", *flags)["model"]
     assert "final norm" not in capsys.readouterr().out
-    run(main_finetune.main, *tuned, "--trainable_blocks", 0, "--output_dir", tmp_path / "probe")
+    probe = finetune(labelled, tmp_path / "probe", *flags, "--trainable_blocks", 0)["model"]
     assert "norm starts with weight 1 and bias 0" in capsys.readouterr().out
-    probe = weights("probe")
     assert torch.equal(probe["norm.weight"], torch.ones(96)) and torch.equal(probe["norm.bias"], torch.zeros(96))
-    assert torch.equal(probe["blocks.3.mlp.fc2.weight"], whole["blocks.3.mlp.fc2.weight"])
-    assert not torch.equal(weights("tuned")["blocks.3.mlp.fc2.weight"], whole["blocks.3.mlp.fc2.weight"])
+    last = "blocks.3.mlp.fc2.weight"
+    assert torch.equal(probe[last], whole["model"][last]) and not torch.equal(tuned[last], whole["model"][last])

@@ -11,8 +11,7 @@ from frameworks.models_tec_pr import tec_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
 from tests.frameworks.test_models_tec_pr import ENCODER, build
-from tests.test_main_finetune import command, evaluate, fails, labelled, pretrain, run  # noqa: F401
-from tests.test_main_pretrain import assert_same_state
+from tests.runs import assert_same_state, evaluate, finetune, pretrain
 from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 
 AS_RELEASED = ("--cls_token_mlp", "--no-train_pos_embed", "--no-cls_token_layer_decay", "--layer_decay", 0.5)
@@ -32,15 +31,15 @@ def weights_of(folder):
     return read_checkpoint(newest_checkpoint(folder)[0])["model"]
 
 
-def test_the_mlp_is_trained_and_the_positions_are_not(labelled, encoder, tmp_path):  # noqa: F811
+def test_the_mlp_is_trained_and_the_positions_are_not(labelled, encoder, tmp_path):
     before, flags = weights_of(encoder), (*MICRO, *AS_RELEASED, "--finetune", encoder)
-    content = run(labelled, tmp_path / "whole", *flags)
+    content = finetune(labelled, tmp_path / "whole", *flags)
     after = content["model"]
     assert torch.equal(after["pos_embed"], before["pos_embed"])
     changed = [name for name in before if name.startswith("cls_token")]
     assert len(changed) == 5 and not any(torch.equal(after[name], before[name]) for name in changed)
-    run(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
-    assert_same_state(run(labelled, tmp_path / "parts", *flags), content)
+    finetune(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(finetune(labelled, tmp_path / "parts", *flags), content)
     results = json.loads((tmp_path / "whole" / "results.json").read_text())["last"]
     assert evaluate(labelled, tmp_path / "whole")["loss"] == pytest.approx(results["val_loss"], rel=1e-5)
     out = tmp_path / "classifier.pth"
@@ -128,15 +127,15 @@ def test_official_loading_of_published_weights_says_what_is_folded_and_what_is_u
         model.load_official(weights)
 
 
-def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, capsys):  # noqa: F811
+def test_a_run_on_published_weights_resumes_and_evaluates(labelled, tmp_path, capsys):
     published(tec_vit_micro_patch4(), tmp_path / "tec.pth")
     assert load_model(tmp_path / "tec.pth").norm.weight.unique().tolist() == [1.0]
     flags = (*MICRO, *AS_RELEASED, "--finetune", tmp_path / "tec.pth")
-    content = run(labelled, tmp_path / "whole", *flags)
+    content = finetune(labelled, tmp_path / "whole", *flags)
     assert "taken for TEC's publication" in capsys.readouterr().out
     assert not any(name.startswith("cls_token_mlp") for name in content["model"])
-    run(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
-    assert_same_state(run(labelled, tmp_path / "parts", *flags), content)
+    finetune(labelled, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(finetune(labelled, tmp_path / "parts", *flags), content)
     results = json.loads((tmp_path / "whole" / "results.json").read_text())["last"]
     assert evaluate(labelled, tmp_path / "whole")["loss"] == pytest.approx(results["val_loss"], rel=1e-5)
 
@@ -161,12 +160,11 @@ def test_partial_fine_tuning_freezes_the_mlp():
     assert trained == {"blocks", "fc_norm", "head"}
 
 
-def test_other_models_and_encoders_are_refused(labelled, photos, tmp_path, capsys):  # noqa: F811
+def test_other_models_and_encoders_are_refused(labelled, pretrained, tmp_path, capsys):
     for model in ("swin_micro_patch4_window4", "relative_vit_micro_patch4"):
         for flag in ("--cls_token_mlp", "--no-train_pos_embed"):
-            message = fails(capsys, "--model", model, flag, "--data_path", labelled, "--output_dir", tmp_path / "out")
+            message = finetune.refused(capsys, labelled, tmp_path / "out", "--model", model, flag)
             assert f"{flag} is for plain ViTs, but --model is {model}: leave it out" in message
-    pretrain(photos, tmp_path / "mae", "--model", "mae_vit_micro_patch4", "--max_steps", 1)
-    flags = [*MICRO, "--cls_token_mlp", "--finetune", tmp_path / "mae", "--data_path", labelled]
-    message = fails(capsys, *flags, "--device", "cpu", "--output_dir", tmp_path / "out")
+    flags = [*MICRO, "--cls_token_mlp", "--finetune", pretrained]
+    message = finetune.refused(capsys, labelled, tmp_path / "out", *flags, code=4)
     assert "made as mae_vit_micro_patch4" in message and "missing: cls_token_mlp.fc1.weight" in message

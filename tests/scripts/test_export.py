@@ -12,6 +12,7 @@ import models_mae_pr
 from encoders.load import load_encoder
 from models_vit import VisionTransformer, ViTEncoder, vit_mini_patch4
 from scripts import export
+from tests import runs
 from util.run.checkpoint import save_checkpoint
 
 SMALL_DECODER = dict(decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2)
@@ -75,11 +76,7 @@ def run(capsys, source, out, *flags):
 
 
 def refused(capsys, *arguments):
-    """Run the script, which must refuse the arguments. Returns the error."""
-    with pytest.raises(SystemExit) as stop:
-        export.main(list(map(str, arguments)))
-    assert stop.value.code == 2
-    return capsys.readouterr().err
+    return runs.refused(capsys, export.main, *arguments)
 
 
 @torch.no_grad()

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from scripts import pack_dataset
+from tests import runs
 from tests.conftest import write_photo
-from tests.test_main_pretrain import assert_same_state, run
+from tests.runs import assert_same_state, pretrain
 from util import atomic
 from util.data import tars
 from util.data.datasets import open_images
@@ -29,12 +30,7 @@ def pack(*arguments):
 
 
 def refused(capsys, *arguments):
-    """The message of a call that ends with an error of the user."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        pack(*arguments)
-    assert stop.value.code == 2
-    return capsys.readouterr().err
+    return runs.refused(capsys, pack_dataset.main, *arguments, "--workers", "1")
 
 
 @pytest.fixture
@@ -188,9 +184,9 @@ def test_one_shard_may_be_read_alone_and_lost_ones_are_named(photos, tmp_path, s
 def test_training_on_packed_data_is_training_on_the_folder(photos, tmp_path, small_shards):
     """And it resumes in mid-epoch, with other workers."""
     pack(photos, tmp_path / "packed")
-    expected = run(photos, tmp_path / "folder")
-    run(tmp_path / "packed", tmp_path / "run", "--max_steps", 4)
-    assert_same_state(run(tmp_path / "packed", tmp_path / "run", "--num_workers", 1), expected)
+    expected = pretrain(photos, tmp_path / "folder")
+    pretrain(tmp_path / "packed", tmp_path / "run", "--max_steps", 4)
+    assert_same_state(pretrain(tmp_path / "packed", tmp_path / "run", "--num_workers", 1), expected)
 
 
 def test_packing_continues_where_it_was_stopped(photos, tmp_path, small_shards, inline, monkeypatch):

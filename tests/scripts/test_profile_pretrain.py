@@ -16,6 +16,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from scripts import profile_pretrain
 from scripts.profile_pretrain import Step, add_ratios, markdown
 from tests.patches import StandIn
+from tests.runs import refused
 from tools.reference_mae import ReferenceMAE
 from util import costs
 from util.costs import saved_bytes
@@ -185,9 +186,7 @@ def test_errors_come_before_any_measurement(flags, message, monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()
     monkeypatch.setattr(profile_pretrain, "measure", lambda *_: pytest.fail("measured"))
-    with pytest.raises(SystemExit):
-        profile_pretrain.main(flags.split())
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, profile_pretrain.main, *flags.split())
 
 
 def test_too_little_memory_says_what_to_do(monkeypatch, capsys):
@@ -195,9 +194,7 @@ def test_too_little_memory_says_what_to_do(monkeypatch, capsys):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(profile_pretrain, "measure", measure)
-    with pytest.raises(SystemExit):
-        profile_pretrain.main(["cifar10", "cifar10_mae", "--batch_size", "96"])
-    error = capsys.readouterr().err
+    error = refused(capsys, profile_pretrain.main, "cifar10", "cifar10_mae", "--batch_size", "96")
     assert "2 recipes" in error and "batch of 96" in error and "give a smaller --batch_size, or fewer recipes" in error
 
 
@@ -340,6 +337,6 @@ def test_a_run_against_the_reference(tmp_path, capsys, monkeypatch):
 
 
 def test_the_reference_knows_mae_alone(capsys):
-    with pytest.raises(SystemExit):
-        profile_pretrain.main(["simmim_vit_base_100ep", "--against", "reference", "--device", "cpu"])
-    assert "--against reference is for mae_vit_base_patch16" in capsys.readouterr().err
+    assert "--against reference is for mae_vit_base_patch16" in refused(
+        capsys, profile_pretrain.main, "simmim_vit_base_100ep", "--against", "reference", "--device", "cpu"
+    )

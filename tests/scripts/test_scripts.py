@@ -6,18 +6,15 @@ import pytest
 import torch
 from PIL import Image
 
-import main_pretrain
 from scripts import export, plot_losses, sample_photos, visualize
+from tests import runs
 from tests.patches import StandIn
+from tests.runs import refused
 from util.data.images import FolderImages
 from util.plots import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
-
-
-def pretrain(photos, output_dir, *flags):
-    main_pretrain.main([*FLAGS.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *flags])
+pretrain = runs.pretrain.also("--epochs 1 --warmup_epochs 0")
 
 
 @pytest.mark.parametrize(
@@ -42,10 +39,9 @@ def test_visualize_draws_and_measures(photos, tmp_path, capsys, flags, measured)
 def test_a_picture_does_not_become_data(photos, tmp_path, capsys, flag, images):
     pretrain(photos, tmp_path / "run", "--max_steps", "1")
     picture = photos / "train" / "cat" / "r.png"
-    with pytest.raises(SystemExit, match="2"):
-        given = ["--images", str(photos)] if images else []
-        visualize.main([str(tmp_path / "run"), *given, "--out", str(tmp_path / "r.png"), flag, str(picture)])
-    assert f"{flag} {str(picture)!r} lies inside the image folder" in capsys.readouterr().err
+    given = ["--images", photos] if images else []
+    message = refused(capsys, visualize.main, tmp_path / "run", *given, "--out", tmp_path / "r.png", flag, picture)
+    assert f"{flag} {str(picture)!r} lies inside the image folder" in message
     assert not picture.exists() and not (tmp_path / "r.png").exists()
 
 
@@ -70,14 +66,10 @@ def test_other_frameworks_are_drawn_measured_and_exported(photos, tmp_path, caps
     if framework == "tec":
         pretrain(photos, tmp_path / "other", "--model", "mae_vit_micro_patch4", "--seed", "1")
         (tmp_path / "teacher").rename(tmp_path / "moved")
-        refused = {
-            "": "is neither a file nor the name of a timm model",
-            str(tmp_path / "other"): "has other weights than that of",
-        }
-        for teacher, message in refused.items():
-            with pytest.raises(SystemExit):
-                visualize.main([str(tmp_path / "run"), *(["--teacher", teacher] if teacher else [])])
-            assert message in capsys.readouterr().err
+        message = refused(capsys, visualize.main, tmp_path / "run")
+        assert "is neither a file nor the name of a timm model" in message
+        message = refused(capsys, visualize.main, tmp_path / "run", "--teacher", tmp_path / "other")
+        assert "has other weights than that of" in message
         visualize.main([str(tmp_path / "run"), "--teacher", str(tmp_path / "moved"), "--out", str(tmp_path / "r.png")])
 
 
@@ -100,10 +92,8 @@ def test_visualize_names_what_is_wrong(tmp_path, capsys, arguments, message):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "weights.pth")
     meta = '{"settings": {"mask_ratio": 0.75, "model": "mae_vit_tiny+init_normal"}}'
     torch.save({"model": {"w": torch.ones(1)}, "meta": meta}, tmp_path / "study.pth")
-    with pytest.raises(SystemExit) as stop:
-        visualize.main([argument.format(tmp=tmp_path) for argument in arguments])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message.format(tmp=tmp_path) in error and len(error.splitlines()) == 2
+    error = refused(capsys, visualize.main, *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert message.format(tmp=tmp_path) in error and len(error.splitlines()) == 2
 
 
 def test_five_bands_are_the_colours_and_the_slopes_of_their_mean():
@@ -210,6 +200,4 @@ def test_the_committed_picture_of_patterns_is_today_s(tmp_path):
 def test_loss_plots_that_cannot_be_written(tmp_path, monkeypatch, capsys, out, message):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        plot_losses.main(["nowhere", "--out", out])
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, plot_losses.main, "nowhere", "--out", out)

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.runs import refused
 from tools import benchmark_data
 from util.data import decode
 
@@ -30,9 +31,7 @@ def test_errors(tmp_path, capsys):
         ([str(tmp_path), "--rounds", "0"], "must be at least 1, got 64, 6, 0"),
         ([str(tmp_path), "--markdown", "/dev/null/x.md"], "cannot be made: File exists"),
     ):
-        with pytest.raises(SystemExit):
-            benchmark_data.main(arguments)
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, benchmark_data.main, *arguments)
 
 
 def test_sampling_is_timed_for_one_image():

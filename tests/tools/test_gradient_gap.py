@@ -6,18 +6,13 @@ import pytest
 import torch
 
 import main_pretrain
+from tests import runs
+from tests.runs import refused
 from tools import gradient_gap
 from util.tables import read_csv
 
-FLAGS = (
-    "--model mae_vit_micro_patch4 --batch_size 8 --epochs 2 --warmup_epochs 0 --num_workers 0 --device cpu --lr 1e-3"
-)
+pretrain = runs.pretrain.also("--warmup_epochs 0 --lr 1e-3")
 GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --device cpu"
-
-
-def pretrain(photos, output_dir, *flags):
-    main_pretrain.main([*FLAGS.split(), "--data_path", str(photos), "--output_dir", str(output_dir), *flags])
-    return str(output_dir)
 
 
 def flags(*argv):
@@ -26,7 +21,9 @@ def flags(*argv):
 
 @pytest.fixture(scope="module")
 def mae(photos, tmp_path_factory):
-    return pretrain(photos, tmp_path_factory.mktemp("gap") / "mae", "--throw_ratio", "0")
+    folder = tmp_path_factory.mktemp("gap") / "mae"
+    pretrain(photos, folder, "--throw_ratio", "0")
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ def test_each_method_is_the_model_of_its_flags(photos, mae):
     imgs = next(batches.load(0, 1))[1]
     for method, argv in {"plain": "--no-progressive", "progressive": ""}.items():
         ours = gradient_gap.variant(settings, weights, 0.5, method, shared=first)
-        args = main_pretrain.parse_args([*FLAGS.split(), "--throw_ratio", "0.5", *argv.split()])[1]
+        args = main_pretrain.parse_args([*pretrain.flags.split(), "--throw_ratio", "0.5", *argv.split()])[1]
         model = main_pretrain.build_model(vars(args))
         own = {name: value for name, value in ours.state_dict().items() if name.startswith("decoder.aggregation.")}
         assert bool(own) == (method != "plain")
@@ -163,8 +160,8 @@ def test_a_batch_mixes_the_classes_and_a_pass_sees_each_image_once(photos, mae):
 
 def test_images_are_normalised_as_in_the_run(photos, tmp_path):
     own = ("--mean", "0.1", "0.2", "0.3", "--std", "0.5", "0.6", "0.7")
-    run = pretrain(photos, tmp_path / "run", "--throw_ratio", "0", "--max_steps", "1", *own)
-    settings, weights = gradient_gap.load(run, flags())
+    pretrain(photos, tmp_path / "run", "--throw_ratio", "0", "--max_steps", "1", *own)
+    settings, weights = gradient_gap.load(tmp_path / "run", flags())
     images = gradient_gap.open_images("folder", photos)
     model = gradient_gap.variant(settings, weights, 0.0, "plain")
     batches = gradient_gap.Batches(images, model, settings, flags("--batch_size", "2"), "cpu")
@@ -252,8 +249,7 @@ def test_official_weights(photos, tmp_path, monkeypatch):
     ],
 )
 def test_errors(photos, mae, argv, message, capsys, tmp_path):
-    throwing = pretrain(photos, tmp_path / "run", "--max_steps", "1") if "{throwing}" in argv else None
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        gradient_gap.main([word.format(mae=mae, photos=photos, throwing=throwing) for word in argv.split()])
-    assert message in capsys.readouterr().err
+    if "{throwing}" in argv:
+        pretrain(photos, tmp_path / "run", "--max_steps", "1")
+    words = [word.format(mae=mae, photos=photos, throwing=tmp_path / "run") for word in argv.split()]
+    assert message in refused(capsys, gradient_gap.main, *words)

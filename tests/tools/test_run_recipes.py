@@ -6,6 +6,7 @@ import json
 import pytest
 
 from recipes import FINETUNE_RECIPES, RECIPES
+from tests.runs import refused
 from tools import run_recipes
 from tools.draws import ENOUGH, Draws
 from tools.run_recipes import IMAGES, Job, Workshop, check_run, command, find_jobs, get_args_parser, run, scale_of
@@ -129,9 +130,7 @@ def test_the_script_writes_a_table(tmp_path, capsys):
         ("finetune_cifar10", "96", "1", ""),
     ]
     assert json.loads((tmp_path / "out" / "cifar10" / "settings.json").read_text())["aggregation"] == "dwconv"
-    with pytest.raises(SystemExit):
-        run_recipes.main(quick("--recipes", "cifar10", *flags))
-    assert "is not an empty folder" in capsys.readouterr().err
+    assert "is not an empty folder" in refused(capsys, run_recipes.main, *quick("--recipes", "cifar10", *flags))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +143,7 @@ def test_the_script_writes_a_table(tmp_path, capsys):
     ],
 )
 def test_wrong_flags_are_refused(flags, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run_recipes.main(flags)
-    assert stop.value.code == 2 and f"run_recipes.py: error: {message}" in capsys.readouterr().err
+    assert f"run_recipes.py: error: {message}" in refused(capsys, run_recipes.main, *flags)
 
 
 def test_an_exception_in_the_augmentation_fails_the_recipe_and_not_the_others(tmp_path, monkeypatch, capsys):

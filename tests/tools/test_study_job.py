@@ -7,6 +7,7 @@ import torch
 
 import main_finetune
 import main_pretrain
+from tests.runs import refused
 from tools import study_job
 from util.features import Features
 
@@ -41,9 +42,7 @@ def test_a_run_that_a_signal_stops_has_no_result(tmp_path, monkeypatch, stopped)
 def test_wrong_arguments(tmp_path, capsys, job, machine, message):
     if job is not None:
         (tmp_path / "job.json").write_text(job)
-    with pytest.raises(SystemExit) as stop:
-        study_job.main([str(tmp_path), machine])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert message in refused(capsys, study_job.main, tmp_path, machine)
 
 
 # -------------------------------------------------------------------------------------------------- frozen encoders

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import refused
 from tools import study_report
 from tools.study_report import replace_section
 from tools.study_results import ADDED, COLUMNS, TEXT, Results, mean_se, read_rows
@@ -130,6 +131,4 @@ def test_sections_are_replaced_one_by_one():
 def test_errors(tmp_path, capsys):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     for path in ("other.csv", "absent.csv"):
-        with pytest.raises(SystemExit):
-            study_report.main([str(tmp_path / path), "--report", str(tmp_path / "study.md")])
-        assert path in capsys.readouterr().err
+        assert path in refused(capsys, study_report.main, tmp_path / path, "--report", tmp_path / "study.md")

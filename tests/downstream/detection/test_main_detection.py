@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.downstream.detection.coco import write_coco
-from tests.test_main_pretrain import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.evaluation import RESULTS
@@ -26,6 +25,7 @@ from downstream.detection.backbone import DecomposedAttention
 from downstream.detection.main_detection import SPLITS, StepDecay
 from downstream.detection.models import Detector
 from models_vit import MICRO, VisionTransformer
+from tests.runs import assert_same_state
 
 PROGRAM = "downstream/detection/main_detection.py"
 SMALL = "--model vit_micro_patch4 --input_size 32 --window_size 4 --decoder_channels 8 --total_batch_size 4 "

@@ -16,7 +16,7 @@ from downstream.segmentation.trained import infer_settings
 from models_vit import MICRO, VisionTransformer
 from tests.downstream.segmentation.test_data import write_pairs
 from tests.downstream.segmentation.test_models import randomise
-from tests.test_main_pretrain import assert_same_state
+from tests.runs import assert_same_state
 from tests.warm import run_by_torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.evaluation import RESULTS, Evaluator

@@ -16,11 +16,11 @@ import pytest
 import torch
 from PIL import Image as Picture
 
-import main_finetune
-import main_pretrain
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from scripts import visualize
+from tests import runs
 from tests.patches import StandIn
+from tests.runs import finetune
 from tests.two_processes import run_in_two_processes
 from util.data import hugging_face
 from util.data import images as module
@@ -29,7 +29,6 @@ from util.data.hugging_face import HuggingFaceImages, choose_part
 from util.data.images import FolderImages, ImageError
 from util.data.open import open_everywhere
 from util.data.transforms import RandomResizedCropFlip
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -437,16 +436,8 @@ def test_rank_0_converts_and_the_others_read_its_cache(stored, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
-SMALL = "--batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
-
-
-def run(main, output_dir, *flags):
-    main.main([*SMALL.split(), "--output_dir", str(output_dir), *map(str, flags)])
-    return read_checkpoint(newest_checkpoint(output_dir)[0])
-
-
-def pretrain(output_dir, *flags):
-    return run(main_pretrain, output_dir, "--model", "mae_vit_micro_patch4", "--picture_every", 0, *flags)
+HF = ("--dataset", "hf")
+pretrain = runs.pretrain.also("--picture_every 0")
 
 
 def assert_same_weights(ours, theirs):
@@ -455,22 +446,19 @@ def assert_same_weights(ours, theirs):
 
 
 def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub, tmp_path, capsys):
-    expected = pretrain(tmp_path / "folder", "--data_path", photos)
+    expected = pretrain(photos, tmp_path / "folder")
     parts = tmp_path / "parts"
-    pretrain(parts, "--dataset", "hf", "--data_path", "owner/photos", "--max_steps", 2)
+    pretrain("owner/photos", parts, *HF, "--max_steps", 2)
     settings = json.loads((parts / "settings.json").read_text())
     assert settings["data_path"] == f"owner/photos@{COMMIT}"
-    pretrain(parts, "--dataset", "hf", "--data_path", stored["saved_splits"], "--max_steps", 4)
-    assert_same_weights(pretrain(parts, "--dataset", "hf", "--data_path", stored["flat"]), expected)
+    pretrain(stored["saved_splits"], parts, *HF, "--max_steps", 4)
+    assert_same_weights(pretrain(stored["flat"], parts, *HF), expected)
 
     columns = photo_columns(photos)
     columns["image"].reverse()
     other = save(columns, tmp_path / "other")
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        pretrain(parts, "--dataset", "hf", "--data_path", other, "--max_steps", 5)
-    was = f"--data_path was {stored['flat']} and now is {other}"
-    assert was in capsys.readouterr().err
+    message = pretrain.refused(capsys, other, parts, *HF, "--max_steps", 5)
+    assert f"--data_path was {stored['flat']} and now is {other}" in message
     visualize.main([str(parts), "--out", str(tmp_path / "picture.png"), "--rows", "2", "--max_images", "4"])
     assert "split train: " in capsys.readouterr().out and (tmp_path / "picture.png").exists()
 
@@ -478,14 +466,12 @@ def test_pre_training_resumes_and_equals_that_on_the_folder(photos, stored, hub,
 def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
     shutil.copytree(photos, tmp_path / "data")
     shutil.copytree(photos / "train", tmp_path / "data" / "val")
-    flags = ["--model", "vit_micro_patch4", "--input_size", 32, "--max_steps", 2]
-    ours = run(main_finetune, tmp_path / "hf", *flags, "--dataset", "hf", "--data_path", stored["saved_splits"])
-    theirs = run(main_finetune, tmp_path / "folder", *flags, "--data_path", tmp_path / "data")
-    assert_same_weights(ours, theirs)
+    flags = ["--input_size", 32, "--max_steps", 2]
+    ours = finetune(stored["saved_splits"], tmp_path / "hf", *flags, *HF)
+    assert_same_weights(ours, finetune(tmp_path / "data", tmp_path / "folder", *flags))
     assert ours["meta"]["classes"] == ["cat", "dog"] and ours["meta"]["num_val_images"] == 24
 
 
 def test_the_output_does_not_lie_in_the_data(stored, capsys):
-    with pytest.raises(SystemExit):
-        pretrain(stored["flat"] / "run", "--dataset", "hf", "--data_path", stored["flat"])
-    assert "lies inside the image folder" in capsys.readouterr().err
+    message = pretrain.refused(capsys, stored["flat"], stored["flat"] / "run", *HF)
+    assert "lies inside the image folder" in message

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.test_main_pretrain import fails, run
+from tests.runs import pretrain
 from util.data import shared_memory
 from util.data.datasets import batches
 from util.data.shared_memory import batches_ahead, check_space
@@ -70,9 +70,9 @@ def test_one_batch_of_each_worker_must_fit(memory):
 @pytest.mark.fault("F63", "/dev/shm too small for the workers' batches", "refused at the start, with numbers; code 2")
 def test_a_run_is_refused_if_its_batches_do_not_fit(photos, tmp_path, capsys, memory):
     memory(free=40_000)
-    message = fails(capsys, photos, tmp_path / "out", "--num_workers", 2)
+    message = pretrain.refused(capsys, photos, tmp_path / "out", "--num_workers", 2)
     assert "/dev/shm has 0.0 MB free" in message and message.strip().endswith("or --num_workers 1"), message
-    assert run(photos, tmp_path / "out", "--num_workers", 0)["meta"]["step"] == 6
+    assert pretrain(photos, tmp_path / "out", "--num_workers", 0)["meta"]["step"] == 6
 
 
 class Blank(torch.utils.data.Dataset):

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 import main_pretrain
-from tests.test_main_pretrain import command, reports
+from tests.runs import pretrain, reports
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
 from util.run.loop import Clock, TrainLoop
@@ -54,7 +54,7 @@ def test_work_between_steps_does_not_count_as_training_time():
 
 def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, monkeypatch):
     """The run has not finished: its exit code says so, and the same command makes up for the kNN evaluation."""
-    exact, flags = TrainLoop.begin_step, command(photos, tmp_path / "out", "--knn_every", 1)
+    exact, flags = TrainLoop.begin_step, pretrain.command(photos, tmp_path / "out", "--knn_every", 1)
 
     def interrupted(loop, step):
         if step == loop.last_step - 1:

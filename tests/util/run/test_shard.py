@@ -11,12 +11,10 @@ from encoders.models_swin import SwinBlock, swin_micro_patch4_window4
 from engine_finetune import BatchAugmentation
 from frameworks.models_crossmae_pr import CrossBlock
 from models_vit import Block, vit_micro_patch4
-from tests import test_main_finetune, test_main_pretrain
 from tests.loops import a_driver
 from tests.patches import StandIn
+from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, reports
 from tests.test_framework_contract import CLASSES, build
-from tests.test_main_finetune import labelled, pretrained  # noqa: F401
-from tests.test_main_pretrain import assert_same_state, reports, run
 from tests.two_processes import run_in_two_processes
 from tests.warm import free_port, run_by_torchrun
 from util.run import shard
@@ -168,12 +166,12 @@ def test_all_ranks_skip_a_step_that_overflows_on_one():
 
 def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(photos, tmp_path, capsys):
     """Two sharded processes, then one, then two again. They also draw pictures, which needs all ranks."""
-    whole = run(photos, tmp_path / "whole", "--clip_grad", 1)
+    whole = pretrain(photos, tmp_path / "whole", "--clip_grad", 1)
     flags = ["--clip_grad", 1, "--batch_size", 2, "--accum_iter", 2, "--shard"]
-    flags = test_main_pretrain.command(photos, tmp_path / "parts", *flags)
+    flags = pretrain.command(photos, tmp_path / "parts", *flags)
     code, out = run_by_torchrun("main_pretrain.py", *flags, "--max_steps", 2)
     assert code == 0, out[-3000:]
-    run(photos, tmp_path / "parts", "--clip_grad", 1, "--max_steps", 4)
+    pretrain(photos, tmp_path / "parts", "--clip_grad", 1, "--max_steps", 4)
     assert "warning" not in capsys.readouterr().out
     code, out = run_by_torchrun("main_pretrain.py", *flags)
     assert code == 0 and "at step 4" in out and "warning" not in out, out[-3000:]
@@ -186,19 +184,19 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
 
 def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, tmp_path):  # noqa: F811
     """Seven images in batches of three: one rank evaluates two batches, the other rank one."""
-    flags = [*test_main_finetune.PLAIN, "--finetune", pretrained, "--epochs", 1]
-    command = test_main_finetune.command(labelled, tmp_path / "two", *flags, "--batch_size", 3, "--shard")
+    flags = [*PLAIN, "--finetune", pretrained, "--epochs", 1]
+    command = finetune.command(labelled, tmp_path / "two", *flags, "--batch_size", 3, "--shard")
     code, out = run_by_torchrun("main_finetune.py", *command)
     assert code == 0, out[-3000:]
-    test_main_finetune.run(labelled, tmp_path / "one", *flags, "--batch_size", 6)
+    finetune(labelled, tmp_path / "one", *flags, "--batch_size", 6)
     ours, theirs = ([r.get("val_loss", r.get("loss")) for r in reports(tmp_path / name)] for name in ("two", "one"))
     assert ours == pytest.approx(theirs, rel=1e-3)
-    last = test_main_finetune.evaluate(labelled, tmp_path / "two" / "checkpoint-best.pth")
+    last = evaluate(labelled, tmp_path / "two" / "checkpoint-best.pth")
     assert last["loss"] == pytest.approx(ours[-1], rel=1e-5)
 
 
 def test_shard_without_a_process_group_is_an_error(photos, tmp_path, capsys):
-    message = test_main_pretrain.fails(capsys, photos, tmp_path / "out", "--shard")
+    message = pretrain.refused(capsys, photos, tmp_path / "out", "--shard")
     assert "--shard needs several processes: start with torchrun" in message
 
 
@@ -211,7 +209,7 @@ def alone(monkeypatch):
 
 
 def test_a_sharded_run_of_one_process_equals_the_plain_run(photos, tmp_path, alone):
-    plain, sharded = (run(photos, tmp_path / flag, "--max_steps", 3, flag) for flag in ("--no-shard", "--shard"))
+    plain, sharded = (pretrain(photos, tmp_path / flag, "--max_steps", 3, flag) for flag in ("--no-shard", "--shard"))
     assert_same_state(sharded, plain)
 
 
@@ -219,7 +217,7 @@ def test_a_sharded_run_of_one_process_equals_the_plain_run(photos, tmp_path, alo
 @pytest.mark.parametrize("precision_name", ["fp32", "bf16", "fp16"])
 def test_a_sharded_run_on_the_gpu(photos, tmp_path, alone, precision_name):
     flags = ["--device", "cuda", "--precision", precision_name, "--lr", 1e-3]
-    plain, sharded = (run(photos, tmp_path / flag, *flags, flag) for flag in ("--no-shard", "--shard"))
+    plain, sharded = (pretrain(photos, tmp_path / flag, *flags, flag) for flag in ("--no-shard", "--shard"))
     assert sharded["meta"]["step"] == plain["meta"]["step"] == 6
     flags = ("--no-shard", "--shard")
     losses = [[r["epoch_loss"] for r in reports(tmp_path / flag) if "epoch_loss" in r] for flag in flags]

@@ -1,0 +1,168 @@
+"""Starts the project's programs with tiny models, in this process or as processes of their own, and reads what is left.
+
+pretrain(photos, tmp_path / "out", "--epochs", 3)               # -> the newest checkpoint
+pretrain.refused(capsys, photos, tmp_path / "out", "--epochs", 0)  # -> the error
+refused(capsys, visualize.main, "nowhere")                      # of any program
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import main_finetune
+import main_pretrain
+from tests.warm import Python, torchrun
+from util.run.checkpoint import newest_checkpoint, read_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAIN = ["--aa", "none", "--mixup", "0", "--cutmix", "0", "--reprob", "0", "--drop_path", "0"]
+
+
+def refused(capsys, main: Callable[[list[str]], Any], *arguments, code: int = 2) -> str:
+    """Calls a `main` that must end with this exit code, no result, and one paragraph, which is returned."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in arguments])
+    out, shown = capsys.readouterr()
+    assert stop.value.code == code and not re.search("^(pre-)?trained ", out, re.MULTILINE), shown
+    begin = re.search(r"^\w+\.py: error: ", shown, re.MULTILINE)  # a progress bar may stand before it
+    assert begin and "Traceback" not in shown
+    message = shown[begin.start() :]
+    assert len(message) < 1500, message
+    return message
+
+
+@dataclass(frozen=True)
+class Program:
+    """A main with the flags of a tiny run; later flags win."""
+
+    module: ModuleType
+    flags: str
+
+    def command(self, data_path, output_dir, *flags) -> list[str]:
+        words = [*self.flags.split(), "--data_path", data_path, "--output_dir", output_dir, *flags]
+        return [str(word) for word in words]
+
+    def also(self, flags: str) -> "Program":
+        return Program(self.module, f"{self.flags} {flags}")
+
+    def __call__(self, data_path, output_dir, *flags) -> dict[str, Any]:
+        """Runs it. Returns the newest checkpoint."""
+        self.module.main(self.command(data_path, output_dir, *flags))
+        return state(output_dir)
+
+    def refused(self, capsys, data_path, output_dir, *flags, code: int = 2) -> str:
+        return refused(capsys, self.module.main, *self.command(data_path, output_dir, *flags), code=code)
+
+
+# Two epochs of three steps on `photos` or `labelled`.
+SMALL = "--batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+pretrain = Program(main_pretrain, f"--model mae_vit_micro_patch4 {SMALL}")
+finetune = Program(main_finetune, f"--model vit_micro_patch4 {SMALL} --lr 1e-3")
+
+
+def evaluation(path, data_path, *flags) -> list[str]:
+    """The flags that evaluate a classifier."""
+    words = ["--eval", "--resume", path, "--data_path", data_path, "--device", "cpu", "--num_workers", "0", *flags]
+    return [str(word) for word in words]
+
+
+def evaluate(data_path, path, *flags) -> dict[str, Any]:
+    return main_finetune.main(evaluation(path, data_path, *flags))
+
+
+def state(output_dir) -> dict[str, Any]:
+    return read_checkpoint(newest_checkpoint(output_dir)[0])
+
+
+def reports(output_dir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def losses(output_dir) -> list[tuple[int, float]]:
+    """[(step, loss)] of the log, which must hold each step once, in order."""
+    found = [(r["step"], r["loss"]) for r in reports(output_dir)]
+    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    return found
+
+
+def assert_same_state(ours, theirs):
+    """Bit for bit, of the runs that left these checkpoints."""
+    for name, value in theirs["model"].items():
+        assert torch.equal(ours["model"][name], value), name
+    for index, moments in theirs["optimizer"]["state"].items():
+        assert all(torch.equal(ours["optimizer"]["state"][index][k], v) for k, v in moments.items())
+    assert ours["meta"]["step"] == theirs["meta"]["step"] and ours["scaler"] == theirs["scaler"]
+
+
+# ------------------------------------------------------------------------------------------- processes of their own
+
+# Three epochs of 8 images a step, whatever the number of processes.
+TINY = pretrain.flags.replace("--batch_size 8 --epochs 2", "--total_batch_size 8 --epochs 3")
+tiny = Program(main_pretrain, f"{TINY} --save_every 1000 --picture_every 0")
+
+
+def command(data_path, output_dir, *flags, fault=None, processes=2, restarts=0, options=()):
+    """The arguments of `python` for a run. fault: (name, step, rank, marker) of tests/faults/faulty.py.
+
+    options: further ones of torchrun.
+    """
+    program = [ROOT / "main_pretrain.py"]
+    if fault:
+        program = [ROOT / "tests" / "faults" / "faulty.py", *fault, "main_pretrain"]
+    program += tiny.command(data_path, output_dir, *flags)
+    if processes > 1 or restarts:
+        return torchrun(*program, processes=processes, restarts=restarts, options=options)
+    return program
+
+
+def start(*args, **options):
+    """Starts the run in a session of its own."""
+    return Python(*command(*args, **options), env={"OMP_NUM_THREADS": "1"})
+
+
+def finish(*args, code=0, **options):
+    """Runs it to its end; -> its output. AssertionError unless it ends with that exit code."""
+    process = start(*args, **options)
+    try:
+        out, _ = process.communicate(timeout=180)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    assert process.returncode == code, (process.returncode, out[-3000:])
+    return out
+
+
+def wait_for_step(output_dir, step, process=None, seconds=60):
+    """Until so many steps are in the run's log."""
+    log, end = Path(output_dir) / "log.jsonl", time.monotonic() + seconds
+    while not log.exists() or log.read_text().count("\n") < step:
+        assert time.monotonic() < end and (process is None or process.poll() is None), "the run did not get there"
+        time.sleep(0.02)
+
+
+def steps_lost(text):
+    """Steps that were run twice, by the log's `resuming` and the last step reported before it."""
+    lost, last = [], 0
+    for line in text.splitlines():
+        if found := re.search(r"step (\d+)/\d+: ", line):
+            last = int(found[1])
+        elif found := re.search(r"resuming .* at step (\d+)", line):
+            lost.append(last - int(found[1]))
+    return lost
+
+
+def children_of(pid):
+    """Process ids, ascending, by Linux's /proc."""
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if os.access(path, os.R_OK)]
+    fields = [(int(text.split()[0]), int(text.rpartition(")")[2].split()[1])) for text in stats]
+    return sorted(child for child, parent in fields if parent == pid)
