@@ -307,8 +307,7 @@ def check_out(path: Path, source: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {str(path)!r} is the checkpoint itself")
     if is_folder and path.exists() and not path.is_dir():
         raise ValueError(f"--out {str(path)!r} is a file; without a suffix it names a folder")
-    if reason := prepare_file(path / CONFIG if is_folder and path.exists() else path):
-        raise ValueError(f"--out {str(path)!r} cannot be written: {reason}")
+    prepare_file("--out", path / CONFIG if is_folder and path.exists() else path)
     if path.exists() and not overwrite:
         raise ValueError(f"--out {str(path)!r} exists; give another name, or --overwrite")
     if is_folder and path.exists():

@@ -7,7 +7,7 @@ CONFIG, WEIGHTS, CARD, RECORD = "config.json", "model.safetensors", "README.md",
 
 
 def open_hub(name: str, overwrite: bool) -> tuple[Any, str]:
-    """Return (the Hub's client, the full name of the repository). ValueError if nothing can be uploaded there."""
+    """Returns (the Hub's client, the full name of the repository). ValueError if nothing can be uploaded there."""
     from huggingface_hub import HfApi  # comes with timm
     from huggingface_hub.errors import LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -28,7 +28,7 @@ def open_hub(name: str, overwrite: bool) -> tuple[Any, str]:
 
 
 def push(api: Any, name: str, folder: Path, private: bool) -> str:
-    """Upload the files that this script has written into `folder`. Return a line that names the repository."""
+    """Uploads the files that this script has written into `folder`. Return a line that names the repository."""
     try:
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:

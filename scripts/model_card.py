@@ -4,12 +4,11 @@ Everything that it says about the training is read from the checkpoint's meta an
 Paths of this machine are left out.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from util.run.folder import read_json
+from util.run.folder import read_json, read_reports
 from util.tables import markdown_table
 
 # Settings that the card names as flags, beside those that belong to one framework.
@@ -117,15 +116,9 @@ def flags_text(settings: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def find_loss(meta: Mapping[str, Any], folder: Path) -> float | None:
     """Returns the training loss of the last whole epoch up to the checkpoint, from the log beside it, or None."""
-    log, loss = folder / "log.jsonl", None
-    for line in log.read_text().splitlines() if log.is_file() else []:
-        try:
-            report = json.loads(line)
-        except ValueError:  # the last line of a run that writes just now
-            break
-        if "epoch_loss" in report and report["step"] <= meta["step"]:
-            loss = report["epoch_loss"]
-    return loss
+    reports = [report for report in read_reports(folder / "log.jsonl") if report["step"] <= meta["step"]]
+    losses = [report["epoch_loss"] for report in reports if "epoch_loss" in report]
+    return losses[-1] if losses else None
 
 
 def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | None:

@@ -45,7 +45,7 @@ from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, repair_c
 from util.data.tars import INDEX, TarImages, find_tars, write_index
 from util.data.workers import ignore_in_worker
 from util.run.checkpoint import sha256
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import Parser, check_least, run_program, user_errors
 from util.text import count_of
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
@@ -270,17 +270,13 @@ def main(argv: list[str] | None = None) -> None:
     what = "compare DESTINATION with its hashes and, if given, with SOURCE"
     flag("--verify", action=argparse.BooleanOptionalAction, default=False, help=what)
     args = parser.parse_args(argv)
-    if min(args.shard_mb, args.workers, args.in_chans) < 1:
-        numbers = f"{args.shard_mb}, {args.workers} and {args.in_chans}"
-        parser.error(f"--shard_mb, --workers and --in_chans must be at least 1, got {numbers}")
-    if args.quality is not None and not 1 <= args.quality <= 100:
-        parser.error(f"--quality must be from 1 to 100, got {args.quality}")
     if len(args.folders) > 2 or (len(args.folders) < 2 and not args.verify):
         parser.error(f"give SOURCE and DESTINATION, or with --verify DESTINATION alone, got {', '.join(args.folders)}")
     source, destination = args.folders if len(args.folders) == 2 else (None, args.folders[0])
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that workers end, too
     try:
         with user_errors(parser):
+            check_least(args, 1, "shard_mb workers in_chans quality")
             for split in find_splits(source or destination):
                 folder = Path(destination) / split
                 name = "train" if split == "." else split

@@ -7,7 +7,6 @@ images is a dashed line. A loss that was not finite leaves a gap. If a run has k
 panel shows them.
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from util.atomic import replaced_file
 from util.plots import pyplot
 from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.folder import read_reports
 from util.text import count_of
-
-SUFFIXES = (".svg", ".png", ".pdf")
 
 
 class Curves(NamedTuple):
@@ -34,7 +32,7 @@ class Curves(NamedTuple):
 
 
 def split_label(run: str) -> tuple[str, Path]:
-    """Split LABEL=PATH or PATH into (label or "", path). Both may contain "=": the longest existing path counts."""
+    """Splits LABEL=PATH or PATH into (label or "", path). Both may contain "=": the longest existing path counts."""
     parts = run.split("=")
     for i in range(len(parts)):
         path = Path("=".join(parts[i:]))
@@ -44,50 +42,24 @@ def split_label(run: str) -> tuple[str, Path]:
     return (label, Path(name)) if separator else ("", Path(run))
 
 
-def find_log(path: Path) -> Path:
-    """Return the log.jsonl of a run, given as that file or as the run's folder. ValueError if it is missing."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise ValueError(f"there is no {str(path)!r}: give the folder of a run, or its log.jsonl")
-    log = path / "log.jsonl"
-    if not log.is_file():
-        inside = [str(found.parent) for found in sorted(path.glob("*/log.jsonl"))]
-        advice = f"; did you mean {' or '.join(inside[:3])}?" if inside else ": it is not the folder of a run"
-        raise ValueError(f"{str(path)!r} holds no log.jsonl{advice}")
-    return log
-
-
 def read_curves(run: str) -> Curves:
-    """Read the curves of LABEL=PATH or PATH. ValueError if the file logs no loss."""
+    """Reads the curves of LABEL=PATH or PATH. ValueError if there is no log, or no finite loss in it."""
     label, path = split_label(run)
-    log = find_log(path)
-    if not label:
-        label = log.resolve().parent.name if log.name == "log.jsonl" else log.stem
-    curves = Curves(label, [], [], [])
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
-        try:
-            report = json.loads(line)
-        except ValueError:  # a line that was cut off when the run was killed
-            continue
-        if not isinstance(report, dict) or not isinstance(report.get("step"), int):
-            continue
+    log = path if path.is_file() else path / "log.jsonl"
+    if not log.is_file():
+        raise ValueError(f"there is no log at {str(path)!r}: give the folder of a run, or its log.jsonl")
+    curves = Curves(label or (log.resolve().parent.name if log.name == "log.jsonl" else log.stem), [], [], [])
+    for report in read_reports(log):
         for name, curve in (("loss", curves.train), ("val_loss", curves.val), ("knn_top1", curves.knn)):
-            loss = report.get(name, "missing")
-            if loss is None or isinstance(loss, (int, float)):
-                curve.append((report["step"], math.nan if loss is None else loss))
-    if not lines:
-        raise ValueError(f"{str(log)!r} is empty: the run has logged nothing yet")
-    if not curves.train and not curves.val:
-        raise ValueError(f"{str(log)!r} is not the log of a run: no line of it reports a loss")
+            if name in report:
+                curve.append((report["step"], math.nan if report[name] is None else report[name]))
     if all(math.isnan(loss) for _, loss in curves.train + curves.val):
-        raise ValueError(f"none of the losses in {str(log)!r} is finite")
+        raise ValueError(f"{str(log)!r} reports no finite loss")
     return curves
 
 
 def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
-    """Draw the curves to `path`. `plt` is matplotlib.pyplot."""
+    """Draws the curves to `path`. plt: matplotlib.pyplot."""
     has_knn = any(run.knn for run in runs)
     figure = plt.figure(figsize=(6, 5.4 if has_knn else 3.4), layout="constrained")
     axes = figure.add_subplot(1 + has_knn, 1, 1)
@@ -116,7 +88,7 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line."""
+    """Runs the program; `argv` replaces the command line."""
     parser = Parser("plot_losses.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="the folder of a run, or its log.jsonl")
     parser.add_argument(
@@ -125,10 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with user_errors(parser):
         plt = pyplot("losses")
-        if args.out.suffix not in SUFFIXES:
-            raise ValueError(f"--out {str(args.out)!r} must end in .svg, .png or .pdf")
-        if reason := prepare_file(args.out):
-            raise ValueError(f"--out {str(args.out)!r} cannot be written: {reason}")
+        prepare_file("--out", args.out, (".svg", ".png", ".pdf"))
         plot(plt, [read_curves(run) for run in args.runs], args.out)
     print(f"losses of {count_of(len(args.runs), 'run')}: {args.out}")
 

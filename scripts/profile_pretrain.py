@@ -330,11 +330,10 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
         parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no CUDA device")
-    for path in (args.csv, args.markdown, args.plot):
-        if path and (reason := prepare_file(path)):
-            parser.error(f"{str(path)!r} cannot be written: {reason}")
-    if args.plot and args.plot.suffix not in (".svg", ".png"):
-        parser.error(f"--plot must end in .svg or .png, got {str(args.plot)!r}")
+    with user_errors(parser):
+        prepare_file("--csv", args.csv)
+        prepare_file("--markdown", args.markdown)
+        prepare_file("--plot", args.plot, (".svg", ".png"))
     return parser, args
 
 

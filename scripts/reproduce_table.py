@@ -41,7 +41,7 @@ from downstream.robustness.main_robustness import BENCHMARKS
 from scripts.paper_tables import TABLES, Row
 from scripts.table_results import RECIPES_OF, collect, read_costs
 from scripts.table_runs import Run, is_finished, pending, progress_of, runs_of
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import Parser, check_least, run_program, user_errors
 from util.run.flags import split_batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,7 +200,7 @@ def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
 
 
 def get_args_parser() -> Parser:
-    """The flags of this script."""
+    """Returns the flags of this script."""
     parser = Parser("reproduce_table.py", description=__doc__)
     group = parser.add_argument_group("what is run").add_argument
     group("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}, or all")
@@ -246,8 +246,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
         parser.error(f"give a table ({', '.join(TABLES)}, or all), or --list")
     if "all" in args.tables or args.list:
         args.tables = list(TABLES)
-    if args.nproc_per_node < 1:
-        parser.error(f"--nproc_per_node must be at least 1, got {args.nproc_per_node}")
     if args.costs and not args.collect:
         parser.error("--costs goes with --collect")
     return parser, args
@@ -296,9 +294,10 @@ def print_list(chosen: Mapping[str, Sequence[Row]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
-    """Run the program; `argv` replaces the command line. Returns False if a signal stopped it."""
+    """Runs the program; `argv` replaces the command line. Returns False if a signal stopped it."""
     parser, args = parse_args(argv)
     with user_errors(parser):
+        check_least(args, 1, "nproc_per_node")
         chosen = select_rows(args)
         if args.list:
             print_list(chosen)

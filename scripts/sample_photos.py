@@ -13,7 +13,6 @@ down the columns and along the rows. It needs tifffile.
 """
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,36 +23,29 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import Parser, check_least, run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
 PHOTOS = (
     *("astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "grass.png", "gravel.png"),
     *("hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
-
-
+SIDE = 96  # of an image, in pixels
 FLAGS = ".sample_photos.json"  # in the folder: what its files were made with
 
 
 def crop(
-    photo: Image.Image,
-    side: int,
-    rng: np.random.Generator,
-    left: int,
-    right: int,
-    crop_sides: tuple[float, float],
+    photo: Image.Image, rng: np.random.Generator, left: int, right: int, crop_sides: Sequence[float]
 ) -> Image.Image:
-    """Crop a random square and resize it to `side` pixels.
+    """Crops a random square from the columns `left` to `right`, and resizes it to SIDE pixels.
 
-    The region has the columns from `left` to `right`. The side of the square is a random share of the region's shorter
-    side, between the two `crop_sides`.
+    crop_sides: smallest and largest side of the square, as shares of the shorter side of that region.
     """
     height, width = photo.height, right - left
-    size = int(rng.uniform(*crop_sides) * min(height, width))
+    size = int(rng.uniform(crop_sides[0], crop_sides[1]) * min(height, width))
     x, y = left + int(rng.integers(width - size + 1)), int(rng.integers(height - size + 1))
     # Crop first: resize(box=...) would read pixels beyond the box, from the other split.
-    return photo.crop((x, y, x + size, y + size)).resize((side, side), Image.BICUBIC)
+    return photo.crop((x, y, x + size, y + size)).resize((SIDE, SIDE), Image.BICUBIC)
 
 
 def five_bands(img: Image.Image) -> np.ndarray:
@@ -67,7 +59,7 @@ def five_bands(img: Image.Image) -> np.ndarray:
 
 
 def save_bands(bands: np.ndarray, path: Path) -> None:
-    """Write [H, W, C] as a TIFF. ValueError if tifffile is not installed."""
+    """Writes [H, W, C] as a TIFF. ValueError if tifffile is not installed."""
     try:
         import tifffile
     except ImportError as error:
@@ -76,7 +68,7 @@ def save_bands(bands: np.ndarray, path: Path) -> None:
 
 
 def photos_folder() -> Path:
-    """The folder of scikit-image's photographs. ValueError if it is not installed."""
+    """Returns the folder of scikit-image's photographs. ValueError if it is not installed."""
     try:
         from skimage.data import data_dir
     except ImportError as error:
@@ -87,65 +79,45 @@ def photos_folder() -> Path:
 
 
 def make_folder(path: Path, flags: dict[str, Any]) -> None:
-    """Create the folder if it is missing. ValueError if no file can be written to it, or if it holds other files."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be a folder: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"the folder {str(path)!r} cannot be written to: permission denied")
-    text = json.dumps(flags)
-    before = (path / FLAGS).read_text() if (path / FLAGS).is_file() else None
+    """Creates the folder. ValueError if it holds files that were not written with the same flags."""
+    path.mkdir(parents=True, exist_ok=True)
+    text, record = json.dumps(flags), path / FLAGS
+    before = record.read_text() if record.is_file() else None
     if before not in (None, text):
         raise ValueError(f"{str(path)!r} holds photographs of other flags, {before}: choose another folder")
     if before is None and any(path.iterdir()):
         raise ValueError(f"{str(path)!r} is not empty, and this program has not written it: choose another folder")
-    (path / FLAGS).write_text(text)
+    record.write_text(text)
 
 
 def write_photos(
-    output_dir: str | Path,
-    side: int = 96,
-    num_train: int = 100,
-    num_val: int = 30,
-    crop_sides: tuple[float, float] = (0.6, 1.0),
-    bands: bool = False,
-) -> int:
-    """Write train/ and val/ with crops of `side` pixels to `output_dir`. Returns the number of photographs.
-
-    `num_train` and `num_val` count crops per photograph. `crop_sides` are the smallest and the largest crop, as shares
-    of the shorter side of the region from which they are cut. `bands`: write `five_bands` instead of JPEGs. ValueError
-    if the folder holds anything that was not written with the same arguments.
-    """
-    if min(num_train, num_val) < 1:
-        raise ValueError(f"--num_train and --num_val must be at least 1, got {num_train} and {num_val}")
+    output_dir: Path, num_train: int, num_val: int, crop_sides: Sequence[float] = (0.6, 1.0), bands: bool = False
+) -> None:
+    """Writes train/ and val/. See the flags; `bands` writes `five_bands` instead of JPEGs."""
     if not 0 < crop_sides[0] <= crop_sides[1] <= 1:
-        raise ValueError(
-            f"--crop_sides must be two shares 0 < low <= high <= 1, got {crop_sides[0]} and {crop_sides[1]}"
-        )
+        raise ValueError(f"--crop_sides must be two shares 0 < low <= high <= 1, got {crop_sides}")
     source = photos_folder()
-    flags = {"side": side, "num_train": num_train, "num_val": num_val, "crop_sides": crop_sides, "bands": bands}
-    make_folder(Path(output_dir), flags)
+    flags = {"side": SIDE, "num_train": num_train, "num_val": num_val, "crop_sides": crop_sides, "bands": bands}
+    make_folder(output_dir, flags)
     for label, name in enumerate(PHOTOS):
         photo = Image.open(source / name).convert("RGB")
         boundary = photo.width * 2 // 3
         for split, count, left, right in (("train", num_train, 0, boundary), ("val", num_val, boundary, photo.width)):
-            folder = Path(output_dir) / split / Path(name).stem
+            folder = output_dir / split / Path(name).stem
             folder.mkdir(parents=True, exist_ok=True)
             rng = np.random.default_rng([label, split == "val"])
             for i in range(count):
-                img = crop(photo, side, rng, left, right, crop_sides)
+                img = crop(photo, rng, left, right, crop_sides)
                 if bands:
                     save_bands(five_bands(img), folder / f"{i:03d}.tif")
                 else:
                     img.save(folder / f"{i:03d}.jpg", quality=92)
-    return len(PHOTOS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line."""
+    """Runs the program; `argv` replaces the command line."""
     parser = Parser("sample_photos.py", description=__doc__)
-    parser.add_argument("output_dir", help="create train/ and val/ in this folder")
+    parser.add_argument("output_dir", type=Path, help="create train/ and val/ in this folder")
     parser.add_argument("--num_train", type=int, default=100, help="crops per photograph in train/")
     parser.add_argument("--num_val", type=int, default=30, help="crops per photograph in val/")
     parser.add_argument(
@@ -159,14 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
     args = parser.parse_args(argv)
     with user_errors(parser):
-        num_photos = write_photos(
-            args.output_dir,
-            num_train=args.num_train,
-            num_val=args.num_val,
-            crop_sides=tuple(args.crop_sides),
-            bands=args.bands,
-        )
-    print(f"crops of {num_photos} photographs: {args.output_dir}/train and {args.output_dir}/val")
+        check_least(args, 1, "num_train num_val")
+        write_photos(**vars(args))
+    print(f"crops of {len(PHOTOS)} photographs: {args.output_dir}/train and {args.output_dir}/val")
 
 
 if __name__ == "__main__":

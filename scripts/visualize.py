@@ -32,7 +32,7 @@ from util.data.datasets import open_images
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_least, prepare_file, run_program, user_errors
 
 
 def draw_patterns(
@@ -42,7 +42,7 @@ def draw_patterns(
     throw_ratios: Sequence[float] = (0.25, 0.5, 0.65),
     num_images: int = 3,
 ) -> None:
-    """Draw the paper's figure of sampling patterns: random and furthest sampling of the same masked tokens."""
+    """Draws the paper's figure of sampling patterns: random and furthest sampling of the same masked tokens."""
     noise = addressed_noise(0, 0, np.arange(num_images), grid * grid)
     groups = {}
     for sampling in ("random", "furthest"):
@@ -57,7 +57,7 @@ def draw_patterns(
 
 
 def show_run(args: argparse.Namespace) -> None:
-    """Draw and measure the reconstructions of a run."""
+    """Draws and measure the reconstructions of a run."""
     model, settings = load_run(args.run, {"teacher": args.teacher} if args.teacher else None)
     channels = settings.get("in_chans", 3)
     source, column = (settings["dataset"], settings["data_path"]), settings.get("image_column")
@@ -81,15 +81,8 @@ def show_run(args: argparse.Namespace) -> None:
             print(f"{kind} tokens of {len(measured)} images: {name} {error:.5f}{psnr}")
 
 
-def check_picture(flag: str, path: Path) -> None:
-    """Raise ValueError if no picture can be written to the `path` that `flag` gives."""
-    pictures.check_suffix(path)
-    if reason := prepare_file(path):
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
-
-
 def get_args_parser() -> Parser:
-    """The flags of this script."""
+    """Returns the flags of this script."""
     parser = Parser("visualize.py", description=__doc__)
     flag = parser.add_argument
     flag("run", nargs="?", help="a checkpoint, or the folder of a run")
@@ -106,18 +99,17 @@ def get_args_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line."""
+    """Runs the program; `argv` replaces the command line."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
     if args.run is None and not args.patterns:
         parser.error("give a checkpoint or the folder of a run, or --patterns")
-    if min(args.rows, args.max_images) < 1:
-        parser.error(f"--rows and --max_images must be at least 1, got {args.rows} and {args.max_images}")
     with user_errors(parser):
-        if args.patterns:
-            check_picture("--patterns", args.patterns)
-        if args.run:
-            check_picture("--out", args.out)
+        check_least(args, 1, "rows max_images")
+        for flag, path in (("--patterns", args.patterns), ("--out", args.out if args.run else None)):
+            if path:
+                pictures.check_suffix(path)
+                prepare_file(flag, path)
         if args.run:
             show_run(args)
         if args.patterns:

@@ -37,7 +37,7 @@ from util.data.datasets import Address, AddressedDataset, batches
 from util.data.images import EncodedImages, FolderImages
 from util.data.tars import INDEX, TarImages
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, RandomResizedCropFlip
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_least, prepare_file, run_program, user_errors
 from util.tables import markdown_table
 
 SIZE, NUM_SKIPPED = 224, 2
@@ -168,13 +168,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flag("--rounds", type=int, default=5)
     flag("--markdown", type=Path, help="file for the table")
     args = parser.parse_args(argv)
-    if min(args.batch_size, args.batches, args.rounds) < 1:
-        given = f"{args.batch_size}, {args.batches}, {args.rounds}"
-        parser.error(f"--batch_size, --batches and --rounds must be at least 1, got {given}")
-    if args.markdown and (reason := prepare_file(args.markdown)):
-        parser.error(f"{str(args.markdown)!r} cannot be written: {reason}")
     torch.set_num_threads(1)
     with user_errors(parser):
+        check_least(args, 1, "batch_size batches rounds")
+        prepare_file("--markdown", args.markdown)
         images = FolderImages(args.images)
         with tempfile.TemporaryDirectory() as folder:
             ways = make_ways(images, Path(folder))

@@ -46,12 +46,12 @@ EVALUATED = {
 
 
 def ratio(value: float | None, digits: int) -> str:
-    """A cost relative to throwing nothing, without the leading zero; a dash for None."""
+    """Returns a cost relative to throwing nothing, without the leading zero; a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}".removeprefix("0")
 
 
 def flops(recipe: str) -> tuple[str, str]:
-    """The cells (published, counted) of a recipe's FLOPs. The choice of the thrown tokens costs nothing."""
+    """Returns the cells (published, counted) of a recipe's FLOPs. The choice of the thrown tokens costs nothing."""
     counted = re.sub(r"_\d+ep$", "", recipe).replace("progressive", "prmim").replace("furthest", "plain")
     return ratio(published_costs(recipe).get("flops"), 2), ratio(COUNTED_FLOPS.get(counted), 3)
 
@@ -73,7 +73,7 @@ def readme() -> str:
 
 
 def ablation() -> str:
-    """The ablations, with one line for each arm."""
+    """Returns the ablations, with one line for each arm."""
     titles = ["ViT-B, 100 epochs", "recipes", "ρ_d .25 / .50 / .65", "FLOPs, published", "counted"]
     rows = [["MAE, ρ_d 0", "`mae_vit_base_100ep`", published_top1("mae_vit_base_100ep"), "1", "1"]]
     for label, arm in (
@@ -100,7 +100,7 @@ def frameworks() -> str:
 
 
 def methods() -> str:
-    """The comparison with AMT."""
+    """Returns the comparison with AMT."""
     table = TABLES["methods"]
     titles = ["the paper's comparison with AMT", "epochs", "recipe", "ρ_d", "top-1, published", "FLOPs, counted"]
     rows = [

@@ -36,7 +36,7 @@ COLUMNS = ["row", "action", "expected", "ran", "held", "not_run", "measured", "c
 
 
 def run_tests(repeats: int, rows: Sequence[str] | None) -> ElementTree.Element:
-    """Run the tests of all rows, or of those named, and return pytest's report as XML."""
+    """Runs the tests of all rows, or of those named, and return pytest's report as XML."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "fault", f"--repeats={repeats}", "--timeout=3600"]
@@ -50,7 +50,7 @@ def run_tests(repeats: int, rows: Sequence[str] | None) -> ElementTree.Element:
 
 
 def read_report(report: ElementTree.Element, commit: str, run: str) -> list[dict[str, Any]]:
-    """Read the rows, as in the CSV, from pytest's report."""
+    """Reads the rows, as in the CSV, from pytest's report."""
     rows: dict[str, dict[str, Any]] = {}
     for case in report.iter("testcase"):
         properties = [(p.get("name"), p.get("value") or "") for p in case.iter("property")]
@@ -69,7 +69,7 @@ def read_report(report: ElementTree.Element, commit: str, run: str) -> list[dict
 
 
 def commit_at_hand() -> str:
-    """The commit that is checked out, with "+ changes" if files differ from it. Documents do not count."""
+    """Returns the commit that is checked out, with "+ changes" if files differ from it. Documents do not count."""
     head, changes = (
         subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
         for command in (
@@ -91,14 +91,14 @@ def machine() -> str:
 
 
 def order(row: Mapping[str, Any]) -> tuple[str, int, str]:
-    """A key that sorts the rows: F2 before F10."""
+    """Returns a key that sorts the rows: F2 before F10."""
     found = re.fullmatch(r"([FU])(\d+)(\w*)", row["row"])
     assert found, row
     return found[1], int(found[2]), found[3]
 
 
 def outcome(row: Mapping[str, Any]) -> str:
-    """The last cell of a row: what was expected, what did not hold, and what was measured, in short."""
+    """Returns the last cell of a row: what was expected, what did not hold, and what was measured, in short."""
     text = row["expected"]
     if not row["ran"]:
         text += f" (**not run**: {row['not_run']})"
@@ -140,7 +140,7 @@ def document(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line. The exit code is 1 if a row did not hold."""
+    """Runs the program; `argv` replaces the command line. The exit code is 1 if a row did not hold."""
     parser = Parser("fault_matrix.py", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of faults at random times")
     parser.add_argument("--rows", nargs="+", metavar="ID", help="rows to run, such as F12 (default: all)")

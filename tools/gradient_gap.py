@@ -37,7 +37,7 @@ from util.data.datasets import batches as load_batches
 from util.data.statistics import normalizer
 from util.plots import pyplot
 from util.run import checkpoint
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_least, prepare_file, run_program, user_errors
 from util.tables import markdown_table, write_csv
 
 COLUMNS = [
@@ -56,7 +56,7 @@ SAMPLINGS = {"random": "--", "furthest": "-"}  # line styles
 
 
 def encoder_gradient(model: Framework, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> torch.Tensor:
-    """The gradient of the model's loss with respect to the encoder, float32 [P]."""
+    """Returns the gradient of the model's loss with respect to the encoder, float32 [P]."""
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("decoder.")]
     loss = sum(model(imgs, ids_shuffle).values())
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)])
@@ -75,7 +75,7 @@ class Gap:
         self.total: Any = 0.0  # [P], the sum over batches of the mean over draws
 
     def add(self, gradients: Iterable[torch.Tensor], reference: torch.Tensor) -> None:
-        """Add one batch: the gradient [P] of each draw, and MAE's gradient [P]."""
+        """Adds one batch: the gradient [P] of each draw, and MAE's gradient [P]."""
         reference = reference.double()  # float32 sums over 10^8 numbers lose digits
         mean: Any = 0.0
         squares, cosines = [], []
@@ -96,7 +96,7 @@ class Gap:
             self.within.append(max(sum(squares) - n * squared_mean, 0.0) / (n - 1))
 
     def row(self, draws: int) -> Row:
-        """The columns of the table, relative to MAE's norm. A value that needs more batches or draws is None."""
+        """Returns columns of the table, relative to MAE's norm. A value that needs more batches or draws is None."""
         n, norm = len(self.distances), statistics.fmean(self.norms)
         row: Row = {"difference": statistics.fmean(self.distances) / norm, "mae_norm": norm}
         row |= {"cosine": statistics.fmean(self.cosines)}
@@ -132,7 +132,7 @@ class Batches:
         self.batch_size, self.seed, self.num_workers = args.batch_size, args.seed, args.num_workers
 
     def address(self, b: int) -> list[tuple[int, int]]:
-        """The (epoch, index) of each image of batch `b`."""
+        """Returns the (epoch, index) of each image of batch `b`."""
         first, length = b * self.batch_size, len(self.dataset)
         places = [divmod(first + i, length) for i in range(self.batch_size)]
         for epoch, _ in places:
@@ -141,7 +141,7 @@ class Batches:
         return [(epoch, int(self.orders[epoch][place])) for epoch, place in places]
 
     def load(self, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (b, normalised imgs [B, 3, H, W]) of `count` batches from batch `first` on."""
+        """Yields (b, normalised imgs [B, 3, H, W]) of `count` batches from batch `first` on."""
         numbers = range(first, first + count)
         addresses = [self.address(b) for b in numbers]
         loaded = load_batches(self.dataset, addresses, stack, self.num_workers, pin_memory=False)
@@ -160,7 +160,7 @@ class Batches:
 def variant(
     settings: Settings, weights: Weights, throw_ratio: float, method: str, shared: Framework | None = None
 ) -> MaskedAutoencoderViT:
-    """Build a model with `weights`, this throw ratio and this method. Its aggregation is initialised.
+    """Builds a model with `weights`, this throw ratio and this method. Its aggregation is initialised.
 
     The model uses the parameters of `shared` wherever it has the same ones, which saves memory.
     """
@@ -178,7 +178,7 @@ def variant(
 def train_aggregations(
     models: Sequence[tuple[MaskedAutoencoderViT, str]], batches: Batches, steps: int, first_batch: int
 ) -> list[float]:
-    """Train only the aggregation of each (model, sampling), on the same batches from `first_batch` on.
+    """Trains only the aggregation of each (model, sampling), on the same batches from `first_batch` on.
 
     The models share all other parameters. So models with equal throw ratio and sampling also share the output of the
     blocks. Returns the mean loss of each model over the last tenth of the steps.
@@ -217,7 +217,7 @@ def train_aggregations(
 
 
 def measure(settings: Settings, weights: Weights, label: str, images: Any, args: argparse.Namespace) -> list[Row]:
-    """Measure one checkpoint. Returns its rows."""
+    """Measures one checkpoint. Returns its rows."""
     mae = variant(settings, weights, 0.0, "plain").to(args.device)
     batches = Batches(images, mae, settings, args, args.device)
     compared: list[tuple[Row, MaskedAutoencoderViT, Gap]] = []
@@ -240,21 +240,8 @@ def measure(settings: Settings, weights: Weights, label: str, images: Any, args:
     return [common | row | gap.row(args.draws) for row, _, gap in compared]
 
 
-def measure_all(loaded: Sequence[tuple[str, Settings, Weights]], images: Any, args: argparse.Namespace) -> list[Row]:
-    """Measure all checkpoints. The CSV is written after each of them, so an interruption keeps the earlier ones."""
-    rows: list[Row] = []
-    for label, settings, weights in loaded:
-        try:
-            rows += measure(settings, weights, label, images, args)
-        except torch.cuda.OutOfMemoryError as error:
-            text = f"the GPU has too little memory for a batch of {args.batch_size}; give a smaller --batch_size"
-            raise ValueError(text) from error
-        write_csv(args.csv, COLUMNS, rows)
-    return rows
-
-
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot difference, bias and standard deviation over draws against the throw ratio, a line for each method."""
+    """Plots difference, bias and standard deviation over draws against the throw ratio, a line for each method."""
     plt = pyplot("gradient_gap")
     panels = {
         "difference": "‖difference to MAE‖ / ‖MAE‖",
@@ -264,7 +251,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
         draw_lines(ax, rows, column)
-        ax.set(title=title)
+        ax.set(title=title, xlabel="throw ratio ρ_d", ylim=(0, None))
         ax.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
@@ -272,7 +259,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_lines(ax: Any, rows: Sequence[Row], column: str) -> None:
-    """Draw the column against the throw ratio: one line for each method and sampling of each checkpoint."""
+    """Draws the column against the throw ratio: one line for each method and sampling of each checkpoint."""
     has_several = len({row["weights"] for row in rows}) > 1
     lines: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -286,17 +273,16 @@ def draw_lines(ax: Any, rows: Sequence[Row], column: str) -> None:
         errors = [row["difference_se"] or 0 for row in line] if column == "difference" else None
         style = dict(color=COLORS[method], ls=SAMPLINGS[sampling], marker="o", ms=4, lw=1.4, capsize=2)
         ax.errorbar(xs, ys, errors, label=label, **style)
-    ax.set(xlabel="throw ratio ρ_d", ylim=(0, None))
 
 
 def get_args_parser() -> Parser:
-    """The flags of this script."""
+    """Returns the flags of this script."""
     parser = Parser("gradient_gap.py", description=__doc__)
     group = parser.add_argument_group("what is compared").add_argument
-    group("runs", nargs="*", metavar="RUN", help="checkpoints or folders of main_pretrain.py, as PATH or LABEL=PATH")
+    group("runs", nargs="+", metavar="RUN", help="checkpoints or folders of main_pretrain.py, as PATH or LABEL=PATH")
     models = [name for name in MODELS if name.startswith(("mae_", "mff_"))]
     group("--model", choices=models, help="the RUNs are full releases (encoder and decoder) of this model")
-    group("--images", help="class folders, or a flat folder of images")
+    group("--images", required=True, help="class folders, or a flat folder of images")
     ratios = [0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7]
     group("--throw_ratios", type=float, nargs="+", default=ratios, help="what is thrown")
     group = parser.add_argument_group("how").add_argument
@@ -306,7 +292,7 @@ def get_args_parser() -> Parser:
     group("--conv_steps", type=int, default=2000, help="training steps of the aggregation")
     group("--seed", type=int, default=0, help="of images, crops and tokens")
     group("--num_workers", type=int, default=min(16, available_cores() - 1), help="processes that load images")
-    group("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    group("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     group = parser.add_argument_group("output").add_argument
     group("--out", type=Path, default=Path("gradient_gap.svg"), help="write the plot to this .svg or .png")
     group("--csv", type=Path, help="write the numbers to this file; without it, beside --out")
@@ -314,7 +300,7 @@ def get_args_parser() -> Parser:
 
 
 def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]:
-    """Load (settings, weights) of a run of main_pretrain.py, or of a full MAE release with --model."""
+    """Loads (settings, weights) of a run of main_pretrain.py, or of a full MAE release with --model."""
     if args.model is None:
         model, settings = load_run(path)
     else:
@@ -332,15 +318,9 @@ def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]
 
 
 def check_and_load(args: argparse.Namespace) -> tuple[list[tuple[str, Settings, Weights]], Any]:
-    """Check the flags, and load ([(label, settings, weights)], images)."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but there is no CUDA device")
-    if not args.runs or not args.images:
-        raise ValueError("give one or more RUNs and --images")
-    for name in ("batch_size", "batches", "draws", "conv_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    pyplot("gradient_gap")  # fail before the measurement if matplotlib is missing
+    """Checks the flags, and load ([(label, settings, weights)], images)."""
+    check_least(args, 1, "batch_size batches draws conv_steps")
+    pyplot("gradient_gap")  # a ValueError now instead of after the measurement
     loaded = []
     for run in args.runs:
         label, _, path = run.rpartition("=")
@@ -349,30 +329,27 @@ def check_and_load(args: argparse.Namespace) -> tuple[list[tuple[str, Settings, 
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the rows as a Markdown table."""
+    """Prints the rows as a Markdown table."""
     numbers = ("difference", "cosine", "bias", "sd_draws")
-    lines = []
-    for row in rows:
-        cells = ["–" if row[name] is None else f"{row[name]:.3f}" for name in numbers]
-        lines.append([row["weights"], row["method"], row["sampling"], row["throw_ratio"], *cells])
+    names = (*TEXT, "throw_ratio")
+    cells = [["–" if row[name] is None else f"{row[name]:.3f}" for name in numbers] for row in rows]
+    lines = [[*(row[name] for name in names), *own] for row, own in zip(rows, cells, strict=True)]
     titles = ["weights", "method", "sampling", "ρ_d", "difference", "cosine", "bias", "sd over draws"]
     print(markdown_table(titles, lines, left=3))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line."""
+    """Runs the program; `argv` replaces the command line."""
     parser = get_args_parser()
-    args = parser.parse_args(argv)
+    args, rows = parser.parse_args(argv), list[Row]()
     with user_errors(parser):
-        if args.out.suffix not in (".svg", ".png"):
-            raise ValueError(f"--out must end in .svg or .png, got {str(args.out)!r}")
         args.csv = args.csv or args.out.with_suffix(".csv")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        for path in (args.out, args.csv):
-            if reason := prepare_file(path):
-                raise ValueError(f"{str(path)!r} cannot be written: {reason}")
+        prepare_file("--out", args.out, (".svg", ".png"))
+        prepare_file("--csv", args.csv)
         loaded, images = check_and_load(args)
-        rows = measure_all(loaded, images, args)
+        for label, settings, weights in loaded:
+            rows += measure(settings, weights, label, images, args)
+            write_csv(args.csv, COLUMNS, rows)  # an interruption keeps the earlier ones
         plot(rows, args.out)
     print_rows(rows)
     print(f"{args.csv}, {args.out}")

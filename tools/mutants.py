@@ -59,208 +59,159 @@ LOADING, POSITIONS, BIASES = (
 KNN, ROBUSTNESS = "tests/util/test_knn.py", "tests/downstream/robustness -k 'ce or errors'"
 SEGMENTATION = "tests/downstream/segmentation/test_engine.py"
 
-MUTANTS = [
-    # prmim.py: counts
-    Mutant("prmim.py", "int(num * (1 - mask_ratio))", "round(num * (1 - mask_ratio))", PRMIM),
-    Mutant("prmim.py", "int(num_tokens * throw_ratio)", "round(num_tokens * throw_ratio)", PRMIM),
-    Mutant("prmim.py", "if not 0 <= throw_ratio < mask_ratio", "if not 0 <= throw_ratio <= mask_ratio", PRMIM),
-    Mutant("prmim.py", "return self.num_visible + self.num_retained\n", "return self.num_masked\n", PRMIM),
-    # prmim.py: the order of tokens
-    Mutant(
-        "prmim.py", "self.ids_restore >= self.counts.num_visible", "self.ids_restore > self.counts.num_visible", PRMIM
-    ),
-    Mutant(
-        "prmim.py", "self.ids_restore >= self.counts.num_kept", "self.ids_restore >= self.counts.num_visible", PRMIM
-    ),
-    Mutant("prmim.py", "x.new_zeros(x.shape[0], self", "x.new_ones(x.shape[0], self", PRMIM),
-    # prmim.py: sampling and collating
-    Mutant("prmim.py", "np.minimum(nearest, difference[0] + difference[1]", "np.minimum(nearest, difference[0]", PRMIM),
-    Mutant("prmim.py", "pick = nearest.argmax(axis=1)", "pick = nearest.argmin(axis=1)", PRMIM),
-    Mutant("prmim.py", "np.int16 if coords.max() <= 127", "np.int16 if coords.max() <= 255", PRMIM),
-    Mutant("prmim.py", ".sum(axis=(2, 4)) % 1", ".sum(axis=(2, 4))", PRMIM),
-    Mutant("prmim.py", "noise - visible, axis=1)", "noise + visible, axis=1)", PRMIM),
-    Mutant("prmim.py", "self.sampler.visible_tokens(noise[:1])", "self.sampler.visible_tokens(noise)", PRMIM),
-    Mutant("prmim.py", "addressed_noise(self.seed, epochs, indices", "addressed_noise(self.seed, 0, indices", PRMIM),
-    # prmim.py: decoder and aggregation
-    Mutant("prmim.py", "order.take_kept(self.pos_embed[:, P:])", "order.take_kept(self.pos_embed[:, :-P])", MAE),
-    Mutant("prmim.py", "return self.pred(self.norm(x))", "return self.pred(x)", MAE),
-    Mutant("prmim.py", 'if self.applies_to == "all":', 'if self.applies_to == "thrown":', PRMIM),
-    Mutant("prmim.py", "padding=kernel_size // 2, groups=dim)", "padding=kernel_size // 2, groups=1)", PRMIM),
-    Mutant("prmim.py", "return x + self.mlp(", "return self.mlp(", PRMIM),
-    # frameworks and losses
-    Mutant(
-        "framework.py", "if not (self.progressive and self.counts.num_thrown)", "if not self.progressive", SUPERVISION
-    ),
-    Mutant("framework.py", "else order.mask & ~order.thrown", "else order.mask", SUPERVISION),
-    Mutant("framework.py", "first : first + num_tokens]", "first - 1 : first - 1 + num_tokens]", MAE),
-    Mutant("framework.py", "patches.var(-1, keepdim=True)", "patches.var(-1, keepdim=True, unbiased=False)", MAE),
-    Mutant("framework.py", "target = (target - mean) / std", "target = target / std", MAE),
-    Mutant("models_mae_pr.py", ".square().mean()}", ".abs().mean()}", MAE),
-    Mutant("models_mae_pr.py", "return self.norm(self.encode(tokens))", "return self.encode(tokens)", MAE),
-    Mutant(
-        "models_mae_pr.py",
-        "order.take_visible(self.pos_embed[:, 1:])",
-        "order.take_visible(self.pos_embed[:, :-1])",
-        MAE,
-    ),
-    Mutant(
-        "frameworks/models_simmim_pr.py",
-        "pred, patches, order).abs()",
-        "pred, patches, order).square()",
-        "tests/frameworks/test_models_simmim_pr.py",
-    ),
-    Mutant(
-        "frameworks/models_mff_pr.py",
-        "self.proj_weights.softmax(dim=0)",
-        "self.proj_weights",
-        "tests/frameworks/test_models_mff_pr.py",
-    ),
-    # the loop: accumulation, seeds, skipped steps, sums
-    Mutant("util/run/loop.py", "loss.detach() / self.accum_iter", "loss.detach()", ACCUMULATION),
-    Mutant("util/run/loop.py", "sum(losses.values()) / self.accum_iter", "sum(losses.values())", ACCUMULATION),
-    Mutant(
-        "util/run/loop.py",
-        "is_last = micro == self.accum_iter - 1",
-        "is_last = micro == 0",
-        "tests/test_accumulation.py",
-    ),
-    Mutant("util/run/loop.py", "micro * world_size + rank", "micro + rank", f"{LOOP} -k seed"),
-    Mutant(
-        "util/run/loop.py",
-        "addressed_seed(STEP, self.seed, step,",
-        "addressed_seed(STEP, self.seed, 0,",
-        f"{LOOP} -k drawn",
-    ),
-    Mutant("util/run/loop.py", "total * (1 + 0 * total.detach())", "total", f"{LOOP} -k non_finite"),
-    Mutant(
-        "util/run/loop.py", "(~grad_norm.isfinite()).float()", "grad_norm.isfinite().float()", f"{LOOP} -k non_finite"
-    ),
-    Mutant(
-        "util/run/loop.py", "torch.where(finite, 0.0, self.bad_streak + 1)", "self.bad_streak * 0", f"{LOOP} -k losing"
-    ),
-    Mutant(
-        "util/run/loop.py",
-        "torch.where(finite, values, 0.0)",
-        "torch.nan_to_num(values)",
-        f"{LOOP} -k 'skipped or finite'",
-    ),
-    Mutant("util/run/loop.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", f"{LOOP} -k adamw"),
-    Mutant(
-        "util/run/loop.py",
-        "sums[rank] if len(sums) == world_size",
-        "sums[0] if len(sums) == world_size",
-        f"{LOOP} -k own_sums",
-    ),
-    Mutant(
-        "util/run/loop.py",
-        "self.parameters, self.clip_grad, grad_norm",
-        "self.parameters, 1e9, grad_norm",
-        f"{FINETUNE} -k clipping",
-    ),
-    Mutant("util/run/loop.py", 'group.get("lr_scale", 1.0)', "1.0", f"{FINETUNE} -k rates"),
-    # schedules, optimizers, parameter groups
-    Mutant("util/lr_sched.py", "0.5 * (1.0 + math.cos(math.pi * progress))", "(1.0 - progress)", SCHEDULES),
-    Mutant("util/lr_sched.py", "step / max(1, warmup - 1)", "step / max(1, warmup)", SCHEDULES),
-    Mutant("util/lr_sched.py", "    step = max(step - 1, 0)\n", "", SCHEDULES),
-    Mutant("util/lr_sched.py", "0.1**num_falls", "0.5**num_falls", SCHEDULES),
-    Mutant("util/lars.py", "if p.ndim > 1:", "if p.ndim > 0:", LARS),
-    Mutant("util/lars.py", "(p.norm() > 0) & (g.norm() > 0)", "p.norm() > 0", LARS),
-    Mutant("main_pretrain.py", "no_weight_decay_list=model.no_weight_decay()", "no_weight_decay_list=()", PRETRAIN),
-    Mutant("main_pretrain.py", "betas=tuple(args.betas)", "betas=(0.9, 0.999)", PRETRAIN),
-    Mutant(
-        "models_vit.py", 'r"^pos_embed|^patch_embed"', 'r"^patch_embed"', "tests/test_models_vit.py -k 'layer or decay'"
-    ),
-    # data: addresses, order, batches, crops
-    Mutant("util/addressed.py", "np.arange(1, num + 1", "np.arange(num", ADDRESSED),
-    Mutant("util/addressed.py", "(stream, seed, epoch, indices)", "(stream, seed, indices)", ADDRESSED),
-    Mutant(
-        "util/data/datasets.py", "(micro * self.world_size + self.rank)", "(self.rank * self.accum_iter + micro)", DATA
-    ),
-    Mutant(
-        "util/data/datasets.py",
-        "order, epoch_of_order = permutation(self.seed, epoch,",
-        "order, epoch_of_order = permutation(self.seed, 0,",
-        DATA,
-    ),
-    Mutant(
-        "util/data/datasets.py",
-        "divmod(self.start_micro + part.start,",
-        "divmod(part.start,",
-        "tests/util/data/test_datasets.py",
-    ),
-    Mutant(
-        "util/data/datasets.py",
-        "range(rank, num_samples, world_size)",
-        "range(rank, num_samples - 1, world_size)",
-        DATA,
-    ),
-    Mutant("util/data/transforms.py", "rows * width >= columns * height", "rows * width <= columns * height", CROPS),
-    Mutant("util/data/transforms.py", "round((side - wanted) / 2)", "int((side - wanted) / 2)", CROPS),
-    Mutant("util/data/transforms.py", "draws[-1] < 0.5", "draws[-1] < 0.6", CROPS),
-    Mutant("util/data/transforms.py", "math.sqrt(area * ratio)", "math.sqrt(area / ratio)", CROPS),
-    Mutant("util/data/transforms.py", ".clamp(0, 65535)", "", CROPS),
-    Mutant("util/data/transforms.py", "(imgs - self.mean) / self.std", "imgs / self.std - self.mean", CROPS),
-    # checkpoints and resume
-    Mutant(
-        "util/run/checkpoint.py",
-        "for path in reversed(list_checkpoints(output_dir))",
-        "for path in list_checkpoints(output_dir)",
-        CHECKPOINT,
-    ),
-    Mutant("util/run/checkpoint.py", 'if path.stat().st_size != record["size"]:', "if False:", CHECKPOINT),
-    Mutant("util/run/checkpoint.py", 'sha256(path) == record["sha256"] else', "path else", CHECKPOINT),
-    Mutant("util/run/checkpoint.py", "weights_only=True", "weights_only=False", CHECKPOINT),
-    Mutant(
-        "util/run/checkpoint.py",
-        'record is not None and not record.get("keep", True)',
-        "record is not None",
-        CHECKPOINT,
-    ),
-    Mutant("util/run/checkpoint.py", "step_of(path) < good_steps[-1]", "step_of(path) != good_steps[-1]", CHECKPOINT),
-    Mutant(
-        "util/run/checkpoint.py", "if not (value.is_meta or value.isfinite().all())", "if value.is_meta", CHECKPOINT
-    ),
-    Mutant("util/run/resume.py", "(machine_flags - fixed_flags)", "machine_flags", RULES),
-    Mutant("util/run/resume.py", "if before.get(name) != fingerprint:", "if False:", RULES),
-    Mutant("util/run/resume.py", "if was_stored != is_stored:", "if False:", RULES),
-    Mutant("util/run/resume.py", "module.drop_prob for module", "True for module", RULES),
-    Mutant(
-        "util/run/resume.py",
-        "if before != total_batch_size:",
-        "if False:",
-        "tests/faults/test_folder.py -k changed_settings",
-    ),
-    # loading of weights
-    Mutant("encoders/load.py", 'if lacks_norm else ("head.", "fc_norm.")', "", LOADING),
-    Mutant("encoders/load.py", "if _has_other_classes(weights, found, own, classes):", "if False:", LOADING),
-    Mutant(
-        "encoders/names.py",
-        "first, third, second, fourth]",
-        "first, second, third, fourth]",
-        "tests/frameworks/test_models_greenmim_pr.py",
-    ),
-    Mutant("encoders/rel_pos.py", "* (2 * columns - 1) + (across", "* (2 * rows - 1) + (across", BIASES),
-    Mutant("encoders/rel_pos.py", 'einsum("ij,jkh,lk->ilh", down', 'einsum("ij,jkh,lk->lih", down', BIASES),
-    Mutant("util/pos_embed.py", "for axis in (column, row)]", "for axis in (row, column)]", POSITIONS),
-    Mutant("util/pos_embed.py", "align_corners=False", "align_corners=True", POSITIONS),
-    # evaluation and metrics
-    Mutant(
-        "engine_finetune.py", "chosen.topk(min(5, chosen.shape[1]))", "chosen.topk(min(4, chosen.shape[1]))", FINETUNE
-    ),
-    Mutant("engine_finetune.py", "return imgs, targets, 0.0", "return imgs, targets, self.label_smoothing", FINETUNE),
-    Mutant("engine_finetune.py", "if count != num_images:", "if count > num_images:", FINETUNE),
-    Mutant("util/knn.py", "TEMPERATURE = 0.07", "TEMPERATURE = 0.7", KNN),
-    Mutant("util/knn.py", "(classes < labels[:, None])", "(classes > labels[:, None])", KNN),
-    Mutant("util/knn.py", "query_numbers[:, None] == numbers, -torch.inf", "query_numbers[:, None] == numbers, 0", KNN),
-    Mutant("downstream/segmentation/metrics.py", "(true + predicted - right)", "(true + predicted)", SEGMENTATION),
-    Mutant(
-        "downstream/segmentation/metrics.py",
-        "truth[is_labelled].long() * num_classes + predicted",
-        "predicted[is_labelled].long() * num_classes + truth",
-        SEGMENTATION,
-    ),
-    Mutant("downstream/robustness/main_robustness.py", "100 * mean / ALEXNET_ERRORS[c]", "100 * mean", ROBUSTNESS),
-]
+# {file: (a text that occurs in it once, what replaces it, the tests that must notice, as pytest takes them)}
+BY_FILE: dict[str, list[tuple[str, str, str]]] = {
+    "prmim.py": [
+        ("int(num * (1 - mask_ratio))", "round(num * (1 - mask_ratio))", PRMIM),
+        ("int(num_tokens * throw_ratio)", "round(num_tokens * throw_ratio)", PRMIM),
+        ("if not 0 <= throw_ratio < mask_ratio", "if not 0 <= throw_ratio <= mask_ratio", PRMIM),
+        ("return self.num_visible + self.num_retained\n", "return self.num_masked\n", PRMIM),
+        ("self.ids_restore >= self.counts.num_visible", "self.ids_restore > self.counts.num_visible", PRMIM),
+        ("self.ids_restore >= self.counts.num_kept", "self.ids_restore >= self.counts.num_visible", PRMIM),
+        ("x.new_zeros(x.shape[0], self", "x.new_ones(x.shape[0], self", PRMIM),
+        ("np.minimum(nearest, difference[0] + difference[1]", "np.minimum(nearest, difference[0]", PRMIM),
+        ("pick = nearest.argmax(axis=1)", "pick = nearest.argmin(axis=1)", PRMIM),
+        ("np.int16 if coords.max() <= 127", "np.int16 if coords.max() <= 255", PRMIM),
+        (".sum(axis=(2, 4)) % 1", ".sum(axis=(2, 4))", PRMIM),
+        ("noise - visible, axis=1)", "noise + visible, axis=1)", PRMIM),
+        ("self.sampler.visible_tokens(noise[:1])", "self.sampler.visible_tokens(noise)", PRMIM),
+        ("addressed_noise(self.seed, epochs, indices", "addressed_noise(self.seed, 0, indices", PRMIM),
+        ("order.take_kept(self.pos_embed[:, P:])", "order.take_kept(self.pos_embed[:, :-P])", MAE),
+        ("return self.pred(self.norm(x))", "return self.pred(x)", MAE),
+        ('if self.applies_to == "all":', 'if self.applies_to == "thrown":', PRMIM),
+        ("padding=kernel_size // 2, groups=dim)", "padding=kernel_size // 2, groups=1)", PRMIM),
+        ("return x + self.mlp(", "return self.mlp(", PRMIM),
+    ],
+    "framework.py": [
+        ("if not (self.progressive and self.counts.num_thrown)", "if not self.progressive", SUPERVISION),
+        ("else order.mask & ~order.thrown", "else order.mask", SUPERVISION),
+        ("first : first + num_tokens]", "first - 1 : first - 1 + num_tokens]", MAE),
+        ("patches.var(-1, keepdim=True)", "patches.var(-1, keepdim=True, unbiased=False)", MAE),
+        ("target = (target - mean) / std", "target = target / std", MAE),
+    ],
+    "models_mae_pr.py": [
+        (".square().mean()}", ".abs().mean()}", MAE),
+        ("return self.norm(self.encode(tokens))", "return self.encode(tokens)", MAE),
+        ("order.take_visible(self.pos_embed[:, 1:])", "order.take_visible(self.pos_embed[:, :-1])", MAE),
+    ],
+    "frameworks/models_simmim_pr.py": [
+        ("pred, patches, order).abs()", "pred, patches, order).square()", "tests/frameworks/test_models_simmim_pr.py"),
+    ],
+    "frameworks/models_mff_pr.py": [
+        ("self.proj_weights.softmax(dim=0)", "self.proj_weights", "tests/frameworks/test_models_mff_pr.py"),
+    ],
+    "util/run/loop.py": [
+        ("loss.detach() / self.accum_iter", "loss.detach()", ACCUMULATION),
+        ("sum(losses.values()) / self.accum_iter", "sum(losses.values())", ACCUMULATION),
+        ("is_last = micro == self.accum_iter - 1", "is_last = micro == 0", "tests/test_accumulation.py"),
+        ("micro * world_size + rank", "micro + rank", f"{LOOP} -k seed"),
+        ("addressed_seed(STEP, self.seed, step,", "addressed_seed(STEP, self.seed, 0,", f"{LOOP} -k drawn"),
+        ("total * (1 + 0 * total.detach())", "total", f"{LOOP} -k non_finite"),
+        ("(~grad_norm.isfinite()).float()", "grad_norm.isfinite().float()", f"{LOOP} -k non_finite"),
+        ("torch.where(finite, 0.0, self.bad_streak + 1)", "self.bad_streak * 0", f"{LOOP} -k losing"),
+        ("torch.where(finite, values, 0.0)", "torch.nan_to_num(values)", f"{LOOP} -k 'skipped or finite'"),
+        ("self.optimizer.zero_grad(set_to_none=True)", "pass", f"{LOOP} -k adamw"),
+        ("sums[rank] if len(sums) == world_size", "sums[0] if len(sums) == world_size", f"{LOOP} -k own_sums"),
+        ("self.parameters, self.clip_grad, grad_norm", "self.parameters, 1e9, grad_norm", f"{FINETUNE} -k clipping"),
+        ('group.get("lr_scale", 1.0)', "1.0", f"{FINETUNE} -k rates"),
+    ],
+    "util/lr_sched.py": [
+        ("0.5 * (1.0 + math.cos(math.pi * progress))", "(1.0 - progress)", SCHEDULES),
+        ("step / max(1, warmup - 1)", "step / max(1, warmup)", SCHEDULES),
+        ("    step = max(step - 1, 0)\n", "", SCHEDULES),
+        ("0.1**num_falls", "0.5**num_falls", SCHEDULES),
+    ],
+    "util/lars.py": [
+        ("if p.ndim > 1:", "if p.ndim > 0:", LARS),
+        ("(p.norm() > 0) & (g.norm() > 0)", "p.norm() > 0", LARS),
+    ],
+    "main_pretrain.py": [
+        ("no_weight_decay_list=model.no_weight_decay()", "no_weight_decay_list=()", PRETRAIN),
+        ("betas=tuple(args.betas)", "betas=(0.9, 0.999)", PRETRAIN),
+    ],
+    "models_vit.py": [
+        ('r"^pos_embed|^patch_embed"', 'r"^patch_embed"', "tests/test_models_vit.py -k 'layer or decay'"),
+    ],
+    "util/addressed.py": [
+        ("np.arange(1, num + 1", "np.arange(num", ADDRESSED),
+        ("(stream, seed, epoch, indices)", "(stream, seed, indices)", ADDRESSED),
+    ],
+    "util/data/datasets.py": [
+        ("(micro * self.world_size + self.rank)", "(self.rank * self.accum_iter + micro)", DATA),
+        (
+            "order, epoch_of_order = permutation(self.seed, epoch,",
+            "order, epoch_of_order = permutation(self.seed, 0,",
+            DATA,
+        ),
+        ("divmod(self.start_micro + part.start,", "divmod(part.start,", "tests/util/data/test_datasets.py"),
+        ("range(rank, num_samples, world_size)", "range(rank, num_samples - 1, world_size)", DATA),
+    ],
+    "util/data/transforms.py": [
+        ("rows * width >= columns * height", "rows * width <= columns * height", CROPS),
+        ("round((side - wanted) / 2)", "int((side - wanted) / 2)", CROPS),
+        ("draws[-1] < 0.5", "draws[-1] < 0.6", CROPS),
+        ("math.sqrt(area * ratio)", "math.sqrt(area / ratio)", CROPS),
+        (".clamp(0, 65535)", "", CROPS),
+        ("(imgs - self.mean) / self.std", "imgs / self.std - self.mean", CROPS),
+    ],
+    "util/run/checkpoint.py": [
+        ("for path in reversed(list_checkpoints(output_dir))", "for path in list_checkpoints(output_dir)", CHECKPOINT),
+        ('if path.stat().st_size != record["size"]:', "if False:", CHECKPOINT),
+        ('sha256(path) == record["sha256"] else', "path else", CHECKPOINT),
+        ("weights_only=True", "weights_only=False", CHECKPOINT),
+        ('record is not None and not record.get("keep", True)', "record is not None", CHECKPOINT),
+        ("step_of(path) < good_steps[-1]", "step_of(path) != good_steps[-1]", CHECKPOINT),
+        ("if not (value.is_meta or value.isfinite().all())", "if value.is_meta", CHECKPOINT),
+    ],
+    "util/run/resume.py": [
+        ("(machine_flags - fixed_flags)", "machine_flags", RULES),
+        ("if before.get(name) != fingerprint:", "if False:", RULES),
+        ("if was_stored != is_stored:", "if False:", RULES),
+        ("module.drop_prob for module", "True for module", RULES),
+        ("if before != total_batch_size:", "if False:", "tests/faults/test_folder.py -k changed_settings"),
+    ],
+    "encoders/load.py": [
+        ('if lacks_norm else ("head.", "fc_norm.")', "", LOADING),
+        ("if _has_other_classes(weights, found, own, classes):", "if False:", LOADING),
+    ],
+    "encoders/names.py": [
+        (
+            "first, third, second, fourth]",
+            "first, second, third, fourth]",
+            "tests/frameworks/test_models_greenmim_pr.py",
+        ),
+    ],
+    "encoders/rel_pos.py": [
+        ("* (2 * columns - 1) + (across", "* (2 * rows - 1) + (across", BIASES),
+        ('einsum("ij,jkh,lk->ilh", down', 'einsum("ij,jkh,lk->lih", down', BIASES),
+    ],
+    "util/pos_embed.py": [
+        ("for axis in (column, row)]", "for axis in (row, column)]", POSITIONS),
+        ("align_corners=False", "align_corners=True", POSITIONS),
+    ],
+    "engine_finetune.py": [
+        ("chosen.topk(min(5, chosen.shape[1]))", "chosen.topk(min(4, chosen.shape[1]))", FINETUNE),
+        ("return imgs, targets, 0.0", "return imgs, targets, self.label_smoothing", FINETUNE),
+        ("if count != num_images:", "if count > num_images:", FINETUNE),
+    ],
+    "util/knn.py": [
+        ("TEMPERATURE = 0.07", "TEMPERATURE = 0.7", KNN),
+        ("(classes < labels[:, None])", "(classes > labels[:, None])", KNN),
+        ("query_numbers[:, None] == numbers, -torch.inf", "query_numbers[:, None] == numbers, 0", KNN),
+    ],
+    "downstream/segmentation/metrics.py": [
+        ("(true + predicted - right)", "(true + predicted)", SEGMENTATION),
+        (
+            "truth[is_labelled].long() * num_classes + predicted",
+            "predicted[is_labelled].long() * num_classes + truth",
+            SEGMENTATION,
+        ),
+    ],
+    "downstream/robustness/main_robustness.py": [
+        ("100 * mean / ALEXNET_ERRORS[c]", "100 * mean", ROBUSTNESS),
+    ],
+}
+MUTANTS = [Mutant(file, *change) for file, changes in BY_FILE.items() for change in changes]
 
 
 def copy_tree(target: Path) -> None:

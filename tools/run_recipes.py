@@ -12,7 +12,6 @@ the resume, and the evaluations.
 
 import argparse
 import io
-import itertools
 import json
 import math
 import os
@@ -46,7 +45,8 @@ from frameworks.models_greenmim_pr import GreenMIMSwin
 from recipes import FINETUNE_RECIPES, RECIPES
 from util.data.datasets import DOWNLOADED, INATURALIST, available_cores
 from util.run.checkpoint import newest_checkpoint
-from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_least, prepare_file, run_program, user_errors
+from util.run.folder import read_reports
 from util.tables import write_csv
 
 # Width and height. In an image of 1:5 few boxes of the random crop fit, so the crop uses its fallback.
@@ -60,7 +60,7 @@ COLUMNS += ["seconds", "first_loss", "last_loss", "top1", "problem"]
 
 
 def get_args_parser() -> Parser:
-    """The flags of this script."""
+    """Returns the flags of this script."""
     parser = Parser("run_recipes.py", description=__doc__)
     flag = parser.add_argument
     flag("--recipes", nargs="+", metavar="NAME", help="recipes to run (default: all of recipes.py)")
@@ -87,11 +87,11 @@ class Job:
         return {"main_pretrain": main_pretrain, "main_finetune": main_finetune}[self.program]
 
     def settings(self) -> dict:
-        """The recipe's settings and the main's defaults, before anything is inferred."""
+        """Returns the recipe's settings and the main's defaults."""
         return vars(self.main.parse_args(["--recipe", self.recipe])[1])
 
     def steps(self) -> tuple[int, int, int]:
-        """(optimizer steps, steps before the stop, images in the data set). An epoch has at least two steps."""
+        """Returns (steps, steps before the stop, images in the data set). An epoch has at least two steps."""
         settings = self.settings()
         total = self.total_batch_size or settings["total_batch_size"]
         steps = max(3, math.ceil(self.images / total))  # the learning rate of the first step may be 0
@@ -103,15 +103,12 @@ class Job:
 
 
 def find_jobs(args: argparse.Namespace) -> list[Job]:
-    """The jobs that the flags ask for. ValueError for unknown recipes and impossible numbers."""
+    """Returns the jobs that the flags ask for. ValueError for unknown recipes and impossible numbers."""
     programs = dict.fromkeys(RECIPES, "main_pretrain") | dict.fromkeys(FINETUNE_RECIPES, "main_finetune")
     names = dict.fromkeys(args.recipes or programs)
-    unknown = [name for name in names if name not in programs]
-    if unknown:
+    if unknown := [name for name in names if name not in programs]:
         raise ValueError(f"--recipes names {', '.join(unknown)}, which recipes.py does not have")
-    for name in ("images", "total_batch_size", "jobs"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_least(args, 1, "images total_batch_size jobs")
     return [Job(programs[name], name, args.images, args.total_batch_size) for name in names]
 
 
@@ -121,8 +118,8 @@ def find_jobs(args: argparse.Namespace) -> list[Job]:
 def scale_of(main: ModuleType, settings: dict) -> dict:
     """Arguments that make the model of a recipe tiny.
 
-    A ViT gets the fewest tokens and blocks that its framework and the settings allow. A Swin keeps its windows.
-    GreenMIM's Swin also keeps its stages and grids, because the groups of windows depend on them.
+    A ViT keeps 12 blocks, because recipes and frameworks name some of them. A Swin keeps its windows. GreenMIM's Swin
+    also keeps its stages and grids, because the groups of windows depend on them.
     """
     model = full_size(main, settings["model"])
     if isinstance(model, GreenMIMSwin):
@@ -132,44 +129,20 @@ def scale_of(main: ModuleType, settings: dict) -> dict:
         window = model.layers[0].window
         sizes = dict(img_size=4 * window, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(1, 2))
         return sizes | dict(window_size=window)
-    depths = sorted({4, 8, 12, len(model.blocks)})
-    blocks = [depth for depth in depths if depth > (settings.get("trainable_blocks") or 0)]
-    for side, depth in itertools.product((32, 48), blocks):
-        scale = dict(img_size=side, patch_size=8, embed_dim=32, num_heads=2, depth=depth) | decoder_scale(model)
-        if can_be_built(main, settings, scale):
-            return scale
-    raise ValueError(f"no small model was found for {settings['model']!r}")
+    depth = min(12, len(model.blocks))
+    return dict(img_size=48, patch_size=8, embed_dim=32, num_heads=2, depth=depth) | decoder_scale(model)
 
 
 @cache
 def full_size(main: ModuleType, name: str) -> torch.nn.Module:
-    """A model of `main.MODELS` in its full size, on the meta device."""
+    """Returns a model of `main.MODELS` in its full size, on the meta device."""
     with torch.device("meta"):
         return main.MODELS[name]()
 
 
-def can_be_built(main: ModuleType, settings: dict, scale: dict) -> bool:
-    """Whether the model and the framework of its encoder can be built with these sizes and the recipe's settings."""
-    pool = "token" if settings.get("trainable_blocks") == 0 else "avg"
-    try:
-        with scaled(main, settings["model"], scale), torch.device("meta"):
-            main.build_model({**settings, "nb_classes": CLASSES, "global_pool": pool, "teacher": None})
-            if main is main_finetune:
-                encoder = encoder_of(settings)
-                main_pretrain.MODELS[encoder](**with_decoder(encoder, scale))
-    except ValueError:
-        return False
-    return True
-
-
 def decoder_scale(model: torch.nn.Module) -> dict:
-    """The sizes of the model's decoders, if it has any."""
+    """Returns the sizes of the model's decoders, if it has any."""
     return DECODER if any("decoder" in name for name, _ in model.named_modules()) else {}
-
-
-def with_decoder(pretrained: str, scale: dict) -> dict:
-    """The sizes of a classifier, plus those of the decoders of a pre-training model."""
-    return scale | decoder_scale(full_size(main_pretrain, pretrained))
 
 
 @contextmanager
@@ -180,7 +153,7 @@ def scaled(main: ModuleType, name: str, scale: dict) -> Iterator[None]:
 
 
 def encoder_of(settings: dict) -> str:
-    """The pre-training model whose encoder a fine-tuning recipe needs, from the names of the recipe and its model."""
+    """Returns the pre-training model whose encoder a fine-tuning recipe needs, by the names of recipe and model."""
     name, family = settings["model"], "swin" if settings["model"].startswith("swin") else "vit"
     framework = {"relative": "simmim", "swin": "greenmim"}.get(name.split("_")[0], "mae")
     others = [module.__name__.split("_")[1] for module in main_pretrain.FRAMEWORKS if module is not models_mae_pr]
@@ -198,7 +171,7 @@ class Workshop:
         self.photos = write_photos(root / "photos")
 
     def data(self, count: int) -> Path:
-        """A data set with `count` training images (links to few photographs), as class folders and as iNaturalist."""
+        """Returns a set of `count` training images, links to few photographs, as class folders and as iNaturalist."""
         root = self.root / f"data-{count}"
         for split, number in (("train", count), ("val", VAL_IMAGES)):
             if not (root / split).exists():
@@ -206,13 +179,13 @@ class Workshop:
         return root
 
     def teacher(self) -> Path:
-        """A micro MAE after one step. Its patch size is that of the students."""
+        """Returns a micro MAE after one step. Its patch size is that of the students."""
         return self.pretrained("teacher", TEACHER, {}, ["--patch_size", 8])
 
     def encoder(self, settings: dict) -> Path:
-        """A pre-trained encoder with the sizes of the recipe's scaled classifier."""
+        """Returns a pre-trained encoder with the sizes of the recipe's scaled classifier."""
         pretrained = encoder_of(settings)
-        scale = with_decoder(pretrained, scale_of(main_finetune, settings))
+        scale = scale_of(main_finetune, settings) | decoder_scale(full_size(main_pretrain, pretrained))
         flags = ["--teacher", self.teacher()] if pretrained in models_tec_pr.__all__ else []
         if pretrained in models_amt_pr.__all__:
             flags = ["--sampling", "attention", "--attention_start", 0, "--attention_every", 1, "--epochs", 2]
@@ -220,7 +193,7 @@ class Workshop:
         return self.pretrained("-".join(["encoder", pretrained, *sizes]), pretrained, scale, flags)
 
     def pretrained(self, name: str, model: str, scale: dict, flags: list) -> Path:
-        """The folder of a pre-training run with one step of 32 images."""
+        """Returns the folder of a pre-training run with one step of 32 images."""
         folder = self.root / name
         if not newest_checkpoint(folder)[0]:
             folder.mkdir(exist_ok=True)
@@ -232,7 +205,7 @@ class Workshop:
 
 
 def write_photos(folder: Path) -> list[Path]:
-    """Write smooth random pictures of several shapes, some of them grey, some as PNG."""
+    """Writes smooth random pictures of several shapes, some of them grey, some as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, paths = np.random.default_rng(0), []
     for i in range(6 * len(SHAPES)):
@@ -244,7 +217,7 @@ def write_photos(folder: Path) -> list[Path]:
 
 
 def link_photos(photos: list[Path], root: Path, split: str, count: int) -> None:
-    """Link `count` photographs into ROOT/<split>/<class>/, and write iNaturalist's ROOT/<split><year>.json."""
+    """Links `count` photographs into ROOT/<split>/<class>/, and write iNaturalist's ROOT/<split><year>.json."""
     names = []
     for label in range(CLASSES):
         (root / split / f"class{label}").mkdir(parents=True)
@@ -262,20 +235,20 @@ def link_photos(photos: list[Path], root: Path, split: str, count: int) -> None:
 
 
 def machine_flags(data: Path, folder: Path) -> list:
-    """The flags of all runs: on the CPU, without workers, a report after each step."""
+    """Returns the flags of all runs: on the CPU, without workers, a report after each step."""
     flags = ["--data_path", data, "--output_dir", folder]
     return [*flags, "--device", "cpu", "--num_workers", 0, "--print_freq", 1]
 
 
 @contextmanager
 def quiet(path: Path) -> Iterator[None]:
-    """Append everything that is printed within the context to the file `path`."""
+    """Appends everything that is printed within the context to the file `path`."""
     with open(path, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         yield
 
 
 def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
-    """The command line of a job in `folder`. Makes its data, teacher and encoder."""
+    """Returns the command line of a job in `folder`. Makes its data, teacher and encoder."""
     settings, (_, _, count) = job.settings(), job.steps()
     argv = ["--recipe", job.recipe, *machine_flags(workshop.data(count), folder)]
     if job.total_batch_size:  # keep the peak learning rate: the recipe's warm-up and minimum are relative to it
@@ -294,7 +267,7 @@ def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
 
 
 def run(job: Job, argv: list[str], folder: Path) -> dict:
-    """Run a job up to a step, resume it, and check its output. Returns a row of the table."""
+    """Runs a job up to a step, resume it, and check its output. Returns a row of the table."""
     torch.set_num_threads(1)
     settings, (steps, stop, _) = job.settings(), job.steps()
     console, started, problems = folder.with_suffix(".txt"), time.perf_counter(), []
@@ -314,7 +287,7 @@ def run(job: Job, argv: list[str], folder: Path) -> dict:
 
 
 def call(main: ModuleType, argv: list[str]) -> None:
-    """Call the main. RuntimeError with its message if it would end the program with another exit code than 0."""
+    """Calls the main. RuntimeError with its message if it would end the program with another exit code than 0."""
     with io.StringIO() as message:
         try:
             with redirect_stderr(message):
@@ -326,16 +299,10 @@ def call(main: ModuleType, argv: list[str]) -> None:
             print(message.getvalue(), file=sys.stderr)
 
 
-def read_reports(folder: Path) -> list[dict]:
-    """The reports in log.jsonl, or [] if there is no such file."""
-    log = folder / "log.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
 def check_run(job: Job, folder: Path, before: str) -> list[str]:
-    """Check a finished run, and return what is wrong. `before` is its log.jsonl at the stop."""
+    """Checks a finished run, and return what is wrong. `before` is its log.jsonl at the stop."""
     (steps, stop, count), problems = job.steps(), []
-    settings, reports = json.loads((folder / "settings.json").read_text()), read_reports(folder)
+    settings, reports = json.loads((folder / "settings.json").read_text()), read_reports(folder / "log.jsonl")
     losses = [(report["step"], report["loss"]) for report in reports if "loss" in report]
     bad = [step for step, loss in losses if loss is None or not math.isfinite(loss)]
     if bad:
@@ -362,21 +329,21 @@ def check_run(job: Job, folder: Path, before: str) -> list[str]:
 
 
 def check_settings(job: Job, resolved: dict) -> list[str]:
-    """Compare the run's settings with the recipe's, except those that are replaced on purpose."""
-    recipe = (RECIPES | FINETUNE_RECIPES)[job.recipe]
-    replaced = {"batch_size", "dataset"} if recipe.get("dataset") in DOWNLOADED else {"batch_size"}
+    """Compares the run's settings with the recipe's, except those that `command` replaces."""
+    wanted = json.loads(json.dumps((RECIPES | FINETUNE_RECIPES)[job.recipe] | {"batch_size": resolved["batch_size"]}))
+    if wanted.get("dataset") in DOWNLOADED:
+        del wanted["dataset"]
     if job.total_batch_size:
-        replaced.add("total_batch_size")
-    wanted = json.loads(json.dumps({name: value for name, value in recipe.items() if name not in replaced}))
+        wanted["total_batch_size"] = job.total_batch_size
     if isinstance(wanted.get("input_size"), list):
         wanted["input_size"] = (2 * wanted["input_size"])[:2]  # one number is height and width
     return [f"{name} was {resolved[name]}, not {value}" for name, value in wanted.items() if resolved[name] != value]
 
 
 def describe(job: Job, folder: Path) -> dict:
-    """The columns of the table that come from settings.json and log.jsonl."""
+    """Returns the columns of the table that come from settings.json and log.jsonl."""
     steps, stop, _ = job.steps()
-    path, reports = folder / "settings.json", read_reports(folder)
+    path, reports = folder / "settings.json", read_reports(folder / "log.jsonl")
     settings = json.loads(path.read_text()) if path.exists() else job.settings()
     losses = [report["loss"] for report in reports if "loss" in report]
     top1 = [report["val_top1"] for report in reports if "val_top1" in report]
@@ -394,7 +361,7 @@ def describe(job: Job, folder: Path) -> dict:
 
 
 def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
-    """Run all jobs, and yield their rows as they finish."""
+    """Runs all jobs, and yield their rows as they finish."""
     workshop, work = Workshop(root), []
     for job in jobs:
         folder = root / job.recipe
@@ -412,7 +379,6 @@ def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """A line for the terminal: numbers of the row, then the problem."""
     values = (row[name] for name in ("first_loss", "last_loss", "top1"))
     numbers = " ".join("      -" if value is None else f"{value:7.3f}" for value in values)
     steps = f"{row['stopped_after']:3}/{row['steps']:<3}"
@@ -421,13 +387,12 @@ def line(row: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line. The exit code is 1 if a recipe failed."""
+    """Runs the program; `argv` replaces the command line. The exit code is 1 if a recipe failed."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
     with user_errors(parser):
         jobs = find_jobs(args)
-        if args.csv and (reason := prepare_file(args.csv)):
-            raise ValueError(f"--csv {str(args.csv)!r} cannot be written: {reason}")
+        prepare_file("--csv", args.csv)
         folder = args.output_dir
         if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"--output_dir {str(folder)!r} is not an empty folder; name a new one")

@@ -461,7 +461,7 @@ def test_many_shards_need_few_descriptors(photos, tmp_path, small_shards, monkey
     ("flags", "message"),
     [
         (["--shard_mb", "0"], "must be at least 1, got 0"),
-        (["--quality", "101"], "--quality must be from 1 to 100, got 101"),
+        (["--quality", "0"], "--quality must be at least 1, got 0"),
         (["--verify"], "is not a valid index of tars"),
         (["third"], "give SOURCE and DESTINATION"),
     ],

@@ -178,7 +178,7 @@ def test_peak_memory_falls_with_what_is_thrown(tmp_path):
         ("cifar10 --batch_size 0", "must be at least 1, got 0 and 7"),
         ("cifar10 --csv .", "'.' cannot be written: it is a folder"),
         ("cifar10 --csv setup.cfg/cost.csv", "cannot be made: File exists"),
-        ("cifar10 --plot cost.xyz", "--plot must end in .svg or .png, got 'cost.xyz'"),
+        ("cifar10 --plot cost.xyz", "--plot 'cost.xyz' must end in .svg or .png"),
         ("cifar10 --data_path nowhere", "nowhere"),
     ],
 )

@@ -29,8 +29,8 @@ def test_few_labelled_crops_are_a_subset_of_the_unlabelled_ones(tmp_path, monkey
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num_val", "0"], "--num_train and --num_val must be at least 1, got 100 and 0"),
-        (["--crop_sides", "0.5", "0.25"], "--crop_sides must be two shares 0 < low <= high <= 1, got 0.5 and 0.25"),
+        (["--num_val", "0"], "--num_val must be at least 1, got 0"),
+        (["--crop_sides", "0.5", "0.25"], "--crop_sides must be two shares 0 < low <= high <= 1, got [0.5, 0.25]"),
     ],
 )
 def test_sample_photos_names_wrong_flags(tmp_path, capsys, flags, message):

@@ -80,7 +80,7 @@ def test_other_frameworks_are_drawn_measured_and_exported(photos, tmp_path, caps
         (["{tmp}"], "holds no intact checkpoint: give the folder of a run, or a checkpoint"),
         (["{tmp}/nowhere.pth"], "no checkpoint at"),
         (["{tmp}/weights.pth"], "does not hold the settings of its model"),
-        (["{tmp}", "--rows", "0"], "must be at least 1, got 0 and 1000"),
+        (["{tmp}", "--rows", "0"], "--rows must be at least 1, got 0"),
         (["{tmp}/study.pth"], "holds a 'mae_vit_tiny+init_normal', which main_pretrain.py does not know"),
         (["{tmp}/weights.pth", "--out", "/dev/null/r.png"], "r.png' cannot be written: the folder '/dev/null'"),
         (["--patterns", "/dev/null/p.png"], "--patterns '/dev/null/p.png' cannot be written: the folder"),
@@ -126,7 +126,8 @@ def test_sample_photos_have_labels_and_disjoint_splits(tmp_path, monkeypatch):
     Image.fromarray(np.tile(half[:, None], (200, 1, 3))).save(tmp_path / "half.png")
     monkeypatch.setattr(sample_photos, "photos_folder", lambda: tmp_path)
     monkeypatch.setattr(sample_photos, "PHOTOS", ("half.png",))
-    sample_photos.write_photos(tmp_path / "out", side=32, num_train=20, num_val=5)
+    monkeypatch.setattr(sample_photos, "SIDE", 32)
+    sample_photos.write_photos(tmp_path / "out", num_train=20, num_val=5)
     for split, value, count in (("train", 0, 20), ("val", 255, 5)):
         files = sorted((tmp_path / "out" / split / "half").iterdir())
         assert len(files) == count and all((np.asarray(Image.open(f)) == value).all() for f in files)
@@ -193,7 +194,7 @@ def test_the_committed_picture_of_patterns_is_today_s(tmp_path):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("losses.txt", "--out 'losses.txt' must end in .svg, .png or .pdf"),
+        ("losses.txt", "--out 'losses.txt' must end in .svg or .png or .pdf"),
         ("/dev/null/losses.svg", "--out '/dev/null/losses.svg' cannot be written: the folder"),
     ],
 )

@@ -28,7 +28,7 @@ def test_every_way_is_measured_on_the_same_images(photos, tmp_path, capsys):
 def test_errors(tmp_path, capsys):
     for arguments, message in (
         ([str(tmp_path)], "holds no image"),
-        ([str(tmp_path), "--rounds", "0"], "must be at least 1, got 64, 6, 0"),
+        ([str(tmp_path), "--rounds", "0"], "--rounds must be at least 1, got 0"),
         ([str(tmp_path), "--markdown", "/dev/null/x.md"], "cannot be made: File exists"),
     ):
         assert message in refused(capsys, benchmark_data.main, *arguments)

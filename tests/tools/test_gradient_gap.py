@@ -16,7 +16,7 @@ GAP = "--batch_size 4 --batches 3 --draws 2 --conv_steps 3 --num_workers 0 --dev
 
 
 def flags(*argv):
-    return gradient_gap.get_args_parser().parse_args([*argv, "--num_workers", "0"])
+    return gradient_gap.get_args_parser().parse_args(["RUN", "--images", "IMAGES", *argv, "--num_workers", "0"])
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +238,13 @@ def test_official_weights(photos, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "give one or more RUNs and --images"),
+        ("", "the following arguments are required: RUN, --images"),
         ("{mae} --images {photos} --batches 0", "--batches must be at least 1, got 0"),
         ("{mae} --images {photos} --throw_ratios 0.8", "throw_ratio 0.8"),
         ("{mae} --images {photos}/nowhere", "nowhere"),
         ("{mae} --images {photos} --csv /dev/null/gap.csv", "cannot be made: File exists"),
         ("{mae} --images {photos} --model simmim_vit_micro_patch4", "invalid choice: 'simmim_vit_micro_patch4'"),
-        ("{mae} --images {photos} --out gap.pdf", "must end in .svg or .png, got 'gap.pdf'"),
+        ("{mae} --images {photos} --out gap.pdf", "--out 'gap.pdf' must end in .svg or .png"),
         ("{throwing} --images {photos}", "throws tokens: give a run with throw_ratio 0"),
     ],
 )

@@ -182,6 +182,14 @@ def flags_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     return {action.dest for action in flags} & given.keys()
 
 
+def check_least(args: argparse.Namespace, least: float, names: str) -> None:
+    """ValueError if one of the flags `names` is below `least`. Flags that are absent or not set are skipped."""
+    for name in names.split():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
+
+
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turns an error of the user, or of values that are not finite, into the parser's error of one paragraph."""
@@ -240,16 +248,21 @@ def _die_of(number: signal.Signals) -> NoReturn:
     sys.exit(128 + number)  # if the signal is blocked
 
 
-def prepare_file(path: Path) -> str | None:
-    """Creates the folder of a file that a program will write. Returns why the file cannot be written, or None.
+def prepare_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Creates the folder of a file that `flag` asks for. ValueError if it cannot be written, or for another suffix.
 
-    Programs call it before they compute for minutes.
+    Programs call it before they compute for minutes. path: None if the flag is not given.
     """
+    if path is None:
+        return
+    if suffixes and path.suffix not in suffixes:
+        raise ValueError(f"{flag} {str(path)!r} must end in {' or '.join(suffixes)}")
     folder = path.resolve().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        reason = "it is a folder" if path.is_dir() else "permission denied"
+        is_writable = not path.is_dir() and os.access(path if path.exists() else folder, os.W_OK)
     except OSError as error:
-        return f"the folder {str(folder)!r} cannot be made: {error.strerror}"
-    if path.is_dir():
-        return "it is a folder"
-    return None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied"
+        is_writable, reason = False, f"the folder {str(folder)!r} cannot be made: {error.strerror}"
+    if not is_writable:
+        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")

@@ -10,6 +10,7 @@ from util.attention import KERNELS
 from util.data.datasets import DATASETS, cores_per_process
 from util.data.folders import DEFAULT_PATH
 from util.lr_sched import SCHEDULES, Schedule
+from util.run.cli import check_least
 from util.run.distributed import PRECISIONS, Process, precision
 from util.text import count_of
 
@@ -286,14 +287,6 @@ def check_finite(args: argparse.Namespace) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(v, float) and not math.isfinite(v) for v in values):
             raise ValueError(f"--{name} must be finite, got {value}")
-
-
-def check_least(args: argparse.Namespace, least: float, names: str) -> None:
-    """ValueError if one of the flags `names` is below `least`. Flags that are absent or not set are skipped."""
-    for name in names.split():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
 
 
 def check_same(args: argparse.Namespace, stored: Mapping[str, Any], names: Iterable[str], what: str) -> None:

@@ -173,6 +173,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_reports(log: Path) -> list[dict[str, Any]]:
+    """Returns the reports in a log.jsonl, without lines that a kill has cut off; [] if there is no such file."""
+    reports = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []:
+        with suppress(ValueError):
+            reports.append(json.loads(line))
+    return [report for report in reports if isinstance(report, dict) and isinstance(report.get("step"), int)]
+
+
 def write_json(path: Path, content: object) -> None:
     """Writes `content` as JSON and replaces the file in one step."""
     with replaced_file(path) as temporary:

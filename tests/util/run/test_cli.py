@@ -219,9 +219,14 @@ def test_exit_codes(outcome, code):
 
 
 def test_why_a_path_cannot_be_written(tmp_path):
-    assert prepare_file(tmp_path / "new.csv") is None
-    assert prepare_file(tmp_path) == "it is a folder"
-    assert prepare_file(tmp_path / "a" / "b" / "new.csv") is None and (tmp_path / "a" / "b").is_dir()
+    prepare_file("--csv", None)
+    prepare_file("--csv", tmp_path / "a" / "b" / "new.csv", [".csv"])
+    assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
-    what = f"the folder {str(tmp_path / 'file' / 'b')!r} cannot be made: Not a directory"
-    assert prepare_file(tmp_path / "file" / "b" / "new.csv") == what
+    for path, reason in (
+        (tmp_path, "cannot be written: it is a folder"),
+        (tmp_path / "file" / "b" / "new.csv", f"the folder {str(tmp_path / 'file' / 'b')!r} cannot be made: Not a dir"),
+        (tmp_path / "new.txt", "must end in .csv or .md"),
+    ):
+        with pytest.raises(ValueError, match=f"^--csv {str(path)!r}.*{reason}"):
+            prepare_file("--csv", path, [".csv", ".md"] if path.suffix == ".txt" else ())
