@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from framework import Framework
 from util import atomic
 from util.data.images import EncodedImages
 from util.run import checkpoint
@@ -81,6 +82,8 @@ class Fault:
         def faulty_seed(loop, step, micro):  # it comes first in a forward pass
             if fault.name == "hang" and fault.strikes(step):
                 time.sleep(10_000)
+            if fault.name == "slow-compile" and fault.strikes(step):
+                time.sleep(9)
             return seed_draws(loop, step, micro)
 
         def faulty_loss(loop, losses, micro):
@@ -88,6 +91,8 @@ class Fault:
                 losses = {name: loss * torch.nan for name, loss in losses.items()}
             return scaled_loss(loop, losses, micro)
 
+        if self.name == "slow-compile":
+            Framework.compile = lambda model, **options: None
         if self.name == "own-folder":  # for relative paths every process has a disk of its own
             own = Path(f"{self.marker}.{os.environ['RANK']}")
             own.mkdir()

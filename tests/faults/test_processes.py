@@ -120,6 +120,14 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
     record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 4 s")
 
 
+@pytest.mark.fault("F64", "a first compilation that takes longer than --dist_timeout", "waited for; exact")
+def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
+    """The first forward pass of one process takes 9 s. A later one that hangs is found as ever."""
+    flags = (*SAVE, "--compile", "--dist_timeout", 4)
+    finish(photos, tmp_path / "out", *flags, fault=("slow-compile", 0, 1, "-"))
+    assert_as(undisturbed, tmp_path / "out")
+
+
 @pytest.mark.long
 @pytest.mark.fault("F19", "one process is stopped (SIGSTOP)", "as for one that hangs")
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_property):

@@ -26,6 +26,7 @@ from util.run import checkpoint, distributed
 from util.run.checkpoint import CheckpointError
 from util.run.cli import PROGRESS
 from util.run.flags import PROCESS_FLAGS
+from util.run.supervise import first_timeout
 from util.text import shorten
 
 # Files that a killed process was about to rename.
@@ -222,7 +223,8 @@ def join_processes(args: argparse.Namespace, path_flags: Set[str] = frozenset())
 
     path_flags: further flags that may differ, because they name files of a node.
     """
-    process = distributed.init_process(args.device, max(30, args.dist_timeout / 60 + 5), max(60, args.dist_timeout))
+    minutes = max(30, first_timeout(args.dist_timeout, args.compile) / 60 + 5)  # the watchdog comes first
+    process = distributed.init_process(args.device, minutes, max(60, args.dist_timeout))
     refuse_different_starts(args, PROCESS_FLAGS | path_flags)
     return process
 

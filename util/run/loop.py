@@ -151,6 +151,7 @@ class TrainLoop:
         self.device = self.normalize.mean.device
         self.meter, self.clock, self.num_reports = Meter(self.device), Clock(), 0
         self.has_begun = self.stopped = False
+        self.first_step = self.step  # of this start
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager]:
@@ -159,7 +160,7 @@ class TrainLoop:
 
     def load_state(self, content: dict[str, Any] | None, step: int) -> None:
         """Continues at `step` with the sums and the loss scale of a checkpoint's content; None for a new run."""
-        self.step = step
+        self.step = self.first_step = step
         if content is not None:
             self.meter.load_state_dict(content["meter"])
             if content["meta"]["settings"]["precision"] == self.precision.name:
@@ -234,6 +235,8 @@ class TrainLoop:
         self.reached(BETWEEN, self.accum_iter - 1)
         self.step += 1
         self.log.advance()
+        if self.watchdog is not None and self.step == self.first_step + 3:
+            self.watchdog.end_first_steps()  # `agreed` after the second one has waited for all processes' first one
         epoch_ends = self.step % self.steps_per_epoch == 0
         is_due = self.step % self.print_freq == 0 or epoch_ends
         if is_due or self.step == self.last_step:

@@ -57,7 +57,7 @@ from util.run.resume import (
 )
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog
+from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog, first_timeout
 from util.text import count_of
 
 NOTHING: Mapping[str, Any] = {}
@@ -292,7 +292,8 @@ class Run:
         last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
         log = RunLog(self.output_dir, first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(self.model, optimizer, args, plan.precision, plan.accum_iter, process)
-        self.watchdog = Watchdog(args.dist_timeout, process.rank, process.world_size, process.store)
+        first = first_timeout(args.dist_timeout, args.compile)
+        self.watchdog = Watchdog(args.dist_timeout, first, process.rank, process.world_size, process.store)
         self.dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
         self.bad_images = BadImages(images, self.dataset.bad, args.max_bad_fraction, log.info)
         self.loop = TrainLoop(
@@ -413,7 +414,8 @@ class Run:
         for work in between:
             if work.is_due() and not collectives.run_on_rank0(work.is_done):
                 if not self.loop.has_stopped():
-                    work.perform()
+                    with self.watchdog.first_time(type(work)):
+                        work.perform()
                     self.loop.clock.restart()  # it does not count as training
                 if self.loop.has_stopped():
                     return False

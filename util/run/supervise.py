@@ -9,7 +9,7 @@ all-reduce the flag every step, asynchronously, and read the result one step lat
 The watchdog names the process that all others wait for. A collective waits for its slowest process without end.
 Therefore each process writes its position to a shared store. A process without progress for `timeout` seconds reads the
 positions, prints its stacks and who is behind, and exits with code 75. torchrun or SLURM's requeue then restarts the
-run from its last checkpoint.
+run from its last checkpoint. While the model compiles, it allows an hour.
 """
 
 import faulthandler
@@ -136,17 +136,28 @@ NOTICE = 10.0  # seconds after which a process says whom it waits for
 # In the order of a step. The second micro-batch of a step continues with 4, 5, ...
 PHASES = ("waiting for data", "in the forward pass", "in the backward pass or waiting for others", "between two steps")
 DATA, FORWARD, BACKWARD, BETWEEN = range(len(PHASES))
+COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
+
+
+def first_timeout(dist_timeout: float, compiles: bool) -> float:
+    """Returns the time-out of what may have to compile: the first steps, the first evaluation."""
+    return max(dist_timeout, COMPILE_TIMEOUT) if compiles else dist_timeout
 
 
 class Watchdog(threading.Thread):
-    """Context manager: ends this process if `reached` is not called for `timeout` seconds after its first call.
+    """Context manager: ends this process if `reached` is not called for `limit` seconds after its first call.
 
-    store: shared by all `world_size` processes; None for a single process.
+    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. store: shared by all
+    `world_size` processes; None for a single process.
     """
 
-    def __init__(self, timeout: float, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, timeout: float, first: float, rank: int = 0, world_size: int = 1, store: dist.Store | None = None
+    ) -> None:
         super().__init__(daemon=True)
-        self.timeout, self.rank, self.world_size, self.store = timeout, rank, world_size, store
+        self.timeout, self.first, self.limit = timeout, first, first
+        self.rank, self.world_size, self.store = rank, world_size, store
+        self.known: set[object] = set()
         self.step, self.phase = 0, DATA
         self.since: float | None = None
         self.stopped = threading.Event()
@@ -154,6 +165,23 @@ class Watchdog(threading.Thread):
     def reached(self, step: int, phase: int) -> None:
         """Tells that this process entered a phase of an optimizer step. Cheap: three assignments."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
+
+    def end_first_steps(self) -> None:
+        """Tells that all processes have made a whole step."""
+        self.limit = self.timeout
+
+    @contextmanager
+    def first_time(self, work: object) -> Iterator[None]:
+        """Context of `work` between steps, such as an evaluation. It has more time when it is done for the first time.
+
+        All processes must have ended it when the context ends.
+        """
+        before = self.limit
+        if work not in self.known:
+            self.known.add(work)
+            self.limit = self.first
+        yield
+        self.limit = before
 
     def __enter__(self) -> "Watchdog":
         self.start()
@@ -174,9 +202,9 @@ class Watchdog(threading.Thread):
             if suspended:  # the whole process was, so its timer restarts
                 self.since = before
             # Native code that holds the GIL stops this thread, but not faulthandler's timer.
-            faulthandler.dump_traceback_later(5 * self.timeout, exit=True, file=2)
+            faulthandler.dump_traceback_later(5 * self.limit, exit=True, file=2)
             self._write_note()
-            if time.monotonic() - self.since > self.timeout:
+            if time.monotonic() - self.since > self.limit:
                 self._end_process(pulse)
         faulthandler.cancel_dump_traceback_later()
 
@@ -189,7 +217,7 @@ class Watchdog(threading.Thread):
 
     def _end_process(self, pulse: float) -> None:
         stacks = _all_stacks()
-        reason = f"process {self.rank} made no progress for {self.timeout:g} s: {self._find_cause(pulse)}"
+        reason = f"process {self.rank} made no progress for {self.limit:g} s: {self._find_cause(pulse)}"
         _print_error(f"{stacks}{reason}; exit code {TEMPORARY}")
         self._write_note("left")
         os._exit(TEMPORARY)

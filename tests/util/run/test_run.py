@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 import main_pretrain
+from framework import Framework
 from tests.runs import pretrain, reports
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
@@ -68,3 +69,25 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
     assert main_pretrain.main(flags) is False and 6 not in evaluated()
     monkeypatch.setattr(TrainLoop, "begin_step", exact)
     assert main_pretrain.main(flags) and evaluated()[-1] == 6
+
+
+def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(photos, tmp_path, monkeypatch):
+    events, begin_step, alive = [], TrainLoop.begin_step, Run.alive
+
+    def note(what, watchdog):
+        if events[-1:] != [(what, watchdog.limit)]:
+            events.append((what, watchdog.limit))
+
+    monkeypatch.setattr(Framework, "compile", lambda model, **options: None)
+    monkeypatch.setattr(TrainLoop, "begin_step", lambda loop, n: (note("step", loop.watchdog), begin_step(loop, n)))
+    monkeypatch.setattr(Run, "alive", lambda run: (note("kNN", run.watchdog), alive(run)))
+    pretrain(photos, tmp_path / "out", "--compile", "--epochs", 3, "--knn_every", 1, "--picture_every", 0)
+    assert events == [
+        ("kNN", 3600),
+        ("step", 3600),
+        ("kNN", 600),
+        ("step", 600),
+        ("kNN", 600),
+        ("step", 600),
+        ("kNN", 600),
+    ]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from tests.two_processes import run_in_two_processes
 from util.run import supervise
-from util.run.supervise import SIGNALS, StopSignal
+from util.run.supervise import SIGNALS, StopSignal, Watchdog
 
 ROOT = Path(__file__).parents[3]
 
@@ -110,6 +111,44 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_says_otherwise(prefix, said)
         stdin=subprocess.DEVNULL,
     )
     assert ended.stdout == said, ended.stderr
+
+
+def test_the_watchdog_waits_longer_for_what_may_compile_and_not_for_ever(monkeypatch, capfd):
+    codes = []
+    monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
+    with Watchdog(timeout=0.1, first=1.5) as watchdog:
+        watchdog.reached(0, supervise.FORWARD)  # compiles
+        time.sleep(0.5)
+        assert not codes
+        watchdog.reached(2, supervise.FORWARD)
+        watchdog.end_first_steps()
+        with watchdog.first_time("evaluation"):
+            time.sleep(0.5)
+            assert not codes
+            watchdog.reached(2, supervise.BETWEEN)
+        with watchdog.first_time("evaluation"):
+            wait_for(lambda: codes)
+        assert "process 0 made no progress for 0.1 s: it is between two steps, step 3" in capfd.readouterr().err
+        codes.clear()
+        with watchdog.first_time("picture"):
+            watchdog.reached(2, supervise.BETWEEN)
+            codes.clear()
+            wait_for(lambda: codes)
+        assert "process 0 made no progress for 1.5 s" in capfd.readouterr().err
+
+
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("dist_timeout", "compiles", "expected"), [(600, True, 3600), (600, False, 600), (1e4, True, 1e4)]
+)
+def test_an_hour_is_enough_to_compile(dist_timeout, compiles, expected):
+    assert supervise.first_timeout(dist_timeout, compiles) == expected
 
 
 def _stops(rank):
