@@ -1,6 +1,7 @@
 """Fine-tunes a pre-trained encoder: all of it, its last blocks, or a linear probe. Evaluates any classifier.
 
-    torchrun --nproc_per_node 8 main_finetune.py --recipe finetune_vit_base --data_path IMAGENET --finetune output/prmim
+    torchrun --nproc_per_node 8 main_finetune.py --recipe finetune_vit_base --data_path IMAGENET --compile \
+        --finetune output/prmim
     python main_finetune.py --recipe finetune_vit_base --trainable_blocks 2 --finetune ... # the last two blocks
     python main_finetune.py --recipe linprobe_vit_base --finetune ...                      # the head alone
     python main_finetune.py --eval --resume mae_finetuned_vit_base.pth --data_path IMAGENET

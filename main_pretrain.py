@@ -1,7 +1,7 @@
 """Pre-trains an encoder by masked image modelling with PR-MIM.
 
     python main_pretrain.py --recipe quickstart --data_path PHOTOS --output_dir output/photos
-    torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET --batch_size 512
+    torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_800ep --data_path IMAGENET --compile
 
 The same command again resumes the run at the step of its newest good checkpoint.
 """

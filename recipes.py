@@ -7,7 +7,7 @@ release (the code or README of the framework's authors), or a judgement of this 
 that change results. Workers, devices and `--batch_size` per process are machine flags, except for GreenMIM. Gradient
 accumulation follows from the recipe's total batch size.
 
-    torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_100ep --data_path IMAGENET --batch_size 256
+    torchrun --nproc_per_node 8 main_pretrain.py --recipe prmim50_vit_base_100ep --data_path IMAGENET --compile
 """
 
 Recipe = dict[str, object]  # {name of a flag: its default}
