@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from typing_extensions import Unpack
 
-from encoders.names import rename_prefixes
+from encoders.names import find_origin, rename_prefixes
 from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
@@ -86,8 +86,12 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         return self.decoder.predict(self.decoder.features(latent, order))
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the weights of MAE's `mae_pretrain_vit_*_full` files under the names here."""
-        return rename_prefixes(weights, OFFICIAL_NAMES)
+        """Returns the weights of MAE's `mae_pretrain_vit_*_full`, or of Transformers' ViTMAE, under the names here."""
+        return self.adapt_weights(find_origin(weights).rename(weights))
+
+    def adapt_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns weights with the names of MAE's releases under the names here, see `encoders.load`."""
+        return rename_prefixes(tensors, OFFICIAL_NAMES)
 
 
 mae_vit_nano_patch4 = partial(MaskedAutoencoderViT, **NANO, decoder_embed_dim=64, decoder_depth=2)

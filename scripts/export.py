@@ -1,8 +1,9 @@
-"""Export a checkpoint's encoder or classifier for timm, as a folder or a file, or its weights under MAE's names.
+"""Export a checkpoint's encoder or classifier for timm or Transformers, or its weights under MAE's names.
 
     python scripts/export.py output/prmim50_base --out prmim50_base
     python scripts/export.py output/finetune/checkpoint-best.pth --out classifier --push_to_hub ME/prmim50_base
     python scripts/export.py output/prmim50_base --out encoder.safetensors
+    python scripts/export.py output/mae --format transformers --out vit_mae
     python scripts/export.py output/mae --format mae --out mae_full.pth
 
 The first argument is a checkpoint of this project or of a release, or the folder of a run (its newest intact checkpoint
@@ -19,6 +20,12 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
     FILE        A .safetensors, or a .pth that holds {"model": weights, "meta": JSON string}. For plain ViTs. MAE's
                 scripts can fine-tune such a .pth, too; they ignore "meta". Normalise images with the printed mean and
                 deviation: timm's defaults for these model names are different.
+--format transformers
+    FOLDER      Such a folder for `from_pretrained`, with a preprocessor_config.json of the evaluation view and the
+                statistics. For plain ViTs. A pre-trained MAE becomes a ViTMAEForPreTraining, any other encoder a
+                ViTModel, and a classifier on the class token a ViTForImageClassification. Transformers' decoder has no
+                aggregation: of PR-MIM runs that throw tokens the encoder alone is exported. The library need not be
+                installed.
 --format mae    A .pth file for MAE's scripts: encoder and decoder of a pre-trained MAE under the names of MAE's full
                 releases, or a fine-tuned classifier. MAE's decoder has no aggregation, so PR-MIM runs that throw tokens
                 are refused. Export their encoder with --format timm.
@@ -45,17 +52,19 @@ from encoders.load import Weights, build, read
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors, rename_prefixes
 from main_pretrain import load_run, own_flags
-from scripts.hub import CARD, CONFIG, RECORD, WEIGHTS, open_hub, push
+from scripts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
 from scripts.model_card import model_card
 from scripts.timm_models import (
     data_config,
     is_classifier,
     largest_difference,
+    num_outputs,
     output_of,
     random_images,
     timm_arguments,
     timm_weights,
 )
+from scripts.transformers_models import processor_config, transformers_class, transformers_config, transformers_names
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
 from util.data.pixel_format import RGB8, PixelFormat
@@ -67,19 +76,19 @@ from util.run.folder import read_json
 SUFFIXES = (".safetensors", ".pth")
 MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
 MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
-INSTEAD = "export its encoder with --format timm to a .pth, which MAE's scripts can fine-tune"
+PRETRAINING = "ViTMAEForPreTraining"
 
 
 # ------------------------------------------------------------------------------------------------------------ for timm
 
 
-def export_timm(weights: Weights, out: Path, location: str) -> list[str]:
+def export_timm(weights: Weights, out: Path, repository: str | None) -> list[str]:
     """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it.
 
-    location: where the model card of a folder says that timm finds the model, `local-dir:FOLDER` or `hf-hub:NAME`.
+    repository: of the Hub, to which a folder will be uploaded.
     """
     if out.suffix:
-        refuse_other_kinds(weights)
+        refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
     model, report = build(weights)
     (name, options), facts = timm_arguments(model), known_facts(model, weights.meta)
     state, source = timm_weights(model), Path(weights.path)
@@ -90,26 +99,20 @@ def export_timm(weights: Weights, out: Path, location: str) -> list[str]:
             write_weights(temporary, state, facts, {"source": source.name, "timm": architecture})
             difference = check_loads(model, name, **options, checkpoint_path=str(temporary))
     else:
+        location = f"hf-hub:{repository}" if repository else f"local-dir:{out}"
         call, contents = timm_call(location, pretrained=True), f" with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}"
         config = data_config(model, weights.settings, facts["mean"], facts["std"])
         with filled_folder(out) as temporary:
             write_config(temporary, name, options, config, facts.get("classes"))
             write_weights(temporary / WEIGHTS, state, facts, {"source": source.name})
             difference = check_loads(model, f"local-dir:{temporary}", pretrained=True)
-            public = location if location.startswith("hf-hub:") else f"local-dir:{out.name}"  # no path of this machine
-            card = model_card(
-                Path(public.partition(":")[2]).name,
-                describe_model(model, name, options, config, facts),
-                weights.meta,
-                source.parent,
-                tuple(flag.name for flag in own_flags()),
-                f"import timm\n\nmodel = {timm_call(public, pretrained=True)}.eval()",
-                is_classifier(model),
-            )
-            (temporary / CARD).write_text(card)
-            record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
-            hashes = {file: checkpoint.sha256(temporary / file) for file in (CONFIG, WEIGHTS, CARD)}
-            (temporary / RECORD).write_text(json.dumps(record | {"files": hashes}, indent=1) + "\n")
+            changed = ", ".join(f"{k}={v}" for k, v in options.items() if k not in ("num_classes", "global_pool"))
+            pooled = "their mean" if isinstance(model, SwinEncoder) else "the class token"
+            output = f"`model.forward_features(images)` returns the features of all tokens, `model(images)` {pooled}"
+            rows = {"timm architecture": f"`{name}` with `{changed}`" if changed else f"`{name}`", "output": output}
+            public = location if repository else f"local-dir:{out.name}"  # no path of this machine
+            usage = f"import timm\n\nmodel = {timm_call(public, pretrained=True)}.eval()"
+            write_card(temporary, weights, model, rows | describe_model(model, facts), public, "timm", usage)
     kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
     return [
         describe(f"{kind} of {source}: {out}{contents}", state, facts),
@@ -119,14 +122,13 @@ def export_timm(weights: Weights, out: Path, location: str) -> list[str]:
     ]
 
 
-def refuse_other_kinds(weights: Weights) -> None:
-    """Raise ValueError for encoders that are not plain ViTs."""
+def refuse_other_kinds(weights: Weights, where: str, advice: str) -> None:
+    """Raise ValueError for encoders that are not plain ViTs. where, advice: for the message."""
     if weights.kind is not PLAIN:
         flag = "--finetune" if weights.num_classes is None else "--eval --resume"
         raise ValueError(
-            f"{weights.what} holds {weights.kind.name}: only plain ViTs can be exported to a single file, which are "
-            "those of MAE, MFF, LocalMIM, TEC and CrossMAE; give --out without a suffix for a folder; "
-            f"main_finetune.py {flag} takes it as it is"
+            f"{weights.what} holds {weights.kind.name}: only plain ViTs can be exported {where}, which are those of "
+            f"MAE, MFF, LocalMIM, TEC and CrossMAE; {advice}; main_finetune.py {flag} takes it as it is"
         )
 
 
@@ -165,26 +167,111 @@ def write_config(
         raise ValueError(f"timm {timm.__version__} cannot write its config.json: {error}") from error
 
 
-def describe_model(
-    model: nn.Module, name: str, options: Mapping[str, Any], config: Mapping[str, Any], facts: Mapping[str, Any]
-) -> dict[str, str]:
-    """The rows of the model card about the model itself. name, options: of timm. facts: see `known_facts`."""
-    changed = ", ".join(f"{k}={v}" for k, v in options.items() if k not in ("num_classes", "global_pool"))
-    channels, height, width = config["input_size"]
-    if is_classifier(model):
-        outputs = f"logits of {config['num_classes']} classes"
-    else:
-        pooled = "their mean" if isinstance(model, SwinEncoder) else "the class token"
-        outputs = f"`model.forward_features(images)` returns the features of all tokens, `model(images)` {pooled}"
-    return {
-        "timm architecture": f"`{name}` with `{changed}`" if changed else f"`{name}`",
-        "output": outputs,
+# ---------------------------------------------------------------------------------------------------- for Transformers
+
+
+def export_transformers(weights: Weights, out: Path, repository: str | None) -> list[str]:
+    """Export a model for Transformers, as a folder. Returns the lines that describe it.
+
+    repository: of the Hub, to which the folder will be uploaded.
+    """
+    if out.suffix:
+        raise ValueError(f"--format transformers writes a folder: give --out without a suffix, got {str(out)!r}")
+    refuse_other_kinds(weights, "for Transformers", "leave out --format transformers for a folder for timm")
+    model, remarks = transformers_model(weights)
+    name, facts, source = transformers_class(model), known_facts(model, weights.meta), Path(weights.path)
+    state = mae_weights(model) if name == PRETRAINING else timm_weights(model)
+    config = transformers_config(model, facts.get("classes"), weights.settings.get("mask_ratio"))
+    with filled_folder(out) as temporary:
+        for file, content in ((CONFIG, config), (PROCESSOR, processor_config(model, facts))):
+            (temporary / file).write_text(json.dumps(content, indent=2) + "\n")
+        write_weights(temporary / WEIGHTS, transformers_names(state, name), facts, {"source": source.name})
+        difference = check_reads(model, state, temporary)
+        output = "the loss and the reconstructed patches" if name == PRETRAINING else "the features of all tokens"
+        rows = {"class of Transformers": f"`{name}`", "output": output} | describe_model(model, facts)
+        public = repository or out.name  # no path of this machine
+        usage = transformers_usage(name, public)
+        write_card(temporary, weights, model, rows, public, "transformers", usage)
+    contents = ", ".join((CONFIG, WEIGHTS, PROCESSOR, CARD, RECORD))
+    return [
+        describe(f"{name} of {source}: {out} with {contents}", state, facts),
+        f"largest difference of what is read back from ours, on two random images: {difference}",
+        *(f"note: {remark}" for remark in remarks),
+        transformers_usage(name, repository or str(out)),
+    ]
+
+
+def transformers_model(weights: Weights) -> tuple[nn.Module, list[str]]:
+    """Build the model that Transformers has a class for. Returns (model, remarks).
+
+    ValueError for a classifier with mean pooling.
+    """
+    remarks: list[str] = []
+    if any(name.startswith("decoder") for name in weights.tensors):
+        try:
+            return load_mae(weights)
+        except ValueError as error:
+            remarks = [f"the decoder is left out: {error}"]
+    model, report = build(weights)
+    if getattr(model, "global_pool", "token") != "token":
+        raise ValueError(
+            f"{weights.what} pools the mean of all patches, and Transformers' classifier reads the class token: leave "
+            "out --format transformers for a folder for timm"
+        )
+    return model, [*remarks, *report.remarks]
+
+
+def check_reads(model: nn.Module, state: Tensors, folder: Path) -> str:
+    """Read what was written. Returns the largest difference of its outputs from those of `model`, as text.
+
+    state: the weights under MAE's names. ValueError if the outputs differ by more than rounding.
+    """
+    written = read(folder)
+    assert written.tensors.keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in written.tensors.items())
+    return largest_difference(model, build(written)[0], "the folder's")
+
+
+def transformers_usage(name: str, location: str) -> str:
+    """Python code that loads an exported folder, or a repository of the Hub, with Transformers."""
+    options = ", add_pooling_layer=False" if name == "ViTModel" else ""
+    return f"""from transformers import AutoImageProcessor, {name}
+
+processor = AutoImageProcessor.from_pretrained("{location}")
+model = {name}.from_pretrained("{location}"{options}).eval()"""
+
+
+# ------------------------------------------------------------------------------------------------- cards of folders
+
+
+def describe_model(model: nn.Module, facts: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of the model card about the model itself. facts: see `known_facts`."""
+    height, width = model.img_size
+    head = {"output": f"logits of {num_outputs(model)} classes"} if is_classifier(model) else {}
+    return head | {
         "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
-        "images": f"{channels} channels, {height} x {width} pixels, patches of {model.patch_size} x {model.patch_size}",
+        "images": f"{model.in_chans} channels, {height} x {width} pixels, patches of {model.patch_size} x "
+        f"{model.patch_size}",
         "input": describe_pixels(facts.get("pixels")),
         "pixel mean": ", ".join(f"{value:.6g}" for value in facts["mean"]),
         "pixel standard deviation": ", ".join(f"{value:.6g}" for value in facts["std"]),
     }
+
+
+def write_card(
+    folder: Path, weights: Weights, model: nn.Module, rows: Mapping[str, str], location: str, library: str, usage: str
+) -> None:
+    """Write the model card, and the record of all files in `folder`. rows, library, usage: see `model_card`.
+
+    location: where the library will find the model; its last part is the title.
+    """
+    source, flags = Path(weights.path), [flag.name for flag in own_flags()]
+    name = Path(location.rpartition(":")[2]).name
+    card = model_card(name, rows, weights.meta, source.parent, flags, library, usage, is_classifier(model))
+    (folder / CARD).write_text(card)
+    record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
+    hashes = {file.name: checkpoint.sha256(file) for file in sorted(folder.iterdir())}
+    (folder / RECORD).write_text(json.dumps(record | {"files": hashes}, indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------- for MAE's scripts
@@ -194,42 +281,42 @@ def export_mae(weights: Weights, out: Path) -> list[str]:
     """Export a pre-trained MAE or a classifier for MAE's scripts. Returns the lines that describe the file."""
     if out.suffix != ".pth":
         raise ValueError(f"--format mae writes a .pth, which is what MAE's scripts read, got --out {str(out)!r}")
-    has_head = weights.num_classes is not None
+    has_head, remarks = weights.num_classes is not None, list[str]()
     if has_head:
-        refuse_other_kinds(weights)
+        refuse_other_kinds(weights, "for MAE's scripts", "leave out --format mae for a folder for timm")
         kind, (model, _) = "classifier", build(weights)
         state, name = model.state_dict(), mae_name(model, None)
     else:
-        kind, model = "encoder and decoder", load_mae(weights)
+        if "decoder_embed.weight" in weights.tensors:
+            raise ValueError(f"{weights.what} has MAE's names already")
+        try:
+            kind, (model, remarks) = "encoder and decoder", load_mae(weights)
+        except ValueError as error:
+            to = "to a .pth, which MAE's scripts can fine-tune" if weights.kind is PLAIN else "to a folder, for timm"
+            raise ValueError(f"{error}; export its encoder with --format timm {to}") from error
         state, name = mae_weights(model), mae_name(model, model.decoder)
     with torch.inference_mode():
         output_of(model, random_images(model), has_head)  # FloatingPointError if it is not finite
     facts = known_facts(model, weights.meta)
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, facts, {})
-    lines = [describe(f"{kind} of {weights.path}: {out}", state, facts), name]
-    if not has_head and model.counts.num_thrown:
-        lines.append("note: tokens were thrown in training, so the decoder has seen fewer tokens than MAE gives it")
-    return lines
+    return [describe(f"{kind} of {weights.path}: {out}", state, facts), name, *(f"note: {text}" for text in remarks)]
 
 
-def load_mae(weights: Weights) -> models_mae_pr.MaskedAutoencoderViT:
-    """Load a pre-trained model of MAE's framework. ValueError if MAE's own code could not run it."""
-    what = weights.what
-    if "decoder_embed.weight" in weights.tensors:
-        raise ValueError(f"{what} has MAE's names already")
+def load_mae(weights: Weights) -> tuple[models_mae_pr.MaskedAutoencoderViT, list[str]]:
+    """Load a pre-trained model of MAE's framework. Returns (model, remarks). ValueError if MAE could not run it."""
     if not weights.settings.get("model", "mae_").startswith("mae_"):
-        advice = INSTEAD if weights.kind is PLAIN else "export its encoder with --format timm to a folder, for timm"
-        raise ValueError(f"{what}: --format mae is for MAE's framework alone: {advice}")
+        raise ValueError(f"{weights.what} is of another framework than MAE")
     model, settings = load_run(weights.path)
     if model.decoder.aggregation is not None:
         raise ValueError(
-            f"{what} was trained with --throw_ratio {settings['throw_ratio']}: its decoder reconstructs thrown tokens "
-            f"by an aggregation, which MAE's decoder lacks; {INSTEAD}"
+            f"{weights.what} was trained with --throw_ratio {settings['throw_ratio']}: its decoder reconstructs thrown "
+            "tokens by an aggregation, which MAE's decoder lacks"
         )
     if model.img_size[0] != model.img_size[1]:
-        raise ValueError(f"{what} is for images of {model.img_size} pixels, and MAE's are square: {INSTEAD}")
-    return model
+        raise ValueError(f"{weights.what} is for images of {model.img_size} pixels, and MAE's are square")
+    thrown = "tokens were thrown in training, so the decoder has seen fewer tokens than MAE gives it"
+    return model, [thrown] if model.counts.num_thrown else []
 
 
 def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
@@ -312,7 +399,7 @@ def check_out(path: Path, source: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {str(path)!r} exists; give another name, or --overwrite")
     if is_folder and path.exists():
         written = read_json(path / RECORD).get("files", {})
-        present = [name for name in (CONFIG, WEIGHTS, CARD) if (path / name).exists()]
+        present = [name for name in (CONFIG, WEIGHTS, PROCESSOR, CARD) if (path / name).exists()]
         others = [name for name in present if checkpoint.sha256(path / name) != written.get(name)]
         if others:
             raise ValueError(
@@ -325,10 +412,10 @@ def check_push(push_to_hub: str | None, private: bool, layout: str, out: Path) -
     """Raise ValueError if the flags of an upload do not go with the others."""
     if private and push_to_hub is None:
         raise ValueError("--private belongs to --push_to_hub: leave it out")
-    if push_to_hub is not None and (layout != "timm" or out.suffix):
+    if push_to_hub is not None and (layout == "mae" or out.suffix):
         raise ValueError(
-            f"--push_to_hub uploads a folder of --format timm, got --format {layout} and --out {str(out)!r}: "
-            "give --out a name without a suffix"
+            f"--push_to_hub uploads a folder of --format timm or transformers, got --format {layout} and --out "
+            f"{str(out)!r}: give --out a name without a suffix"
         )
 
 
@@ -348,10 +435,11 @@ def export(
     check_out(out, source, overwrite)
     if layout == "mae":
         return export_mae(read(source), out)
+    write = export_transformers if layout == "transformers" else export_timm
     if push_to_hub is None:
-        return export_timm(read(source), out, f"local-dir:{out}")
+        return write(read(source), out, None)
     api, name = open_hub(push_to_hub, overwrite)
-    return [*export_timm(read(source), out, f"hf-hub:{name}"), push(api, name, out, private)]
+    return [*write(read(source), out, name), push(api, name, out, private)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -360,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
     flag("run", help="a checkpoint, or the folder of a run")
     flag("--out", required=True, help="write this file, .safetensors or .pth, or this folder if it has no suffix")
-    flag("--format", default="timm", choices=("timm", "mae"), help="names and layout of the weights")
+    flag("--format", default="timm", choices=("timm", "transformers", "mae"), help="names and layout of the weights")
     help_text = "replace --out if it exists; in a folder, only files that this script has written"
     flag("--overwrite", action=boolean, default=False, help=help_text)
     flag("--push_to_hub", metavar="NAME", help="upload the folder to this repository of the Hugging Face Hub")

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-CONFIG, WEIGHTS, CARD, RECORD = "config.json", "model.safetensors", "README.md", "export.json"  # of a folder
+# Files of a folder. PROCESSOR is for Transformers alone.
+CONFIG, WEIGHTS, CARD, RECORD = "config.json", "model.safetensors", "README.md", "export.json"
+PROCESSOR = "preprocessor_config.json"
 
 
 def open_hub(name: str, overwrite: bool) -> tuple[Any, str]:
@@ -33,7 +35,7 @@ def push(api: Any, name: str, folder: Path, private: bool) -> str:
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
             raise ValueError("it exists and is public, but --private was given")
-        patterns = [CONFIG, WEIGHTS, CARD, RECORD]
+        patterns = [CONFIG, WEIGHTS, PROCESSOR, CARD, RECORD]
         api.upload_folder(
             repo_id=name, folder_path=str(folder), allow_patterns=patterns, commit_message="Export from PR-MIM"
         )

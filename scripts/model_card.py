@@ -19,10 +19,10 @@ FINETUNE_FLAGS += ["smoothing", "reprob", "mixup", "cutmix"]
 SCHEDULE_FLAGS = ["lr", "min_lr", "warmup_epochs", "weight_decay", "betas"]
 SCHEDULE_FLAGS += ["clip_grad", "crop_scale", "seed", "precision"]
 CARD = """---
-library_name: timm
+library_name: {library}
 pipeline_tag: {task}
 tags:
-- timm
+- {library}
 - {task}
 - masked-image-modeling
 ---
@@ -48,18 +48,19 @@ def model_card(
     meta: Mapping[str, Any],
     folder: Path,
     framework_flags: Sequence[str],
+    library: str,
     usage: str,
     is_classifier: bool,
 ) -> str:
     """Returns the text of the card.
 
     name: title of the card. model: rows that describe the model. meta: what the checkpoint says about its run, or {}.
-    folder: where the checkpoint lies. framework_flags: names of settings that belong to frameworks. usage: Python code
-    that loads the weights. is_classifier: whether the model is a classifier, and not an encoder alone.
+    folder: where the checkpoint lies. framework_flags: names of settings that belong to frameworks. library, usage: the
+    one that loads the weights, and Python code for it. is_classifier: whether the model is one, and not an encoder.
     """
     task = "image-classification" if is_classifier else "image-feature-extraction"
     training = training_rows(meta, folder, framework_flags)
-    text = CARD.format(task=task, name=name, usage=usage, model=table(model))
+    text = CARD.format(library=library, task=task, name=name, usage=usage, model=table(model))
     text += table(training) if training else "The exported file does not say how it was trained."
     if scores := find_scores(meta, folder):
         rows = {label: f"{scores[key]:.2f} %" for label, key in (("top-1", "top1"), ("top-5", "top5"))}

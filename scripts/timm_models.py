@@ -49,6 +49,12 @@ def is_classifier(model: nn.Module) -> bool:
     return hasattr(model, "head")
 
 
+def num_outputs(classifier: nn.Module) -> int:
+    """Returns the number of classes of a classifier, which may have the head of a linear probe."""
+    head = classifier.head
+    return (head[-1] if isinstance(head, nn.Sequential) else head).out_features
+
+
 def timm_weights(model: nn.Module) -> Tensors:
     """Returns the model's state dict with a plain linear head: the BatchNorm of a linear probe is folded into it.
 
@@ -92,13 +98,12 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
         options = {"img_size": height if height == width else (height, width)} | options
     if not is_classifier(model):
         return name, options | {"num_classes": 0}
-    head = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
-    return name, options | {"global_pool": model.global_pool, "num_classes": head.out_features}
+    return name, options | {"global_pool": model.global_pool, "num_classes": num_outputs(model)}
 
 
 @torch.inference_mode()
-def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
-    """Returns the largest difference of a timm model's features or logits from ours, as text.
+def largest_difference(ours: nn.Module, theirs: nn.Module, whose: str = "timm's") -> str:
+    """Returns the largest difference of a model's features or logits from ours, as text. whose: it is, for errors.
 
     The outputs of two random images are compared in float32. If they differ by more than TOLERANCE, which may be
     rounding, they are compared in float64. Raises ValueError if they still differ, FloatingPointError if they are not
@@ -114,7 +119,8 @@ def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
     outputs = "logits" if is_classifier(ours) else "features"
     rows = " (timm shifts the windows of a stage that is one row of windows)" if isinstance(ours, SwinEncoder) else ""
     raise ValueError(
-        f"timm's {outputs} differ from ours by up to {differences[-1]}, more than {TOLERANCE}{rows}; nothing is written"
+        f"{whose} {outputs} differ from ours by up to {differences[-1]}, more than {TOLERANCE}{rows}; nothing is "
+        "written"
     )
 
 

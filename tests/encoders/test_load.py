@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from encoders.load import LoadReport, Weights, fit, load_encoder, load_model, read
+from encoders.load import LoadReport, fit, load_encoder, load_model, read
 from encoders.models_swin import swin_micro_patch4_window4
-from encoders.names import rename, rename_prefixes
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
-from models_mae_pr import OFFICIAL_NAMES, mae_vit_micro_patch4
+from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer, ViTEncoder
+from scripts.transformers_models import transformers_class, transformers_config, transformers_names
 from tests.runs import PLAIN, evaluate, finetune
 from util.run.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 
@@ -176,48 +176,16 @@ def test_a_swin_of_more_blocks_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------------- Transformers
 
 
-def transformers_names(weights, is_classifier, qkv_bias=True):
-    """The names that Transformers gives to a ViT's weights."""
-    prefix, renamed = "vit." if is_classifier else "", {}
-    patterns = (
-        (r"^(cls_token)$", rf"{prefix}embeddings.\1"),
-        (r"^pos_embed$", f"{prefix}embeddings.position_embeddings"),
-        (r"^patch_embed\.proj", f"{prefix}embeddings.patch_embeddings.projection"),
-        (r"^norm\.", f"{prefix}layernorm."),
-        (r"^head\.", "classifier."),
-        (r"^blocks\.", f"{prefix}encoder.layer."),
-        (r"\.norm1\.", ".layernorm_before."),
-        (r"\.norm2\.", ".layernorm_after."),
-        (r"\.attn\.proj\.", ".attention.output.dense."),
-        (r"\.mlp\.fc1\.", ".intermediate.dense."),
-        (r"\.mlp\.fc2\.", ".output.dense."),
-    )
-    for name, value in rename(weights, patterns).items():
-        if ".attn.qkv." not in name:
-            renamed[name] = value
-        elif qkv_bias or name.endswith("weight"):
-            parts = zip(("query", "key", "value"), value.chunk(3), strict=True)
-            renamed |= {name.replace("attn.qkv", f"attention.attention.{part}"): w.clone() for part, w in parts}
-    return renamed
-
-
 def transformers_folder(folder, model, layout="safetensors", **changes):
-    """Writes the weights of a ViT as `save_pretrained` does."""
-    config = (
-        dict(
-            model_type="vit",
-            image_size=32,
-            patch_size=model.patch_size,
-            num_attention_heads=3,
-            hidden_act="gelu",
-            layer_norm_eps=1e-12,
-        )
-        | changes
-    )
-    if is_classifier := hasattr(model, "head"):
-        config["id2label"] = {"0": "cat", "1": "dog", **config.get("id2label", {})}
-        config["architectures"] = ["ViTForImageClassification"]
-    weights = transformers_names(model.state_dict(), is_classifier, config.get("qkv_bias", True))
+    """Writes the weights of a ViT as `save_pretrained` does; tests/encoders/test_transformers.py has the library."""
+    config = transformers_config(model, None, None) | {"id2label": {"0": "cat", "1": "dog"}} | changes
+    weights = transformers_names(model.state_dict(), transformers_class(model))
+    if not config.get("qkv_bias", True):
+        weights = {
+            name: value
+            for name, value in weights.items()
+            if not name.endswith(("query.bias", "value.bias", "key.bias"))
+        }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
@@ -283,23 +251,6 @@ def test_transformers_without_biases_of_qkv(tmp_path):
     for block in source.blocks:
         torch.nn.init.zeros_(block.attn.qkv.bias)
     model = load_model(transformers_folder(tmp_path / "vit", source, qkv_bias=False))
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.state_dict().items())
-
-
-def test_transformers_masked_autoencoder_has_the_names_of_mae_s_release():
-    source = mae_vit_micro_patch4(throw_ratio=0)
-    official = {ours: theirs for theirs, ours in OFFICIAL_NAMES.items()}
-    weights = {}
-    for name, value in rename_prefixes(source.state_dict(), official).items():
-        if name.startswith(("decoder", "mask_token")):
-            inner = transformers_names({name.replace("decoder_blocks.", "blocks."): value}, False)
-            layers = {key.replace("encoder.layer.", "decoder.decoder_layers."): v for key, v in inner.items()}
-            weights |= {key if "layers" in key else f"decoder.{key}": v for key, v in layers.items()}
-        else:
-            weights |= transformers_names({name: value}, True)
-    assert "decoder.decoder_layers.0.attention.attention.query.weight" in weights
-    model = mae_vit_micro_patch4(throw_ratio=0)
-    model.load_official(Weights("folder", weights).tensors)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.state_dict().items())
 
 

@@ -450,6 +450,6 @@ def test_flags_of_an_upload(tmp_path, capsys, hub):
     path = pretrained(tmp_path, VIT[0])
     assert "--private belongs to --push_to_hub" in refused(capsys, path, "--out", tmp_path / "e", "--private")
     error = refused(capsys, path, "--out", tmp_path / "e.pth", "--push_to_hub", "me/vit")
-    assert "--push_to_hub uploads a folder of --format timm, got --format timm and --out" in error
+    assert "--push_to_hub uploads a folder of --format timm or transformers, got --format timm and --out" in error
     assert "'no such name'" in refused(capsys, path, "--out", tmp_path / "e", "--push_to_hub", "no such name")
     assert hub.last is None and not (tmp_path / "e").exists()

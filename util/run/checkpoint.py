@@ -241,7 +241,7 @@ def read_checkpoint(path: str | Path, is_verified: bool = False) -> dict[str, An
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
     try:
         if path.suffix == ".safetensors":
-            return _read_safetensors(path) | _read_config(path.parent / "config.json")
+            return _add_config(_read_safetensors(path), path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as error:
@@ -255,7 +255,7 @@ def read_checkpoint(path: str | Path, is_verified: bool = False) -> dict[str, An
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     if isinstance(content.get("meta"), str):
         content["meta"] = json.loads(content["meta"])
-    return content | (_read_config(path.parent / "config.json") if path.suffix == ".bin" else {})
+    return _add_config(content, path) if path.suffix == ".bin" else content
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def read_meta(path: str | Path) -> dict[str, Any]:
 def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the meta in a checkpoint's content (settings, step, classes, ...), or {} for files of other projects.
 
-    Files of Transformers have settings (input_size, patch_size, num_heads, norm_eps, mean, std) and classes.
+    Files of Transformers have settings (input_size, num_heads, norm_eps, mean, std), classes and the type of pixels.
     """
     meta = content.get("meta")
     return meta if isinstance(meta, dict) else {}
@@ -308,33 +308,49 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     return {"model": weights, "meta": meta_of_facts(facts)}
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Returns {"meta": ...} of the config.json of a ViT of Transformers, and of its preprocessor_config.json, or {}."""
-    config = json.loads(path.read_text()) if path.is_file() else {}
+def _add_config(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the content of a file of Transformers with what its config says as meta; that of others unchanged.
+
+    What scripts/export.py has stored in the file wins.
+    """
+    config = _read_json(path.with_name("config.json"))
     if config.get("model_type") not in ("vit", "vit_mae"):
-        return {}
+        return content
     if config.get("hidden_act", "gelu") != "gelu":
-        raise CheckpointError(f"{str(path)!r} has the activation {config['hidden_act']!r}; the encoders here have gelu")
+        raise CheckpointError(
+            f"the config of {str(path)!r} has the activation {config['hidden_act']!r}; the encoders here have gelu"
+        )
+    images = _read_json(path.with_name("preprocessor_config.json"))
+    factors = {1 / 255: "uint8", 1 / 65535: "uint16"}
+    pixels = factors.get(images.get("rescale_factor", 0)) if images.get("do_rescale", True) else "float32"
     settings = {
         "input_size": config["image_size"],
-        "patch_size": config["patch_size"],
         "num_heads": config["num_attention_heads"],
         "norm_eps": config.get("layer_norm_eps", 1e-12),  # the default of ViTConfig
     }
-    images = path.with_name("preprocessor_config.json")
-    said = json.loads(images.read_text()) if images.is_file() else {"do_normalize": False}
-    if said.get("do_normalize", True):
-        settings |= {"mean": said.get("image_mean"), "std": said.get("image_std")}
-    has_head = any(name.endswith("ForImageClassification") for name in config.get("architectures") or ())
-    labels = config.get("id2label", {}) if has_head else {}
+    if images.get("do_normalize", bool(images)):
+        settings |= {"mean": images.get("image_mean"), "std": images.get("image_std")}
+    stored = meta_of(content)
+    settings |= stored.get("settings", {})
+    return content | {"meta": {"pixels": pixels, "classes": _class_names(config), **stored, "settings": settings}}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _class_names(config: Mapping[str, Any]) -> list[str] | None:
+    """Returns the classes in a config of Transformers; None if there is no classifier, or if they have no names."""
+    if not any(name.endswith("ForImageClassification") for name in config.get("architectures") or ()):
+        return None
+    labels = config.get("id2label", {})
     classes = [labels[str(i)] for i in range(len(labels))]
     from timm.data import ImageNetInfo  # here, because timm is slow to import
 
     imagenet = ImageNetInfo()
     if classes == [imagenet.index_to_description(i) for i in range(imagenet.num_classes())]:
-        classes = imagenet.label_names()  # the names of ImageNet's folders
-    is_named = classes != [f"LABEL_{i}" for i in range(len(classes))]
-    return {"meta": {"settings": settings, "classes": classes if is_named else None}}
+        return imagenet.label_names()  # the names of ImageNet's folders
+    return None if classes == [f"LABEL_{i}" for i in range(len(classes))] else classes
 
 
 # ----------------------------------------------------------------------------------------------------------------- load

@@ -1,0 +1,153 @@
+"""Models of Transformers, as the library saves them, wherever weights are read; see also test_load."""
+
+import pytest
+import torch
+
+import hubconf
+import main_finetune
+from downstream.detection.backbone import ViTDet
+from downstream.probe.models import open_encoder
+from downstream.segmentation.vit_backbone import DenseViT
+from encoders.load import load_encoder, load_model, read, set_norm_eps
+from models_mae_pr import MaskedAutoencoderViT
+from models_vit import VisionTransformer
+
+transformers = pytest.importorskip("transformers")
+
+CLOSE = dict(rtol=1e-10, atol=1e-10)  # in float64
+KINDS = {
+    "mae": ("ViTMAEForPreTraining", "ViTMAEConfig"),
+    "mae_encoder": ("ViTMAEModel", "ViTMAEConfig"),
+    "encoder": ("ViTModel", "ViTConfig"),
+    "classifier": ("ViTForImageClassification", "ViTConfig"),
+}
+SIZES = dict(hidden_size=48, num_hidden_layers=4, num_attention_heads=3, intermediate_size=192, patch_size=8)
+DECODER = dict(
+    decoder_hidden_size=32, decoder_num_hidden_layers=2, decoder_num_attention_heads=4, decoder_intermediate_size=128
+)
+OURS = dict(img_size=32, patch_size=8, embed_dim=48, depth=4, num_heads=3)
+PRETRAINING = OURS | dict(decoder_embed_dim=32, decoder_depth=2, decoder_num_heads=4)
+
+
+def make(kind, **config):
+    """A model whose weights are all random, in float32."""
+    torch.manual_seed(3)
+    model, settings = (getattr(transformers, name) for name in KINDS[kind])
+    options = dict(image_size=32) | SIZES | config | (DECODER if kind.startswith("mae") else {})
+    model = model(settings(**options)).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(torch.randn_like(value) * 0.2 + ("norm" in name and name.endswith("weight")))
+    return model
+
+
+@torch.no_grad()
+def features_of(model, imgs):
+    """Features of all patches in their order: a ViTMAEModel masks and shuffles by itself."""
+    model = getattr(model, "vit", model).double()
+    if "MAE" not in type(model).__name__:
+        return model(imgs).last_hidden_state
+    model.config.mask_ratio = 0.0
+    num_tokens = model.embeddings.patch_embeddings.num_patches
+    return model(imgs, noise=torch.arange(num_tokens).double().expand(len(imgs), -1)).last_hidden_state
+
+
+def images(channels=3, size=(32, 32)):
+    return torch.randn(2, channels, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("mae", {}),
+        ("mae_encoder", {"num_channels": 5, "intermediate_size": 96}),
+        ("encoder", {"image_size": (16, 32)}),
+        ("encoder", {"qkv_bias": False, "patch_size": (8, 8), "layer_norm_eps": 1e-6}),
+        ("classifier", {"num_channels": 1}),
+    ],
+)
+def test_features(tmp_path, kind, config):
+    """A model that is built from the file has the file's epsilon. The second path is that of evaluation."""
+    theirs = make(kind, **config)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path).double()
+    imgs = images(ours.in_chans, ours.img_size)
+    expected = features_of(theirs, imgs)
+    torch.testing.assert_close(ours.forward_features(imgs), expected, **CLOSE)
+    frozen = open_encoder(tmp_path).double()
+    torch.testing.assert_close(frozen(imgs)[frozen.depth].patches, expected[:, 1:], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_classifier(tmp_path):
+    theirs = make("classifier", num_labels=7).double()
+    theirs.float().save_pretrained(tmp_path)
+    expected = theirs.double()(images()).logits
+    flags = main_finetune.get_args_parser().parse_args([])
+    for model in (hubconf.classifier(tmp_path), main_finetune.load_classifier(tmp_path, flags)[0]):
+        torch.testing.assert_close(model.double()(images()), expected, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["file", "shards", "bin"])
+def test_files(tmp_path, layout):
+    """One file, its folder, shards with their index, and the .bin of earlier versions."""
+    theirs = make("encoder")
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if layout == "shards" else "1GB")
+    path = tmp_path / "model.safetensors" if layout == "file" else tmp_path
+    if layout == "bin":
+        torch.save(read(tmp_path).raw, tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    assert (len([*tmp_path.glob("model-*.safetensors")]) > 2) == (layout == "shards")
+    expected = features_of(theirs, images())
+    torch.testing.assert_close(hubconf.encoder(path).double()(images()), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_model_that_keeps_its_epsilon_says_so(tmp_path):
+    theirs = make("mae")
+    theirs.save_pretrained(tmp_path)
+    imgs, expected = images(), features_of(theirs, images())
+    for model, part in (
+        (VisionTransformer(global_pool="token", **OURS), "encoder"),
+        (MaskedAutoencoderViT(**PRETRAINING), "blocks"),
+    ):
+        report = load_encoder(model.eval(), tmp_path, part)
+        assert "the file's config has LayerNorms with eps 1e-12, here eps is 1e-06" in str(report)
+        difference = (model.double().forward_features(imgs) - expected).abs().max()
+        assert 1e-8 < difference < 1e-2
+        set_norm_eps(model, read(tmp_path))
+        torch.testing.assert_close(model.forward_features(imgs), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [DenseViT, ViTDet])
+def test_backbones_of_dense_tasks(tmp_path, kind):
+    make("mae").save_pretrained(tmp_path)
+    model = kind(**OURS)
+    report, weights = load_encoder(model, tmp_path), read(tmp_path).tensors
+    assert all(key.endswith(model.new_keys) for key in report.missing)
+    assert all(key in ("cls_token", "mask_token") or "norm." in key or "decoder" in key for key in report.unexpected)
+    for key in weights.keys() & set(report.loaded) - set(report.resized):
+        assert torch.equal(model.state_dict()[key], weights[key])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm_pix_loss", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "file", "--pretrained"])
+def test_pre_training_goes_on(tmp_path, norm_pix_loss, how):
+    """The same mask gives the same loss and the same reconstruction, decoder included."""
+    theirs = make("mae", norm_pix_loss=norm_pix_loss, layer_norm_eps=1e-6)
+    theirs.save_pretrained(tmp_path)
+    model = MaskedAutoencoderViT(throw_ratio=0, norm_pix_loss=norm_pix_loss, **PRETRAINING).eval()
+    if how == "--pretrained":
+        report = load_encoder(model, tmp_path, part="blocks")
+        assert not report.missing and not report.unexpected
+    else:
+        model.load_official(theirs.state_dict() if how == "state_dict" else read(tmp_path).raw)
+    ids_shuffle = torch.rand(2, 16).argsort(dim=1)
+    output = theirs.double()(images(), noise=ids_shuffle.argsort(dim=1).double())
+    losses, (pred, mask) = model.double()(images(), ids_shuffle), model.reconstruct(images(), ids_shuffle)
+    assert torch.equal(output.mask.bool(), mask)
+    torch.testing.assert_close(losses["pixel"], output.loss, **CLOSE)
+    torch.testing.assert_close(pred[mask], output.logits[mask], **CLOSE)
