@@ -1,13 +1,12 @@
 """COCO-style JSON files. All entries are checked when a file is read, so that none of them ends a run hours later."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from downstream.detection.masks import FARTHEST, are_numbers, check_segmentation
+from downstream.detection.masks import FARTHEST, are_numbers, find_mask_problem
 from util.data.images import FILE_ERRORS, retry_io
 from util.data.transforms import Size
 from util.text import count_of, shorten
@@ -23,17 +22,15 @@ def read_coco(path: Path) -> dict[str, Any]:
     ValueError, with the ids of some bad entries, if it is missing, has another format or contradicts itself.
     """
     content = read_lists(path)
-    images, annotations, categories = (content[name] for name in LISTS)
-    refuse(path, find_bad("image", images, find_image_problem), "bad image")
-    refuse(path, find_bad("category", categories, find_category_problem), "bad category")
+    refuse_bad(path, "image", content["images"], find_image_problem)
+    refuse_bad(path, "category", content["categories"], find_id_problem)
     for name, key in (("images", "id"), ("images", "file_name"), ("categories", "id")):
         values = [value for value, number in Counter(entry[key] for entry in content[name]).items() if number > 1]
         if values:
             raise ValueError(f"{str(path)!r} has several {name} with the {key} {shorten([repr(v) for v in values])}")
-    sizes = {image["id"]: (image["height"], image["width"]) for image in images}
-    category_ids = {category["id"] for category in categories}
-    bad = find_bad("annotation", annotations, lambda a: find_annotation_problem(a, sizes, category_ids))
-    refuse(path, bad, "bad annotation")
+    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
+    known = {category["id"] for category in content["categories"]}
+    refuse_bad(path, "annotation", content["annotations"], lambda a: find_annotation_problem(a, sizes, known))
     return content
 
 
@@ -61,49 +58,36 @@ def read_lists(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_bad(kind: str, entries: Sequence[Any], find_problem: Callable[[Mapping[str, Any]], str | None]) -> list[str]:
-    """Returns "KIND ID: PROBLEM" for each bad entry of a list. An entry without an id is named by its position."""
+def refuse_bad(
+    path: Path, kind: str, entries: Sequence[Any], find_problem: Callable[[Mapping[str, Any]], str | None]
+) -> None:
+    """ValueError if `find_problem` names a problem of some entries. One without an id is named by its position."""
     bad = []
     for position, entry in enumerate(entries):
         is_object = isinstance(entry, dict)
-        problem = find_problem(entry) if is_object else f"it is {entry!r} instead of an object"
-        if problem:
+        if problem := find_problem(entry) if is_object else f"it is {entry!r} instead of an object":
             name = repr(entry["id"]) if is_object and "id" in entry else f"at position {position} of its list"
             bad.append(f"{kind} {name}: {problem}")
-    return bad
-
-
-def refuse(path: Path, bad: Sequence[str], what: str) -> None:
-    """ValueError if there are bad entries. what: noun for the message."""
     if bad:
-        raise ValueError(f"{str(path)!r} has {count_of(len(bad), what)}: {shorten(bad)}")
+        raise ValueError(f"{str(path)!r} has {count_of(len(bad), f'bad {kind}')}: {shorten(bad)}")
 
 
-def is_integer(value: Any, least: int = -(2**63)) -> bool:
-    """Whether it is an integer of 64 bits, and at least `least`."""
-    return type(value) is int and least <= value < 2**63
+def find_id_problem(entry: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the id of an image or of a category, or None."""
+    if type(entry.get("id")) is int:
+        return None
+    name = "file_name" if "file_name" in entry else "name"
+    return f"its id {entry.get('id')!r} is no integer ({name} {entry.get(name)!r})"
 
 
 def find_image_problem(image: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with an entry of `images`, or None."""
-    name = image.get("file_name")
-    if not is_integer(image.get("id")):
-        return f"its id {image.get('id')!r} is no integer (file_name {name!r})"
-    if not isinstance(name, str) or not name:
-        return f"its file_name {name!r} is no path"
-    if os.path.isabs(name) or ".." in PurePath(name).parts:
-        return f"its file_name {name!r} leads outside the folder of the images"
+    if not isinstance(image.get("file_name"), str):
+        return f"its file_name {image.get('file_name')!r} is no path"
     sides = [image.get("height"), image.get("width")]
-    if not all(is_integer(side, least=1) for side in sides):
+    if not all(type(side) is int and side > 0 for side in sides):
         return f"its height and width are {sides} instead of integers from 1 on"
-    return None
-
-
-def find_category_problem(category: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with an entry of `categories`, or None."""
-    if not is_integer(category.get("id")):
-        return f"its id {category.get('id')!r} is no integer (name {category.get('name')!r})"
-    return None
+    return find_id_problem(image)
 
 
 def find_annotation_problem(
@@ -114,16 +98,15 @@ def find_annotation_problem(
     if missing:
         return f"it has no {', '.join(missing)}"
     image_id, category_id, box = (annotation[name] for name in REQUIRED)
-    if not is_integer(image_id) or image_id not in sizes:
+    if type(image_id) is not int or image_id not in sizes:
         return f"no image has the id {image_id!r}"
-    if not is_integer(category_id) or category_id not in category_ids:
+    if type(category_id) is not int or category_id not in category_ids:
         return f"no category has the id {category_id!r}"
     if not are_numbers(box, FARTHEST * max(sizes[image_id])) or len(box) != 4:
         return f"bbox {box} is not [x, y, width, height] in pixels"
-    area, crowd = annotation.get("area"), annotation.get("iscrowd", 0)
+    area, crowd, code = annotation.get("area"), annotation.get("iscrowd", 0), annotation.get("segmentation")
     if area is not None and not are_numbers([area], most=2.0**63):
         return f"its area {area!r} is no number of pixels"
     if crowd not in (0, 1):
         return f"its iscrowd {crowd!r} is neither 0 nor 1"
-    code = annotation.get("segmentation")
-    return check_segmentation(code, sizes[image_id]) if code else None
+    return find_mask_problem(code, sizes[image_id]) if code else None

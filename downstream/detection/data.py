@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from downstream.common import scaled_size
 from downstream.detection.annotations import read_coco
 from downstream.detection.masks import decode_mask
 from downstream.image_files import examine, read_size
 from util.addressed import AUGMENT, addressed_uniform
-from util.data.images import ImageError, ImageFiles
+from util.data.images import ImageError, ImageFiles, evenly_spaced
 from util.data.transforms import Size
 from util.text import count_of, shorten
 
@@ -84,7 +85,7 @@ class CocoImages(ImageFiles):
         if rank == 0:
             self.refuse_missing()
         number = len(self) if all_sizes else min(self.num_checked, len(self))
-        spaced = np.unique(np.linspace(0, len(self) - 1, number).astype(int)).tolist()
+        spaced = evenly_spaced(len(self), number).tolist()
         examine(
             lambda i: self.refuse_size(i, read_size(self.path(i))), spaced[rank::world_size], max_bad_fraction, "images"
         )
@@ -144,12 +145,6 @@ def clip_box(box: Sequence[float], size: Size) -> list[float] | None:
 # -------------------------------------------------------------------------------------------------------- transforms
 
 
-def fitted_size(size: Size, side: float) -> Size:
-    """Returns the size of an image of `size` whose longer side becomes `side` pixels."""
-    factor = side / max(size)
-    return max(1, int(size[0] * factor + 0.5)), max(1, int(size[1] * factor + 0.5))
-
-
 def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
     """Resizes uint8 [3, H, W] bilinearly with antialiasing, as Pillow does."""
     if tuple(img.shape[-2:]) == size:
@@ -194,7 +189,7 @@ class LargeScaleJitter:
         flip = u_flip < 0.5
         low, high = self.scale_range
         before: Size = (img.shape[1], img.shape[2])
-        size = fitted_size(before, self.side * (low + u_scale * (high - low)))
+        size = scaled_size(before, self.side * (low + u_scale * (high - low)))
         top, left = (round(u * max(0, s - self.side)) for u, s in zip((u_top, u_left), size, strict=True))
         rows, columns = range(top, min(size[0], top + self.side)), range(left, min(size[1], left + self.side))
         img = resize_image(img.flip(-1) if flip else img, size)[:, top : rows.stop, left : columns.stop].contiguous()
@@ -250,7 +245,7 @@ class ResizeForDetection:
 
     def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
         """Returns uint8 [3, h, w] of uint8 [3, H, W], and no objects."""
-        img = resize_image(img, fitted_size((img.shape[1], img.shape[2]), self.side))
+        img = resize_image(img, scaled_size((img.shape[1], img.shape[2]), self.side))
         return img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), img.new_zeros(0, *img.shape[1:])
 
 

@@ -21,13 +21,13 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from downstream.demo import cut, read_photos, train_demo
 from downstream.detection import main_detection
 from downstream.detection.masks import encode_mask
 from downstream.detection.metrics import average_precision
-from downstream.photos import read_photos
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import run_program
 from util.run.evaluation import RESULTS
-from util.run.folder import read_json, writable_folder
+from util.run.folder import read_json
 
 BACKGROUNDS = ("gravel.png", "grass.png")
 OBJECTS = ("ihc.png", "coffee.png", "rocket.jpg")
@@ -35,19 +35,11 @@ SIDE = 64  # of a scene, in pixels
 LEAST_VISIBLE = 0.5  # share of an object that later ones may not cover
 
 
-def cut(photo: Image.Image, split: str, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns a random part of a photograph, of the side that belongs to the split, uint8 [height, width, 3]."""
-    boundary = photo.width * 2 // 3
-    first, last = (0, boundary) if split == "train" else (boundary, photo.width)
-    x, y = int(rng.integers(first, last - width + 1)), int(rng.integers(photo.height - height + 1))
-    return np.asarray(photo.crop((x, y, x + width, y + height)))
-
-
 def make_scene(
     backgrounds: Sequence[Image.Image], photos: Sequence[Image.Image], split: str, rng: np.random.Generator
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
     """Returns (image uint8 [SIDE, SIDE, 3], objects (class from 1, visible mask bool [SIDE, SIDE]))."""
-    img = cut(backgrounds[int(rng.integers(len(backgrounds)))], split, SIDE, SIDE, rng).copy()
+    img = cut(backgrounds[int(rng.integers(len(backgrounds)))], split == "train", SIDE, rng).copy()
     objects: list[tuple[int, np.ndarray]] = []
     places = np.moveaxis(np.mgrid[:SIDE, :SIDE], 0, -1) + 0.5
     for _ in range(int(rng.integers(1, 4))):
@@ -60,7 +52,7 @@ def make_scene(
             continue
         objects = [(number, other & ~mask) for number, other in objects] + [(label + 1, mask)]
         whole = np.zeros_like(img)
-        whole[top : top + side, left : left + side] = cut(photos[label], split, side, side, rng)
+        whole[top : top + side, left : left + side] = cut(photos[label], split == "train", side, rng)
         img[mask] = whole[mask]
     return img, objects
 
@@ -106,18 +98,10 @@ def baseline(root: Path) -> float:
 
 def main(argv: Sequence[str] | None = None) -> bool:
     """Runs the demonstration. Returns False if a signal stopped the training."""
-    parser = Parser("demo.py", description=__doc__)
-    parser.add_argument("output_dir", nargs="?", default="output/detection_demo", help="folder of data and run")
-    parser.add_argument("--num_iters", type=int, default=1200, help="iterations of the training")
-    args = parser.parse_args(argv)
-    with user_errors(parser):
-        root = writable_folder(args.output_dir).resolve()
-        write_scenes(root / "scenes")
-    flags = ["--recipe", "detection_demo", "--data_path", root / "scenes", "--output_dir", root / "run"]
-    flags += ["--num_iters", args.num_iters, "--num_workers", "0"]
-    if not main_detection.main([str(flag) for flag in flags]):
+    root = train_demo("detection_demo", __doc__, 1200, write_scenes, main_detection.main, argv)
+    if root is None:
         return False
-    print(f"  baseline     the most frequent boxes of training: AP box {baseline(root / 'scenes'):.2f} %")
+    print(f"  baseline     the most frequent boxes of training: AP box {baseline(root / 'data'):.2f} %")
     last = read_json(root / "run" / RESULTS)["last"]
     print(f"  this run     AP box {last['val_box_ap']:.2f} %, AP mask {last['val_mask_ap']:.2f} %")
     return True

@@ -1,6 +1,5 @@
 """The training loop of detection and its evaluation. It knows batches and losses, but no model."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,17 +9,17 @@ import torch
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from torch import nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
+from downstream.common import each_image
 from downstream.detection.annotations import read_coco
 from downstream.detection.data import Batch, CocoImages, PadAndStack, ResizeForDetection
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
 from downstream.pictures import default_colors, panel
 from util import collectives
-from util.data.datasets import AddressedDataset, batches, every_image_once
 from util.data.transforms import Normalize, Size
 from util.pictures import table
+from util.run.evaluation import Evaluation
 from util.run.loop import TrainLoop
 
 SHOWN_SCORE = 0.5  # least score of a detection in a picture
@@ -113,10 +112,7 @@ def coco_results(objects: Objects, image_id: int, category_ids: Sequence[int]) -
 
 @contextmanager
 def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yields the number, so far, of outputs of the model's heads that hold a value that is not finite.
-
-    Such outputs become no detections, which would pass for a result.
-    """
+    """Yields the number, so far, of outputs of the heads that are not finite: they would pass for no detections."""
     bad = torch.zeros((), dtype=torch.int64, device=device)
 
     def count(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -137,70 +133,57 @@ def count_non_finite(model: nn.Module, device: torch.device) -> Iterator[torch.T
 def detect_all(
     model: nn.Module,
     images: CocoImages,
+    num_pictures: int,
     normalize: Normalize,
     autocast: Callable[[], AbstractContextManager],
     num_workers: int,
     alive: Callable[[], None] = lambda: None,
-    num_pictures: int = 0,
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
     """Returns (COCO's results of all images, which the ranks share; the first `num_pictures` pictures of this rank).
 
-    `alive` is called before each image. RuntimeError if the number of images seen is not that of `images`.
-    FloatingPointError if outputs of the heads are not finite.
+    `alive` is called before each image. FloatingPointError if outputs of the heads are not finite.
     """
-    device, was_training = normalize.mean.device, model.training
-    rank, world_size = collectives.rank_and_world_size()
-    addresses = every_image_once(len(images), 1, rank, world_size)
-    side = model.img_size[0]
-    dataset = AddressedDataset(images, ResizeForDetection(side))
-    loaded = batches(dataset, addresses, PadAndStack(side), num_workers, device.type == "cuda")
-    bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
+    device, was_training, side = normalize.mean.device, model.training, model.img_size[0]
     results: list[dict[str, Any]] = []
     pictures: list[Picture] = []
-    category_ids, seen = [category for category, _ in images.categories], 0
-    num_bad = torch.zeros((), dtype=torch.int64, device=device)
+    category_ids = [category for category, _ in images.categories]
     model.eval()
-    for batch, [(_, index)] in zip(bar, addresses, strict=True):
-        alive()
-        sizes, _ = split_targets(batch)
-        imgs = pad_with_zeros(normalize(batch[0].to(device, non_blocking=True)), sizes)
-        with autocast(), count_non_finite(model, device) as bad:
-            (found,) = model(imgs, sizes)
-        num_bad += bad
-        height, width = images.sizes[index].tolist()
-        objects = detections_in_image(found, sizes[0], (height, width))
-        results += coco_results(objects, int(images.ids[index]), category_ids)
-        seen += 1
-        if len(pictures) < num_pictures:
-            shown = [part for part in objects if part[2] >= SHOWN_SCORE]
-            pictures.append((images.load(index)[0], true_objects(images, index), shown))
+    transform, collate, is_gpu = ResizeForDetection(side), PadAndStack(side), device.type == "cuda"
+    with count_non_finite(model, device) as num_bad:
+        for index, batch in each_image(images, transform, collate, num_workers, is_gpu, alive):
+            sizes, _ = split_targets(batch)
+            imgs = pad_with_zeros(normalize(batch[0].to(device, non_blocking=True)), sizes)
+            with autocast():
+                (found,) = model(imgs, sizes)
+            objects = detections_in_image(found, sizes[0], tuple(images.sizes[index].tolist()))
+            results += coco_results(objects, int(images.ids[index]), category_ids)
+            if len(pictures) < num_pictures:
+                shown = [part for part in objects if part[2] >= SHOWN_SCORE]
+                pictures.append((images.load(index)[0], true_objects(images, index), shown))
     model.train(was_training)
-    everyone = collectives.gather_objects((seen, results))
-    total = sum(number for number, _ in everyone)
-    if total != len(images):
-        raise RuntimeError(f"{total} images were evaluated instead of {len(images)}")
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")
-    joined = [result for _, part in everyone for result in part]
+    joined = [result for part in collectives.gather_objects(results) for result in part]
     return sorted(joined, key=lambda result: result["image_id"]), pictures
 
 
-def score_detections(images: CocoImages, results: Sequence[dict[str, Any]], masks: bool) -> dict[str, float | None]:
-    """Returns COCO's average precisions in percent on all ranks: box_ap, box_ap50, ..., and mask_ap, ... with `masks`.
+def evaluate(model: nn.Module, images: CocoImages, masks: bool, num_pictures: int, *how: Any) -> Evaluation:
+    """Evaluates a model on all ranks by COCO's average precisions in percent: box_ap, box_ap50, ..., mask_ap, ...
 
-    masks: score masks, too, which all objects must have.
+    masks: score masks, too, which all objects must have. how: further arguments of `detect_all`. Scores without objects
+    are left out.
     """
+    results, pictures = detect_all(model, images, num_pictures, *how)
 
-    def score() -> dict[str, float | None]:
-        truth = read_coco(images.json_path)
-        scores: dict[str, float | None] = {}
-        for name, kind in (("box", "bbox"), ("mask", "segm")):
-            if name == "box" or masks:
-                found = average_precision(truth, results, kind)
-                scores |= {f"{name}_{key}": value for key, value in found.items()}
-        return scores
+    def score() -> dict[str, float]:
+        truth, kinds = read_coco(images.json_path), {"box": "bbox", "mask": "segm"} if masks else {"box": "bbox"}
+        found = {name: average_precision(truth, results, kind) for name, kind in kinds.items()}
+        return {f"{name}_{key}": v for name, part in found.items() for key, v in part.items() if v is not None}
 
-    return collectives.run_on_rank0(score)
+    scores = collectives.run_on_rank0(score) | {"num_images": len(images)}
+    is_main = collectives.rank_and_world_size()[0] == 0
+    names = [name for _, name in images.categories]
+    return Evaluation(scores, {}, draw_pictures(pictures, names) if pictures and is_main else None)
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
@@ -208,12 +191,11 @@ def score_detections(images: CocoImages, results: Sequence[dict[str, Any]], mask
 
 def true_objects(images: CocoImages, index: int) -> Objects:
     """Returns the annotated objects of an image. Crowds are left out."""
-    height, width = images.sizes[index].tolist()
     objects: Objects = []
     for a in images.annotations(index):
         if a["box"] is not None and not a["crowd"]:
             code = a["segmentation"]
-            mask = decode_mask(code, height, width).astype(bool) if code else None
+            mask = decode_mask(code, *images.sizes[index].tolist()).astype(bool) if code else None
             objects.append((a["box"], a["label"], 1.0, mask))
     return objects
 

@@ -18,18 +18,9 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import roi_align
 
+from downstream.common import SIZES
 from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViTDet
-from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY
 
-SIZES = {
-    "vit_micro_patch4": MICRO,
-    "vit_mini_patch4": MINI,
-    "vit_tiny_patch16": TINY,
-    "vit_small_patch16": SMALL,
-    "vit_base_patch16": BASE,
-    "vit_large_patch16": LARGE,
-    "vit_huge_patch14": HUGE,
-}
 BOX_GRID, MASK_GRID = 7, 14  # sides of the features of a box and of a mask
 
 Target = dict[str, torch.Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]

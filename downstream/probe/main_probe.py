@@ -11,7 +11,6 @@ training of the heads starts anew after a stop.
 """
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -121,7 +120,7 @@ def open_data(args: argparse.Namespace, in_chans: int) -> tuple[Images, Images]:
 def protocol_of(
     args: argparse.Namespace, encoder: FrozenEncoder, images: Images, val_images: Images, precision_name: str
 ) -> dict[str, Any]:
-    """Returns everything that the results depend on, beside the weights, as JSON holds it."""
+    """Returns everything that the results depend on, beside the weights."""
     protocol: dict[str, Any] = {
         "probes": [name for name in PROBES if name in args.probes],
         "blocks": encoder.blocks,
@@ -136,9 +135,8 @@ def protocol_of(
     }
     if set(args.probes) - {"knn"}:
         names = ("steps", "total_batch_size", "seed", "crop_scale")
-        protocol |= {name: getattr(args, name) for name in names} | {"grid": [list(pair) for pair in GRID]}
-        protocol |= {"held_out": HELD_OUT}
-    return json.loads(json.dumps(protocol))
+        protocol |= {name: getattr(args, name) for name in names} | {"grid": GRID, "held_out": HELD_OUT}
+    return protocol
 
 
 class ImageSubset:
@@ -219,14 +217,9 @@ class Probing:
                 f"nine tenths of the training set are {count_of(len(self.training), 'image')}, fewer than one batch of "
                 f"{args.total_batch_size}: lower --total_batch_size"
             )
-        self.num_workers = num_workers(args, process)
-        self.view = ResizeCenterCrop(encoder.img_size, reference=args.loader == "reference")
-
-    def dataset(self, images: Any, transform: Any) -> AddressedDataset:
-        """Returns a data set; of training images, unreadable ones are replaced."""
-        return AddressedDataset(
-            images, transform, replace=images is not self.val_images and self.args.max_bad_fraction > 0
-        )
+        self.num_workers, self.reference = num_workers(args, process), args.loader == "reference"
+        self.view = ResizeCenterCrop(encoder.img_size, reference=self.reference)
+        self.replace = args.max_bad_fraction > 0  # training images that cannot be read
 
     def knn(self) -> list[dict[str, Any]]:
         """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
@@ -243,11 +236,9 @@ class Probing:
 
     def extract(self, images: Images) -> Features:
         """Encodes this rank's share of the images. FloatingPointError on all ranks if a feature is not finite."""
-        sizes = self.batch_size, self.num_workers
-        dataset, encode = self.dataset(images, self.view), self.encoder.vectors
-        found = extract_features(
-            encode, dataset, np.arange(len(images)), self.encoder, self.normalize, self.autocast, *sizes
-        )
+        dataset = AddressedDataset(images, self.view, replace=self.replace and images is self.images)
+        how = self.encoder, self.normalize, self.autocast, self.batch_size, self.num_workers
+        found = extract_features(self.encoder.vectors, dataset, np.arange(len(images)), *how)
         for name, x in found.values.items():
             bad = collectives.all_reduce_sum((~x.norm(dim=1).isfinite()).sum()).item()  # overflows count, too
             if bad:
@@ -258,25 +249,25 @@ class Probing:
                 )
         return found
 
-    def train_heads(self, probes: Probes, indices: np.ndarray, stop: StopSignal) -> bool:
-        """Trains all heads at once on the same augmented images. Returns False if a signal stopped it."""
-        args, process = self.args, self.process
+    def train_heads(self, probes: Probes, stop: StopSignal) -> bool:
+        """Trains all heads at once on the same augmented images. Returns False if a signal stopped it.
+
+        A head that diverges does not disturb the others: no step is skipped. So this is no `Run`.
+        """
+        args, process, img_size = self.args, self.process, self.encoder.img_size
         model = DistributedDataParallel(probes) if process.world_size > 1 else probes
-        scale = args.total_batch_size / 256
-        groups = [group for grid in probes.grids.values() for group in grid.parameter_groups(scale)]
+        groups = [g for grid in probes.grids.values() for g in grid.parameter_groups(args.total_batch_size / 256)]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        crop = RandomResizedCropFlip(
-            self.encoder.img_size, args.seed, args.crop_scale, reference=args.loader == "reference"
-        )
+        crop = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, reference=self.reference)
         split = self.batch_size, self.accum_iter, process.rank, process.world_size
-        sampler = StepBatchSampler(len(indices), *split, args.seed, 0, args.steps)
+        training: Any = ImageSubset(self.images, self.training)
         stream = batches(
-            self.dataset(ImageSubset(self.images, indices), crop),
-            sampler,
+            AddressedDataset(training, crop, replace=self.replace),
+            StepBatchSampler(len(training), *split, args.seed, 0, args.steps),
             stack,
             self.num_workers,
             process.device.type == "cuda",
-            batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(self.encoder.img_size) * self.batch_size,
+            batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(img_size) * self.batch_size,
         )
         begin = time.monotonic()
         for step in range(args.steps):
@@ -306,21 +297,19 @@ class Probing:
             return self.encoder(self.normalize(imgs)), labels
 
     @torch.no_grad()
-    def score_heads(self, probes: Probes, images: Any) -> dict[str, torch.Tensor]:
-        """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of the images in the evaluation view.
+    def score_heads(self, probes: Probes, images: Images, indices: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of these images in the evaluation view.
 
         An image counts as an error of the heads whose logits of it are not finite. FloatingPointError on all ranks if
         there is such an image for each head of a grid.
         """
+        device = self.process.device
         hits = {
-            name: torch.zeros(len(grid.grid), 3, dtype=torch.float64, device=self.process.device)
-            for name, grid in probes.grids.items()
+            name: torch.zeros(len(g.grid), 3, dtype=torch.float64, device=device) for name, g in probes.grids.items()
         }
-        sizes = self.batch_size, self.num_workers
-        dataset, everything = self.dataset(images, self.view), range(len(images))
-        for batch in evaluation_batches(
-            dataset, everything, self.encoder, self.encoder, self.autocast, self.process.device, *sizes
-        ):
+        dataset = AddressedDataset(images, self.view, replace=self.replace and images is self.images)
+        how = self.encoder, self.encoder, self.autocast, device, self.batch_size, self.num_workers
+        for batch in evaluation_batches(dataset, indices, *how):
             tokens, labels = self.encode(batch)
             for name, logits in probes(tokens).items():
                 finite = logits.isfinite().all(dim=2)  # [G, B]
@@ -333,7 +322,7 @@ class Probing:
                     f"the logits of all heads ({name}) are not finite: the encoder's features may not be finite, try "
                     "--precision fp32"
                 )
-        return {name: 100 * x[:, :2] / len(images) for name, x in hits.items()}
+        return {name: 100 * x[:, :2] / len(indices) for name, x in hits.items()}
 
     def heads(self) -> dict[str, list[dict[str, Any]]] | None:
         """Trains the grids of heads. Returns the chosen ones on val/, and all of them on the held-out images.
@@ -341,32 +330,30 @@ class Probing:
         None if a signal stopped the training. After Ctrl-C it raises KeyboardInterrupt.
         """
         torch.manual_seed(self.args.seed)
-        chosen_probes = [name for name in self.args.probes if name != "knn"]
-        probes = Probes(self.encoder, chosen_probes, len(self.images.classes)).to(self.process.device)
+        kinds = [name for name in self.args.probes if name != "knn"]
+        probes = Probes(self.encoder, kinds, len(self.images.classes)).to(self.process.device)
         with StopSignal(self.process.device) as stop:
-            finished = self.train_heads(probes, self.training, stop)
+            finished = self.train_heads(probes, stop)
             stop.close()
         if stop.name == signal.SIGINT.name:
             raise KeyboardInterrupt
         if not finished:
-            name = stop.name or "a signal to another process"
-            self.print(f"stopped by {name}; the same command trains the heads anew")
+            self.print(f"stopped by {stop.name or 'a signal to another process'}; the same command trains them anew")
             return None
-        selection = self.score_heads(probes, ImageSubset(self.images, self.held_out))
-        accuracies = self.score_heads(probes, self.val_images)
-        rows, everything = [], []
+        selection = self.score_heads(probes, self.images, self.held_out)
+        accuracies = self.score_heads(probes, self.val_images, range(len(self.val_images)))
+        chosen, everything = [], []
         for name, grid in probes.grids.items():
             block, feature, probe = name.split()
             where = {"probe": probe, "block": int(block), "feature": feature}
-            scores = selection[name][:, 0].tolist()
-            for (lr, weight_decay), score in zip(grid.grid, scores, strict=True):
-                everything.append({**where, "lr": lr, "weight_decay": weight_decay, "held_out_top1": score})
-            best = scores.index(max(scores))
-            top1, top5 = accuracies[name][best].tolist()
-            lr, weight_decay = grid.grid[best]
-            chosen = {"lr": lr, "weight_decay": weight_decay, "held_out_top1": scores[best]}
-            rows.append({**where, **chosen, "top1": top1, "top5": top5})
-        return {"chosen": rows, "held_out": everything}
+            rows = [
+                {**where, "lr": lr, "weight_decay": weight_decay, "held_out_top1": score}
+                for (lr, weight_decay), score in zip(grid.grid, selection[name][:, 0].tolist(), strict=True)
+            ]
+            best = max(range(len(rows)), key=lambda i: rows[i]["held_out_top1"])
+            chosen.append(rows[best] | dict(zip(("top1", "top5"), accuracies[name][best].tolist(), strict=True)))
+            everything += rows
+        return {"chosen": chosen, "held_out": everything}
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:

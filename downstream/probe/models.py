@@ -1,8 +1,7 @@
 """Frozen encoders for evaluation without fine-tuning, and the heads that are trained on their features.
 
-`open_encoder` reads files of any origin, `open_timm_model` any model of timm. The
-heads are those of CAPI (Darcet et al., 2025): attentive pooling of the patch tokens, and a linear layer. All heads of a
-grid of learning rates and weight decays are trained at once, on the same batches.
+The heads are those of CAPI (Darcet et al., 2025): attentive pooling of the patch tokens, and a linear layer. All heads
+of a grid of learning rates and weight decays are trained at once, on the same batches.
 """
 
 import hashlib
@@ -35,12 +34,8 @@ class FrozenEncoder(nn.Module):
     """A network in eval mode without gradients: `encoder(imgs) -> {block: Tokens}`, in float32 or wider.
 
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
-    num_prefix: number of leading tokens that are not patches. num_cls: how many of these are class tokens; their mean
-    is used.
-    img_size: (height, width). in_chans: channels of its images.
-    sha256: identifies the weights.
-    pixel_settings: type and statistics of its images, see `util.run.checkpoint.pixel_settings`.
-    notes: what should be printed about the weights.
+    num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens; their mean is used.
+    sha256: of the weights. pixel_settings: see `util.run.checkpoint.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
     norm, too, as in DINOv2's evaluation.
@@ -113,34 +108,24 @@ class FrozenEncoder(nn.Module):
 
 
 def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncoder:
-    """Loads the encoder of a file of any origin, pre-trained or fine-tuned.
+    """Loads the encoder of a file of any origin, pre-trained or fine-tuned; see `encoders.load.read`.
 
-    path: see `encoders.load.read`. input_size: side of the images, if not that of the checkpoint. Some encoders
-    have no final norm: CrossMAE's, and those of classifiers with mean pooling. Their outputs are used without a norm.
-    Raises ValueError for other kinds of encoders.
+    input_size: side of the images, if not that of the checkpoint. Some encoders have no final norm: CrossMAE's, and
+    those of classifiers with mean pooling. Their outputs are used without a norm.
     """
     weights = read(path)
     encoder, report = build(weights, with_head=False, **({} if input_size is None else {"img_size": input_size}))
     origin, cls = identify_encoder(Path(weights.path), weights.meta), int(hasattr(encoder, "cls_token"))
-    return FrozenEncoder(
-        encoder,
-        str(weights.path),
-        encoder.img_size,
-        cls,
-        cls,
-        encoder.in_chans,
-        origin["sha256"],
-        weights.pixels,
-        [f"encoder: {report}", *warn_if_unfinished(origin)],
-    )
+    notes = [f"encoder: {report}", *warn_if_unfinished(origin)]
+    sizes = encoder.img_size, cls, cls, encoder.in_chans
+    return FrozenEncoder(encoder, str(weights.path), *sizes, origin["sha256"], weights.pixels, notes)
 
 
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
     """Makes a model of timm with the weights at `path`, or else with those that timm has in its cache or downloads.
 
-    path: a file, or the folder of a run or of an export. The pixel statistics are those that the file stores, or else
-    those that timm has for the model. ValueError if timm does not know the model, if there are no weights for it, or if
-    those at `path` belong to another network.
+    path: a file, or the folder of a run or of an export. ValueError if timm does not know the model, if there are no
+    weights for it, or if those at `path` belong to another network.
     """
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:5])
@@ -165,24 +150,19 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
         raise ValueError(f"{str(file)!r} holds no {name!r}: it lacks {shorten(missing, most=6)}")
     refuse_other_network(network, unexpected, repr(str(file)))
     config = network.pretrained_cfg
-    in_chans, height, width = config["input_size"]
-    if input_size:
-        height = width = input_size
-    prefix = getattr(network, "num_prefix_tokens", 0)
-    registers = getattr(network, "reg_token", None)
+    in_chans, *img_size = config["input_size"]
+    prefix, registers = getattr(network, "num_prefix_tokens", 0), getattr(network, "reg_token", None)
     cls = prefix - (0 if registers is None else registers.shape[1])
     digest = hashlib.sha256()
     for tensor in network.state_dict().values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     pixels, note = timm_pixel_settings(config, file, name)
-    return FrozenEncoder(network, name, (height, width), prefix, cls, in_chans, digest.hexdigest(), pixels, [note])
+    sizes = (input_size, input_size) if input_size else tuple(img_size), prefix, cls, in_chans
+    return FrozenEncoder(network, name, *sizes, digest.hexdigest(), pixels, [note])
 
 
 def refuse_other_network(network: nn.Module, unexpected: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if keys of a file that a network of timm lacks belong to its parts: features would differ.
-
-    The head is left out of the network, so its keys are no such parts.
-    """
+    """Raises CheckpointError if `unexpected` keys, but for those of a head, belong to parts of the network."""
     classifier = network.pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{head}." for head in ((classifier,) if isinstance(classifier, str) else classifier))
     parts = {f"{key.partition('.')[0]}." for key in network.state_dict()}
@@ -190,11 +170,7 @@ def refuse_other_network(network: nn.Module, unexpected: Sequence[str], what: st
 
 
 def timm_pixel_settings(config: Mapping[str, Any], file: Path | None, name: str) -> tuple[dict[str, Any], str]:
-    """Returns (pixel settings of a network of timm, a note that names their source).
-
-    config: timm's of the model `name`. file: with its weights, or None. Only files of this project, and their exports,
-    hold settings.
-    """
+    """Returns (pixel settings of a network of timm, a note that says whose they are: the file's if it holds any)."""
     stored = checkpoint.pixel_settings({} if file is None else checkpoint.meta_of(checkpoint.read_checkpoint(file)))
     pixels = PixelFormat(config["input_size"][0], stored["pixels"] or RGB8.dtype)
     known = known_statistics(stored, pixels)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine_finetune import evaluate_images
 from main_finetune import load_classifier
 from util import collectives
-from util.data.images import FolderImages, refuse_single_class
+from util.data.images import FolderImages, check_classes, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
-from util.run import checkpoint
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
 from util.run.evaluation import ResultsFile, evaluation_session
 from util.run.flags import check_least, check_pixel_flags, num_workers
+from util.run.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
 
@@ -50,13 +50,12 @@ class Benchmark:
     restricted: bool = False
 
 
+RESTRICTED = "top-1, logits restricted to the set's classes"
 # In the table's order; the names are the flags'.
 BENCHMARKS = {
     "imagenet": Benchmark("ImageNet", 50_000, 1000, "top-1 on the validation set"),
-    "imagenet_a": Benchmark("ImageNet-A", 7_500, 200, "top-1, logits restricted to the set's classes", restricted=True),
-    "imagenet_r": Benchmark(
-        "ImageNet-R", 30_000, 200, "top-1, logits restricted to the set's classes", restricted=True
-    ),
+    "imagenet_a": Benchmark("ImageNet-A", 7_500, 200, RESTRICTED, restricted=True),
+    "imagenet_r": Benchmark("ImageNet-R", 30_000, 200, RESTRICTED, restricted=True),
     "imagenet_sketch": Benchmark("ImageNet-Sketch", 50_889, 1000, "top-1 among all classes"),
     "imagenet_c": Benchmark(
         "ImageNet-C", 50_000, 1000, "mCE: errors relative to AlexNet's, 15 corruptions x 5 severities"
@@ -127,8 +126,8 @@ class Part:
 
     name: str  # "imagenet_a", "imagenet_c/fog/3"
     folder: str
-    classes: tuple[str, ...] = ()  # wnids, sorted: label i is classes[i]
     num_images: int = 0
+    num_classes: int = 0
 
     @property
     def flag(self) -> str:
@@ -143,18 +142,13 @@ class Part:
     @property
     def incomplete(self) -> bool:
         """Whether images or classes are missing."""
-        official = self.benchmark
-        return (self.num_images, len(self.classes)) != (official.num_images, official.num_classes)
+        return (self.num_images, self.num_classes) != (self.benchmark.num_images, self.benchmark.num_classes)
 
     def __str__(self) -> str:
-        return f"{self.num_images} images of {len(self.classes)} classes in {self.folder!r}"
-
-    def columns(self, wnids: list[str]) -> list[int]:
-        """Returns the logit of each label: label i is logit columns[i]. Increasing, because both lists are sorted."""
-        return [wnids.index(wnid) for wnid in self.classes]
+        return f"{self.num_images} images of {self.num_classes} classes in {self.folder!r}"
 
     def open(self) -> FolderImages:
-        """Opens the images."""
+        """Opens the images. A label is a place in their `classes`, which are sorted wnids."""
         try:
             return FolderImages(self.folder, "", labelled=True)
         except ValueError as error:
@@ -165,9 +159,8 @@ def find_parts(args: argparse.Namespace, wnids: list[str]) -> list[Part]:
     """Returns all parts that the flags ask for. ValueError if one of them differs from the published set."""
     given = {name: Path(getattr(args, name)) for name in BENCHMARKS if getattr(args, name) is not None}
     if not given:
-        raise ValueError(
-            f"nothing to evaluate on: give at least one of {', '.join(f'--{name}' for name in BENCHMARKS)}"
-        )
+        flags = ", ".join(f"--{name}" for name in BENCHMARKS)
+        raise ValueError(f"nothing to evaluate on: give at least one of {flags}")
     parts = []
     for name, root in given.items():
         if not root.is_dir():
@@ -187,25 +180,24 @@ def find_parts(args: argparse.Namespace, wnids: list[str]) -> list[Part]:
 
 
 def check_part(part: Part, wnids: list[str], allow_incomplete: bool) -> Part:
-    """Returns the part with its classes and number of images. ValueError if they are not the published ones."""
+    """Returns the part with its numbers of images and classes. ValueError if they are not the published ones."""
     official, what = part.benchmark, f"--{part.flag} {part.folder!r}"
     images = part.open()
     refuse_single_class(images, "val")
     images.num_checked = 200  # there are many parts
     images.check()
-    unknown = sorted(set(images.classes) - set(wnids))
-    if unknown:
+    if unknown := sorted(set(images.classes) - set(wnids)):
         raise ValueError(f"{what} has {len(unknown)} folders that are no class of ImageNet-1k: {shorten(unknown, 5)}")
-    num_classes = len(images.classes)
-    if num_classes > official.num_classes:
-        raise ValueError(f"{what} has {num_classes} class folders, {official.title} has {official.num_classes}")
-    part = Part(part.name, part.folder, tuple(images.classes), len(images))
+    part = replace(part, num_images=len(images), num_classes=len(images.classes))
+    if part.num_classes > official.num_classes:
+        raise ValueError(f"{what} has {part.num_classes} class folders, {official.title} has {official.num_classes}")
     if part.incomplete and not allow_incomplete:
         absent = sorted(set(wnids) - set(images.classes)) if official.num_classes == len(wnids) else []
+        missing = f" (missing: {shorten(absent, 5)})" if absent else ""
         raise ValueError(
-            f"{what} has {len(images)} images of {num_classes} classes, {official.title} has {official.num_images} of "
-            f"{official.num_classes}{f' (missing: {shorten(absent, 5)})' if absent else ''}; "
-            f"--allow_incomplete scores it anyway and marks the result"
+            f"{what} has {part.num_images} images of {part.num_classes} classes, {official.title} has "
+            f"{official.num_images} of {official.num_classes}{missing}; --allow_incomplete scores it anyway and marks "
+            f"the result"
         )
     return part
 
@@ -216,11 +208,6 @@ def corruption_errors(errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     CE_c = mean_s E_cs / AlexNet's mean_s E_cs. mCE is the mean over the 15 corruptions (Hendrycks and Dietterich,
     ICLR 2019).
     """
-    odd = sorted(set(errors) ^ set(ALEXNET_ERRORS)) or [c for c in errors if len(errors[c]) != len(SEVERITIES)]
-    if odd:
-        raise ValueError(
-            f"mCE takes five errors of each of the {len(ALEXNET_ERRORS)} corruptions; off: {', '.join(odd)}"
-        )
     means = {c: sum(errors[c]) / len(errors[c]) for c in ALEXNET_ERRORS}
     ce = {c: 100 * mean / ALEXNET_ERRORS[c] for c, mean in means.items()}
     return {
@@ -250,9 +237,9 @@ def summarise(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "published_protocol": benchmark.protocol,
             **figures,
             "num_classes": min(r["num_classes"] for r in own.values()),
-            "official_num_classes": max(r["official_num_classes"] for r in own.values()),
+            "official_num_classes": benchmark.num_classes,
             "num_images": sum(r["num_images"] for r in own.values()),
-            "official_num_images": sum(r["official_num_images"] for r in own.values()),
+            "official_num_images": benchmark.num_images * len(own),
             "incomplete": any(r["incomplete"] for r in own.values()),
         }
     return summary
@@ -263,11 +250,9 @@ def report(summary: Mapping[str, dict[str, Any]], num_classes: int) -> str:
     rows: list[list[Any]] = []
     corruptions: list[list[Any]] = []
     for flag, s in summary.items():
-        images = str(s["num_images"])
+        images, classes = str(s["num_images"]), f"{s['num_classes']} of {s['official_num_classes']} classes"
         if s["incomplete"]:
-            images += (
-                f" of {s['official_num_images']}, {s['num_classes']} of {s['official_num_classes']} classes: INCOMPLETE"
-            )
+            images += f" of {s['official_num_images']}, {classes}: INCOMPLETE"
         if flag == "imagenet_c":
             rows.append([s["title"], "mCE, AlexNet's is 100", s["mce"], images])
             rows.append([s["title"], "mean error, un-normalised", s["mean_error"], images])
@@ -290,31 +275,18 @@ def results_table(titles: list[str], rows: list[list[Any]]) -> str:
     return markdown_table(titles, cells, pad=True) + "\n"
 
 
-def identify(resume: str) -> tuple[Path, str]:
-    """Returns (path of the checkpoint that --resume means, its SHA-256)."""
-    path = checkpoint.find_checkpoint_file(resume)
-    if not path.is_file():
-        raise ValueError(
-            f"no checkpoint at --resume {str(path)!r}: give a fine-tuned checkpoint, or the folder of a run"
-        )
-    return path, checkpoint.sha256(path)
-
-
-def load_wnid_classifier(path: Path, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
     model, settings, meta = load_classifier(path, args)
     pixels = PixelFormat(settings["in_chans"], settings["pixels"] or RGB8.dtype)
     if pixels != RGB8:
-        raise ValueError(f"{str(path)!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
+        raise ValueError(f"{path!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
     if settings["nb_classes"] != len(wnids):
         raise ValueError(
-            f"the head of {str(path)!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
+            f"the head of {path!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
             f"these sets need a classifier that was fine-tuned on ImageNet-1k"
         )
-    classes = meta.get("classes")
-    if classes and list(classes) != wnids:
-        odd = sorted(set(classes) - set(wnids)) or ["another order"]
-        raise ValueError(f"{str(path)!r} was not fine-tuned on ImageNet-1k; its classes differ: {shorten(odd, 5)}")
+    check_classes(meta.get("classes") or wnids, wnids, repr(path), "ImageNet-1k")
     return model, settings
 
 
@@ -322,7 +294,7 @@ def evaluate_part(
     part: Part,
     model: nn.Module,
     wnids: list[str],
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     normalize: Normalize,
     autocast: Callable[[], AbstractContextManager],
     sizes: tuple[int, int],
@@ -332,28 +304,16 @@ def evaluate_part(
     sizes: batch size and number of workers.
     """
     images = part.open()
-    if (tuple(images.classes), len(images)) != (part.classes, part.num_images):
-        raise ValueError(f"{part.folder!r} has changed since it was checked; start again")
     # ImageNet-C was resized and cropped before it was corrupted: resizing it again would blur what is measured.
-    crop_pct = 1.0 if part.flag == "imagenet_c" else settings["crop_pct"]
-    view = ResizeCenterCrop(settings["input_size"], crop_pct)
-    official = part.benchmark
-    columns = part.columns(wnids)
-    chosen = None if len(columns) == len(wnids) else columns
-    result = evaluate_images(model, images, view, normalize, autocast, *sizes, columns=chosen)
-    if official.restricted:
+    view = ResizeCenterCrop(settings["input_size"], 1.0 if part.flag == "imagenet_c" else settings["crop_pct"])
+    columns = None if images.classes == wnids else [wnids.index(wnid) for wnid in images.classes]
+    result = evaluate_images(model, images, view, normalize, autocast, *sizes, columns=columns)
+    if part.benchmark.restricted:
         figures = {name: result[name] for name in ("top1", "top1_unrestricted")}
     else:  # if class folders are missing, their logits still compete, and label i is not logit i
         figures = {"top1": result.get("top1_unrestricted", result["top1"])}
-    return {
-        **figures,
-        "num_images": part.num_images,
-        "official_num_images": official.num_images,
-        "num_classes": len(part.classes),
-        "official_num_classes": official.num_classes,
-        "incomplete": part.incomplete,
-        "source": str(part),
-    }
+    numbers = {"num_images": part.num_images, "num_classes": part.num_classes, "incomplete": part.incomplete}
+    return {**figures, **numbers, "source": str(part)}
 
 
 def settings_of(found: Mapping[str, Any], precision_name: str) -> dict[str, Any]:
@@ -380,13 +340,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser, args = parse_args(argv)
     with evaluation_session(parser, args, args.output_dir, check_flags) as session:
         process, output_dir, wnids = session.process, Path(args.output_dir), imagenet_wnids()
-        path, sha256 = collectives.run_on_rank0(lambda: identify(args.resume))
-        model, found = load_wnid_classifier(path, args, wnids)
+        origin: Any = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
+        model, found = load_wnid_classifier(origin["path"], args, wnids)
         name, autocast, _ = precision(args.precision, process.device)
         settings = settings_of(found, name)
-        session.print(f"{path}, {name} on {count_of(process.world_size, 'process')}; checking the images first")
+        session.print(
+            f"{origin['path']}, {name} on {count_of(process.world_size, 'process')}; checking the images first"
+        )
         parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
-        what = {"checkpoint": str(path), "sha256": sha256, "settings": settings}
+        what = {"checkpoint": origin["path"], "sha256": origin["sha256"], "settings": settings}
         sources = {part.name: str(part) for part in parts}
         results = ResultsFile(output_dir / RESULTS, what, lambda done: {"summary": summarise(done)}, sources)
         missing = results.missing(sources)

@@ -17,11 +17,12 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from downstream.common import scaled_size
 from downstream.image_files import ARRAY, examine, image_errors, read_size
 from util.addressed import AUGMENT, addressed_uniform
 from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
 from util.data.folders import is_hidden, is_image
-from util.data.images import ImageError, ImageFiles, retry_io
+from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
 from util.data.splits import split_of
 from util.data.transforms import TRIES, Size
 from util.text import count_of, shorten
@@ -81,7 +82,8 @@ class SegmentationImages(ImageFiles):
         if not names:
             raise ValueError(f"{str(images)!r} holds no images")
         stems = by_stem(names, f"images in {str(images)!r}")
-        labels = by_stem(list_files(self.label_root, is_png), f"label files in {str(self.label_root)!r}")
+        found = list_files(self.label_root, lambda name: name.lower().endswith(".png"))
+        labels = by_stem(found, f"label files in {str(self.label_root)!r}")
         for missing, what in (
             (sorted(stems.keys() - labels), f"without a label file (.png) in {str(self.label_root)!r}"),
             (sorted(labels.keys() - stems), f"with a label file but no image in {str(images)!r}"),
@@ -104,18 +106,14 @@ class SegmentationImages(ImageFiles):
         Reads the sizes of all pairs from their headers. Decodes NUM_CHECKED evenly spaced pairs. With `all_labels`,
         also decodes every label file. ImageError if more than `max_bad_fraction` of them are bad.
         """
-        spaced = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED, len(self))).astype(int)).tolist()
+        spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()
 
-        def has_class(labels: np.ndarray) -> bool:
-            return bool((labels != IGNORE).any())
-
-        share = slice(rank, None, world_size)
-        everything = range(len(self))
-        examine(self.compare_sizes, everything[share], max_bad_fraction, "pairs")
-        found = examine(lambda i: has_class(self.load(i)[0][..., -1]), spaced[share], max_bad_fraction, "pairs")
+        share, everything, rule = slice(rank, None, world_size), range(len(self)), (max_bad_fraction, "pairs")
+        examine(self.compare_sizes, everything[share], *rule)
+        found = examine(lambda i: (self.load(i)[0][..., -1] != IGNORE).any(), spaced[share], *rule)
         if all_labels:
-            found += examine(lambda i: has_class(self.load_labels(i)), everything[share], max_bad_fraction, "pairs")
-        self.has_class = any(found)
+            found += examine(lambda i: (self.load_labels(i) != IGNORE).any(), everything[share], *rule)
+        self.has_class = bool(np.any(found))
 
     def compare_sizes(self, i: int) -> None:
         """Reads the headers of image i and of its labels. ImageError if one is unreadable or the sizes differ."""
@@ -223,11 +221,6 @@ def list_files(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
     return sorted(found)
 
 
-def is_png(name: str) -> bool:
-    """Whether a file's name ends in .png."""
-    return name.lower().endswith(".png")
-
-
 def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates transformed pairs. Returns (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])."""
     imgs, labels = zip(*(sample[0] for sample in samples), strict=True)
@@ -235,12 +228,6 @@ def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------------- transforms
-
-
-def scaled_size(size: Size, image_scale: Sequence[float]) -> Size:
-    """Returns the size of an image of `size` after it is scaled into `image_scale`, (long side, short side)."""
-    factor = min(image_scale[0] / max(size), image_scale[1] / min(size))
-    return max(1, int(size[0] * factor + 0.5)), max(1, int(size[1] * factor + 0.5))
 
 
 def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
@@ -280,7 +267,7 @@ class SegmentationAugment:
         draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 2 + DISTORTION_DRAWS)[0].tolist()
         u_ratio, u_flip, *draws = draws
         ratio = self.ratio_range[0] + u_ratio * (self.ratio_range[1] - self.ratio_range[0])
-        size = scaled_size(tuple(pair.shape[-2:]), [int(side * ratio) for side in self.image_scale])
+        size = scaled_size(tuple(pair.shape[-2:]), *(int(side * ratio) for side in self.image_scale))
         labels = resize_labels(pair[-1], size)
         top, left = self.choose_crop(labels, draws[: 2 * TRIES])
         rows, columns = slice(top, top + self.size[0]), slice(left, left + self.size[1])
@@ -320,7 +307,7 @@ class ResizeForEvaluation:
 
     def __call__(self, pair: torch.Tensor, epoch: int = 0, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (img uint8 [C, h, w], labels uint8 [H, W]) of uint8 [C + 1, H, W]."""
-        return resize_image(pair[:-1], scaled_size(tuple(pair.shape[-2:]), self.image_scale)), pair[-1].contiguous()
+        return resize_image(pair[:-1], scaled_size(tuple(pair.shape[-2:]), *self.image_scale)), pair[-1].contiguous()
 
 
 DISTORTION_DRAWS = 9

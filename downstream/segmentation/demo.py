@@ -21,13 +21,13 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from downstream.photos import read_photos
+from downstream.demo import cut, read_photos, train_demo
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.data import LabelValues, SegmentationImages
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
-from util.run.cli import Parser, run_program, user_errors
+from util.run.cli import run_program
 from util.run.evaluation import RESULTS
-from util.run.folder import read_json, writable_folder
+from util.run.folder import read_json
 
 PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "coffee.png")
 SIDE = 64  # of a mosaic, in pixels
@@ -41,15 +41,12 @@ def make_mosaic(photos: Sequence[Image.Image], split: str, rng: np.random.Genera
     cells = np.square(grid[:, :, None] - points).sum(axis=-1).argmin(axis=-1)
     img = np.empty((SIDE, SIDE, 3), np.uint8)
     for cell, label in enumerate(chosen):
-        photo, boundary = photos[label], photos[label].width * 2 // 3
-        first, last = (0, boundary) if split == "training" else (boundary, photo.width)
-        x, y = int(rng.integers(first, last - SIDE + 1)), int(rng.integers(photo.height - SIDE + 1))
-        img[cells == cell] = np.asarray(photo.crop((x, y, x + SIDE, y + SIDE)))[cells == cell]
+        img[cells == cell] = cut(photos[label], split == "training", SIDE, rng)[cells == cell]
     return img, chosen[cells].astype(np.uint8)
 
 
 def write_mosaics(root: Path, num_train: int = 200, num_val: int = 40) -> None:
-    """Writes the data set. The seed is fixed: the files are always the same."""
+    """Writes the data set and the names of its classes. The seed is fixed: the files are always the same."""
     photos = read_photos(PHOTOS)
     for number, (split, count) in enumerate((("training", num_train), ("validation", num_val))):
         rng = np.random.default_rng(number)
@@ -59,6 +56,7 @@ def write_mosaics(root: Path, num_train: int = 200, num_val: int = 40) -> None:
             img, labels = make_mosaic(photos, split, rng)
             Image.fromarray(img).save(root / "images" / split / f"{i:03d}.png")
             Image.fromarray(labels).save(root / "annotations" / split / f"{i:03d}.png")
+    (root / "classes.txt").write_text("".join(f"{Path(name).stem}\n" for name in PHOTOS))
 
 
 def baselines(root: Path) -> dict[str, dict[str, Any]]:
@@ -81,19 +79,15 @@ def baselines(root: Path) -> dict[str, dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> bool:
     """Runs the demonstration. Returns False if a signal stopped the training."""
-    parser = Parser("demo.py", description=__doc__)
-    parser.add_argument("output_dir", nargs="?", default="output/segmentation_demo", help="folder of data and run")
-    parser.add_argument("--num_iters", type=int, default=400, help="iterations of the training")
-    args = parser.parse_args(argv)
-    with user_errors(parser):
-        root = writable_folder(args.output_dir).resolve()
-        write_mosaics(root / "mosaics")
-        (root / "classes.txt").write_text("".join(f"{Path(name).stem}\n" for name in PHOTOS))
-    flags = ["--recipe", "segmentation_demo", "--data_path", root / "mosaics", "--output_dir", root / "run"]
-    flags += ["--num_iters", args.num_iters, "--class_names", root / "classes.txt", "--num_workers", "0"]
-    if not main_segmentation.main([str(flag) for flag in flags]):
+
+    def train(flags: Sequence[str]) -> object:
+        names = Path(flags[flags.index("--data_path") + 1]) / "classes.txt"
+        return main_segmentation.main([*flags, "--class_names", str(names)])
+
+    root = train_demo("segmentation_demo", __doc__, 400, write_mosaics, train, argv)
+    if root is None:
         return False
-    for name, scores in baselines(root / "mosaics").items():
+    for name, scores in baselines(root / "data").items():
         print(f"  baseline     {name}: mIoU {scores['miou']:.2f} %")
     print(f"  this run     mIoU {read_json(root / 'run' / RESULTS)['last']['val_miou']:.2f} %")
     return True

@@ -1,6 +1,6 @@
 """The training loop of segmentation, slide inference and evaluation. It knows batches and logits, but no model."""
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
+from downstream.common import each_image
 from downstream.pictures import default_colors, panel
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util import collectives
-from util.data.datasets import AddressedDataset, batches, every_image_once
 from util.data.transforms import Normalize, Size
 from util.pictures import table
+from util.run.evaluation import Evaluation
 from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
@@ -113,32 +113,24 @@ def resize_logits(logits: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate_segmentation(
+def evaluate(
     model: nn.Module,
     images: SegmentationImages,
-    transform: ResizeForEvaluation,
+    args: argparse.Namespace,
+    classes: tuple[list[str], np.ndarray],
     normalize: Normalize,
     autocast: Callable[[], AbstractContextManager],
-    num_classes: int,
-    stride: int,
     num_workers: int,
     alive: Callable[[], None] = lambda: None,
-    num_pictures: int = 0,
-) -> tuple[dict[str, Any], list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Returns (scores of `images`, which the ranks share, and the first `num_pictures` predictions of this rank).
+) -> Evaluation:
+    """Evaluates a model on the images, which the ranks share, with the flags' classes, scale and stride.
 
-    scores: of `metrics.segmentation_scores`, and "num_images". A prediction is (image uint8 [h, w, C], truth [H, W],
-    predicted classes [H, W]). `alive` is called before each image. Logits are resized to the labels, so that each
-    pixel of a label file counts once. RuntimeError if the number of images seen is not that of `images`.
-    FloatingPointError if logits are not finite.
+    classes: (names, colours uint8 [K, 3]). `alive` is called before each image. Logits are resized to the labels, so
+    that each pixel of a label file counts once. FloatingPointError if logits are not finite.
     """
     device, was_training = normalize.mean.device, model.training
-    rank, world_size = collectives.rank_and_world_size()
-    addresses = every_image_once(len(images), 1, rank, world_size)
-    loaded = batches(AddressedDataset(images, transform), addresses, stack_pairs, num_workers, device.type == "cuda")
-    bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
-    counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
-    totals = torch.zeros(2, dtype=torch.int64, device=device)  # images seen, images with logits that are not finite
+    counts = torch.zeros(args.num_classes, args.num_classes, dtype=torch.int64, device=device)
+    num_bad = torch.zeros((), dtype=torch.int64, device=device)
     pictures: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
@@ -146,22 +138,30 @@ def evaluate_segmentation(
             return model(windows)["decode"]
 
     model.eval()
-    for imgs, labels in bar:
-        alive()
+    transform, is_gpu = ResizeForEvaluation(args.image_scale), device.type == "cuda"
+    for _, (imgs, labels) in each_image(images, transform, stack_pairs, num_workers, is_gpu, alive):
         truth = labels[0].to(device, non_blocking=True)
-        logits = slide_logits(predict, normalize(imgs.to(device, non_blocking=True))[0], model.img_size, stride)
-        totals += torch.stack([torch.ones_like(totals[0]), ~logits.isfinite().all()])
+        img = normalize(imgs.to(device, non_blocking=True))[0]
+        logits = slide_logits(predict, img, model.img_size, args.stride)
+        num_bad += ~logits.isfinite().all()
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
-        counts += count_pixels(predicted, truth, num_classes)
-        if len(pictures) < num_pictures:
+        counts += count_pixels(predicted, truth, args.num_classes)
+        if len(pictures) < args.num_pictures:
             pictures.append((imgs[0].permute(1, 2, 0).numpy(), labels[0].numpy(), predicted.cpu().numpy()))
     model.train(was_training)
-    seen, bad = collectives.all_reduce_sum(totals).tolist()
-    if seen != len(images):
-        raise RuntimeError(f"{seen} images were evaluated instead of {len(images)}")
-    if bad:
+    if bad := collectives.all_reduce_sum(num_bad).item():
         raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")
-    return segmentation_scores(collectives.all_reduce_sum(counts)) | {"num_images": seen}, pictures
+    found = segmentation_scores(collectives.all_reduce_sum(counts))
+    scores = {name: found[name] for name in ("miou", "macc", "aacc")} | {"num_images": len(images)}
+    is_main = collectives.rank_and_world_size()[0] == 0
+    picture = draw_predictions(pictures, classes[1]) if pictures and is_main else None
+    return Evaluation(scores, name_scores(found, classes[0]), picture)
+
+
+def name_scores(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns {"iou": {class: value}, "acc": {class: value}}. Classes of one name are told apart by their number."""
+    unique = [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names)]
+    return {key: dict(zip(unique, scores[key], strict=True)) for key in ("iou", "acc")}
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

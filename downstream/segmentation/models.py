@@ -1,7 +1,7 @@
 """Segmentation models: a ViT with UPerNet (Xiao et al., ECCV 2018), or a frozen ViT with a linear layer.
 
 Names of modules inside neck and heads are those of mmsegmentation, whose published weights fit
-(`mmsegmentation_names`). All models return {name: logits [B, num_classes, h, w]}, of which "decode" is the prediction.
+(`released.py`). All models return {name: logits [B, num_classes, h, w]}, of which "decode" is the prediction.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from downstream.common import SIZES
 from downstream.segmentation.batch_norm import SyncBatchNorm2d
-from downstream.segmentation.vit_backbone import SIZES, DenseViT, dense_names, pyramid_blocks
-from encoders.names import Tensors, rename
+from downstream.segmentation.vit_backbone import DenseViT, pyramid_blocks
 
 HEADS = ("upernet", "linear")
 POOL_SIZES = (1, 2, 3, 6)  # sides of the grids of pyramid pooling
@@ -191,38 +191,3 @@ def build_segmenter(settings: Mapping[str, Any]) -> UPerNet | LinearSegmenter:
     if settings["head"] == "linear":
         return LinearSegmenter(settings["num_classes"], **options)
     return UPerNet(settings["num_classes"], settings["decoder_channels"], **options)
-
-
-# ------------------------------------------------------------------------------------- published weights of UPerNet
-
-# Names of mmsegmentation's MAE and BEiT backbones, and ours. Those of neck and heads are the same.
-MMSEGMENTATION = (
-    (r"^backbone\.patch_embed\.projection\.", "backbone.patch_embed.proj."),
-    (r"^backbone\.layers\.", "backbone.blocks."),
-    (r"^(backbone\.blocks\.\d+)\.(?:ln|norm)([12])\.", r"\1.norm\2."),
-    (r"^(backbone\.blocks\.\d+)\.ffn\.layers\.0\.0\.", r"\1.mlp.fc1."),
-    (r"^(backbone\.blocks\.\d+)\.ffn\.layers\.1\.", r"\1.mlp.fc2."),
-)
-
-
-def is_mmsegmentation(weights: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the key names of mmsegmentation's ViTs."""
-    return any(name.startswith("backbone.layers.") for name in weights)
-
-
-def mmsegmentation_names(weights: Tensors) -> Tensors:
-    """Returns a state dict of mmsegmentation's UPerNet on MAE or BEiT under the names of `UPerNet`.
-
-    Buffers that the model computes itself are left out, and so is the bias of keys (see `DenseViT`). A BEiT without a
-    position table gets one of zeros, for the square grid of its tables of relative-position biases.
-    """
-    stored = {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
-    renamed = rename(stored, MMSEGMENTATION)
-    token, biases = (
-        renamed.get("backbone.cls_token"),
-        renamed.get("backbone.blocks.0.attn.relative_position_bias_table"),
-    )
-    if "backbone.pos_embed" not in renamed and token is not None and biases is not None:
-        side = round(((len(biases) - 3) ** 0.5 + 1) / 2)  # (2 side - 1)^2 offsets, and three rows of the class token
-        renamed["backbone.pos_embed"] = token.new_zeros(1, 1 + side**2, token.shape[2])
-    return dense_names(renamed)

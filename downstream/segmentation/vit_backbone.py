@@ -9,19 +9,10 @@ from torch import nn
 
 from encoders.models_relative_vit import RelativeBlock
 from encoders.names import Tensors, rename
-from models_vit import BASE, HUGE, LARGE, MICRO, MINI, SMALL, TINY, PositionedEncoder, drop_path_rates, init_weights
+from models_vit import PositionedEncoder, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
 
-SIZES = {
-    "vit_micro_patch4": MICRO,
-    "vit_mini_patch4": MINI,
-    "vit_tiny_patch16": TINY,
-    "vit_small_patch16": SMALL,
-    "vit_base_patch16": BASE,
-    "vit_large_patch16": LARGE,
-    "vit_huge_patch14": HUGE,
-}
 # Endings of parameters that pre-training does not have.
 NEW_KEYS = ("relative_position_bias_table", "gamma_1", "gamma_2")
 

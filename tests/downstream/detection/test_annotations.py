@@ -9,7 +9,7 @@ from tests.downstream.detection.coco import open_split, uncompressed, write_coco
 
 pytest.importorskip("faster_coco_eval")
 
-from downstream.detection.masks import check_segmentation, decode_mask, decompress, encode_mask
+from downstream.detection.masks import decode_mask, encode_mask
 
 
 def test_polygons_and_codes_are_the_same_mask():
@@ -19,8 +19,6 @@ def test_polygons_and_codes_are_the_same_mask():
     for code in (polygon, uncompressed(mask), encode_mask(mask.astype(bool))):
         assert np.array_equal(decode_mask(code, 9, 12), mask)
     json.dumps(encode_mask(mask.astype(bool)))
-    with pytest.raises(ValueError, match=r"size\) \[9, 12\]|\[9, 12\] instead of \[9, 13\]"):
-        decode_mask(uncompressed(mask), 9, 13)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_polygons_and_codes_are_the_same_mask():
         (lambda c: c["images"][1].update(id=100), "has several images with the id 100"),
         (lambda c: c["images"][1].update(file_name="000.png"), "has several images with the file_name '000.png'"),
         (lambda c: c["categories"][1].update(id=7), "has several categories with the id 7"),
-        (lambda c: c["images"][1].update(file_name="../x.png"), "image 99: its file_name '../x.png' leads outside"),
+        (lambda c: c["images"][1].update(file_name=7), "image 99: its file_name 7 is no path"),
         (lambda c: c["images"][1].update(height=0), "image 99: its height and width are .0, 40. instead of integers"),
         (lambda c: c["images"][1].update(height=56.0), "image 99: its height and width are .56.0, 40. instead of"),
         (lambda c: c["annotations"].clear(), "has no image with an object"),
@@ -72,7 +70,7 @@ SEGMENTATIONS = {
     r"its code has the .height, width. \[40.0, 56.0\]": [{"size": [40.0, 56.0], "counts": [2240]}],
     "the counts of its code add up to 30 pixels, but its image has 40 x 56": [{"size": [40, 56], "counts": [10, 20]}],
     "its code holds counts that are no integers from 0 on": [
-        *({"size": [40, 56], "counts": counts} for counts in ([-2, 2242], [2240.0], ["a", 20], [None], "`", "P", "~"))
+        *({"size": [40, 56], "counts": counts} for counts in ([-2, 2242], [2240.0], ["a", 20], [None]))
     ],
 }
 
@@ -86,19 +84,3 @@ def test_bad_segmentations_are_refused_before_training(tmp_path, message, codes)
         )
         with pytest.raises(ValueError, match="annotation 1: " + message):
             open_split(root, "val", False)
-
-
-def test_compressed_codes_are_counted_as_the_library_writes_them(tmp_path):
-    """Masks with runs that are longer and shorter than the runs two before, and with several characters for each."""
-    rng = np.random.default_rng(0)
-    for share in (0.001, 0.05, 0.5, 0.95):
-        mask = rng.random((67, 91)) < share
-        assert decompress(encode_mask(mask)["counts"]) == uncompressed(mask.astype(np.uint8))["counts"]
-    code = encode_mask(rng.random((40, 56)) < 0.3)
-    root = write_coco(tmp_path, "val", 2, edit=lambda c: c["annotations"][0].update(segmentation=code))
-    assert open_split(root, "val", False).annotations(1)[0]["segmentation"] == code
-    shorter = {**code, "counts": encode_mask(np.ones((40, 55), bool))["counts"]}
-    assert (
-        check_segmentation(shorter, (40, 56))
-        == "the counts of its code add up to 2200 pixels, but its image has 40 x 56"
-    )

@@ -13,7 +13,7 @@ from downstream.probe import main_probe
 from downstream.probe.main_probe import GRID, rate_at, split_held_out
 from downstream.probe.models import FrozenEncoder
 from tests.locks import held_by_another_process
-from tests.test_monitor import data  # noqa: F401  (a fixture)
+from tests.runs import refused
 from tests.util.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
@@ -22,17 +22,21 @@ from util.run.checkpoint import save_checkpoint
 SMALL = "--steps 12 --total_batch_size 8 --num_workers 0 --device cpu"
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    """The folder of an untrained run."""
-    folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
+def write_encoder(folder, seed=0):
+    """An untrained run."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(seed)
     settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"]))
     save_checkpoint(folder, 1, {"model": main_pretrain.build_model(settings).state_dict()}, {"settings": settings})
     return folder
 
 
-def command(encoder, data, output_dir, *flags):  # noqa: F811
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def command(encoder, data, output_dir, *flags):
     found = [encoder, *SMALL.split(), "--data_path", data, "--output_dir", output_dir, *flags]
     return [str(word) for word in found]
 
@@ -43,15 +47,10 @@ def probe(*arguments):
 
 
 def fails(capsys, *arguments, code=2):
-    with pytest.raises(SystemExit) as stop:
-        main_probe.main(command(*arguments))
-    assert stop.value.code == code
-    message = capsys.readouterr().err
-    assert message.startswith("main_probe.py: error: ") and "Traceback" not in message and len(message) < 1200
-    return message
+    return refused(capsys, main_probe.main, *command(*arguments), code=code)
 
 
-def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path):  # noqa: F811
+def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path):
     rows = probe(encoder, data, tmp_path, "--probes", "knn", "--blocks", 2, 4)["results"]
     model, _ = main_pretrain.load_run(encoder)
     view, normalize, found = ResizeCenterCrop(32), Normalize(), {}
@@ -100,26 +99,21 @@ def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path,
     assert "step 40/40: mean loss of all heads" in out and "| attentive | 4     | patches | lr" in out
 
 
-def test_the_held_out_tenth_never_trains(encoder, data, tmp_path, monkeypatch):  # noqa: F811
-    loads, kinds = [], {RandomResizedCropFlip: "train", ResizeCenterCrop: "score"}
-    load, getitem = main_probe.ImageSubset.load, main_probe.AddressedDataset.__getitem__
-    current = []
-
-    def record(self, i):
-        loads.append((current[-1], len(self), int(self.indices[i])))
-        return load(self, i)
+def test_the_held_out_tenth_never_trains(encoder, data, tmp_path, monkeypatch):
+    loads, getitem = [], main_probe.AddressedDataset.__getitem__
 
     def note(self, address):
-        current.append(kinds[type(self.transform)])
+        images, i = self.images, address[1]
+        is_subset = isinstance(images, main_probe.ImageSubset)
+        loads.append((type(self.transform), len(images), int(images.indices[i]) if is_subset else i))
         return getitem(self, address)
 
-    monkeypatch.setattr(main_probe.ImageSubset, "load", record)
     monkeypatch.setattr(main_probe.AddressedDataset, "__getitem__", note)
     probe(encoder, data, tmp_path, "--probes", "linear")
     training, held_out = split_held_out(24)
     assert len(held_out) == 2 and sorted([*training, *held_out]) == list(range(24))
-    assert {i for kind, _, i in loads if kind == "train"} == set(training)
-    assert [i for kind, _, i in loads if kind == "score"] == list(held_out)
+    assert {i for kind, _, i in loads if kind is RandomResizedCropFlip} == set(training)
+    assert [i for kind, number, i in loads if kind is ResizeCenterCrop and number == 24] == list(held_out)
 
 
 def test_the_split_is_a_permutation_that_no_flag_changes():
@@ -136,7 +130,7 @@ def test_the_schedule_warms_up_linearly_and_ends_at_zero():
     assert rates[325] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
 
 
-def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys, monkeypatch):
     content = probe(encoder, data, tmp_path / "out", "--probes", "knn")
     with monkeypatch.context() as patch:
         patch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
@@ -144,11 +138,7 @@ def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys
     assert "already holds 1 of 1 part: knn" in capsys.readouterr().out
     message = fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn", "--blocks", 3)
     assert "probe.json' holds other results (blocks was [4] and now is [3]); choose another --output_dir" in message
-    other = tmp_path / "other"
-    torch.manual_seed(1)
-    other.mkdir()
-    settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"]))
-    save_checkpoint(other, 1, {"model": main_pretrain.build_model(settings).state_dict()}, {"settings": settings})
+    other = write_encoder(tmp_path / "other", seed=1)
     assert "holds other results (checkpoint was" in fails(capsys, other, data, tmp_path / "out", "--probes", "knn")
     assert json.loads((tmp_path / "out" / "probe.json").read_text()) == content
     (tmp_path / "out" / "probe.json").write_text("[]")
@@ -176,7 +166,7 @@ def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys
 )
 def test_errors_are_one_paragraph_before_anything_is_computed(
     encoder,
-    data,  # noqa: F811
+    data,
     tmp_path,
     capsys,
     monkeypatch,
@@ -190,7 +180,7 @@ def test_errors_are_one_paragraph_before_anything_is_computed(
 
 
 @pytest.mark.parametrize(("image", "split"), [(5, 24), (24 + 3, 10)])
-def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch, image, split):  # noqa: F811
+def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch, image, split):
     """One image of the 24 in train/, or of the 10 in val/, has a feature that is NaN."""
     vectors, seen = FrozenEncoder.vectors, [0]
 
@@ -207,7 +197,7 @@ def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path,
     assert expected in message and not (tmp_path / "out" / "probe.json").exists()
 
 
-def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_path, capsys, monkeypatch):
     """First one head of each grid has diverged, then all of them have."""
     train_heads, diverged = main_probe.Probing.train_heads, slice(3, 4)
 
@@ -228,7 +218,7 @@ def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_pat
     assert not (tmp_path / "all" / "probe.json").exists()
 
 
-def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):  # noqa: F811
+def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):
     monkeypatch.setattr(main_probe.StopSignal, "agreed", lambda stop: True)
     words = command(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
     assert main_probe.main(words) is False
@@ -240,20 +230,19 @@ def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_pa
     assert list(content["parts"]) == ["knn", "heads"] and content["results"][: len(kept["results"])] == kept["results"]
 
 
-def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, monkeypatch):
     with held_by_another_process(tmp_path / "out") as message, monkeypatch.context() as patch:
         patch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed"))
         assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
     probe(encoder, data, tmp_path / "out", "--probes", "knn")  # a lock goes with its process
 
 
-def test_an_encoder_must_be_named(data, tmp_path, capsys):  # noqa: F811
-    with pytest.raises(SystemExit):
-        main_probe.main(["--data_path", str(data), "--output_dir", str(tmp_path / "out")])
-    assert "give a checkpoint, a run's folder, or --timm NAME" in capsys.readouterr().err
+def test_an_encoder_must_be_named(data, tmp_path, capsys):
+    message = refused(capsys, main_probe.main, "--data_path", data, "--output_dir", tmp_path / "out")
+    assert "give a checkpoint, a run's folder, or --timm NAME" in message
 
 
-def test_two_processes_give_the_results_of_one(encoder, data, tmp_path):  # noqa: F811
+def test_two_processes_give_the_results_of_one(encoder, data, tmp_path):
     flags = ("--batch_size", 2, "--blocks", 4)
     code, out = run_by_torchrun("downstream/probe/main_probe.py", *command(encoder, data, tmp_path / "two", *flags))
     assert code == 0, out[-3000:]

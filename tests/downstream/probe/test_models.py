@@ -208,33 +208,39 @@ def test_other_networks_of_timm_have_what_their_features_have(name, monkeypatch)
         torch.testing.assert_close(found[key], value)
 
 
-def test_what_cannot_be_opened_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="'vit_bse' is no model of timm"):
-        open_timm_model("vit_bse")
+VIT = "vit_tiny_patch16_224"
 
-    def no_network(*_, **__):
-        raise OSError("no route to host")
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("vit_bse", None, "'vit_bse' is no model of timm"),
+        (VIT, None, "with its pre-trained weights: OSError: no route to host; without a network, download"),
+        (VIT, "missing", "^no weights at '.*/w.pth': give the path of a file, or none for those of timm$"),
+        (VIT, "not a checkpoint", r"make 'vit_tiny_patch16_224' with '.*w.pth': \w+Error: (?!.*network)"),
+        (VIT, {"a": torch.zeros(1)}, "w.pth' holds no 'vit_tiny_patch16_224': it lacks cls_token, pos_embed"),
+        ("", {"a": torch.zeros(1)}, "holds no encoder of a known kind"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(tmp_path, monkeypatch, name, content, message):
+    """Without a network. name: of a model of timm, or "" for any file."""
+
+    def no_network(name, pretrained, **options):
+        if pretrained:
+            raise OSError("no route to host")
+        return create(name, **options)
+
+    create, path = timm.create_model, tmp_path / "w.pth"
     monkeypatch.replace_in(models_probe, "timm.create_model", no_network)
-    with pytest.raises(
-        ValueError, match="with its pre-trained weights: OSError: no route to host; without a network, download"
-    ):
-        open_timm_model("vit_tiny_patch16_224")
-    with pytest.raises(
-        ValueError, match="^no weights at 'no.pth': give the path of a file, or none for those of timm$"
-    ):
-        open_timm_model("vit_tiny_patch16_224", "no.pth")
-    monkeypatch.undo()
-    (tmp_path / "text.pth").write_text("not a checkpoint")
-    with pytest.raises(ValueError, match=r"make 'vit_tiny_patch16_224' with '.*text.pth': \w+Error: ") as found:
-        open_timm_model("vit_tiny_patch16_224", str(tmp_path / "text.pth"))
-    assert "network" not in str(found.value)
-    torch.save({"a": torch.zeros(1)}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match="a.pth' holds no 'vit_tiny_patch16_224': it lacks cls_token, pos_embed"):
-        open_timm_model("vit_tiny_patch16_224", str(tmp_path / "a.pth"))
-    torch.save({"a": torch.zeros(1)}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match="holds no encoder of a known kind"):
-        open_encoder(tmp_path / "a.pth")
+    if isinstance(content, dict):
+        torch.save(content, path)
+    elif content != "missing":
+        path.write_text(content or "")
+    with pytest.raises(ValueError, match=message):
+        open_timm_model(name, None if content is None else str(path)) if name else open_encoder(path)
+
+
+def test_registers_are_no_part_of_our_encoders(tmp_path):
     weights = vit_micro_patch4(num_classes=3, global_pool="token").state_dict() | {"reg_token": torch.zeros(1, 4, 96)}
     torch.save(weights, tmp_path / "registers.pth")
     with pytest.raises(CheckpointError, match="this ViTEncoder has no reg_token"):

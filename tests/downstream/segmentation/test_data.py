@@ -2,7 +2,6 @@
 
 import colorsys
 import re
-import shutil
 import struct
 import zlib
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from downstream.common import scaled_size
 from downstream.segmentation.data import (
     DISTORTION_DRAWS,
     IGNORE,
@@ -22,23 +22,11 @@ from downstream.segmentation.data import (
     resize_image,
     resize_labels,
     scale_saturation,
-    scaled_size,
     turn_hue,
 )
 from tests.conftest import write_photo
+from tests.downstream.segmentation.pairs import write_pairs
 from util.data.images import ImageError
-
-
-def write_pairs(root, count=4, split="training", values=(0, 1, 2, 255), size=(40, 30)):
-    """Photographs with label maps of vertical stripes."""
-    for kind in ("images", "annotations"):
-        (root / kind / split).mkdir(parents=True, exist_ok=True)
-    for i in range(count):
-        write_photo(root / "images" / split / f"{i}.jpg", size, seed=i)
-        stripes = np.array(values, np.uint8)[(np.arange(size[0]) // 3 + i) % len(values)]
-        Image.fromarray(np.tile(stripes, (size[1], 1))).save(root / "annotations" / split / f"{i}.png")
-    return root
-
 
 # ----------------------------------------------------------------------------------------------------- label values
 
@@ -150,65 +138,44 @@ def test_images_of_other_channels(tmp_path, channels):
         SegmentationImages(tmp_path, "train", LabelValues(3), 5).check()
 
 
-def broken(root, what):
-    """Spoils one thing of a good data set."""
-    label, image = root / "annotations/training/1.png", root / "images/training/1.jpg"
-    if what == "label missing":
-        label.unlink()
-    elif what == "image missing":
-        image.unlink()
-    elif what == "size":
-        write_photo(image, (41, 30))
-    elif what == "value":
-        Image.fromarray(np.full((30, 40), 7, np.uint8)).save(label)
-    elif what == "colours":
-        Image.fromarray(np.zeros((30, 40, 3), np.uint8)).save(label)
-    elif what == "16 bits":
-        Image.fromarray(np.zeros((30, 40), np.uint16)).save(label)
-    elif what == "truncated":
-        label.write_bytes(label.read_bytes()[:60])
-    elif what == "empty":
-        for path in root.rglob("*.??g"):
-            path.unlink()
-    elif what == "no split":
-        (root / "annotations/training").rename(root / "annotations/all")
-    elif what == "two splits":
-        (root / "images/train").mkdir()
-    elif what == "two endings":
-        write_photo(root / "images/training/1.png", (40, 30))
-    return root
+def save(array, path):
+    Image.fromarray(array).save(path)
+
+
+LABEL, IMAGE = "annotations/training/1.png", "images/training/1.jpg"
+BAD = [
+    (lambda root: (root / LABEL).unlink(), r"1 name without a label file \(.png\) in '.*annotations/training': 1"),
+    (lambda root: (root / IMAGE).unlink(), "1 name with a label file but no image in '.*images/training': 1"),
+    (lambda root: write_photo(root / IMAGE, (41, 30)), "1.jpg' has 41 x 30 pixels, its labels '.*1.png' 40 x 30"),
+    (
+        lambda root: save(np.full((30, 40), 7, np.uint8), root / LABEL),
+        "1.png' is no label file of this data set: it holds the values 7; 0 to 2 are classes, 255 is ignored",
+    ),
+    (
+        lambda root: save(np.zeros((30, 40, 3), np.uint8), root / LABEL),
+        "1.png' has 3 channels; labels must be one class index per pixel",
+    ),
+    (
+        lambda root: save(np.zeros((30, 40), np.uint16), root / LABEL),
+        "1.png' cannot be read: its values have 16 bits; labels must have 8",
+    ),
+    (lambda root: (root / LABEL).write_bytes((root / LABEL).read_bytes()[:60]), "1.png' cannot be read"),
+    (lambda root: [path.unlink() for path in root.rglob("*.??g")], "images/training' holds no images"),
+    (
+        lambda root: (root / "annotations/training").rename(root / "annotations/all"),
+        "annotations' has no folder of the split 'train'; expected are images/training",
+    ),
+    (lambda root: (root / "images/train").mkdir(), "images' has two folders for the split 'train'"),
+    (lambda root: write_photo(root / "images/training/1.png", (40, 30)), "differ in their ending alone: 1.jpg"),
+]
 
 
 @pytest.mark.fault("U80", "segmentation data: missing, mismatched, unreadable or foreign files", "refused by name")
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("label missing", r"1 name without a label file \(.png\) in '.*annotations/training': 1"),
-        ("image missing", "1 name with a label file but no image in '.*images/training': 1"),
-        ("size", "1.jpg' has 41 x 30 pixels, its labels '.*1.png' 40 x 30"),
-        (
-            "value",
-            "1.png' is no label file of this data set: it holds the values 7; 0 to 2 are classes, 255 is ignored",
-        ),
-        ("colours", "1.png' has 3 channels; labels must be one class index per pixel"),
-        ("16 bits", "1.png' cannot be read: its values have 16 bits; labels must have 8"),
-        ("truncated", "1.png' cannot be read"),
-        ("empty", "images/training' holds no images"),
-        ("no split", "annotations' has no folder of the split 'train'; expected are images/training"),
-        ("two splits", "images' has two folders for the split 'train'"),
-        ("two endings", "differ in their ending alone: 1.jpg"),
-    ],
-)
-def test_bad_data_is_refused_by_name(tmp_path, what, message):
-    root = broken(write_pairs(tmp_path), what)
+@pytest.mark.parametrize(("spoil", "message"), BAD, ids=[message[:20] for _, message in BAD])
+def test_bad_data_is_refused_by_name(tmp_path, spoil, message):
+    spoil(write_pairs(tmp_path))
     with pytest.raises(ValueError, match=message):
-        SegmentationImages(root, "train", LabelValues(3)).check()
-
-
-@pytest.fixture(scope="module")
-def many_pairs(tmp_path_factory):
-    """220 pairs. `check` reads every second one as a whole, or fewer."""
-    return write_pairs(tmp_path_factory.mktemp("many"), 220, size=(8, 6))
+        SegmentationImages(tmp_path, "train", LabelValues(3)).check()
 
 
 def bad_numbers(root, **options):
@@ -220,20 +187,18 @@ def bad_numbers(root, **options):
     return set()
 
 
-def test_all_sizes_and_label_values_are_checked(many_pairs, tmp_path):
+def test_all_sizes_and_label_values_are_checked(tmp_path, monkeypatch):
     """Two bad files that are not among the evenly spaced ones: one of another size, one with another value."""
-    root = shutil.copytree(many_pairs, tmp_path / "copy")
-    order = sorted(range(220), key=str)
-    spaced = {order[i] for i in np.linspace(0, 219, 100).astype(int)}
-    first, second = sorted(set(range(220)) - spaced)[7:9]
+    monkeypatch.setattr("downstream.segmentation.data.NUM_CHECKED", 5)
+    root = write_pairs(tmp_path, 10, size=(8, 6))
     assert not bad_numbers(root, all_labels=True)
-    Image.fromarray(np.full((6, 8), 9, np.uint8)).save(root / f"annotations/training/{first}.png")
-    assert not bad_numbers(root) and bad_numbers(root, all_labels=True) == {first}
+    save(np.full((6, 8), 9, np.uint8), root / "annotations/training/3.png")
+    assert not bad_numbers(root) and bad_numbers(root, all_labels=True) == {3}
     shares = [bad_numbers(root, all_labels=True, rank=rank, world_size=2) for rank in range(2)]
     assert sorted(map(len, shares)) == [0, 1]
-    assert not bad_numbers(root, all_labels=True, max_bad_fraction=0.01)
-    Image.fromarray(np.zeros((6, 9), np.uint8)).save(root / f"annotations/training/{second}.png")
-    assert bad_numbers(root) == {second} and not bad_numbers(root, max_bad_fraction=0.01)
+    assert not bad_numbers(root, all_labels=True, max_bad_fraction=0.1)
+    save(np.zeros((6, 9), np.uint8), root / "annotations/training/5.png")
+    assert bad_numbers(root) == {5} and not bad_numbers(root, max_bad_fraction=0.1)
 
 
 def test_ignored_pixels_have_no_class(tmp_path):
@@ -261,10 +226,10 @@ def test_the_flag_for_classes_that_begin_at_1_is_named():
 
 def test_scaled_sizes():
     """(height, width): the short side becomes 512, unless the long one would exceed 2048. Halves are rounded up."""
-    assert scaled_size((512, 683), (2048, 512)) == (512, 683)
-    assert scaled_size((300, 400), (2048, 512)) == (512, 683)
-    assert scaled_size((200, 1000), (2048, 512)) == (410, 2048)
-    assert scaled_size((1000, 600), (1024, 256)) == (427, 256)
+    assert scaled_size((512, 683), 2048, 512) == (512, 683)
+    assert scaled_size((300, 400), 2048, 512) == (512, 683)
+    assert scaled_size((200, 1000), 2048, 512) == (410, 2048)
+    assert scaled_size((1000, 600), 1024, 256) == (427, 256)
 
 
 def test_resizing_against_slow_interpolation():

@@ -1,10 +1,9 @@
-"""Losses, slide inference and scores against slow derivations; the schedule; colours."""
+"""Losses, slide inference and scores against slow derivations; colours."""
 
 import numpy as np
 import pytest
 import torch
 
-from downstream.common import LinearDecay
 from downstream.segmentation.data import IGNORE
 from downstream.segmentation.engine_segmentation import (
     default_colors,
@@ -167,15 +166,7 @@ def test_a_large_image_is_cut_into_several_batches():
     assert sizes == [8, 8]
 
 
-# ---------------------------------------------------------------------------------------------- schedule and colours
-
-
-def test_the_rate_falls_linearly_after_a_warm_up():
-    rate = LinearDecay(num_iters=160_000, warmup_iters=1500, lr=1e-4)
-    assert rate(0) == pytest.approx(1e-10) and rate(159_999) == pytest.approx(1e-4 / 160_000)
-    assert rate(750) == pytest.approx(1e-4 * (1 - 750 / 160_000) * (1e-6 + (1 - 1e-6) / 2))
-    assert rate(1500) == pytest.approx(1e-4 * (1 - 1500 / 160_000)) and rate(80_000, 0.75) == pytest.approx(0.375e-4)
-    assert LinearDecay(10, 0, 1.0, min_lr=0.5)(5) == 0.75
+# ---------------------------------------------------------------------------------------------------------- colours
 
 
 def test_names_and_colours_of_classes(tmp_path):
