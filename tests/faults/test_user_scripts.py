@@ -1,9 +1,9 @@
 """User errors with the scripts: wrong files, unwritable places, missing packages, Ctrl-C, closed pipes."""
 
+import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-import main_finetune
-import main_pretrain
 import models_mae_pr
 from scripts import visualize
-from tests.conftest import write_photo
-from tests.runs import refused as refused_here
+from tests.runs import finetune, pretrain
+from tests.runs import refused as refused_main
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
 from tools.reference_mae import ReferenceMAE
 from util import pictures
@@ -26,44 +24,31 @@ from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 # These programs need no arguments.
 WORK_ALONE = ("demo", "document_tables", "fault_matrix", "mutants", "run_recipes")
-COMMON = ["--batch_size", "8", "--epochs", "1", "--warmup_epochs", "0", "--num_workers", "0", "--device", "cpu"]
-TUNED = {"tuned": ("vit_micro_patch4", "prmim"), "swin": ("swin_micro_patch4_window4", "green")}  # (model, encoder)
 
 
-def refused(name, *arguments, cwd):
-    """Run a script that must end with exit code 2, one paragraph and a line about --help. Returns the error."""
-    done = run_file(name, *arguments, cwd=cwd)
-    assert "Traceback" not in done.stderr and done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"{Path(name).name}: error: ") and len(done.stderr.splitlines()) <= 2
-    return done.stderr
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """Calls a script's main in `tmp_path`, which must end with exit code 2 and one paragraph. Returns the error."""
 
+    def run(name, *arguments):
+        main = importlib.import_module(name.removesuffix(".py").replace("/", ".")).main
+        message = refused_main(capsys, main, *arguments)
+        assert message.startswith(f"{Path(name).name}: error: ") and len(message.splitlines()) <= 2
+        return message
 
-@pytest.fixture(scope="module")
-def labelled(photos, tmp_path_factory):
-    """24 training images and 4 validation images of two classes."""
-    root = tmp_path_factory.mktemp("labelled")
-    shutil.copytree(photos / "train", root / "train")
-    for label, name in enumerate(("cat", "dog")):
-        (root / "val" / name).mkdir(parents=True)
-        for i in range(2):
-            write_photo(root / "val" / name / f"{i}.png", seed=1000 + 10 * label + i)
-    return root
+    monkeypatch.chdir(tmp_path)
+    return run
 
 
 @pytest.fixture(scope="module")
 def runs(labelled, tmp_path_factory):
     """A folder with finished runs of three steps each: pre-trained ones, and two fine-tuned from them."""
-    root = tmp_path_factory.mktemp("runs")
-    for name, model, *flags in (
-        ("prmim", "mae_vit_micro_patch4"),
-        ("mae", "mae_vit_micro_patch4", "--throw_ratio", "0"),
-        ("green", "greenmim_swin_micro_patch4_window4"),
-    ):
-        where = ["--data_path", str(labelled), "--output_dir", str(root / name), "--picture_every", "0"]
-        main_pretrain.main([*COMMON, "--model", model, *where, *flags])
-    for name, (model, encoder) in TUNED.items():
-        where = ["--data_path", str(labelled), "--output_dir", str(root / name), "--finetune", str(root / encoder)]
-        main_finetune.main([*COMMON, "--model", model, *where])
+    root, short = tmp_path_factory.mktemp("runs"), ("--epochs", 1, "--warmup_epochs", 0)
+    pretrain(labelled, root / "prmim", *short)
+    pretrain(labelled, root / "mae", *short, "--throw_ratio", 0)
+    pretrain(labelled, root / "green", *short, "--model", "greenmim_swin_micro_patch4_window4")
+    finetune(labelled, root / "tuned", *short, "--finetune", root / "prmim")
+    finetune(labelled, root / "swin", *short, "--model", "swin_micro_patch4_window4", "--finetune", root / "green")
     return root
 
 
@@ -80,14 +65,14 @@ def test_help(name, tmp_path):
 
 @pytest.mark.fault("U57", "a flag that a program does not know", "exit code 2 and one paragraph")
 @pytest.mark.parametrize("name", [*SCRIPTS, *MAINS])
-def test_an_unknown_flag(name, tmp_path):
-    refused(name, "--no_such_flag", cwd=tmp_path)
+def test_an_unknown_flag(name, tmp_path, refused):
+    refused(name, "--no_such_flag")
 
 
 @pytest.mark.fault("U58", "a script without its arguments", "exit code 2; one paragraph says what is missing")
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if Path(name).stem not in WORK_ALONE])
-def test_no_arguments(name, tmp_path):
-    refused(name, cwd=tmp_path)
+def test_no_arguments(name, tmp_path, refused):
+    refused(name)
     assert not list(tmp_path.iterdir())
 
 
@@ -108,14 +93,14 @@ def test_no_arguments(name, tmp_path):
         ("nan.jsonl", "'nan.jsonl' reports no finite loss"),
     ],
 )
-def test_plot_losses_names_what_is_wrong(tmp_path, run, message):
+def test_plot_losses_names_what_is_wrong(tmp_path, refused, run, message):
     pytest.importorskip("matplotlib")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "text.txt").write_text("hello\nworld\n")
     (tmp_path / "numbers.json").write_text('[1, 2]\n{"step": "one", "loss": 1}\n{"step": 2}\n')
     (tmp_path / "nan.jsonl").write_text('{"step": 1, "loss": null}\n')
     Image.new("RGB", (8, 8)).save(tmp_path / "picture.png")
-    assert message in refused("scripts/plot_losses.py", run, cwd=tmp_path)
+    assert message in refused("scripts/plot_losses.py", run)
     assert not (tmp_path / "losses.svg").exists()
 
 
@@ -135,9 +120,9 @@ def test_plot_losses_of_fine_tuning(runs, tmp_path):
     ("script", "arguments"),
     [("scripts/plot_losses", ["nowhere"]), ("tools/study_report", ["nowhere.csv", "--report", "new/s.md"])],
 )
-def test_matplotlib_is_missing(tmp_path, monkeypatch, script, arguments):
+def test_matplotlib_is_missing(tmp_path, refused, monkeypatch, script, arguments):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # makes the import fail
-    message = refused(f"{script}.py", *arguments, cwd=tmp_path)
+    message = refused(f"{script}.py", *arguments)
     assert "the plots need matplotlib: pip install -r requirements-dev.txt" in message
     assert not list(tmp_path.iterdir())
 
@@ -154,17 +139,17 @@ def test_matplotlib_is_missing(tmp_path, monkeypatch, script, arguments):
         ("file/x", "'file/x': Not a directory"),
     ],
 )
-def test_sample_photos_to_an_unwritable_place(tmp_path, where, message):
+def test_sample_photos_to_an_unwritable_place(tmp_path, refused, where, message):
     pytest.importorskip("skimage")
     (tmp_path / "file").touch()
-    assert message in refused("scripts/sample_photos.py", where, cwd=tmp_path)
+    assert message in refused("scripts/sample_photos.py", where)
 
 
 @pytest.mark.fault("U51", "sample_photos.py to an unwritable place, or without scikit-image", "one line says why")
-def test_sample_photos_without_scikit_image(tmp_path, monkeypatch):
+def test_sample_photos_without_scikit_image(tmp_path, refused, monkeypatch):
     for name in ("skimage", "skimage.data"):  # skimage.data may have been imported before
         monkeypatch.setitem(sys.modules, name, None)
-    message = refused("scripts/sample_photos.py", "photos", cwd=tmp_path)
+    message = refused("scripts/sample_photos.py", "photos")
     assert "the photographs are from scikit-image, which is not installed: pip install" in message
     assert not (tmp_path / "photos").exists()
 
@@ -185,8 +170,8 @@ def test_sample_photos_without_scikit_image(tmp_path, monkeypatch):
         ("nowhere", "no checkpoint at '{root}/nowhere'"),
     ],
 )
-def test_visualize_says_what_to_give(runs, tmp_path, run, message):
-    error = refused("scripts/visualize.py", runs / run, cwd=tmp_path)
+def test_visualize_says_what_to_give(runs, tmp_path, refused, run, message):
+    error = refused("scripts/visualize.py", runs / run)
     assert message.format(root=runs) in error
     assert "fine-tuned" not in error or str(runs / "prmim") in error  # the run of the encoder
 
@@ -204,7 +189,7 @@ def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "p.png").write_text("older")
     monkeypatch.replace_in(pictures, "Image.fromarray", fromarray)
-    assert "No space left on device" in refused_here(capsys, visualize.main, "--patterns", tmp_path / "p.png")
+    assert "No space left on device" in refused_main(capsys, visualize.main, "--patterns", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_text() == "older" and os.listdir(tmp_path) == ["p.png"]
 
 
@@ -225,8 +210,8 @@ def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
         (".", "holds no intact checkpoint: it holds the runs {root}/green, {root}/mae, "),
     ],
 )
-def test_export_names_what_it_does_not_support(runs, tmp_path, run, message, layout):
-    error = refused("scripts/export.py", runs / run, "--format", layout, "--out", "e.pth", cwd=tmp_path)
+def test_export_names_what_it_does_not_support(runs, tmp_path, refused, run, message, layout):
+    error = refused("scripts/export.py", runs / run, "--format", layout, "--out", "e.pth")
     assert message.format(root=runs) in error and not list(tmp_path.iterdir())
 
 
@@ -246,8 +231,8 @@ def test_export_to_mae_s_names_and_back(runs, tmp_path, record_property):
 
 
 @pytest.mark.fault("U63", "PR-MIM's decoder exported to the names of MAE's releases", "refused: it has no aggregation")
-def test_export_of_an_aggregation_to_mae_s_names(runs, tmp_path):
-    error = refused("scripts/export.py", runs / "prmim", "--format", "mae", "--out", "mae.pth", cwd=tmp_path)
+def test_export_of_an_aggregation_to_mae_s_names(runs, tmp_path, refused):
+    error = refused("scripts/export.py", runs / "prmim", "--format", "mae", "--out", "mae.pth")
     assert "was trained with --throw_ratio 0.5: its decoder reconstructs thrown tokens by an aggregation" in error
     assert "export its encoder with --format timm" in error and not list(tmp_path.iterdir())
 
