@@ -1,3 +1,4 @@
+import functools
 import os
 import shutil
 import signal
@@ -88,3 +89,16 @@ def pretrained(photos, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("pretrained")
     pretrain(photos, output_dir, "--epochs", 1, "--warmup_epochs", 0)
     return output_dir
+
+
+@pytest.fixture(scope="session")
+def undisturbed_run(tmp_path_factory):
+    """Returns the folder of a run to compare with, which is made once for all tests and is not to be changed."""
+
+    @functools.cache
+    def folder_of(program, data_path, *flags):
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        program(data_path, folder, *flags)
+        return folder
+
+    return folder_of
