@@ -14,15 +14,15 @@ from tests.faults.faulty import IN_SAVE
 from tests.runs import assert_same_state, children_of, command, finish, losses, start, state, steps_lost, wait_for_step
 from tests.warm import Python, free_port
 
-SAVE = ("--save_steps", 10)
+SAVE = ("--save_steps", 5, "--input_size", 16)
 BEFORE_RENAME = ("kill-before-sync", "kill-before-rename")  # faults after which a save has left no checkpoint
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """160 images: 20 steps an epoch, so that what is lost depends on --save_steps."""
+    """80 images: 10 steps an epoch, so that what is lost depends on --save_steps."""
     folder = tmp_path_factory.mktemp("photos")
-    for i in range(160):
+    for i in range(80):
         write_photo(folder / f"{i:03}.jpg", size=(32, 32), seed=i)
     return folder
 
@@ -38,7 +38,7 @@ def undisturbed(photos, tmp_path_factory):
 def assert_as(undisturbed, output_dir):
     """All weights, moments and logged losses, to the last bit; each step once."""
     assert_same_state(state(output_dir), state(undisturbed))
-    assert losses(output_dir) == losses(undisturbed) and len(losses(output_dir)) == 60
+    assert losses(output_dir) == losses(undisturbed) and len(losses(output_dir)) == 30
 
 
 @pytest.mark.fault(
@@ -47,12 +47,12 @@ def assert_as(undisturbed, output_dir):
 def test_a_killed_process(photos, tmp_path, undisturbed, repeats, record_property):
     lost = []
     for k in range(repeats):
-        step = random.Random(k).randrange(2, 58)
+        step = random.Random(k).randrange(2, 28)
         out = finish(photos, tmp_path / str(k), *SAVE, fault=("kill", step, k % 2, tmp_path / f"mark{k}"), restarts=3)
         assert_as(undisturbed, tmp_path / str(k))
         lost += steps_lost((tmp_path / str(k) / "log.txt").read_text())
-        assert "resuming" in out or step < 10
-    assert max(lost, default=0) <= 10
+        assert "resuming" in out or step < 5
+    assert max(lost, default=0) <= 5
     record_property("measured", f"steps lost {lost}")
 
 
@@ -64,7 +64,7 @@ def test_a_killed_process(photos, tmp_path, undisturbed, repeats, record_propert
 def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatch, record_property):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options = ["--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "a"]
-    how = dict(fault=("kill", 25, 1, tmp_path / "mark"), processes=1, restarts=3, options=options)
+    how = dict(fault=("kill", 12, 1, tmp_path / "mark"), processes=1, restarts=3, options=options)
     began = time.monotonic()
     nodes = [start(photos, tmp_path / "out", *SAVE, **how) for _ in range(2)]
     try:
@@ -76,7 +76,7 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
     assert [code for *_, code in ends] == [0, 0], ends
     assert_as(undisturbed, tmp_path / "out")
     (lost,) = steps_lost((tmp_path / "out" / "log.txt").read_text())
-    assert lost <= 10
+    assert lost <= 5
     record_property("measured", f"{lost} steps lost, {time.monotonic() - began:.0f} s in all")
 
 
@@ -102,7 +102,7 @@ def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
 @pytest.mark.fault("F16", "both processes exit at once", "torchrun starts both again")
 def test_both_processes_exit(photos, tmp_path, undisturbed, repeats, record_property):
     for k in range(repeats):
-        finish(photos, tmp_path / str(k), *SAVE, fault=("exit", 33, "all", tmp_path / f"mark{k}"), restarts=3)
+        finish(photos, tmp_path / str(k), *SAVE, fault=("exit", 16, "all", tmp_path / f"mark{k}"), restarts=3)
         assert_as(undisturbed, tmp_path / str(k))
     record_property("measured", f"{repeats} of {repeats} came back")
 
@@ -112,9 +112,9 @@ def test_both_processes_exit(photos, tmp_path, undisturbed, repeats, record_prop
 )
 def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
-    options = dict(fault=("hang", 25, 1, tmp_path / "mark"), restarts=3)
+    options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 4, **options)
-    assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 26; exit code 75", out), out
+    assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 13; exit code 75", out), out
     assert re.search(r'File ".*faulty.py", line \d+ in faulty_seed', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
     record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 4 s")
@@ -132,7 +132,7 @@ def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
 @pytest.mark.fault("F19", "one process is stopped (SIGSTOP)", "as for one that hangs")
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
-    options = dict(fault=("stop", 25, 1, tmp_path / "mark"), restarts=3)
+    options = dict(fault=("stop", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 4, **options)
     assert re.search(r"there is no heartbeat from process 1 on \S+; exit code 75", out), out
     assert_as(undisturbed, tmp_path / "out")
@@ -161,7 +161,7 @@ def test_a_signal_to_torchrun(photos, tmp_path, undisturbed, repeats, record_pro
     lost, seconds = [], []
     for k in range(repeats):
         process = start(photos, tmp_path / str(k), *SAVE)
-        wait_for_step(tmp_path / str(k), random.Random(k).randrange(2, 50), process)
+        wait_for_step(tmp_path / str(k), random.Random(k).randrange(2, 12), process)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
@@ -182,7 +182,7 @@ def test_a_signal_to_torchrun(photos, tmp_path, undisturbed, repeats, record_pro
 )
 def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name, record_property):
     process = start(photos, tmp_path, *SAVE, "--num_workers", 1)
-    wait_for_step(tmp_path, 12, process)
+    wait_for_step(tmp_path, 5, process)
     trainers = children_of(process.pid)
     family = trainers + [child for trainer in trainers for child in children_of(trainer)]
     assert len(family) >= 4
@@ -225,30 +225,30 @@ def test_two_signals(photos, tmp_path, undisturbed, repeats, record_property):
 )
 @pytest.mark.parametrize("fault", ["", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])
 def test_everything_is_killed(photos, tmp_path, alone, repeats, fault, record_property):
-    """In one process, which is enough for a save; with a fault, at the save of step 20."""
+    """In one process, which is enough for a save; with a fault, at the save of step 10."""
     for k in range(repeats):
         folder = tmp_path / str(k)
         if fault:
-            finish(photos, folder, *SAVE, fault=(fault, 19, 0, tmp_path / f"mark{k}"), processes=1, code=-9)
+            finish(photos, folder, *SAVE, fault=(fault, 9, 0, tmp_path / f"mark{k}"), processes=1, code=-9)
         else:
             process = start(photos, folder, *SAVE, processes=1)
-            wait_for_step(folder, random.Random(k).randrange(12, 50), process)
+            wait_for_step(folder, random.Random(k).randrange(6, 15), process)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         finish(photos, folder, *SAVE, processes=1)
         assert_as(alone, folder)
         (lost,) = steps_lost((folder / "log.txt").read_text())
-        assert lost <= 10 and (not fault or lost == (10 if fault in BEFORE_RENAME else 0)), lost
+        assert lost <= 5 and (not fault or lost == (5 if fault in BEFORE_RENAME else 0)), lost
         assert not list(folder.glob(".checkpoint*"))
     record_property("measured", f"{fault or 'at random'}: {repeats} of {repeats}, last: {lost} steps lost")
 
 
 @pytest.mark.fault("F15c", "SIGKILL inside the first save", "0 steps lost once the file has its name; exact")
 def test_killed_in_the_first_save(photos, tmp_path, alone, record_property):
-    finish(photos, tmp_path / "out", *SAVE, fault=("kill-after-rename", 9, 0, tmp_path / "mark"), processes=1, code=-9)
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint*")] == ["checkpoint-10.pth"]
+    finish(photos, tmp_path / "out", *SAVE, fault=("kill-after-rename", 4, 0, tmp_path / "mark"), processes=1, code=-9)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint*")] == ["checkpoint-5.pth"]
     out = finish(photos, tmp_path / "out", *SAVE, processes=1)
-    assert "warning: checkpoint-10.pth had no .json; it can be read" in out and "checkpoint-10.pth at step 10" in out
+    assert "warning: checkpoint-5.pth had no .json; it can be read" in out and "checkpoint-5.pth at step 5" in out
     assert_as(alone, tmp_path / "out")
     record_property("measured", "0 steps lost, exact")
 
@@ -266,8 +266,8 @@ def alone(photos, tmp_path_factory):
     "F17", "a fault at the same step of every start", "torchrun gives up after --max_restarts; the checkpoint stays"
 )
 def test_a_crash_loop_ends(photos, tmp_path, record_property):
-    out = finish(photos, tmp_path, *SAVE, fault=("raise", 15, "all", "-"), restarts=2, code=1)
-    assert out.count("resuming") == 2 and state(tmp_path)["meta"]["step"] == 10
+    out = finish(photos, tmp_path, *SAVE, fault=("raise", 7, "all", "-"), restarts=2, code=1)
+    assert out.count("resuming") == 2 and state(tmp_path)["meta"]["step"] == 5
     record_property("measured", "3 starts")
 
 
@@ -276,7 +276,7 @@ def test_a_crash_loop_ends(photos, tmp_path, record_property):
 )
 def test_a_killed_worker(photos, tmp_path, alone, record_property):
     out = finish(
-        photos, tmp_path, *SAVE, "--num_workers", 2, fault=("kill-worker", 25, 0, tmp_path / "mark"), processes=1
+        photos, tmp_path, *SAVE, "--num_workers", 2, fault=("kill-worker", 12, 0, tmp_path / "mark"), processes=1
     )
     assert "warning: a worker was lost before batch " in out and "resuming" not in out
     assert_as(alone, tmp_path)
@@ -301,26 +301,23 @@ def test_a_worker_that_hangs(photos, tmp_path, alone, record_property):
     "F20", "a loss that is not a number, once, in one process of two", "the step is skipped by both and counted"
 )
 def test_one_nan(photos, tmp_path, undisturbed, record_property):
-    out = finish(photos, tmp_path, *SAVE, fault=("nan", 30, 1, tmp_path / "mark"))
-    assert out.count("1 steps skipped") == 1 and "step 31/60: loss not finite" in out
+    out = finish(photos, tmp_path, *SAVE, fault=("nan", 15, 1, tmp_path / "mark"))
+    assert out.count("1 steps skipped") == 1 and "step 16/30: loss not finite" in out
     content, expected = state(tmp_path), state(undisturbed)
     steps = {int(moments["step"]) for moments in content["optimizer"]["state"].values()}
-    assert steps == {59} and all(torch.isfinite(value).all() for value in content["model"].values())
+    assert steps == {29} and all(torch.isfinite(value).all() for value in content["model"].values())
     assert any((content["model"][name] != value).any() for name, value in expected["model"].items())
-    record_property("measured", "skipped by both, 59 of 60 updates")
+    record_property("measured", "skipped by both, 29 of 30 updates")
 
 
 @pytest.mark.fault(
     "F23", "a loss that is not a number, for ever", "exit code 3; the weights in the checkpoints are good"
 )
 def test_nan_for_ever(photos, tmp_path, alone, record_property):
-    out = finish(photos, tmp_path, *SAVE, fault=("nan-forever", 25, 0, "-"), processes=1, code=3)
-    assert "not finite in each of the last 20 steps before step 45" in out
-    assert f"The last checkpoint with a finite loss is '{tmp_path / 'checkpoint-20.pth'}'" in out
-    content, steps = state(tmp_path), len(losses(tmp_path))
-    assert (
-        steps == 44
-        and content["meta"]["step"] == 30
-        and all(torch.isfinite(value).all() for value in content["model"].values())
-    )
+    out = finish(photos, tmp_path, *SAVE, fault=("nan-forever", 8, 0, "-"), processes=1, code=3)
+    assert "not finite in each of the last 20 steps before step 28" in out
+    assert f"The last checkpoint with a finite loss is '{tmp_path / 'checkpoint-5.pth'}'" in out
+    content = state(tmp_path)
+    assert len(losses(tmp_path)) == 27 and content["meta"]["step"] == 10
+    assert all(torch.isfinite(value).all() for value in content["model"].values())
     record_property("measured", "stopped after 20 such steps, the weights those of the last good one")
