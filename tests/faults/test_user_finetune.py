@@ -12,7 +12,7 @@ import main_finetune
 from encoders.load import load_encoder
 from models_vit import VisionTransformer
 from tests.faults.test_user_runs import MICRO
-from tests.runs import finetune, pretrain
+from tests.runs import PLAIN, finetune, pretrain
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 U49 = pytest.mark.fault(
@@ -156,5 +156,21 @@ def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys,
     if "{tuned}" in flags:
         finetune(labelled, tmp_path / "tuned", "--aa", "none", "--max_steps", 1)
     flags = [str(flag).format(base=pretrained, tuned=tmp_path / "tuned") for flag in flags]
-    error = finetune.refused(capsys, labelled, tmp_path / "out", *flags)
+    code = 4 if "made as" in message else 2  # 4: weights that do not fit
+    error = finetune.refused(capsys, labelled, tmp_path / "out", *flags, code=code)
     assert message in error and ("--resume" not in flags or "--eval" in flags or "give it as --finetune" in error)
+
+
+@pytest.mark.fault("U21", "fine-tune on Train/ and test/", "trained on Train/, evaluated on test/, which is noted")
+def test_test_stands_in_for_val(labelled, tmp_path, record_property):
+    for name, split in (("Train", "train"), ("test", "val")):
+        shutil.copytree(labelled / split, tmp_path / "data" / name)
+    (tmp_path / "data" / "Train" / "cat" / "._0.jpg").write_bytes(b"not an image at all")
+    content = finetune(tmp_path / "data", tmp_path / "out", *PLAIN, "--epochs", 1, "--warmup_epochs", 0)
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert content["meta"]["num_images"] == 24 and "ignored: 1 hidden path (cat/._0.jpg)" in log
+    assert "test/ is read as val, because there is no val" in log
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["last"]["val_num_images"] == 7
+    content = pretrain(tmp_path / "data", tmp_path / "pre", "--max_steps", 1)
+    assert content["meta"]["num_images"] == 24
+    record_property("measured", "24 images trained on, 7 evaluated on")

@@ -259,15 +259,20 @@ def damage(path, how):
         del data[len(data) // 2 :]
     elif how == "gone":
         return path.unlink()
+    elif how in ("", "[]"):
+        data = how.encode()
     else:
         data[len(data) // 2] ^= 1
     path.write_bytes(data)
     return None
 
 
+@pytest.mark.fault("U31", "pack again after a shard or the index was damaged", "the same command repairs it")
 @pytest.mark.parametrize(
     ("name", "how", "message"),
     [
+        *(("shard-000001.tar", text, rf"shard-000001\.tar' has {len(text)} bytes; \d+ bytes") for text in ("", "[]")),
+        *((INDEX, text, rf"{INDEX}' is not a valid index of tars") for text in ("", "[]")),
         ("shard-000001.tar", "short", r"shard-000001\.tar' has \d+ bytes; \d+ bytes were indexed"),
         ("shard-000001.tar", "gone", r"shard-000001\.tar' is missing; \d+ bytes were indexed"),
         (INDEX, "flip", rf"{INDEX}' is not a valid index of tars"),

@@ -7,6 +7,7 @@ from torchvision.datasets.folder import find_classes, make_dataset
 
 from tests.conftest import write_photo
 from util.data import folders
+from util.data.datasets import open_images
 from util.data.folders import IMG_EXTENSIONS, find_root, find_samples, list_folder
 from util.data.images import FolderImages
 
@@ -62,10 +63,14 @@ def test_images_are_those_of_image_folder(photos):
     assert ours.classes == theirs.classes and ours.notes == [] and ours.root == photos / "train"
 
 
+@pytest.mark.fault("U20", "pre-train on a folder with training/ and validation/", "training/ alone is read")
 @pytest.mark.parametrize(
     ("present", "split", "labelled", "read", "notes"),
     [
         ("train val", "train", False, "train", 0),
+        ("training validation", "train", False, "training", 0),
+        ("train valid", "train", False, "train", 0),
+        ("Training testing", "train", False, "Training", 0),
         ("training Validation", "val", True, "Validation", 0),
         ("train val test", "val", True, "val", 0),
         ("train testing", "val", True, "testing", 1),
@@ -84,6 +89,9 @@ def test_the_folder_of_a_split(tmp_path, present, split, labelled, read, notes):
     assert all("is read as val" in note and read in note for note in found)
 
 
+@pytest.mark.fault("U21b", "two folders of one split: val/ and validation/, Train/ and train/", "refused by name")
+@pytest.mark.fault("U22", "pre-train on a folder that holds val/ alone", "refused, with the path to give instead")
+@pytest.mark.fault("U22b", "class folders, one called train", "refused: it may be a split; below train/ it is a class")
 @pytest.mark.parametrize(
     ("present", "split", "labelled", "message"),
     [
@@ -91,6 +99,7 @@ def test_the_folder_of_a_split(tmp_path, present, split, labelled, read, notes):
         ("train val validation", "val", True, "more than one folder of val .*: val/ and validation/"),
         ("train test testing", "val", True, "more than one folder of test .*: test/ and testing/"),
         ("val", "train", False, r"holds val/, but no train/\. Give '.*/val' itself"),
+        ("test", "train", False, r"holds test/, but no train/\. Give '.*/test' itself"),
         ("test val", "train", False, r"holds test/ and val/, but no train/\. Give '.*/test' or '.*/val' itself"),
         ("train", "val", True, r"has no folder val/; expected is .*/val/<class>/\*\.jpg"),
         ("cat dog", "train", True, "has no folder train/"),
@@ -110,6 +119,12 @@ def test_folders_that_are_not_clear(tmp_path, present, split, labelled, message)
         find_root(tmp_path, split, labelled)
 
 
+def test_a_class_below_a_split_may_be_called_like_a_split(tmp_path):
+    tree(tmp_path, "train/bus/1.jpg", "train/train/2.jpg")
+    classes, samples, _ = find_samples(find_root(tmp_path, "train")[0])
+    assert classes == ["bus", "train"] and samples == [("bus/1.jpg", 0), ("train/2.jpg", 1)]
+
+
 def test_two_names_of_one_folder_are_one(tmp_path):
     tree(tmp_path, "train/a/1.jpg", "val/a/1.jpg")
     (tmp_path / "validation").symlink_to("val")
@@ -124,6 +139,7 @@ def test_images_beside_the_split_are_noted(tmp_path):
     )
 
 
+@pytest.mark.fault("U24", "hidden files, __MACOSX/, @eaDir/, .ipynb_checkpoints/ in the data", "ignored, and noted")
 def test_hidden_entries_are_no_classes_and_no_images(tmp_path):
     hidden = (
         ".ipynb_checkpoints/1.jpg",
@@ -152,6 +168,7 @@ def links(folder, **targets):
         (folder / name).symlink_to(target)
 
 
+@pytest.mark.fault("U25", "a link in the data that leads back to a parent folder", "not followed, and noted")
 def test_links_that_lead_back_are_not_followed(tmp_path):
     tree(tmp_path, "data/cat/x/1.jpg", "data/dog/2.jpg", "other/3.jpg")
     links(tmp_path / "data" / "cat", itself=".", up="../..", root=tmp_path / "data", other=tmp_path / "other")
@@ -177,6 +194,7 @@ def test_links_to_other_folders_are_followed(tmp_path):
     assert len(samples) == 9 and notes == []
 
 
+@pytest.mark.fault("U23", "images directly in a folder beside a folder with images", "refused, with both counts")
 def test_flat_images(tmp_path):
     tree(tmp_path, "b.jpg", "A.PNG", "notes.txt", "papers/1.pdf")
     assert find_samples(tmp_path) == ([], [("A.PNG", 0), ("b.jpg", 0)], ["ignored: 1 folder without images (papers)"])
@@ -232,3 +250,28 @@ def test_files_of_hugging_face_are_named(tmp_path, names):
     for labelled in (False, True):
         with pytest.raises(ValueError, match="but files of Hugging Face datasets .*, which --dataset hf reads"):
             FolderImages(tmp_path, labelled=labelled)
+
+
+@pytest.mark.fault("U29", "a compressed archive as --data_path", "refused, with the command that unpacks it")
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tgz", ".tar.xz", ".tar.zst", ".zip"])
+def test_a_compressed_archive_is_not_read_in_place(tmp_path, suffix):
+    tree(tmp_path, f"photos{suffix}")
+    unpack = "unzip -d FOLDER" if suffix == ".zip" else "tar -C FOLDER -xf"
+    message = rf"is a compressed archive, which cannot be read in place: unpack it .*{unpack} photos\{suffix}\)"
+    with pytest.raises(ValueError, match=message):
+        open_images("folder", tmp_path / f"photos{suffix}")
+    with pytest.raises(ValueError, match=rf"holds no image but compressed archives \(photos\{suffix}\): unpack them"):
+        open_images("folder", tmp_path)
+
+
+@pytest.mark.fault(
+    "U32", "train2017/ and val2017/, or train_images/ and val_images/", "refused, with what to do; never mixed"
+)
+@pytest.mark.parametrize("names", ["train2017 val2017", "test_set training_set", "train_images val_images notes"])
+def test_folders_whose_names_speak_of_splits_are_not_mixed(tmp_path, names):
+    first, second, *others = names.split()
+    tree(tmp_path, f"{first}/0.jpg", f"{second}/0.jpg", *(f"{name}/" for name in others))
+    with pytest.raises(ValueError, match=f"holds {first}/, {second}/, whose names contain more than one split"):
+        open_images("folder", tmp_path)
+    tree(tmp_path, "beach/0.jpg")  # classes, after all
+    assert others or len(FolderImages(tmp_path).classes) == 3

@@ -279,6 +279,16 @@ def test_a_class_called_train_is_a_class(tmp_path):
         open_images("folder", tmp_path / "coco.tar", "train", labelled=True)
 
 
+@pytest.mark.fault("U30", "fine-tune on one tar without splits", "refused, with the layouts that can be fine-tuned on")
+def test_one_tar_without_splits_cannot_be_fine_tuned_on(tmp_path):
+    path = named(tmp_path / "photos.tar", "photos/cat/1.jpg", "photos/dog/2.jpg")
+    message = r"labelled images of train are needed, .* a tar with train/ and val/ inside, .*train-0\.tar, val-0\.tar"
+    for data_path in (path, tmp_path):
+        with pytest.raises(ValueError, match=message):
+            open_images("folder", data_path, labelled=True)
+
+
+@pytest.mark.fault("U28", "a tar that holds train/ and validation/", "each split has its own images")
 @pytest.mark.parametrize(
     ("members", "split", "expected", "notes"),
     [
@@ -356,6 +366,7 @@ def test_names_of_folders_of_tars_say_the_split(tmp_path):
     assert find_tars(tmp_path, "val") == [tmp_path / "validation" / "0.tar"]
 
 
+@pytest.mark.fault("U27", "a tar with a hidden file in it", "the file is ignored, and noted")
 def test_hidden_members_are_ignored(tmp_path):
     images = (".a.jpg", "cat/.b.jpg", ".git/c.jpg", "__MACOSX/cat/1.jpg", "cat/@eaDir/1.jpg")
     hidden = (*images, "._n00000001.tar", ".x.cls")
