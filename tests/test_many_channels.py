@@ -83,21 +83,7 @@ def test_pictures_of_five_bands(bands, encoder, tmp_path, capsys):
 
 
 def test_frozen_evaluation_of_five_bands(bands, encoder, tmp_path):
-    flags = [
-        "--steps",
-        "2",
-        "--total_batch_size",
-        "4",
-        "--num_workers",
-        "0",
-        "--device",
-        "cpu",
-        "--probes",
-        "knn",
-        "linear",
-    ]
-    main_probe.main([str(encoder), *flags, "--data_path", str(bands[0]), "--output_dir", str(tmp_path / "probe")])
-    rows = json.loads((tmp_path / "probe" / "probe.json").read_text())["results"]
+    rows = probe(encoder, bands[0], tmp_path / "probe", "linear")["results"]
     k = min(20, max(row.get("k", 0) for row in rows))  # the bank may be smaller
     offline = {(row.get("scaling"), row["feature"]): row["top1"] for row in rows if row.get("k") == k}
     pretrain(bands[0], tmp_path / "run", "--in_chans", 5, "--knn_every", 2)
@@ -126,8 +112,8 @@ def test_fine_tuning_on_five_bands(bands, encoder, tmp_path, capsys):
 PROBE = ["--steps", "2", "--total_batch_size", "4", "--num_workers", "0", "--device", "cpu", "--probes", "knn"]
 
 
-def probe(path, data_path, output_dir):
-    main_probe.main([str(path), *PROBE, "--data_path", str(data_path), "--output_dir", str(output_dir)])
+def probe(path, data_path, output_dir, *further):
+    main_probe.main([str(path), *PROBE, *further, "--data_path", str(data_path), "--output_dir", str(output_dir)])
     return json.loads((output_dir / "probe.json").read_text())
 
 

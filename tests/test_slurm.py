@@ -164,10 +164,7 @@ def undisturbed(slurm, photos, tmp_path_factory):
         sys.executable,
         "submitit_launch.py",
         *TWO_NODES,
-        "--gpus_per_node",
-        "2",
-        "--wait",
-        "main_pretrain",
+        *["--gpus_per_node", "2", "--wait", "main_pretrain"],
         *run.flags,
     ]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

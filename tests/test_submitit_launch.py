@@ -193,27 +193,15 @@ def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code
     assert end.value.code == code and calls == [signal.SIGUSR2] * requeues
 
 
+LOCAL = ["--cluster", "local", "--gpus_per_node", "0"]
+
+
 @pytest.mark.fault("F46", "a signal under submitit's local controller", "requeued at the very step; 0 lost")
 def test_two_processes_are_requeued_by_a_signal_and_end_as_if_there_had_been_none(photos, tmp_path, monkeypatch):
     """submitit's local controller runs a copy of the code. The requeued run resumes at the step of the signal."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for others' cores make a step take seconds
-    flags = pretrain.also("--batch_size 4 --epochs 20 --save_every 1000").flags.split()
-    flags += ["--data_path", str(photos)]
-    job = submitit_launch.main(
-        [
-            "--cluster",
-            "local",
-            "--gpus_per_node",
-            "0",
-            "--tasks_per_node",
-            "2",
-            "--cpus_per_task",
-            "1",
-            "main_pretrain",
-            *flags,
-        ]
-        + ["--output_dir", str(tmp_path / "run")]
-    )
+    flags = pretrain.command(photos, tmp_path / "run", "--batch_size", 4, "--epochs", 20, "--save_every", 1000)
+    job = submitit_launch.main([*LOCAL, "--tasks_per_node", "2", "--cpus_per_task", "1", "main_pretrain", *flags])
     log = tmp_path / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
     for rank in children_of(int(job.job_id)):
@@ -320,18 +308,10 @@ def test_a_submission_that_fails_is_told_in_one_line(sbatch, tmp_path, monkeypat
 
 @pytest.mark.fault("U16", "a job that --wait waits for ends with an error", "one line that names its log; exit code 1")
 def test_a_job_that_fails_is_told_in_one_line(tmp_path):
-    flags = [
-        "--cluster",
-        "local",
-        "--gpus_per_node",
-        "0",
-        "--wait",
-        "main_pretrain",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    main = submitit_launch.snapshot(tmp_path / "run") / "main_pretrain.py"  # what the job runs
+    main.write_text("import sys\n\n\ndef main(argv):\n    sys.exit(2)\n")
     with pytest.raises(SystemExit) as stop:
-        submitit_launch.main([*flags, "--data_path", str(tmp_path / "nowhere"), "--device", "cpu"])
+        submitit_launch.main([*LOCAL, "--wait", "main_pretrain", "--output_dir", str(tmp_path / "run")])
     assert re.search(r"error: job \d+ has ended, but its run has not; see .+_log.err$", stop.value.code)
 
 
@@ -349,8 +329,7 @@ def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, monkeyp
 
     monkeypatch.setattr(TrainLoop, "begin_step", stopping)
     flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain"]
-    flags += [*pretrain.flags.split(), "--data_path", str(photos)]
-    flags += ["--output_dir", str(tmp_path / "run")]
+    flags += pretrain.command(photos, tmp_path / "run")
     with mock.patch.dict(os.environ):  # into which submitit exports
         if name == "SIGINT":
             with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from models_vit import PositionedEncoder
 from prmim import TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.loops import SilentLog
-from tests.runs import assert_same_state, pretrain, reports
+from tests.runs import assert_same_state, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import run_by_torchrun
 from util.data.attention_maps import AttentionMaps, maps_path
@@ -230,15 +230,20 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flag
     assert [r["step"] for r in reports(tmp_path / "parts")] == list(range(1, 13))
 
 
-def test_a_run_that_starts_at_another_one_takes_its_maps(photos, tmp_path, capsys):
-    expected = pretrain(photos, tmp_path / "whole", *FLAGS)
+@pytest.fixture
+def whole(photos, undisturbed_run):
+    """The folder of a run with FLAGS."""
+    return undisturbed_run(pretrain, photos, *FLAGS)
+
+
+def test_a_run_that_starts_at_another_one_takes_its_maps(photos, whole, tmp_path, capsys):
     pretrain(photos, tmp_path / "first", *FLAGS, "--max_steps", 8)
     maps_path(tmp_path / "second", 1).parent.mkdir(parents=True)
     np.save(maps_path(tmp_path / "second", 1), np.zeros((24, 8, 8), np.float16))  # left over from something else
     capsys.readouterr()
-    assert_same_state(pretrain(photos, tmp_path / "second", *FLAGS, "--resume", tmp_path / "first"), expected)
+    assert_same_state(pretrain(photos, tmp_path / "second", *FLAGS, "--resume", tmp_path / "first"), state(whole))
     assert "warning" not in capsys.readouterr().out
-    maps = [maps_path(tmp_path / name, 1).read_bytes() for name in ("whole", "second")]
+    maps = [maps_path(folder, 1).read_bytes() for folder in (whole, tmp_path / "second")]
     assert maps[0] == maps[1] and not maps_path(tmp_path / "second", 0).exists()
 
 
@@ -252,8 +257,8 @@ def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
     assert maps_path(tmp_path / "out", 1).exists() and out.count("is missing") == 1
 
 
-def test_a_crash_while_maps_are_written_costs_only_them(photos, tmp_path, monkeypatch):
-    expected, exact = pretrain(photos, tmp_path / "whole", *FLAGS), attention_phases.write_maps
+def test_a_crash_while_maps_are_written_costs_only_them(photos, whole, tmp_path, capsys, monkeypatch):
+    exact = attention_phases.write_maps
 
     def full_disk(path, maps):
         if path.name == "epoch-0001.npy":
@@ -261,17 +266,14 @@ def test_a_crash_while_maps_are_written_costs_only_them(photos, tmp_path, monkey
         exact(path, maps)
 
     monkeypatch.setattr(attention_phases, "write_maps", full_disk)
-    with pytest.raises(SystemExit) as stop:
-        pretrain(photos, tmp_path / "parts", *FLAGS)
-    assert stop.value.code == 75
+    assert "No space left" in pretrain.refused(capsys, photos, tmp_path / "parts", *FLAGS, code=75)
     monkeypatch.setattr(attention_phases, "write_maps", exact)
-    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), state(whole))
 
 
-def test_a_signal_while_maps_are_made_loses_nothing(photos, tmp_path, monkeypatch):
+def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, monkeypatch):
     """The last two checkpoints stay, and the same maps are made again."""
-    expected, exact = pretrain(photos, tmp_path / "whole", *FLAGS), PositionedEncoder.cls_attention
-    count = iter(range(1000))
+    exact, count = PositionedEncoder.cls_attention, iter(range(1000))
 
     def interrupted(model, imgs):
         if next(count) == 4:  # in the midst of the second refresh, of three batches each
@@ -283,17 +285,16 @@ def test_a_signal_while_maps_are_made_loses_nothing(photos, tmp_path, monkeypatc
     assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
     assert maps_path(tmp_path / "parts", 0).exists() and not maps_path(tmp_path / "parts", 1).exists()
     monkeypatch.undo()
-    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), expected)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), state(whole))
 
 
-def test_maps_that_another_run_has_left_are_not_used(photos, tmp_path):
+def test_maps_that_another_run_has_left_are_not_used(photos, whole, tmp_path):
     """A run in the same folder, with another seed, has made maps after the same epochs."""
-    expected = pretrain(photos, tmp_path / "whole", *FLAGS)
     pretrain(photos, tmp_path / "out", *FLAGS, "--seed", 1)
     for path in [*(tmp_path / "out").glob("checkpoint*"), tmp_path / "out" / "log.jsonl"]:
         path.unlink()
     pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 6)  # the maps after epoch 1 come next
-    assert_same_state(pretrain(photos, tmp_path / "out", *FLAGS), expected)
+    assert_same_state(pretrain(photos, tmp_path / "out", *FLAGS), state(whole))
 
 
 def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):
