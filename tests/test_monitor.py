@@ -194,20 +194,19 @@ def test_images_without_classes_have_rankme_alone(photos, tmp_path, capsys):
     assert f"  kNN          RankMe {found[-1]['rankme']:.1f} after epoch 1" in out
 
 
-def test_other_classes_in_val_are_refused_before_the_first_step(data, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--knn_every 2", "the training data has 2 classes, the validation data 2; only one of them has dog, wolf"),
+        ("--knn_every -1", "--knn_every must be at least 0, got -1"),
+        ("--knn_train -5", "--knn_train must be at least 0, got -5"),
+    ],
+)
+def test_user_errors_come_before_the_first_step(data, tmp_path, capsys, flags, message):
     root = shutil.copytree(data, tmp_path / "data")
     (root / "val" / "dog").rename(root / "val" / "wolf")
-    message = pretrain.refused(capsys, root, tmp_path / "out", *KNN)
-    assert (
-        "--knn_every: the training data has 2 classes, the validation data 2; only one of them has dog, wolf" in message
-    )
-    assert "--knn_every must be at least 0, got -1" in pretrain.refused(
-        capsys, data, tmp_path / "out", "--knn_every", -1
-    )
-    assert "--knn_train must be at least 0, got -5" in pretrain.refused(
-        capsys, data, tmp_path / "out", "--knn_train", -5
-    )
-    assert not list((tmp_path / "out").glob("checkpoint*"))
+    assert message in pretrain.refused(capsys, root, tmp_path / "out", *flags.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_val_without_classes_is_refused_by_the_name_of_the_flag(data, tmp_path, capsys):

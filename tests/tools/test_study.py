@@ -10,6 +10,7 @@ from downstream.probe import main_probe
 from main_finetune import parse_args as parse_finetune_args
 from main_pretrain import get_args_parser
 from tests.conftest import write_photo
+from tests.runs import refused
 from tests.warm import Python
 from tools import study, study_comparisons, study_presets, study_report, study_results
 from tools.study_results import read_rows
@@ -39,16 +40,18 @@ def images(tmp_path):
 
 
 @pytest.fixture
-def run_study(images, tmp_path, monkeypatch):
+def run_study(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(study.PRESETS, "cpu", TINY)
     start = lambda command, stdout, **_: Python(*command[1:], output=stdout.name)  # noqa: E731
     monkeypatch.replace_in(study, "subprocess.Popen", start)
 
     def run(*flags):
-        places = ["--output_dir", str(tmp_path / "output"), "--report", str(tmp_path / "docs/study.md")]
-        study.main(["--data_path", str(images), *places, "--jobs", "2", *flags])
+        study.main([*places, *flags])
         return tmp_path / "output/cpu/runs"
 
+    places = ["--data_path", str(images), "--output_dir", str(tmp_path / "output"), "--jobs", "2"]
+    places += ["--report", str(tmp_path / "docs/study.md")]
+    run.refused = lambda *flags: refused(capsys, study.main, *places, *flags)
     return run
 
 
@@ -223,7 +226,7 @@ def test_the_csv_alone_continues_a_study(run_study, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["other settings", "no hash", "unknown arm"])
-def test_rows_of_other_settings_are_not_replaced(run_study, tmp_path, kind, capsys, monkeypatch):
+def test_rows_of_other_settings_are_not_replaced(run_study, tmp_path, kind, monkeypatch):
     run_study("--arms", "scratch", "--seeds", "0")
     path = tmp_path / "docs/study_cpu.csv"
     (row,) = read_rows(path)
@@ -233,20 +236,18 @@ def test_rows_of_other_settings_are_not_replaced(run_study, tmp_path, kind, caps
     shutil.rmtree(tmp_path / "output")
     if kind == "other settings":
         monkeypatch.setitem(study.PRESETS, "cpu", replace(TINY, finetune=TINY.finetune | dict(epochs=2)))
-    with pytest.raises(SystemExit):
-        run_study("--arms", "mae", "--seeds", "1")
-    assert "holds a run with other settings or of an older version" in capsys.readouterr().err
+    assert "holds a run with other settings or of an older version" in run_study.refused(
+        "--arms", "mae", "--seeds", "1"
+    )
     assert path.read_text() == before
 
 
-def test_rows_of_other_images_are_not_continued(run_study, images, tmp_path, capsys):
+def test_rows_of_other_images_are_not_continued(run_study, images, tmp_path):
     """The number of images is the same, and one has other pixels."""
     run_study("--arms", "scratch", "--seeds", "0")
     before = (tmp_path / "docs/study_cpu.csv").read_text()
     write_photo(images / "train/cat/00.jpg", (32, 32), seed=999)
-    with pytest.raises(SystemExit):
-        run_study("--arms", "scratch", "--seeds", "1")
-    assert "holds runs on other images" in capsys.readouterr().err
+    assert "holds runs on other images" in run_study.refused("--arms", "scratch", "--seeds", "1")
     assert (tmp_path / "docs/study_cpu.csv").read_text() == before
 
 
@@ -386,27 +387,21 @@ def test_two_processes_never_work_in_one_folder(tmp_path):
         (["--arms", "nonsense"], "--arms 'nonsense' is not an arm of --preset cpu, choose from mae, plain50"),
     ],
 )
-def test_errors_before_any_run(run_study, flags, message, capsys):
-    with pytest.raises(SystemExit):
-        run_study(*flags)
-    assert message in capsys.readouterr().err
+def test_errors_before_any_run(run_study, flags, message):
+    assert message in run_study.refused(*flags)
 
 
-def test_other_settings_need_another_folder(run_study, monkeypatch, capsys):
+def test_other_settings_need_another_folder(run_study, monkeypatch):
     run_study("--arms", "scratch", "--seeds", "0")
     monkeypatch.setitem(
         study.PRESETS, "cpu", study.Preset(TINY.pretrain, TINY.finetune | dict(epochs=2), 8, measured_images=4)
     )
-    with pytest.raises(SystemExit):
-        run_study("--arms", "scratch", "--seeds", "0")
-    assert "holds a run with other settings (finetune: " in capsys.readouterr().err
+    assert "holds a run with other settings (finetune: " in run_study.refused("--arms", "scratch", "--seeds", "0")
 
 
-def test_too_few_labels(run_study, monkeypatch, capsys):
+def test_too_few_labels(run_study, monkeypatch):
     monkeypatch.setitem(study.PRESETS, "cpu", study.Preset(TINY.pretrain, TINY.finetune, labels_per_class=13))
-    with pytest.raises(SystemExit):
-        run_study()
-    assert "class 'cat' has 12 images, but the preset needs 13 per class" in capsys.readouterr().err
+    assert "class 'cat' has 12 images, but the preset needs 13 per class" in run_study.refused()
 
 
 def test_the_labelled_subset_is_the_first_of_each_class(images, tmp_path):
@@ -424,11 +419,9 @@ def test_the_labelled_subset_is_the_first_of_each_class(images, tmp_path):
         study.labelled_subset(images / "train", 8, folder)
 
 
-def test_other_images_need_another_folder(run_study, images, capsys):
+def test_other_images_need_another_folder(run_study, images):
     (images / "train/labels.txt").write_text("no class")
     (images / "train/cat/.DS_Store").write_text("no image")
     run_study("--arms", "scratch", "--seeds", "0")
     (images / "train/cat/11.jpg").unlink()
-    with pytest.raises(SystemExit):
-        run_study("--arms", "scratch", "--seeds", "0")
-    assert "holds a run with other settings (data: " in capsys.readouterr().err
+    assert "holds a run with other settings (data: " in run_study.refused("--arms", "scratch", "--seeds", "0")
