@@ -36,7 +36,7 @@ class Draws(Counter):
     def recorded(self) -> Iterator[None]:
         """Within the context, draws are counted."""
         hooks = [
-            (transforms, "addressed_uniform", self.count_flips),
+            (transforms, "addressed_numbers", self.count_flips),
             (transforms.RandomResizedCropFlip, "box", self.count_boxes),
             (transforms.FinetuneAugment, "__init__", self.count_operations),
             (RandomErasing, "__call__", self.count_erasing),
@@ -50,13 +50,13 @@ class Draws(Counter):
                 stack.enter_context(patch.object(owner, name, hook(getattr(owner, name))))
             yield
 
-    def count_flips(self, uniform: Callable) -> Callable:
+    def count_flips(self, numbers: Callable) -> Callable:
         """Count flips. The last number that a crop draws decides on the flip."""
 
-        def counting(stream: int, *address: object) -> np.ndarray:
-            draws = uniform(stream, *address)
+        def counting(stream: int, *address: int) -> list[float]:
+            draws = numbers(stream, *address)
             if stream == AUGMENT:
-                self["flipped" if draws[0, -1] < 0.5 else "not flipped"] += 1
+                self["flipped" if draws[-1] < 0.5 else "not flipped"] += 1
             return draws
 
         return counting

@@ -15,7 +15,9 @@ import torch
 # One stream per purpose, so that crop and mask of a sample never share a number. Changing a value changes all runs.
 SHUFFLE, AUGMENT, MASK, LIBRARY, STEP, BANK = 1, 2, 3, 4, 5, 6
 
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's counter
+_INCREMENT = 0x9E3779B97F4A7C15  # of SplitMix64's counter
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of its finaliser
+_WORD = 2**64 - 1
 
 
 def addressed_uniform(
@@ -31,14 +33,22 @@ def addressed_uniform(
     indices = np.atleast_1d(np.asarray(indices))
     key = np.zeros(indices.shape, np.uint64)
     for part in (stream, seed, epoch, indices):
-        key = _mix((key ^ np.asarray(part).astype(np.uint64)) + _INCREMENT)
-    counter = np.arange(1, num + 1, dtype=np.uint64) * _INCREMENT
+        key = _mix((key ^ np.asarray(part).astype(np.uint64)) + np.uint64(_INCREMENT))
+    counter = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
     return (_mix(key[:, None] + counter) >> np.uint64(11)) * 2.0**-53
+
+
+def addressed_numbers(stream: int, seed: int, epoch: int, index: int, num: int) -> list[float]:
+    """Returns the numbers of `addressed_uniform` for one sample, in a third of its time: they are too few for numpy."""
+    key = 0
+    for part in (stream, seed, epoch, index):
+        key = _mix_int((key ^ int(part) & _WORD) + _INCREMENT & _WORD)
+    return [(_mix_int(key + j * _INCREMENT & _WORD) >> 11) * 2.0**-53 for j in range(1, num + 1)]
 
 
 def addressed_seed(stream: int, seed: int, epoch: int, index: int) -> int:
     """Returns a 32-bit seed for a generator that cannot be addressed itself."""
-    return int(addressed_uniform(stream, seed, epoch, [index], 1)[0, 0] * 2**32)
+    return int(addressed_numbers(stream, seed, epoch, index, 1)[0] * 2**32)
 
 
 @contextmanager
@@ -62,6 +72,13 @@ def seeded_libraries(seed: int) -> Iterator[None]:
 
 def _mix(z: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: every input bit affects every output bit. Products wrap at 64 bits, as intended."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return z ^ (z >> np.uint64(31))
+
+
+def _mix_int(z: int) -> int:
+    """`_mix` of one number."""
+    z = (z ^ z >> 30) * _FACTORS[0] & _WORD
+    z = (z ^ z >> 27) * _FACTORS[1] & _WORD
+    return z ^ z >> 31

@@ -14,7 +14,7 @@ from downstream.common import scaled_size
 from downstream.detection.annotations import read_coco
 from downstream.detection.masks import decode_mask
 from downstream.image_files import examine, read_size
-from util.addressed import AUGMENT, addressed_uniform
+from util.addressed import AUGMENT, addressed_numbers
 from util.data.images import ImageError, ImageFiles, evenly_spaced
 from util.data.transforms import Size
 from util.text import count_of, shorten
@@ -185,7 +185,7 @@ class LargeScaleJitter:
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> DetectionSample:
         """Augments uint8 [3, H, W], image number `index`."""
-        u_flip, u_scale, u_top, u_left = addressed_uniform(AUGMENT, self.seed, epoch, [index], 4)[0].tolist()
+        u_flip, u_scale, u_top, u_left = addressed_numbers(AUGMENT, self.seed, epoch, index, 4)
         flip = u_flip < 0.5
         low, high = self.scale_range
         before: Size = (img.shape[1], img.shape[2])

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from downstream.common import scaled_size
 from downstream.image_files import ARRAY, examine, image_errors, read_size
-from util.addressed import AUGMENT, addressed_uniform
+from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
 from util.data.folders import is_hidden, is_image
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
@@ -264,7 +264,7 @@ class SegmentationAugment:
 
     def __call__(self, pair: torch.Tensor, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Augments uint8 [C + 1, H, W]. Returns (img uint8 [C, *size], labels uint8 [*size])."""
-        draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 2 + DISTORTION_DRAWS)[0].tolist()
+        draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 2 + DISTORTION_DRAWS)
         u_ratio, u_flip, *draws = draws
         ratio = self.ratio_range[0] + u_ratio * (self.ratio_range[1] - self.ratio_range[0])
         size = scaled_size(tuple(pair.shape[-2:]), *(int(side * ratio) for side in self.image_scale))

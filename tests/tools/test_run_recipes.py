@@ -204,6 +204,6 @@ def test_the_fallback_of_the_crop_is_told_from_a_box_that_was_placed(size, fallb
     with draws.recorded():
         crop = transforms.RandomResizedCropFlip(16, 0, scale=(0.67, 0.7), ratio=(0.99, 1.01))
         for index in range(50):
-            crop.box(*size, transforms.addressed_uniform(transforms.AUGMENT, 0, 0, [index], 23)[0].tolist())
+            crop.box(*size, transforms.addressed_numbers(transforms.AUGMENT, 0, 0, index, 23))
     assert (draws["fallback"], draws["placed"]) == ((50, 0) if fallback else (0, 50))
     assert draws["flipped"] + draws["not flipped"] == 50 and 10 < draws["flipped"] < 40

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from util.addressed import AUGMENT, MASK, addressed_seed, addressed_uniform, seeded_libraries
+from util.addressed import AUGMENT, MASK, addressed_numbers, addressed_seed, addressed_uniform, seeded_libraries
 
 
 def test_addressed_seeds_differ():
@@ -36,6 +36,7 @@ def test_numbers_are_those_of_splitmix64_started_at_a_hash_of_the_address(addres
         key = finalise(((key ^ part) + 0x9E3779B97F4A7C15) % 2**64)
     stream, seed, epoch, index = address
     assert addressed_uniform(stream, seed, epoch, [index], 5)[0].tolist() == splitmix64(key, 5)
+    assert addressed_numbers(stream, seed, epoch, index, 5) == splitmix64(key, 5)
 
 
 def test_a_sample_has_the_same_numbers_in_any_batch():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.transforms import Compose
 
-from util.addressed import AUGMENT, LIBRARY, addressed_seed, addressed_uniform, seeded_libraries
+from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
 from util.data.pixel_format import RGB8, PixelFormat
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -83,7 +83,7 @@ class RandomResizedCropFlip:
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
         """Returns (top, left, height, width, flip) of the crop of an image of `size`, in pixels."""
-        draws = addressed_uniform(AUGMENT, self.seed, epoch, [index], 2 * TRIES + 3)[0].tolist()
+        draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 3)
         return *self.box(*size, draws), draws[-1] < 0.5
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
@@ -132,7 +132,7 @@ class PaddedCropFlip:
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
         """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""
-        u_top, u_left, u_flip = addressed_uniform(AUGMENT, self.seed, epoch, [index], 3)[0].tolist()
+        u_top, u_left, u_flip = addressed_numbers(AUGMENT, self.seed, epoch, index, 3)
         (height, width), (rows, columns), pad = size, self.size, self.padding
         top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
         return top - pad, left - pad, u_flip < 0.5

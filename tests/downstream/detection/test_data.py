@@ -178,9 +178,7 @@ def test_a_flip_and_a_scale_by_hand(tmp_path, monkeypatch):
     (box,) = [a["box"] for a in images.annotations(0)]
     img = torch.from_numpy(images.load(0)[0]).permute(2, 0, 1)
     for flip in (0.4, 0.6):
-        monkeypatch.setattr(
-            "downstream.detection.data.addressed_uniform", lambda *_, u=flip: np.array([[u, 0.5, 0.0, 0.0]])
-        )
+        monkeypatch.setattr("downstream.detection.data.addressed_numbers", lambda *_, u=flip: [u, 0.5, 0.0, 0.0])
         sample = LargeScaleJitter(images, 56, 0, (1.5, 2.5), masks=False)(img, 0, 0)  # twice as large
         x1, y1, x2, y2 = [2 * value for value in box]
         x1, x2 = (112 - x2, 112 - x1) if flip < 0.5 else (x1, x2)
