@@ -1,22 +1,31 @@
 """An output folder that another process holds."""
 
+import os
 import socket
-import subprocess
-import sys
+import time
 from contextlib import contextmanager
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.warm import server
+from util.run.folder import FolderLock
+
+
+def _hold(folder, connection):
+    lock = FolderLock(folder)
+    connection.send(os.getpid())
+    time.sleep(600)
+    del lock
 
 
 @contextmanager
 def held_by_another_process(folder):
     """Locks the folder in a process that is killed in the end. Yields what the error of a second run says."""
     folder.mkdir()
-    program = f"from util.run.folder import FolderLock\nlock = FolderLock({str(folder)!r})\n"
-    program += "print('held', flush=True)\ninput()"
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes) as other:
-        assert other.stdout.readline() == "held\n"
-        yield f"is in use by process {other.pid} on {socket.gethostname()}: wait"
+    ours, theirs = server().Pipe()
+    other = server().Process(target=_hold, args=(str(folder), theirs))
+    other.start()
+    try:
+        assert ours.poll(60)
+        yield f"is in use by process {ours.recv()} on {socket.gethostname()}: wait"
+    finally:
         other.kill()
+        other.join()
