@@ -102,3 +102,22 @@ def undisturbed_run(tmp_path_factory):
         return folder
 
     return folder_of
+
+
+@pytest.fixture
+def before_step(monkeypatch):
+    """Returns a function: before_step(number, happen) has `happen` called once, before that step (from 0) of a run."""
+    from util.run.loop import TrainLoop
+
+    begin_step = TrainLoop.begin_step
+
+    def install(number, happen):
+        def step(loop, now):
+            if now == number:
+                monkeypatch.setattr(TrainLoop, "begin_step", begin_step)
+                happen()
+            begin_step(loop, now)
+
+        monkeypatch.setattr(TrainLoop, "begin_step", step)
+
+    return install

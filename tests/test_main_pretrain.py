@@ -198,29 +198,23 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, undisturbed_ru
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_a_signal_loses_no_step(photos, undisturbed_run, tmp_path, name, monkeypatch, capsys):
+def test_a_signal_loses_no_step(photos, undisturbed_run, tmp_path, name, before_step, capsys):
     """Sent in the midst of the second step, to the trainer and its worker: saved after it, and resumed bit for bit."""
     expected = state(undisturbed_run(pretrain, photos))
-    number, steps, exact = getattr(signal, name), [], TrainLoop.begin_step
 
-    def interrupted(loop, step):
-        if step == 1:
-            os.kill(os.getpid(), number)
-            for child in multiprocessing.active_children():
-                os.kill(child.pid, number)
-        steps.append(step)
-        exact(loop, step)
+    def interrupt():
+        for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+            os.kill(pid, getattr(signal, name))
 
-    monkeypatch.setattr(TrainLoop, "begin_step", interrupted)
+    before_step(1, interrupt)
     flags = pretrain.command(photos, tmp_path / "parts", "--num_workers", 1)
     if name == "SIGINT":  # which means more than this run
         with pytest.raises(KeyboardInterrupt):
             main_pretrain.main(flags)
     else:
         assert main_pretrain.main(flags) is False
-    assert steps == [0, 1] and read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])["meta"]["step"] == 2
+    assert state(tmp_path / "parts")["meta"]["step"] == 2
     assert f"stopped by {name} after step 2 of 6; the same command goes on from there" in capsys.readouterr().out
-    monkeypatch.setattr(TrainLoop, "begin_step", exact)
     assert_same_state(pretrain(photos, tmp_path / "parts"), expected)
     assert [r["step"] for r in reports(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
 

@@ -16,7 +16,6 @@ from tests.runs import children_of, pretrain, refused, reports
 from util import code_version
 from util.run.checkpoint import newest_checkpoint
 from util.run.folder import write_progress
-from util.run.loop import TrainLoop
 
 
 def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
@@ -319,15 +318,8 @@ def test_a_job_that_fails_is_told_in_one_line(tmp_path):
     "U73", "a signal to a run under `submitit_launch.py --cluster debug && next`", "saved; the second does not run"
 )
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, monkeypatch, name):
-    begin_step = TrainLoop.begin_step
-
-    def stopping(loop, step):
-        if step == 1:
-            os.kill(os.getpid(), getattr(signal, name))
-        begin_step(loop, step)
-
-    monkeypatch.setattr(TrainLoop, "begin_step", stopping)
+def test_a_stopped_run_in_this_process_is_not_finished(photos, tmp_path, before_step, name):
+    before_step(1, lambda: os.kill(os.getpid(), getattr(signal, name)))
     flags = ["--cluster", "debug", "--gpus_per_node", "0", "main_pretrain"]
     flags += pretrain.command(photos, tmp_path / "run")
     with mock.patch.dict(os.environ):  # into which submitit exports

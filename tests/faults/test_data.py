@@ -100,18 +100,15 @@ GONE = "the images in '.*' cannot be opened any more; the same command goes on"
         (lose_tars, "", 75, "Stale file handle; the same command goes on"),
     ],
 )
-def test_no_step_is_lost_if_the_data_is_gone(photos, tmp_path, monkeypatch, capsys, lose, flags, code, message):
-    data, flags, begin_step = tmp_path / "data", flags.split(), TrainLoop.begin_step
+def test_no_step_is_lost_if_the_data_is_gone(
+    photos, tmp_path, monkeypatch, before_step, capsys, lose, flags, code, message
+):
+    data, flags = tmp_path / "data", flags.split()
     pack_dataset.main([str(photos), str(data)]) if lose is lose_tars else shutil.copytree(photos, data)
     shutil.copytree(data, tmp_path / "copy")
     expected = pretrain(data, tmp_path / "whole", *flags)
 
-    def step_with_loss(loop, number):
-        if number == 3:
-            lose(data, monkeypatch)
-        begin_step(loop, number)
-
-    monkeypatch.setattr(TrainLoop, "begin_step", step_with_loss)
+    before_step(3, lambda: lose(data, monkeypatch))
     assert re.search(message, pretrain.refused(capsys, data, tmp_path / "out", *flags, code=code))
     assert 4 <= state(tmp_path / "out")["meta"]["step"] < expected["meta"]["step"]
     monkeypatch.undo()

@@ -25,7 +25,6 @@ from tests.locks import held_by_another_process
 from tests.runs import assert_same_state, finetune, pretrain, refused, reports
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
-from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534  # the user without rights
@@ -203,30 +202,14 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
     record_property("measured", "exit code 2")
 
 
-@pytest.fixture
-def before_step_5(monkeypatch):
-    """Returns a function that lets something happen before step 5, in the second epoch of three steps."""
-    begin_step = TrainLoop.begin_step
-
-    def install(happen):
-        def step(loop, number):
-            if number == 4:
-                happen()
-            begin_step(loop, number)
-
-        monkeypatch.setattr(TrainLoop, "begin_step", step)
-
-    return install
-
-
 @pytest.mark.fault(
     "F60",
     "the output folder is deleted while the run goes on",
     "made again by the next save, with the whole log; exact",
 )
-def test_a_deleted_output_folder(photos, tmp_path, before_step_5, capsys):
+def test_a_deleted_output_folder(photos, tmp_path, before_step, capsys):
     expected, output_dir = pretrain(photos, tmp_path / "whole", "--save_every", 2), tmp_path / "new" / "out"
-    before_step_5(lambda: shutil.rmtree(output_dir.parent))
+    before_step(4, lambda: shutil.rmtree(output_dir.parent))
     assert_same_state(pretrain(photos, output_dir, "--save_every", 2), expected)
     assert f"warning: {str(output_dir)!r} was deleted; it is made again" in capsys.readouterr().out
     assert [r["step"] for r in reports(output_dir)] == [1, 2, 3, 4, 5, 6]
@@ -236,7 +219,7 @@ def test_a_deleted_output_folder(photos, tmp_path, before_step_5, capsys):
 
 
 @pytest.mark.fault("F60b", "the deleted folder is another run's by now", "exit code 2 with that process")
-def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step_5, capsys):
+def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, capsys):
     with ExitStack() as other:
 
         def take():
@@ -244,7 +227,7 @@ def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step_5, ca
             message.append(other.enter_context(held_by_another_process(tmp_path / "out")))
 
         message = []
-        before_step_5(take)
+        before_step(4, take)
         error = pretrain.refused(capsys, photos, tmp_path / "out")
         assert message[0] in error
     assert not list((tmp_path / "out").glob("checkpoint*"))

@@ -2,8 +2,6 @@ import errno
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.warm import Python
 from util import atomic
 from util.run import checkpoint
 from util.run.checkpoint import (
@@ -104,8 +103,10 @@ def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, m
 
 def test_a_really_full_disk(tmp_path):
     """The kernel limits the files of a child process to 300 kB. For some sizes torch then raises RuntimeError."""
-    save(tmp_path, 1)
-    code = """if True:
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1)
+    program = tmp_path / "program.py"
+    program.write_text("""if True:
         import resource, signal, sys, torch
         from util.run.checkpoint import save_checkpoint
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -115,13 +116,10 @@ def test_a_really_full_disk(tmp_path):
                 save_checkpoint(sys.argv[1], size, {"w": torch.zeros(size)}, {})
             except OSError:
                 print("refused")
-    """
-    root = Path(__file__).resolve().parents[3]
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=root, timeout=120
-    )
-    assert out.stdout.split() == ["refused"] * 4, out.stderr
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1.json", "checkpoint-1.pth"]
+    """)
+    out, _ = Python(program, tmp_path / "run").communicate(timeout=120)
+    assert out.split() == ["refused"] * 4, out
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-1.json", "checkpoint-1.pth"]
 
 
 def test_pruning_keeps_the_last_two_and_those_marked_as_kept(tmp_path):

@@ -53,21 +53,15 @@ def test_work_between_steps_does_not_count_as_training_time():
     assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
 
 
-def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, monkeypatch):
+def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, before_step):
     """The run has not finished: its exit code says so, and the same command makes up for the kNN evaluation."""
-    exact, flags = TrainLoop.begin_step, pretrain.command(photos, tmp_path / "out", "--knn_every", 1)
-
-    def interrupted(loop, step):
-        if step == loop.last_step - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        exact(loop, step)
+    flags = pretrain.command(photos, tmp_path / "out", "--knn_every", 1)
 
     def evaluated():
         return [report["step"] for report in reports(tmp_path / "out") if "rankme" in report]
 
-    monkeypatch.setattr(TrainLoop, "begin_step", interrupted)
+    before_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert main_pretrain.main(flags) is False and 6 not in evaluated()
-    monkeypatch.setattr(TrainLoop, "begin_step", exact)
     assert main_pretrain.main(flags) and evaluated()[-1] == 6
 
 
