@@ -46,7 +46,6 @@ from util.run.flags import (
     add_pixel_flags,
     add_run_flags,
     check_least,
-    check_pixel_flags,
     check_same,
     num_workers,
 )
@@ -165,7 +164,6 @@ def plain_size(size: Sequence[int]) -> int | list[int]:
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if a flag of fine-tuning, or a pair of flags, is out of range."""
     batch_size = plan.batch_size
-    check_pixel_flags(args, args.in_chans)
     check_least(
         args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter"
     )
@@ -414,7 +412,6 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
         raise ValueError("--eval does not support --shard: leave it out")
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
-    check_pixel_flags(args)
     model, settings, meta = load_classifier(args.resume, args)
     names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")

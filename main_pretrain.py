@@ -46,7 +46,6 @@ from util.run.flags import (
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
-    check_pixel_flags,
 )
 from util.run.resume import has_drop_path
 from util.run.run import Periodic, Run
@@ -327,8 +326,7 @@ class Pictures:
 
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
-    """ValueError if a flag of pre-training or of the framework is out of range."""
-    check_pixel_flags(args, args.in_chans)
+    """ValueError if a flag that the framework needs is missing."""
     check_own_flags(vars(args))
 
 

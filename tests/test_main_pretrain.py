@@ -380,7 +380,6 @@ TEC = "--model tec_vit_micro_patch4"
         ("--accum_iter -1", "--accum_iter must be at least 1, got -1"),
         ("--max_steps 0", "--max_steps must be at least 1, got 0"),
         ("--num_workers -1", "--num_workers must be at least 0, got -1"),
-        ("--seed 9223372036854775808", "--seed must be below 2^63"),
         ("--batch_size 25", "24 images, fewer than one total batch of 25"),
         (
             "--total_batch_size 12",

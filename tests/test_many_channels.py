@@ -171,7 +171,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photo
     assert f"{files} 3: give --in_chans 5" in pretrain.refused(capsys, data_path, out)
     assert f"{files} 4: give --in_chans 5" in finetune.refused(capsys, data_path, out, "--in_chans", 4)
     flags = ["--in_chans", 5, "--mean", 0.5, 0.5]
-    message = "--mean must have a value for each of 5 channels (--in_chans), got [0.5, 0.5]"
+    message = "--mean must have a value for each of 5 channels, got [0.5, 0.5]"
     assert message in pretrain.refused(capsys, data_path, out, *flags)
     assert message in finetune.refused(capsys, data_path, out, *flags)
     assert "--in_chans must be at least 1, got 0" in pretrain.refused(capsys, data_path, out, "--in_chans", 0)

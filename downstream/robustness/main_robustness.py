@@ -27,11 +27,12 @@ from main_finetune import load_classifier
 from util import collectives
 from util.data.images import FolderImages, check_classes, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
+from util.data.statistics import check_statistics
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
 from util.run.evaluation import ResultsFile, evaluation_session
-from util.run.flags import check_least, check_pixel_flags, num_workers
+from util.run.flags import check_least, num_workers
 from util.run.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
@@ -332,7 +333,6 @@ def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag is out of range."""
     check_least(args, 1, "batch_size")
     check_least(args, 0, "num_workers")
-    check_pixel_flags(args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -353,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = ResultsFile(output_dir / RESULTS, what, lambda done: {"summary": summarise(done)}, sources)
         missing = results.missing(sources)
         model = model.to(process.device)
+        check_statistics(settings["mean"], settings["std"], RGB8)
         normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
         sizes = args.batch_size, num_workers(args, process)
         for part in (part for part in parts if part.name in missing):

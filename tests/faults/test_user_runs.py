@@ -283,7 +283,7 @@ def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
         (("--weight_decay", "nan"), "--weight_decay must be finite, got nan"),
         (("--lr", "1e-4", "--min_lr", "1e-3"), "--min_lr 0.001 lies above the peak learning rate, 0.0001"),
         (("--lr_schedule", "simmim_steps"), "--lr_schedule simmim_steps needs --lr_steps"),
-        (("--lr_steps", "7"), "--lr_steps [7.0] needs --lr_schedule simmim_steps"),
+        (("--lr_steps", "7"), "need each other, got 'mae' and [7.0]"),
     ],
 )
 def test_numbers_are_checked(photos, tmp_path, capsys, flags, message):

@@ -27,7 +27,6 @@ NPY = b"\x93NUMPY"
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
 RANGES = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}
 NEW_SUBFILE_TYPE, REDUCED, MASK = 254, 1, 4  # a tag of TIFF, and its bits
-ONE_PAGE = "save each image in one page: tifffile.imwrite(path, array, photometric='rgb') with an array [H, W, 3]"
 # Modes of Pillow whose channels are taken as they are. All others become RGB.
 MODES = {"1": "L", "L": "L", "LA": "LA", "RGBA": "RGBA"}
 
@@ -191,24 +190,19 @@ def _bands_last(shape: tuple[int, ...], axes: str, in_chans: int) -> bool:
     return axes.startswith("YX") or (shape[2] == in_chans and shape[0] != in_chans)
 
 
-def _is_array_in_pages(pages: int, height: int, width: int) -> bool:
+def _rows_are_pages(pages: int, height: int, width: int) -> bool:
     """Whether pages look like the rows of an array [H, W, C]: the last axis is shorter than both others."""
     return width < min(pages, height)
 
 
 def _pages_error(pages: int, height: int, width: int) -> FormatError:
-    """Returns the error for pages whose meaning --in_chans does not tell. It names the number of channels that does."""
-    what = f"it has {pages} pages of {height} x {width} values (height x width)"
-    if not _is_array_in_pages(pages, height, width):
-        if pages == 3:
-            return FormatError(f"{what}: {ONE_PAGE}")
-        return FormatError(
-            f"{what}: give --in_chans {pages} if they are the channels of one image, otherwise save each page as a "
-            "file of its own"
-        )
-    what = f"{what}, which looks like an array [H, W, C] whose rows have become pages"
-    advice = ONE_PAGE if width == 3 else f"give --in_chans {width}"
-    return FormatError(f"{what}: {advice}. If each page is a channel, give --in_chans {pages}")
+    """Returns the error for pages whose meaning --in_chans does not tell."""
+    meanings = {pages: "channel"}
+    if _rows_are_pages(pages, height, width):
+        meanings = {width: "row of an array [H, W, C]", pages: "channel"}
+    others = [f", or give --in_chans {n} if each page is a {what}" for n, what in meanings.items() if n != 3]
+    advice = "save each image in one page, such as tifffile.imwrite(path, array, photometric='rgb')"
+    return FormatError(f"it has {pages} pages of {height} x {width} values: {advice}{''.join(others)}")
 
 
 def _refuse_pages(file: BinaryIO) -> None:
@@ -237,7 +231,7 @@ def _tiff_format(source: BinaryIO, in_chans: int) -> PixelFormat:
     with _open_tiff(source) as image:
         shape = image.shape
         if len(shape) == 3 and not _bands_last(shape, image.axes, in_chans):
-            if "S" not in image.axes and shape[0] != in_chans and _is_array_in_pages(*shape):
+            if "S" not in image.axes and shape[0] != in_chans and _rows_are_pages(*shape):
                 raise _pages_error(*shape)
             shape = (*shape[1:], shape[0])
         return _checked(shape, image.dtype)

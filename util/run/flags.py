@@ -36,12 +36,8 @@ def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:
 def add_batch_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the split of the total batch over processes and micro-batches."""
     flag = group.add_argument
-    flag(
-        "--batch_size",
-        type=int,
-        help="images per process and micro-batch (default: 64; with --total_batch_size the largest that divides a "
-        "process's share, up to 64, or 512 for a linear probe)",
-    )
+    what = "default: 64; with --total_batch_size the largest that divides a process's share, up to 64, or 512 for a "
+    flag("--batch_size", type=int, help=f"images per process and micro-batch ({what}linear probe)")
     flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what --total_batch_size needs)")
     flag("--total_batch_size", type=int, help="images per step over all processes; --accum_iter follows from it")
 
@@ -50,25 +46,16 @@ def add_epoch_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the length of a schedule in epochs, and its learning rate."""
     flag = group.add_argument
     flag("--epochs", type=int, default=100, help="length of the schedule")
-    help_text = "epochs of linear warm-up; if not given and longer than --epochs, it is scaled with the schedule"
-    flag("--warmup_epochs", type=float, help=help_text)
+    what = "if not given and longer than --epochs, it is scaled with the schedule"
+    flag("--warmup_epochs", type=float, help=f"epochs of linear warm-up; {what}")
     flag("--blr", type=float, help="base learning rate: lr = blr * total batch size / 256")
     flag("--lr", type=float, help="absolute learning rate, instead of --blr")
     flag("--min_lr", type=float, help="learning rate at the end of the schedule")
     flag("--warmup_lr", type=float, default=0.0, help="learning rate at the start of the warm-up")
-    flag(
-        "--lr_schedule",
-        default="mae",
-        choices=SCHEDULES,
-        help="schedule of the framework's release: see util/lr_sched.py",
-    )
-    flag(
-        "--lr_steps",
-        type=float,
-        nargs="*",
-        default=(),
-        help="for simmim_steps: epochs after which the rate falls tenfold",
-    )
+    what = "schedule of the framework's release: see util/lr_sched.py"
+    flag("--lr_schedule", default="mae", choices=SCHEDULES, help=what)
+    what = "for simmim_steps: epochs after which the rate falls tenfold"
+    flag("--lr_steps", type=float, nargs="*", default=(), help=what)
 
 
 def add_update_flags(group: argparse._ArgumentGroup) -> None:
@@ -82,25 +69,14 @@ def add_update_flags(group: argparse._ArgumentGroup) -> None:
 def add_data_flags(group: argparse._ArgumentGroup) -> None:
     """Adds data source, decoding, random crop, workers."""
     flag = group.add_argument
-    flag(
-        "--dataset",
-        default="folder",
-        choices=DATASETS,
-        help="kind of data; folder: image folders or tar shards; hf: Hugging Face datasets",
-    )
-    flag(
-        "--data_path",
-        default=DEFAULT_PATH,
-        help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub",
-    )
+    what = "kind of data; folder: image folders or tar shards; hf: Hugging Face datasets"
+    flag("--dataset", default="folder", choices=DATASETS, help=what)
+    what = "root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub"
+    flag("--data_path", default=DEFAULT_PATH, help=what)
     flag("--image_column", help="only for hf: column of the images (default: the only one)")
     flag("--label_column", help="only for hf: column of the classes (default: label, or the only ClassLabel)")
-    flag(
-        "--loader",
-        default="fast",
-        choices=("fast", "reference"),
-        help="reference: decode and resize by Pillow, as torchvision",
-    )
+    what = "reference: decode and resize by Pillow, as torchvision"
+    flag("--loader", default="fast", choices=("fast", "reference"), help=what)
     flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
     add_loading_flags(group)
 
@@ -116,59 +92,34 @@ def add_pixel_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_loading_flags(group: argparse._ArgumentGroup) -> None:
     """Adds unreadable images and workers."""
-    flag = group.add_argument
-    flag(
-        "--max_bad_fraction",
-        type=float,
-        default=0.01,
-        help="share of training images that may be unreadable; each is replaced by another image",
-    )
-    flag(
-        "--num_workers",
-        type=int,
-        help="DataLoader workers per process (default: the process's share of the CPU cores minus one, from 1 to 16)",
-    )
+    what = "share of training images that may be unreadable; each is replaced by another image"
+    group.add_argument("--max_bad_fraction", type=float, default=0.01, help=what)
+    what = "default: the process's share of the CPU cores minus one, from 1 to 16"
+    group.add_argument("--num_workers", type=int, help=f"DataLoader workers per process ({what})")
 
 
 def add_run_flags(group: argparse._ArgumentGroup, unit: str = "epochs") -> None:
     """Adds output folder, resuming, device, precision, memory, saving, reports. unit: of --save_every."""
     flag, boolean = group.add_argument, argparse.BooleanOptionalAction
     flag("--output_dir", help="folder of the run: checkpoints, logs, settings; the same command resumes the run in it")
-    flag(
-        "--resume",
-        default="auto",
-        help="where a new run starts: a checkpoint or a run's folder; not used if --output_dir holds checkpoints",
-    )
-    flag(
-        "--allow_changes",
-        action=boolean,
-        default=False,
-        help="resume although changed settings or data change the results",
-    )
+    what = "where a new run starts: a checkpoint or a run's folder; not used if --output_dir holds checkpoints"
+    flag("--resume", default="auto", help=what)
+    what = "resume although changed settings or data change the results"
+    flag("--allow_changes", action=boolean, default=False, help=what)
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
-    flag(
-        "--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU"
-    )
+    what = "auto: bf16 or fp16 on a GPU, fp32 on a CPU"
+    flag("--precision", default="auto", choices=("auto", *PRECISIONS), help=what)
     flag("--attention", default="auto", choices=("auto", *KERNELS), help="attention kernel that is tried first")
     flag("--compile", action=boolean, default=False, help="compile the model by torch.compile")
     flag("--dist_timeout", type=float, default=600, help="seconds without progress after which a process ends")
-    flag(
-        "--recompute",
-        action=boolean,
-        default=False,
-        help="recompute blocks in the backward pass: less memory, more time",
-    )
+    what = "recompute blocks in the backward pass: less memory, more time"
+    flag("--recompute", action=boolean, default=False, help=what)
     flag("--shard", action=boolean, default=False, help="shard parameters, gradients and optimizer state (FSDP2)")
     flag("--max_steps", type=int, help="save and end after this step of the run (default: at the end of the schedule)")
-    flag(
-        "--save_every",
-        type=int,
-        default=20,
-        help=f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay",
-    )
-    what = "epoch" if unit == "epochs" else "evaluation"
-    help_text = f"steps between checkpoints, beside those after each {what}; 0: none"
-    flag("--save_steps", type=int, default=0, help=help_text)
+    what = f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay"
+    flag("--save_every", type=int, default=20, help=what)
+    what = f"steps between checkpoints, beside those after each {'epoch' if unit == 'epochs' else 'evaluation'}"
+    flag("--save_steps", type=int, default=0, help=f"{what}; 0: none")
     flag("--print_freq", type=int, default=20, help="steps between reports")
 
 
@@ -234,42 +185,26 @@ def free_flags(plan: Plan, more: Iterable[str] = ()) -> frozenset[str]:
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag, or a pair of them, is out of range."""
-    check_finite(args)
+    for name, value in vars(args).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(v, float) and not math.isfinite(v) for v in values):
+            raise ValueError(f"--{name} must be finite, got {value}")
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps in_chans")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
-    if not 0 < args.dist_timeout <= 1e6:
-        raise ValueError(f"--dist_timeout must lie between 0 and a million seconds, got {args.dist_timeout}")
+    for name in ("dist_timeout", "clip_grad"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise ValueError(f"--{name} must be above 0, got {getattr(args, name)}")
     if not 0 <= args.max_bad_fraction < 1:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
-    if args.clip_grad is not None and args.clip_grad <= 0:
-        raise ValueError(f"--clip_grad must be above 0, got {args.clip_grad}")
-    if args.seed >= 2**63:
-        raise ValueError(f"--seed must be below 2^63, got {args.seed}")
-    if "epochs" in args:
-        check_epoch_flags(args)
     if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
         raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
-
-
-def check_pixel_flags(args: argparse.Namespace, channels: int | None = None) -> None:
-    """ValueError unless --mean and --std have a value for each channel, and all deviations are positive.
-
-    channels: of the images; None if they are not known yet.
-    """
-    for name in ("mean", "std"):
-        values = getattr(args, name)
-        if values is not None and channels is not None and len(values) != channels:
-            raise ValueError(f"--{name} must have a value for each of {channels} channels (--in_chans), got {values}")
-    if any(value <= 0 for value in args.std or ()):
-        raise ValueError(f"--std must be positive, got {args.std}")
-
-
-def check_epoch_flags(args: argparse.Namespace) -> None:
-    """ValueError if a flag of `add_epoch_flags`, or a pair of them, is out of range."""
-    if args.lr_schedule == "simmim_steps" and not args.lr_steps:
-        raise ValueError("--lr_schedule simmim_steps needs --lr_steps: the epochs after which the rate falls tenfold")
-    if args.lr_steps and args.lr_schedule != "simmim_steps":
-        raise ValueError(f"--lr_steps {args.lr_steps} needs --lr_schedule simmim_steps, got {args.lr_schedule!r}")
+    if "epochs" not in args:
+        return
+    if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
+        raise ValueError(
+            f"--lr_schedule simmim_steps and --lr_steps (the epochs after which the rate falls tenfold) need each "
+            f"other, got {args.lr_schedule!r} and {args.lr_steps}"
+        )
     if not 0 <= args.warmup_epochs <= args.epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
 
@@ -279,14 +214,6 @@ def num_workers(args: argparse.Namespace, process: Process) -> int:
     if args.num_workers is not None:
         return args.num_workers
     return min(16, max(1, cores_per_process(process.local_world_size) - 1))
-
-
-def check_finite(args: argparse.Namespace) -> None:
-    """ValueError if a flag is infinite or not a number."""
-    for name, value in vars(args).items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(v, float) and not math.isfinite(v) for v in values):
-            raise ValueError(f"--{name} must be finite, got {value}")
 
 
 def check_same(args: argparse.Namespace, stored: Mapping[str, Any], names: Iterable[str], what: str) -> None:
@@ -310,9 +237,6 @@ def split_batch(
     processes = count_of(world_size, "process")
     if rest:
         raise ValueError(f"a total batch of {total} cannot be split over {processes}: change one of them")
-    if batch_size is None and accum_iter is not None and per_process % accum_iter:
-        images = count_of(per_process, "image")
-        raise ValueError(f"--accum_iter {accum_iter} must divide the {images} that each process has per step")
     most = batch_size or (per_process // accum_iter if accum_iter else default)
     fitting = max(size for size in range(1, max(1, most) + 1) if per_process % size == 0)
     if batch_size not in (None, fitting):

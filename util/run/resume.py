@@ -265,34 +265,20 @@ def resume_encoder(
     ignores them. A finished run is refused instead, because its results would look like those of the newer checkpoint.
     """
     before = meta["encoder"] or {"path": None}
+    found = before if before["path"] else None
+    if now is None or now["sha256"] == before.get("sha256"):
+        return found, []
+    was, new = Path(before["path"]).resolve() if before["path"] else None, Path(now["path"]).resolve()
     is_over = meta["epoch"] >= meta["settings"]["epochs"]
+    has_grown = None not in (before.get("step"), now.get("step")) and before["step"] < now["step"]
+    if was is not None and was.parent == new.parent and has_grown and not is_over:
+        return found, [f"warning: this run continues from {was}; {new}, which is newer, is ignored"]
     holder, advice = repr(str(start.output_dir)), "choose another --output_dir"
     if start.began_elsewhere:
         holder = f"--resume {str(start.resume_path)!r}"
         advice = (
             f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one of them out"
         )
-    remarks = _compare(before, now, is_over, holder, advice)
-    return (before if before["path"] else None), remarks
-
-
-def _compare(before: dict[str, Any], now: dict[str, Any] | None, is_over: bool, holder: str, advice: str) -> list[str]:
-    """Returns remarks on the encoder `now`.
-
-    Raises ValueError if the run began with another encoder; the message contains `holder` and `advice`.
-    """
-    if now is None or now["sha256"] == before.get("sha256"):
-        return []
-    was = Path(before["path"]).resolve() if before["path"] else None
-    new = Path(now["path"]).resolve()
-    then, later = before.get("step"), now.get("step")
-    has_grown = then is not None and later is not None and then < later
-    same_run = was is not None and was.parent == new.parent and has_grown
-    if same_run and not is_over:
-        return [f"warning: this run continues from {was}; {new}, which is newer, is ignored"]
-    what = "the results" if is_over else "a run"
-    if was == new:
-        changed = f"{str(new)!r}, which has changed since"
-        raise ValueError(f"{holder} holds {what} of an earlier {changed}; {advice}")
     origin = "training from scratch" if was is None else repr(str(was))
-    raise ValueError(f"{holder} holds {what} of {origin}, not of {str(new)!r}; {advice}")
+    other = f"an earlier {str(new)!r}, which has changed since" if was == new else f"{origin}, not of {str(new)!r}"
+    raise ValueError(f"{holder} holds {'the results' if is_over else 'a run'} of {other}; {advice}")

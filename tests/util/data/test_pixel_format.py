@@ -176,18 +176,22 @@ def test_an_array_whose_rows_became_pages_is_named_with_its_channels(tmp_path, d
     tifffile.imwrite(tmp_path / "0.tif", array)
     for in_chans in (1, 3, 4):
         message = refused(tmp_path, in_chans=in_chans)
-        assert "it has 40 pages of 52 x 5 values (height x width), which looks like an array [H, W, C]" in message
-        assert message.endswith(": give --in_chans 5. If each page is a channel, give --in_chans 40")
+        assert "it has 40 pages of 52 x 5 values: save each image in one page" in message
+        rows = "or give --in_chans 5 if each page is a row of an array [H, W, C]"
+        assert message.endswith(f"{rows}, or give --in_chans 40 if each page is a channel")
     assert np.array_equal(open_images("folder", tmp_path, in_chans=5).load(0)[0], array)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
 def test_pages_are_no_rgb_image(tmp_path, dtype):
     (tmp_path / "0.tif").write_bytes(stored(pixels(5, dtype), "pages"))
-    assert "it has 5 pages of 40 x 52 values (height x width): give --in_chans 5 if they are" in refused(tmp_path)
+    message = refused(tmp_path)
+    assert "it has 5 pages of 40 x 52 values: save each image in one page" in message
+    assert message.endswith("or give --in_chans 5 if each page is a channel")
     assert refused(tmp_path, in_chans=4).endswith(f"has 5 channels of {dtype}, but --in_chans is 4: give --in_chans 5")
     (tmp_path / "0.tif").write_bytes(stored(pixels(3, dtype), "pages"))
-    assert "save each image in one page: tifffile.imwrite(path, array, photometric='rgb')" in refused(tmp_path)
+    advice = "save each image in one page, such as tifffile.imwrite(path, array, photometric='rgb')"
+    assert refused(tmp_path).endswith(f"it has 3 pages of 40 x 52 values: {advice}")
     tifffile.imwrite(tmp_path / "0.tif", pixels(3, dtype), photometric="rgb")  # the advice
     assert open_images("folder", tmp_path).pixel_format == (PixelFormat(3, "float32") if dtype == "float32" else RGB8)
     tifffile.imwrite(tmp_path / "0.tif", np.stack([pixels(3, "uint8")] * 2), photometric="rgb")

@@ -32,8 +32,8 @@ def test_a_total_that_the_processes_cannot_share_is_refused():
 @pytest.mark.parametrize(
     ("flags", "world_size", "said"),
     [
-        ("--accum_iter 3", 1, "--accum_iter 3 must divide the 64 images that each process has per step"),
-        ("--accum_iter 64", 2, "--accum_iter 64 must divide the 32 images that each process has per step"),
+        ("--accum_iter 3", 1, "--accum_iter 3, but a total batch of 64 with --batch_size 16 on 1 process takes 4"),
+        ("--accum_iter 64", 2, "--accum_iter 64, but a total batch of 64 with --batch_size 1 on 2 processes takes 32"),
         ("--batch_size 24", 1, "cannot be split into --batch_size 24 on 1 process: try --batch_size 16"),
         ("--batch_size 8 --accum_iter 3", 2, "a total batch of 64 with --batch_size 8 on 2 processes takes 4"),
     ],
