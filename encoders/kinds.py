@@ -44,10 +44,8 @@ def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict
     )
     kernel, table = need(weights, needed, what)[:2]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3] or table.ndim != 3:
-        raise ValueError(
-            f"{what} holds no encoder of a known kind: patch_embed.proj.weight is {list(kernel.shape)}, pos_embed "
-            f"{list(table.shape)}; needed are [D, channels, p, p] and [1, 1 + tokens, D]"
-        )
+        shapes = f"patch_embed.proj.weight is {list(kernel.shape)}, pos_embed {list(table.shape)}"
+        raise ValueError(f"{what} holds no encoder of a known kind: {shapes}")
     sizes = common_sizes(weights, read_grid(settings, kernel.shape[2], table.shape[1] - 1, what), "blocks.0")
     depth = count_blocks(weights)
     num_heads = settings.get("num_heads") or find_factory(sizes["embed_dim"], depth, what)[1]["num_heads"]
@@ -72,10 +70,8 @@ def read_swin_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) ->
     kernel, _ = need(weights, ("patch_embed.proj.weight", "layers.0.blocks.0.mlp.fc1.weight"), what)
     grid = grid_from_settings(settings, kernel.shape[2])
     if grid is None:
-        raise ValueError(
-            f"{what} holds a Swin Transformer without the settings of a run: its image size and the order of its patch "
-            "merging are unknown; give a checkpoint of main_pretrain.py or main_finetune.py"
-        )
+        unknown = "its image size and the order of its patch merging are unknown; give a checkpoint of this project"
+        raise ValueError(f"{what} holds a Swin Transformer without the settings of a run: {unknown}")
     stages = [name for name in weights if name.startswith("layers.")]
     blocks = {tuple(map(int, name.split(".")[1:4:2])) for name in stages if ".blocks." in name}  # (stage, block)
     depths = [sum(stage == s for stage, _ in blocks) for s in range(1 + max(blocks)[0])]
@@ -100,7 +96,6 @@ def common_sizes(weights: Tensors, grid: tuple[int, int], first_block: str) -> d
 
 
 def count_blocks(weights: Mapping[str, Any]) -> int:
-    """Returns the number of blocks of a ViT."""
     return len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
 
 
@@ -122,9 +117,7 @@ def read_grid(settings: Mapping[str, Any], patch_size: int, num_tokens: int, wha
         return grid
     side = math.isqrt(max(0, num_tokens))
     if side == 0 or side**2 != num_tokens:
-        raise ValueError(
-            f"{what} has positions for {num_tokens} tokens, which is no square grid, and does not say its image size"
-        )
+        raise ValueError(f"{what} has positions for {num_tokens} tokens, which is no square grid, and no image size")
     return side, side
 
 
@@ -134,10 +127,9 @@ def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, 
     Raises ValueError, with `what` as the name of the file, if there is none.
     """
     if (embed_dim, depth) not in VIT_FACTORIES:
-        raise ValueError(
-            f"{what} does not say its number of heads, and none is known for width {embed_dim} and depth {depth}; "
-            f"known (width, depth): {', '.join(map(str, VIT_FACTORIES))}"
-        )
+        known = ", ".join(map(str, VIT_FACTORIES))
+        sizes = f"width {embed_dim} and depth {depth}; known (width, depth): {known}"
+        raise ValueError(f"{what} does not say its number of heads, and none is known for {sizes}")
     return VIT_FACTORIES[embed_dim, depth]
 
 

@@ -153,7 +153,7 @@ def unwrap(content: Mapping[str, Any], path: str | Path) -> Tensors:
         if tensors:
             return tensors
     raise CheckpointError(
-        f"{str(path)!r} holds no weights by their names: they may lie under `model`, `state_dict` or `student`"
+        f"{str(path)!r} holds no weights by their names, not in `model`, `state_dict` or `student` either"
     )
 
 
@@ -340,17 +340,12 @@ def _fit_patch_embed(found: Tensors, own: Mapping[str, torch.Tensor], what: str,
         return []
     (width, channels), (own_width, own_channels) = found[key].shape[:2], own[key].shape[:2]
     if width != own_width:
-        raise CheckpointError(
-            f"{what} holds an encoder of width {width}, this {name} has width {own_width}: choose the --model of its "
-            "size"
-        )
+        raise CheckpointError(f"{what} holds an encoder of width {width}, this {name} has width {own_width}")
     if channels == own_channels:
         return []
     if channels != 3:
-        raise CheckpointError(
-            f"{what} holds an encoder of {channels} channels, this {name} is for {own_channels}: only encoders of 3 "
-            "channels can be adapted"
-        )
+        sizes = f"holds an encoder of {channels} channels, this {name} is for {own_channels}"
+        raise CheckpointError(f"{what} {sizes}: only encoders of 3 channels can be adapted")
     found[key] = adapt_input_conv(own_channels, found[key])
     return [f"{key} adapted from 3 channels to {own_channels}"]
 
@@ -390,10 +385,8 @@ def _fit_pos_embed(
     if source == grid_size:
         return table
     if source is None or table.shape[2] != own.shape[2]:
-        raise CheckpointError(
-            f"pos_embed {list(table.shape)} of {what} cannot be resized to {list(own.shape)}: "
-            "a square grid plus a class row is needed"
-        )
+        shapes = f"{list(table.shape)} of {what} cannot be resized to {list(own.shape)}"
+        raise CheckpointError(f"pos_embed {shapes}: a square grid plus a class row is needed")
     return resize_pos_embed(table, source, grid_size)
 
 

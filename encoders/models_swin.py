@@ -359,7 +359,6 @@ class SwinTransformer(SwinEncoder):
             return self.head(x.to(self.head.weight.dtype))
 
     def freeze_all_but(self, trainable_blocks: int) -> None:
-        """Raises ValueError, because Swin is fine-tuned as a whole."""
         raise ValueError(f"Swin is fine-tuned as a whole, got trainable_blocks {trainable_blocks}")
 
     def no_weight_decay(self) -> set[str]:

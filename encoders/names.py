@@ -164,7 +164,6 @@ ORIGINS = (  # the first that fits
 
 
 def find_origin(names: Iterable[str]) -> Origin:
-    """Returns the origin of a file with these keys."""
     return next(origin for origin in ORIGINS if origin.sign(names))
 
 

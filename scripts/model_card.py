@@ -70,7 +70,6 @@ def model_card(
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """Returns a Markdown table with two columns."""
     return markdown_table(["", ""], rows.items(), left=2)
 
 

@@ -118,7 +118,6 @@ def is_shard(path: Path, manifest: Manifest | None) -> bool:
 
 
 def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
-    """Writes a shard atomically."""
     with replaced_file(path, durable=True) as temporary, tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, MANIFEST, json.dumps(manifest).encode())
         for i, name in enumerate(manifest["names"], start=manifest["first"]):
@@ -132,7 +131,6 @@ def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
 
 
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Appends a file to a tar."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
@@ -258,7 +256,6 @@ def open_source(source: str, split: str, folder: Path, args: argparse.Namespace)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Packs or verifies each split."""
     parser = Parser("pack_dataset.py", description=__doc__)
     flag = parser.add_argument
     what = "SOURCE (class folders, or train/ and val/ with class folders) and DESTINATION"

@@ -88,7 +88,6 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the program; `argv` replaces the command line."""
     parser = Parser("plot_losses.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="the folder of a run, or its log.jsonl")
     parser.add_argument(

@@ -90,7 +90,6 @@ def submission_of(run: Run, args: argparse.Namespace, job_id: str | None) -> lis
 
 
 def torchrun_of(run: Run, args: argparse.Namespace) -> list[str]:
-    """Returns the arguments of torchrun."""
     program = os.path.relpath(ROOT / (submitit_launch.MAINS[run.main].replace(".", "/") + ".py"))
     return ["--nproc_per_node", str(args.nproc_per_node), *args.launcher_flags, program, *flags_of(run, args)]
 
@@ -200,7 +199,6 @@ def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
 
 
 def get_args_parser() -> Parser:
-    """Returns the flags of this script."""
     parser = Parser("reproduce_table.py", description=__doc__)
     group = parser.add_argument_group("what is run").add_argument
     group("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}, or all")
@@ -233,7 +231,6 @@ def get_args_parser() -> Parser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
-    """Parses and checks the flags."""
     parser = get_args_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
@@ -284,7 +281,6 @@ def find_pending(chosen: Mapping[str, Sequence[Row]], args: argparse.Namespace) 
 
 
 def print_list(chosen: Mapping[str, Sequence[Row]]) -> None:
-    """Prints all tables with their rows."""
     for name, rows in chosen.items():
         print(f"{name}: {TABLES[name].title}")
         for row in rows:

@@ -115,7 +115,6 @@ def write_photos(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the program; `argv` replaces the command line."""
     parser = Parser("sample_photos.py", description=__doc__)
     parser.add_argument("output_dir", type=Path, help="create train/ and val/ in this folder")
     parser.add_argument("--num_train", type=int, default=100, help="crops per photograph in train/")

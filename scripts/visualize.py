@@ -57,13 +57,12 @@ def draw_patterns(
 
 
 def show_run(args: argparse.Namespace) -> None:
-    """Draws and measure the reconstructions of a run."""
     model, settings = load_run(args.run, {"teacher": args.teacher} if args.teacher else None)
     channels = settings.get("in_chans", 3)
     source, column = (settings["dataset"], settings["data_path"]), settings.get("image_column")
     if args.images:
         source, column = ("folder", args.images), None
-    images = open_images(*source, "val", in_chans=channels, image_column=column, for_model=True)
+    images = open_images(*source, "val", in_chans=channels, image_column=column)
     for flag, path in (("--out", args.out), ("--patterns", args.patterns)):
         if path:
             refuse_inside_data(flag, path, source[1])
@@ -82,7 +81,6 @@ def show_run(args: argparse.Namespace) -> None:
 
 
 def get_args_parser() -> Parser:
-    """Returns the flags of this script."""
     parser = Parser("visualize.py", description=__doc__)
     flag = parser.add_argument
     flag("run", nargs="?", help="a checkpoint, or the folder of a run")
@@ -99,7 +97,6 @@ def get_args_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the program; `argv` replaces the command line."""
     parser = get_args_parser()
     args = parser.parse_args(argv)
     if args.run is None and not args.patterns:

@@ -350,7 +350,7 @@ WEIGHTS_THAT_DO_NOT_FIT = [
         ),
         ("--data_path {tmp}/fewer", "fewer/val' have the class 'cat', but a classifier needs two or more"),
         ("--data_path {photos}", "has no folder val/"),
-        ("--dataset inat18", "does not exist; --data_path must hold iNaturalist's train2018.json"),
+        ("--dataset inat18", "--data_path must hold iNaturalist's train2018.json, but"),
         ("--finetune {tmp}/nowhere.pth", "nowhere.pth' does not exist"),
         ("--finetune {tmp}/other", "holds no intact checkpoint"),
         (

@@ -167,9 +167,13 @@ def test_statistics_of_an_exported_rgb_encoder(photos, labelled, tmp_path, capsy
 def test_what_cannot_work_is_refused_before_the_first_step(bands, encoder, photos, tmp_path, capsys):
     data_path, pixel_format = bands
     out, name = tmp_path / "out", "0.npy" if pixel_format.is_float else "0.tif"
-    files = f"{str(data_path / 'train' / 'a' / name)!r} has {pixel_format}, but --in_chans is"
-    assert f"{files} 3: give --in_chans 5" in pretrain.refused(capsys, data_path, out)
-    assert f"{files} 4: give --in_chans 5" in finetune.refused(capsys, data_path, out, "--in_chans", 4)
+    files = f"{str(data_path / 'train' / 'a' / name)!r} has {pixel_format}, but the model takes"
+    assert f"{files} 3 channels: one for these images is made by --in_chans 5" in pretrain.refused(
+        capsys, data_path, out
+    )
+    assert f"{files} 4 channels: one for these images is made by --in_chans 5" in finetune.refused(
+        capsys, data_path, out, "--in_chans", 4
+    )
     flags = ["--in_chans", 5, "--mean", 0.5, 0.5]
     message = "--mean must have a value for each of 5 channels, got [0.5, 0.5]"
     assert message in pretrain.refused(capsys, data_path, out, *flags)
@@ -208,7 +212,7 @@ def test_channels_of_a_trained_model_are_no_flag(bands, encoder, photos, labelle
     # Programs that take the channels from the model have no such flag.
     assert "unrecognized arguments: --in_chans 3" in refused(capsys, main_probe.main, *[*probing, "--in_chans", "3"])
     with pytest.raises(ValueError, match="--dataset cifar10 has images of 3 channels, but the model takes 5 channels"):
-        open_images("cifar10", tmp_path, in_chans=5, for_model=True)
+        open_images("cifar10", tmp_path, in_chans=5)
 
 
 def test_one_grey_channel_of_8_bits(tmp_path):
@@ -309,9 +313,7 @@ def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_pa
         f"error: --resume {str(begun)!r} holds a run of training from scratch, not of {str(path)!r}; --resume and "
     )
     assert expected in message
-    assert message.endswith(
-        "--pretrained exclude each other unless the run began with that encoder: leave one of them out\n"
-    )
+    assert message.endswith("--pretrained exclude each other unless the run began with that encoder: leave one out\n")
     pretrain(photos, tmp_path / "first", "--pretrained", path, "--max_steps", 5)
     flags = ["--resume", newest_checkpoint(tmp_path / "first")[0], "--pretrained", path]
     again = pretrain(photos, tmp_path / "again", *flags)  # the same weights are no contradiction

@@ -45,7 +45,6 @@ PACK = Path(__file__).resolve().parents[1] / "scripts" / "pack_dataset.py"
 
 
 def make_collator() -> MaskCollator:
-    """Returns the collator of a ViT on 14 x 14 tokens."""
     return MaskCollator(TokenOrderSampler(14, TokenCounts.from_ratios(196, 0.75, 0.5)), seed=0)
 
 
@@ -67,8 +66,6 @@ class TorchvisionFolder(torch.utils.data.Dataset):
 
 
 class Way:
-    """A data set and its collator."""
-
     def __init__(self, images: EncodedImages, reference: bool = False, torchvisions: bool = False) -> None:
         self.images = images
         self.transform = RandomResizedCropFlip(SIZE, seed=0, reference=reference)
@@ -89,7 +86,6 @@ class Way:
         return num_batches * batch_size / (time.perf_counter() - start)
 
     def crop(self, i: int) -> torch.Tensor:
-        """Returns the crop of image i in epoch 0."""
         return AddressedDataset(self.images, self.transform)[(0, i)][0].float()
 
 
@@ -129,7 +125,6 @@ def sampling_microseconds(batch_size: int, repeats: int = 50) -> float:
 
 
 def measure(ways: Mapping[str, Way], args: argparse.Namespace) -> dict[str, float]:
-    """Returns the median images/s of each way."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for epoch in range(args.rounds):

@@ -81,7 +81,6 @@ def commit_at_hand() -> str:
 
 
 def machine() -> str:
-    """Versions and hardware, for the document."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     cpu = found[1] if found else platform.machine()
@@ -91,7 +90,6 @@ def machine() -> str:
 
 
 def order(row: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Returns a key that sorts the rows: F2 before F10."""
     found = re.fullmatch(r"([FU])(\d+)(\w*)", row["row"])
     assert found, row
     return found[1], int(found[2]), found[3]

@@ -217,7 +217,6 @@ def train_aggregations(
 
 
 def measure(settings: Settings, weights: Weights, label: str, images: Any, args: argparse.Namespace) -> list[Row]:
-    """Measures one checkpoint. Returns its rows."""
     mae = variant(settings, weights, 0.0, "plain").to(args.device)
     batches = Batches(images, mae, settings, args, args.device)
     compared: list[tuple[Row, MaskedAutoencoderViT, Gap]] = []
@@ -276,7 +275,6 @@ def draw_lines(ax: Any, rows: Sequence[Row], column: str) -> None:
 
 
 def get_args_parser() -> Parser:
-    """Returns the flags of this script."""
     parser = Parser("gradient_gap.py", description=__doc__)
     group = parser.add_argument_group("what is compared").add_argument
     group("runs", nargs="+", metavar="RUN", help="checkpoints or folders of main_pretrain.py, as PATH or LABEL=PATH")
@@ -318,7 +316,6 @@ def load(path: str | Path, args: argparse.Namespace) -> tuple[Settings, Weights]
 
 
 def check_and_load(args: argparse.Namespace) -> tuple[list[tuple[str, Settings, Weights]], Any]:
-    """Checks the flags, and load ([(label, settings, weights)], images)."""
     check_least(args, 1, "batch_size batches draws conv_steps")
     pyplot("gradient_gap")  # a ValueError now instead of after the measurement
     loaded = []
@@ -329,7 +326,6 @@ def check_and_load(args: argparse.Namespace) -> tuple[list[tuple[str, Settings, 
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Prints the rows as a Markdown table."""
     numbers = ("difference", "cosine", "bias", "sd_draws")
     names = (*TEXT, "throw_ratio")
     cells = [["–" if row[name] is None else f"{row[name]:.3f}" for name in numbers] for row in rows]
@@ -339,7 +335,6 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the program; `argv` replaces the command line."""
     parser = get_args_parser()
     args, rows = parser.parse_args(argv), list[Row]()
     with user_errors(parser):

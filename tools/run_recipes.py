@@ -60,7 +60,6 @@ COLUMNS += ["seconds", "first_loss", "last_loss", "top1", "problem"]
 
 
 def get_args_parser() -> Parser:
-    """Returns the flags of this script."""
     parser = Parser("run_recipes.py", description=__doc__)
     flag = parser.add_argument
     flag("--recipes", nargs="+", metavar="NAME", help="recipes to run (default: all of recipes.py)")
@@ -87,7 +86,6 @@ class Job:
         return {"main_pretrain": main_pretrain, "main_finetune": main_finetune}[self.program]
 
     def settings(self) -> dict:
-        """Returns the recipe's settings and the main's defaults."""
         return vars(self.main.parse_args(["--recipe", self.recipe])[1])
 
     def steps(self) -> tuple[int, int, int]:
@@ -141,7 +139,6 @@ def full_size(main: ModuleType, name: str) -> torch.nn.Module:
 
 
 def decoder_scale(model: torch.nn.Module) -> dict:
-    """Returns the sizes of the model's decoders, if it has any."""
     return DECODER if any("decoder" in name for name, _ in model.named_modules()) else {}
 
 
@@ -217,7 +214,7 @@ def write_photos(folder: Path) -> list[Path]:
 
 
 def link_photos(photos: list[Path], root: Path, split: str, count: int) -> None:
-    """Links `count` photographs into ROOT/<split>/<class>/, and write iNaturalist's ROOT/<split><year>.json."""
+    """Links `count` photographs into ROOT/<split>/<class>/, and writes iNaturalist's ROOT/<split><year>.json."""
     names = []
     for label in range(CLASSES):
         (root / split / f"class{label}").mkdir(parents=True)
@@ -361,7 +358,6 @@ def describe(job: Job, folder: Path) -> dict:
 
 
 def run_all(jobs: list[Job], root: Path, processes: int) -> Iterator[dict]:
-    """Runs all jobs, and yield their rows as they finish."""
     workshop, work = Workshop(root), []
     for job in jobs:
         folder = root / job.recipe

@@ -282,7 +282,7 @@ def test_the_last_step_is_always_reported(photos, tmp_path, capsys):
         (("--lr", "inf"), "--lr must be finite, got inf"),
         (("--weight_decay", "nan"), "--weight_decay must be finite, got nan"),
         (("--lr", "1e-4", "--min_lr", "1e-3"), "--min_lr 0.001 lies above the peak learning rate, 0.0001"),
-        (("--lr_schedule", "simmim_steps"), "--lr_schedule simmim_steps needs --lr_steps"),
+        (("--lr_schedule", "simmim_steps"), "need each other, got 'simmim_steps' and ()"),
         (("--lr_steps", "7"), "need each other, got 'mae' and [7.0]"),
     ],
 )

@@ -63,10 +63,8 @@ class AttentionMaps:
         except (ValueError, EOFError) as error:
             raise ValueError(f"{str(self.path)!r} holds no attention maps ({error}); remove it") from error
         if found != (expected, "float16"):
-            raise ValueError(
-                f"{str(self.path)!r} holds attention maps {list(found[0])} in {found[1]}, but this run needs "
-                f"{list(expected)} in float16: it belongs to another run; remove it"
-            )
+            what = f"attention maps {list(found[0])} in {found[1]}, but this run needs {list(expected)} in float16"
+            raise ValueError(f"{str(self.path)!r} holds {what}: remove it")
 
     def token_weights(self, boxes: Sequence[tuple[int, CropBox]]) -> np.ndarray:
         """Returns the weights of the tokens of crops, float32 [B, N], for pairs of an image's index and its box.

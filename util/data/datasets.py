@@ -49,14 +49,13 @@ def open_images(
     in_chans: int = 3,
     image_column: str | None = None,
     label_column: str | None = None,
-    for_model: bool = False,
 ) -> Images:
     """Returns the images of a split.
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
-    in_chans: channels of the images. image_column, label_column: of "hf". for_model: `in_chans` comes from a trained
-    model, not from --in_chans. It affects error messages only. ImageError if, of a sample of the image headers, more
-    than `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or ambiguous.
+    in_chans: channels of the images. image_column, label_column: of "hf". ImageError if, of a sample of the image
+    headers, more than `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or
+    ambiguous.
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
@@ -67,8 +66,7 @@ def open_images(
         images = INaturalistImages(data_path, split, INATURALIST[dataset])
     elif dataset in DOWNLOADED:
         if in_chans != 3:
-            message = f"--dataset {dataset} has images of 3 channels, but {wanted_channels(in_chans, for_model, 3)}"
-            raise ValueError(message)
+            raise ValueError(f"--dataset {dataset} has images of 3 channels, but {wanted_channels(in_chans, 3)}")
         images = CifarImages(dataset, data_path, split)
     elif dataset == "hf":
         images = open_hugging_face(data_path, split, labelled, image_column, label_column)
@@ -77,7 +75,7 @@ def open_images(
         images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)
     if labelled:
         refuse_single_class(images, split)
-    images.in_chans, images.for_model = in_chans, for_model
+    images.in_chans = in_chans
     images.check(max_bad_fraction)
     return images
 

@@ -43,7 +43,6 @@ def is_hidden(name: str) -> bool:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name has the extension of an image."""
     return name.lower().endswith(IMG_EXTENSIONS)
 
 
@@ -66,7 +65,6 @@ class Listing:
 
 
 def list_folder(path: Path) -> Listing:
-    """Reads the names in a folder."""
     listing = Listing(path)
     with os.scandir(path) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -158,10 +156,8 @@ def find_root(data_path: str | Path, split: str, labelled: bool = False) -> tupl
     if folder is None and found:
         names = [name for names in found.values() for name in names]
         paths = " or ".join(repr(str(root / name)) for name in names)
-        raise ValueError(
-            f"{what} holds {' and '.join(f'{name}/' for name in names)}, but no {split}/. Give {paths} itself to train "
-            f"on it, or move the training images to {str(root / split)!r}"
-        )
+        names_found = " and ".join(f"{name}/" for name in names)
+        raise ValueError(f"{what} holds {names_found}, but no {split}/. Give {paths} itself to train on it")
     if folder is None:
         refuse_split_words(what, listing)
         return root, []
@@ -189,11 +185,8 @@ def refuse_possible_class(what: str, listing: Listing, folder: str) -> None:
     others = [name for name in listing.folders if split_of(name) is None]
     filled = [f"{name}/" for name in others if holds_images(listing.path, name)]
     if filled:
-        raise ValueError(
-            f"{what} holds {folder}/ beside other folders with images ({shorten(filled)}): {folder}/ may be a split or "
-            f"a class. To read {folder}/ alone, give {str(listing.path / folder)!r}. To read all of them as classes, "
-            f"move them into a folder {split_of(folder)}/"
-        )
+        advice = f"Give {str(listing.path / folder)!r}, or move all classes into a folder {split_of(folder)}/"
+        raise ValueError(f"{what}: {folder}/ may be a split or a class, beside images in {shorten(filled)}. {advice}")
 
 
 def refuse_split_words(what: str, listing: Listing) -> None:
@@ -202,20 +195,15 @@ def refuse_split_words(what: str, listing: Listing) -> None:
     if len(set(worded.values())) < 2:
         return
     if not any(holds_images(listing.path, name) for name in listing.folders if name not in worded):
-        raise ValueError(
-            f"{what} holds {shorten([f'{name}/' for name in worded])}, whose names contain more than one split. Give "
-            f"one of them itself, or rename them to train/ and val/"
-        )
+        found = f"{shorten([f'{name}/' for name in worded])}, whose names contain more than one split"
+        raise ValueError(f"{what} holds {found}: give one of them itself, or rename them to train/ and val/")
 
 
 def refuse_archive(path: Path) -> None:
-    """ValueError if the path is a compressed archive."""
     if path.name.lower().endswith(ARCHIVES) and path.is_file():
         unpack = "unzip -d FOLDER" if path.suffix.lower() == ".zip" else "tar -C FOLDER -xf"
-        raise ValueError(
-            f"--data_path {str(path)!r} is a compressed archive, which cannot be read in place: unpack it "
-            f"(mkdir FOLDER && {unpack} {path.name}) and give FOLDER. An uncompressed .tar needs no unpacking"
-        )
+        advice = f"unpack it (mkdir FOLDER && {unpack} {path.name}) and give FOLDER"
+        raise ValueError(f"--data_path {str(path)!r} is a compressed archive, which cannot be read in place: {advice}")
 
 
 def refuse_inside_data(flag: str, path: str | Path, data_path: str | Path) -> None:
@@ -229,10 +217,7 @@ def refuse_inside_data(flag: str, path: str | Path, data_path: str | Path) -> No
     folders = [(root / name).resolve() for name in listing.folders if split_of(name)] or [root]
     inside = [folder for folder in folders if place.is_relative_to(folder)]
     if inside:
-        raise ValueError(
-            f"{flag} {str(path)!r} lies inside the image folder {str(inside[0])!r}, where it would become data; choose "
-            "a place outside of it"
-        )
+        raise ValueError(f"{flag} {str(path)!r} lies inside the image folder {str(inside[0])!r}: choose another place")
 
 
 def find_samples(root: Path, labelled: bool = False) -> tuple[list[str], list[tuple[str, int]], list[str]]:
@@ -249,16 +234,11 @@ def find_samples(root: Path, labelled: bool = False) -> tuple[list[str], list[tu
     filled = [name for name in folders if folders[name]]
     empty = [name for name in folders if not folders[name] and name not in ignored[LOOP]]
     if filled and listing.images:
-        raise ValueError(
-            f"{what} holds {count_of(len(listing.images), 'image')} directly ({shorten(listing.images)}) beside "
-            f"{count_of(sum(map(len, folders.values())), 'image')} in folders ({shorten(filled)}): "
-            f"move one of the two elsewhere"
-        )
+        direct = f"{count_of(len(listing.images), 'image')} directly ({shorten(listing.images)})"
+        raise ValueError(f"{what} holds {direct} beside folders of images ({shorten(filled)}): move one of them away")
     if filled and empty:
-        raise ValueError(
-            f"in {what}: no valid file for the classes {shorten(empty, 10)}; remove these folders, or put images into "
-            f"them (extensions {', '.join(IMG_EXTENSIONS)})"
-        )
+        advice = f"remove the folders, or put images into them ({', '.join(IMG_EXTENSIONS)})"
+        raise ValueError(f"in {what}: no valid file for the classes {shorten(empty, 10)}; {advice}")
     if filled:
         samples = [(path, label) for label, name in enumerate(filled) for path in folders[name]]
         return filled, samples, ignored_notes(ignored)

@@ -168,10 +168,8 @@ def run_datasets(work: Callable[[], T], where: str) -> T:
         return work()
     except ConnectionError as error:
         if is_offline():
-            raise ValueError(
-                f"{where} is neither a local folder nor in the cache of datasets, and HF_HUB_OFFLINE forbids a "
-                "download: give a folder, or start once without HF_HUB_OFFLINE on a machine with a network"
-            ) from error
+            why = "HF_HUB_OFFLINE forbids a download: give a folder, or start once without it on a machine online"
+            raise ValueError(f"{where} is neither a local folder nor in the cache of datasets, and {why}") from error
         raise ConnectionError(f"{where} is not a local folder, and the Hub cannot be reached: {error}") from error
     except (DatasetsError, FileNotFoundError, LookupError, ValueError, TypeError, RuntimeError) as error:
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
@@ -215,10 +213,8 @@ def find_image_column(dataset: Any, what: str, given: str | None) -> str:
         return found[0]
     if found:
         raise ValueError(f"{what} has {len(found)} columns of images: choose one by --image_column {'|'.join(found)}")
-    raise ValueError(
-        f"{what} has no column of images; its columns are {_describe(dataset.features)}. If one of them holds encoded "
-        f"images, name it by --image_column"
-    )
+    columns = _describe(dataset.features)
+    raise ValueError(f"{what} has no column of images, but {columns}: name one of encoded images by --image_column")
 
 
 def select_images(dataset: Any, what: str, column: str) -> Any:

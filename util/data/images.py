@@ -64,11 +64,9 @@ def read_file(path: str) -> bytes:
         raise MissingImage(f"{path!r} is not a readable image ({error}); replace or remove it") from error
 
 
-def wanted_channels(in_chans: int, for_model: bool, found: int) -> str:
-    """Returns the end of a message about images that have `found` channels. See `EncodedImages` for the others."""
-    if for_model:
-        return f"the model takes {count_of(in_chans, 'channel')}"
-    return f"--in_chans is {in_chans}: give --in_chans {found}"
+def wanted_channels(in_chans: int, found: int) -> str:
+    """Returns the end of a message about images that have `found` channels. in_chans: those of the model."""
+    return f"the model takes {count_of(in_chans, 'channel')}: one for these images is made by --in_chans {found}"
 
 
 class EncodedImages:
@@ -76,13 +74,11 @@ class EncodedImages:
 
     labels: int64 [n]. names: bytes [n]. notes: sentences on what is ignored or replaced, for the log.
     reference: decode everything by Pillow, as torchvision's ImageFolder does. in_chans: channels that are wanted.
-    for_model: `in_chans` comes from a trained model, not from --in_chans. It affects error messages only.
     pixel_format: of all images; `check` finds it out.
     """
 
     reference = False
     in_chans: int = 3
-    for_model = False
     pixel_format: PixelFormat = RGB8
     num_checked = 1000  # headers that `check` reads
     num_decoded = 64  # of these, the images of floats that `check` decodes
@@ -152,13 +148,10 @@ class EncodedImages:
         if others:
             other, k = others[0]
             raise ImageError(
-                f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images of a data set must have "
-                "the same channels and depth"
+                f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images need one format"
             )
         if found.channels != self.in_chans:
-            raise ImageError(
-                f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans, self.for_model, found.channels)}"
-            )
+            raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans, found.channels)}")
         self.pixel_format = found
         if found == RGB8 and self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm")):
             lost = note_on_rgb(self.source(i))
@@ -226,12 +219,9 @@ class INaturalistImages(ImageFiles):
             categories = {c["id"]: c.get("name", str(c["id"])) for c in content["categories"]}
             names = {image["id"]: image["file_name"] for image in content["images"]}
             category_of = {a["image_id"]: a["category_id"] for a in content["annotations"]}
-        except FileNotFoundError as error:
-            message = f"{str(path)!r} does not exist; --data_path must hold iNaturalist's {path.name}"
-            raise ValueError(message) from error
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{str(path)!r} is not a label file of iNaturalist ({type(error).__name__}: {error})"
-            raise ValueError(message) from error
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"--data_path must hold iNaturalist's {path.name}, but {str(path)!r}: {reason}") from error
         label_of = {category: label for label, category in enumerate(sorted(categories))}
         without = [name for i, name in names.items() if category_of.get(i) not in label_of]
         if without or not names:
@@ -245,7 +235,6 @@ class CifarImages:
     """torchvision's CIFAR-10 or CIFAR-100 in `data_path`. It is downloaded if it is not there."""
 
     in_chans: int = 3
-    for_model = False
     pixel_format = RGB8
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
@@ -253,10 +242,8 @@ class CifarImages:
         try:
             self.images = make(data_path, train=split == "train", download=True)
         except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error}); "
-                f"put torchvision's {make.base_folder} there, or choose another --data_path"
-            ) from error
+            what = f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error})"
+            raise ValueError(f"{what}; put torchvision's {make.base_folder} there") from error
         self.classes: list[str] = self.images.classes
         self.labels = np.array(self.images.targets, np.int64)
         self.root = f"{name}'s {split} split"
@@ -306,14 +293,11 @@ def refuse_single_class(images: Any, split: str) -> None:
     """ValueError if there is one class, or one that all training images have: any classifier would be right."""
     if len(images.classes) < 2 or (split == "train" and has_one_label(images)):
         name, hint = images.classes[images.labels[0]], getattr(images, "label_hint", "")
-        raise ValueError(
-            f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class {name!r}, but a classifier "
-            f"needs two or more{hint}"
-        )
+        what = f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class {name!r}"
+        raise ValueError(f"{what}, but a classifier needs two or more{hint}")
 
 
 def has_one_label(images: Any) -> bool:
-    """Whether all images have the same label."""
     return bool((images.labels == images.labels[0]).all())
 
 

@@ -31,10 +31,8 @@ def open_everywhere(
     )
     collectives.refuse_differences({"--data_path": "tars" if in_tars else "no tars"}, "kind of data")
 
-    channels = args.in_chans if in_chans is None else in_chans
-
     def open_split() -> Any:
-        options = max_bad_fraction, channels, args.image_column, args.label_column, in_chans is not None
+        options = max_bad_fraction, in_chans or args.in_chans, args.image_column, args.label_column
         return open_images(args.dataset, args.data_path, split, labelled, *options)
 
     # On nodes with a cache of their own, the processes of `datasets` wait for each other by a lock.

@@ -154,15 +154,11 @@ def _checked(shape: tuple[int, ...], dtype: np.dtype) -> PixelFormat:
 
 
 def _npy_format(file: BinaryIO, in_chans: int) -> PixelFormat:
-    """Reads the header of numpy's .npy."""
     version = npy_format.read_magic(file)
     read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
     shape, _, dtype = read_header(file)
     if len(shape) == 3 and shape[2] != in_chans and (shape[0] == in_chans or shape[0] < min(shape[1:])):
-        raise FormatError(
-            f"its shape is {list(shape)}, which looks like channels first; expected is [H, W, C]: save "
-            "numpy.moveaxis(array, 0, -1)"
-        )
+        raise FormatError(f"its shape {list(shape)} is no [H, W, C]: save numpy.moveaxis(array, 0, -1)")
     return _checked(shape, dtype)
 
 
@@ -227,7 +223,6 @@ def _refuse_pages(file: BinaryIO) -> None:
 
 
 def _tiff_format(source: BinaryIO, in_chans: int) -> PixelFormat:
-    """Reads the headers of a TIFF."""
     with _open_tiff(source) as image:
         shape = image.shape
         if len(shape) == 3 and not _bands_last(shape, image.axes, in_chans):

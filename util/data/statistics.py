@@ -47,10 +47,8 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
     std = np.sqrt(squares / count)
     if not std.all():
         constant = ", ".join(map(str, np.flatnonzero(std == 0).tolist()))
-        raise ValueError(
-            f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}: remove it, or "
-            "give --mean and --std"
-        )
+        what = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
+        raise ValueError(f"{what}: remove it, or give --mean and --std")
     full_range = images.pixel_format.full_range
     return ((mean / full_range).tolist(), (std / full_range).tolist()), num_read
 
@@ -127,10 +125,8 @@ def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelF
     if any(value <= 0 for value in std):
         raise ValueError(f"--std must be positive, got {list(std)}")
     if not pixels.is_float and not all(0 <= value <= 1 for value in mean):
-        raise ValueError(
-            f"--mean of {pixels.dtype} pixels is a fraction of their full range, from 0 to 1, got {list(mean)}: divide "
-            f"by {pixels.full_range:g}"
-        )
+        what = f"--mean of {pixels.dtype} pixels is a fraction of their full range"
+        raise ValueError(f"{what}, got {list(mean)}: divide by {pixels.full_range:g}")
 
 
 def known_statistics(settings: Mapping[str, Any], pixels: PixelFormat) -> Statistics | None:

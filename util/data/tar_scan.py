@@ -293,10 +293,8 @@ def _class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
     """Returns the class number in a `.cls` member."""
     text = os.pread(file.fileno(), min(member.size, 20), member.offset_data).strip()
     if not text.isdigit() or member.size > 20 or int(text) >= MOST_CLASSES:
-        raise MemberError(
-            f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class: write 0, 1, "
-            "... into .cls, or remove it and use class folders"
-        )
+        what = f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class"
+        raise MemberError(f"{what}: write 0, 1, ... into .cls, or remove it and use class folders")
     return int(text)
 
 

@@ -74,10 +74,8 @@ def choose_tars(data_path: str | Path, split: str, labelled: bool = False) -> Ch
     if by_name:
         others = [name for name in listing.tars if split_of_tar(name) is None]
         found = "; ".join(f"{name}: {shorten(tars)}" for name, tars in {**by_name, "no split": others}.items() if tars)
-        raise ValueError(
-            f"--data_path {str(path)!r} holds no tar with {split} in its name (names with {found}). Rename the tars to "
-            f"read, to {split}-0.tar for example. Without labels, --data_path may also be a single tar"
-        )
+        what = f"--data_path {str(path)!r} holds no tar with {split} in its name (names with {found})"
+        raise ValueError(f"{what}: rename the tars to read, to {split}-0.tar for example")
     return Choice([path / name for name in listing.tars], by_folders=labelled)
 
 
@@ -188,15 +186,10 @@ def open_tars(choice: Choice, split: str = "train", labelled: bool = False) -> T
     inside = images.content["split_inside"]
     if labelled and (choice.by_folders or inside) and inside not in readable_splits(split):
         found = f"only {inside}/" if inside else "no such folders"
-        raise ValueError(
-            f"labelled images of {split} are needed, but inside {what} are {found}. --data_path must be a tar with "
-            "train/ and val/ inside, or a folder with tars whose names contain train and val (train-0.tar, val-0.tar) "
-            "or that lie in train/ and val/"
-        )
+        layouts = "a tar with train/ and val/ inside, a folder with train-0.tar, val-0.tar, or tars in train/ and val/"
+        raise ValueError(f"labelled images of {split} are needed, but inside {what} are {found}. Give {layouts}")
     if labelled and not images.classes:
-        raise ValueError(
-            f"the images of {what} have no labels: add a .cls for each, or use class folders{images.label_hint}"
-        )
+        raise ValueError(f"images of {what} have no labels: add a .cls for each, or class folders{images.label_hint}")
     return images
 
 

@@ -201,10 +201,8 @@ def check_flags(args: argparse.Namespace) -> None:
     if "epochs" not in args:
         return
     if bool(args.lr_steps) != (args.lr_schedule == "simmim_steps"):
-        raise ValueError(
-            f"--lr_schedule simmim_steps and --lr_steps (the epochs after which the rate falls tenfold) need each "
-            f"other, got {args.lr_schedule!r} and {args.lr_steps}"
-        )
+        pair = f"{args.lr_schedule!r} and {args.lr_steps}"
+        raise ValueError(f"--lr_schedule simmim_steps and --lr_steps need each other, got {pair}")
     if not 0 <= args.warmup_epochs <= args.epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} must lie between 0 and --epochs {args.epochs}")
 

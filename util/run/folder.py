@@ -63,10 +63,8 @@ def refuse_foreign_files(folder: Path) -> None:
     found = [name for name in FILES if (folder / name).exists()]
     is_run = (folder / LOCK).exists() or "output_dir" in read_json(folder / "settings.json")
     if found and not is_run and not checkpoint.list_finished(folder):
-        raise ValueError(
-            f"--output_dir {str(folder)!r} holds {', '.join(found)}, but no run: the run would overwrite them; choose "
-            "another folder, or move them away"
-        )
+        what = f"--output_dir {str(folder)!r} holds {', '.join(found)}, but no run"
+        raise ValueError(f"{what}: choose another folder, or move them away")
 
 
 class FolderInUse(ValueError):
@@ -184,7 +182,6 @@ def read_reports(log: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes `content` as JSON and replaces the file in one step."""
     with replaced_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -287,10 +284,9 @@ def refuse_separate_folders(output_dir: Path) -> None:
     collectives.run_on_rank0(lambda: token.unlink(missing_ok=True))
     blind = [f"rank {rank} on {host}" for rank, (host, is_seen) in enumerate(found) if not is_seen]
     if blind:
-        raise ValueError(
-            f"--output_dir {str(output_dir)!r} is not the same folder for all processes: a file of rank 0 on "
-            f"{found[0][0]} does not appear for {shorten(blind)}; choose a folder on storage that all nodes share"
-        )
+        what = f"--output_dir {str(output_dir)!r} is not the same folder for all processes"
+        reason = f"a file of rank 0 on {found[0][0]} does not appear for {shorten(blind)}"
+        raise ValueError(f"{what}: {reason}; choose a folder on storage that all nodes share")
 
 
 def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:

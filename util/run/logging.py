@@ -53,7 +53,6 @@ class RunLog:
             self.info(f"  {name:<{width}}  {value}")
 
     def info(self, message: str) -> None:
-        """Writes a message to the console and to log.txt."""
         if self.enabled:
             self._write(message)
             with redirect_if_broken(sys.stderr):
@@ -61,7 +60,6 @@ class RunLog:
             print_line(message)
 
     def write_to_file(self, message: str) -> None:
-        """Writes a message to log.txt only."""
         if self.enabled:
             self._write(message)
 
@@ -71,7 +69,6 @@ class RunLog:
             self.text.flush()
 
     def advance(self) -> None:
-        """Moves the progress bar by one optimizer step."""
         if self.enabled:
             with redirect_if_broken(sys.stderr):
                 if self.steps_per_epoch:
@@ -135,7 +132,6 @@ class RunLog:
         return list(self.reports.content) if self.enabled else []
 
     def picture(self, name: str, picture: np.ndarray, step: int) -> None:
-        """Writes a uint8 array [H, W, 3] to TensorBoard."""
         if self.enabled:
             self._to_tensorboard("add_image", name, picture, step, dataformats="HWC")
 

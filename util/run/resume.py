@@ -15,7 +15,6 @@ from timm.layers import DropPath
 from util.run import checkpoint
 from util.run.distributed import Process
 from util.run.folder import Start
-from util.text import count_of
 
 Meta = Mapping[str, Any]
 # Flags that split the total batch. Each step sees the same images with any split.
@@ -91,10 +90,8 @@ def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
         raise ValueError(f"{str(start.output_dir)!r} holds a run of {theirs}; choose another --output_dir")
     before = meta["settings"]["total_batch_size"]
     if before != total_batch_size:
-        raise ValueError(
-            f"the run's total batch was {before} and now is {total_batch_size}, but the schedule counts steps of "
-            f"{count_of(before, 'image')}: give --total_batch_size {before}"
-        )
+        what = f"the run's total batch was {before} and now is {total_batch_size}"
+        raise ValueError(f"{what}, but the schedule counts steps: give --total_batch_size {before}")
     return content
 
 
@@ -120,11 +117,8 @@ def restore(
     notes = find_notes(meta, now, has_drop_path(model), split_changes_draws)
     record.origin["started_from"] = str(start.resume_path) if start.began_elsewhere else meta.get("started_from")
     if changes and not allow_changes:
-        raise ValueError(
-            f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
-            f"Undo that, choose another --output_dir, or accept it by --allow_changes. If a newer recipe changed a "
-            f"flag, give its former value"
-        )
+        what = f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}"
+        raise ValueError(f"{what}. Undo that, choose another --output_dir, or accept it by --allow_changes")
     checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
     load_optimizer(optimizer, content["optimizer"])
     warnings = [f"warning: {change}" for change in changes]
@@ -276,9 +270,7 @@ def resume_encoder(
     holder, advice = repr(str(start.output_dir)), "choose another --output_dir"
     if start.began_elsewhere:
         holder = f"--resume {str(start.resume_path)!r}"
-        advice = (
-            f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one of them out"
-        )
+        advice = f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one out"
     origin = "training from scratch" if was is None else repr(str(was))
     other = f"an earlier {str(new)!r}, which has changed since" if was == new else f"{origin}, not of {str(new)!r}"
     raise ValueError(f"{holder} holds {'the results' if is_over else 'a run'} of {other}; {advice}")

@@ -263,7 +263,7 @@ def test_inaturalist_labels_are_ranks_of_category_ids(tmp_path):
     images = open_images("inat19", tmp_path, "val")
     assert images.classes == ["species 3", "species 5", "species 7"]
     assert [images.load(i)[1] for i in range(3)] == [2, 0, 2] and images.path(1).endswith("val2019/Aves/12.jpg")
-    message = "val2018.json' does not exist; --data_path must hold iNaturalist's val2018.json"
+    message = "--data_path must hold iNaturalist's val2018.json, but '.*val2018.json': FileNotFoundError"
     with pytest.raises(ValueError, match=message):
         open_images("inat18", tmp_path, "val")
 
@@ -286,7 +286,7 @@ NAMES = ["val2019/Aves/11.jpg", "val2019/Aves/12.jpg", "val2019/Aves/13.jpg"]
             "14.jpg' is not a",
         ),
         (dict(images=[], annotations=[]), "names no image"),
-        (dict(images=[{"id": 1}]), "is not a label file of iNaturalist .*file_name"),
+        (dict(images=[{"id": 1}]), "must hold iNaturalist's .*file_name"),
     ],
 )
 def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, message):

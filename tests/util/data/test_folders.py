@@ -107,9 +107,9 @@ def test_the_folder_of_a_split(tmp_path, present, split, labelled, read, notes):
             "bus train",
             "train",
             False,
-            r"train/ beside other folders with images \(bus/\): train/ may be .*give '.*/train'",
+            r"train/ may be a split or a class, beside images in bus/\. Give '.*/train', or move",
         ),
-        ("bus train", "val", False, r"train/ may be a split or a class\. .* into a folder train/"),
+        ("bus train", "val", False, r"train/ may be a split or a class, .* into a folder train/"),
         ("bus val", "val", True, "val/ may be a split or a class"),
     ],
 )
@@ -201,7 +201,7 @@ def test_flat_images(tmp_path):
     with pytest.raises(ValueError, match="holds no class folders, so there are no labels"):
         find_samples(tmp_path, labelled=True)
     tree(tmp_path, "papers/deep/figures/1.png")
-    message = r"holds 2 images directly \(A.PNG, b.jpg\) beside 1 image in folders \(papers\): move one of the two"
+    message = r"holds 2 images directly \(A.PNG, b.jpg\) beside folders of images \(papers\): move one of them"
     for labelled in (False, True):
         with pytest.raises(ValueError, match=message):
             find_samples(tmp_path, labelled)
@@ -209,7 +209,7 @@ def test_flat_images(tmp_path):
 
 def test_a_class_of_hidden_images_is_empty(tmp_path):
     tree(tmp_path, "cat/1.jpg", "dog/._1.jpg", "emu/.cache/1.jpg")
-    with pytest.raises(ValueError, match="no valid file for the classes dog, emu; remove these folders, or put images"):
+    with pytest.raises(ValueError, match="no valid file for the classes dog, emu; remove the folders, or put images"):
         find_samples(tmp_path)
 
 

@@ -161,12 +161,14 @@ def refused(folder, **options):
 
 def test_files_of_other_channels_are_named_with_the_flag_that_fits(tmp_path):
     write_tiff(tmp_path / "0.tif", pixels(5, "uint16"))
-    message = f"'{tmp_path / '0.tif'}' has 5 channels of uint16, but --in_chans is"
-    assert refused(tmp_path, in_chans=4) == f"{message} 4: give --in_chans 5"
-    assert refused(tmp_path) == f"{message} 3: give --in_chans 5"
+    message = f"'{tmp_path / '0.tif'}' has 5 channels of uint16, but the model takes"
+    assert refused(tmp_path, in_chans=4) == f"{message} 4 channels: one for these images is made by --in_chans 5"
+    assert refused(tmp_path) == f"{message} 3 channels: one for these images is made by --in_chans 5"
     (tmp_path / "0.tif").unlink()
     write_photo(tmp_path / "0.jpg")
-    assert refused(tmp_path, in_chans=5).endswith("has 3 channels of uint8, but --in_chans is 5: give --in_chans 3")
+    assert refused(tmp_path, in_chans=5).endswith(
+        "has 3 channels of uint8, but the model takes 5 channels: one for these images is made by --in_chans 3"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
@@ -188,7 +190,9 @@ def test_pages_are_no_rgb_image(tmp_path, dtype):
     message = refused(tmp_path)
     assert "it has 5 pages of 40 x 52 values: save each image in one page" in message
     assert message.endswith("or give --in_chans 5 if each page is a channel")
-    assert refused(tmp_path, in_chans=4).endswith(f"has 5 channels of {dtype}, but --in_chans is 4: give --in_chans 5")
+    assert refused(tmp_path, in_chans=4).endswith(
+        f"has 5 channels of {dtype}, but the model takes 4 channels: one for these images is made by --in_chans 5"
+    )
     (tmp_path / "0.tif").write_bytes(stored(pixels(3, dtype), "pages"))
     advice = "save each image in one page, such as tifffile.imwrite(path, array, photometric='rgb')"
     assert refused(tmp_path).endswith(f"it has 3 pages of 40 x 52 values: {advice}")
@@ -238,7 +242,9 @@ def test_thumbnails_overviews_and_masks_are_no_pages(tmp_path):
 
 def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
     tifffile.imwrite(tmp_path / "0.tif", pixels(1, "uint16"))
-    assert refused(tmp_path, in_chans=5).endswith("has 1 channel of uint16, but --in_chans is 5: give --in_chans 1")
+    assert refused(tmp_path, in_chans=5).endswith(
+        "has 1 channel of uint16, but the model takes 5 channels: one for these images is made by --in_chans 1"
+    )
     assert np.array_equal(open_images("folder", tmp_path, in_chans=1).load(0)[0], pixels(1, "uint16"))
 
 
@@ -262,7 +268,7 @@ def test_floats_that_are_not_finite_name_the_bands(tmp_path, value):
     assert repr(str(tmp_path / "1.npy")) in message and "NaN or infinite values are in band 1, 3 (counted" in message
 
 
-FIRST = "its shape is [5, 40, 52], which looks like channels first; expected is [H, W, C]: save numpy.moveaxis("
+FIRST = "its shape [5, 40, 52] is no [H, W, C]: save numpy.moveaxis("
 OTHER = [(np.moveaxis(pixels(5, "uint16"), -1, 0), in_chans, FIRST) for in_chans in (3, 5)]
 for kind in ("int64", "float64", "bool", "object", "int16", "complex64"):
     message = f"its values are {kind}; only uint8, uint16, float32 are read: convert it"
