@@ -90,9 +90,8 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("plot_losses.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="the folder of a run, or its log.jsonl")
-    parser.add_argument(
-        "--out", type=Path, default=Path("losses.svg"), help="write the plot to this .svg, .png or .pdf"
-    )
+    what = "write the plot to this .svg, .png or .pdf"
+    parser.add_argument("--out", type=Path, default=Path("losses.svg"), help=what)
     args = parser.parse_args(argv)
     with user_errors(parser):
         plt = pyplot("losses")

@@ -213,11 +213,8 @@ def get_args_parser() -> Parser:
     group("--ade_path", help="ADE20K, as for main_segmentation.py")
     group("--coco_path", help="COCO 2017, as for main_detection.py")
     for name in SETS:
-        group(
-            f"--{name}",
-            metavar="DIR",
-            help=f"{BENCHMARKS[name].title}, as for downstream/robustness/main_robustness.py",
-        )
+        what = f"{BENCHMARKS[name].title}, as for downstream/robustness/main_robustness.py"
+        group(f"--{name}", metavar="DIR", help=what)
     group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
     group("--costs", nargs="+", default=[], metavar="CSV", help="with --collect: files of scripts/profile_pretrain.py")
     group = parser.add_argument_group("how").add_argument

@@ -116,18 +116,13 @@ def write_photos(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("sample_photos.py", description=__doc__)
-    parser.add_argument("output_dir", type=Path, help="create train/ and val/ in this folder")
-    parser.add_argument("--num_train", type=int, default=100, help="crops per photograph in train/")
-    parser.add_argument("--num_val", type=int, default=30, help="crops per photograph in val/")
-    parser.add_argument(
-        "--crop_sides",
-        type=float,
-        nargs=2,
-        default=(0.6, 1.0),
-        metavar=("LOW", "HIGH"),
-        help="smallest and largest side of a crop, as shares of the shorter side of its region",
-    )
-    parser.add_argument("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
+    flag = parser.add_argument
+    flag("output_dir", type=Path, help="create train/ and val/ in this folder")
+    flag("--num_train", type=int, default=100, help="crops per photograph in train/")
+    flag("--num_val", type=int, default=30, help="crops per photograph in val/")
+    what = "smallest and largest side of a crop, as shares of the shorter side of its region"
+    flag("--crop_sides", type=float, nargs=2, default=(0.6, 1.0), metavar=("LOW", "HIGH"), help=what)
+    flag("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
     args = parser.parse_args(argv)
     with user_errors(parser):
         check_least(args, 1, "num_train num_val")

@@ -170,7 +170,7 @@ def collect(name: str, rows: Sequence[Row], root: Path, files: CostFiles) -> str
     table = TABLES[name]
     print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
     sets = [measure for measure in table.columns.values() if is_test_set(measure)]
-    columns = [title for column in table.columns for title in (column, f"{column} measured")]
+    titles = [*TITLES, *(title for column in table.columns for title in (column, f"{column} measured")), "state"]
     lines, records, notes = [], [], [table.note] if table.note else []
     for row in rows:
         runs = runs_of(table, row, root, sets)
@@ -182,14 +182,12 @@ def collect(name: str, rows: Sequence[Row], root: Path, files: CostFiles) -> str
             value, published = measured(table, row, column, runs.get(column), files), printed.removeprefix("-")
             numbers += [published, value]
             cells += [published, "" if value is None else format(value, FORMATS.get(measure, ".1f"))]
-        records.append(
-            dict(zip(TITLES, first, strict=True)) | dict(zip(columns, numbers, strict=True)) | {"state": state}
-        )
+        records.append(dict(zip(titles, [*first, *numbers, state], strict=True)))
         lines.append([*first, *cells, state])
         notes += [note for run in runs.values() for link in run.chain for note in find_deviations(link)]
     root.mkdir(parents=True, exist_ok=True)
-    write_csv(root / f"{name}.csv", [*TITLES, *columns, "state"], records)
-    text = f"## {table.title}\n\n{markdown_table([*TITLES, *columns, 'state'], lines, left=2)}\n"
+    write_csv(root / f"{name}.csv", titles, records)
+    text = f"## {table.title}\n\n{markdown_table(titles, lines, left=2)}\n"
     if notes:
         text += "\n" + "".join(f"- {note}\n" for note in dict.fromkeys(notes))
     (root / f"{name}.md").write_text(text, encoding="utf-8")

@@ -84,10 +84,8 @@ def get_args_parser() -> Parser:
     parser = Parser("visualize.py", description=__doc__)
     flag = parser.add_argument
     flag("run", nargs="?", help="a checkpoint, or the folder of a run")
-    flag(
-        "--images",
-        help="class folders or a flat folder; without it, val/ of the run's data, or train/ if val/ is missing",
-    )
+    what = "class folders or a flat folder; without it, val/ of the run's data, or train/ if val/ is missing"
+    flag("--images", help=what)
     flag("--out", type=Path, default=Path("reconstruction.png"), help="write the reconstructions to this picture")
     flag("--rows", type=int, default=8, help="number of images to draw, evenly spaced")
     flag("--max_images", type=int, default=1000, help="most images to measure, evenly spaced")

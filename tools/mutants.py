@@ -38,12 +38,8 @@ class Mutant(NamedTuple):
     tests: str
 
 
-PRMIM, MAE, CONTRACT = (
-    "tests/test_prmim.py -k 'not interpreter'",
-    "tests/test_models_mae_pr.py",
-    "tests/test_framework_contract.py",
-)
-SUPERVISION = f"{CONTRACT} -k 'supervision and MaskedAutoencoderViT'"
+PRMIM, MAE = "tests/test_prmim.py -k 'not interpreter'", "tests/test_models_mae_pr.py"
+SUPERVISION = "tests/test_framework_contract.py -k 'supervision and MaskedAutoencoderViT'"
 LOOP, FINETUNE = "tests/test_engine_pretrain.py", "tests/test_engine_finetune.py"
 ACCUMULATION = f"{LOOP} -k accumulation"
 PRETRAIN = "tests/test_main_pretrain.py -k 'weight_decay or adamw'"
@@ -51,11 +47,8 @@ SCHEDULES, LARS, ADDRESSED = "tests/util/test_lr_sched.py", "tests/util/test_lar
 DATA = "tests/util/data/test_datasets.py -k 'epoch or split or micro or skips or once'"
 CROPS = "tests/util/data/test_crops.py"
 CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_resume.py"
-LOADING, POSITIONS, BIASES = (
-    "tests/encoders/test_load.py",
-    "tests/util/test_pos_embed.py",
-    "tests/encoders/test_rel_pos.py",
-)
+LOADING, BIASES = "tests/encoders/test_load.py", "tests/encoders/test_rel_pos.py"
+POSITIONS = "tests/util/test_pos_embed.py"
 KNN, ROBUSTNESS = "tests/util/test_knn.py", "tests/downstream/robustness -k 'ce or errors'"
 SEGMENTATION = "tests/downstream/segmentation/test_engine.py"
 
