@@ -66,7 +66,7 @@ def open_images(
         images = INaturalistImages(data_path, split, INATURALIST[dataset])
     elif dataset in DOWNLOADED:
         if in_chans != 3:
-            raise ValueError(f"--dataset {dataset} has images of 3 channels, but {wanted_channels(in_chans, 3)}")
+            raise ValueError(f"--dataset {dataset} has images of 3 channels, but {wanted_channels(in_chans)}")
         images = CifarImages(dataset, data_path, split)
     elif dataset == "hf":
         images = open_hugging_face(data_path, split, labelled, image_column, label_column)

@@ -64,9 +64,9 @@ def read_file(path: str) -> bytes:
         raise MissingImage(f"{path!r} is not a readable image ({error}); replace or remove it") from error
 
 
-def wanted_channels(in_chans: int, found: int) -> str:
-    """Returns the end of a message about images that have `found` channels. in_chans: those of the model."""
-    return f"the model takes {count_of(in_chans, 'channel')}: one for these images is made by --in_chans {found}"
+def wanted_channels(in_chans: int) -> str:
+    """Returns the end of a message about images of other channels than the model's."""
+    return f"the model takes {count_of(in_chans, 'channel')} (--in_chans in training)"
 
 
 class EncodedImages:
@@ -151,7 +151,7 @@ class EncodedImages:
                 f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images need one format"
             )
         if found.channels != self.in_chans:
-            raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans, found.channels)}")
+            raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans)}")
         self.pixel_format = found
         if found == RGB8 and self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm")):
             lost = note_on_rgb(self.source(i))

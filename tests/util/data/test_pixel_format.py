@@ -162,12 +162,12 @@ def refused(folder, **options):
 def test_files_of_other_channels_are_named_with_the_flag_that_fits(tmp_path):
     write_tiff(tmp_path / "0.tif", pixels(5, "uint16"))
     message = f"'{tmp_path / '0.tif'}' has 5 channels of uint16, but the model takes"
-    assert refused(tmp_path, in_chans=4) == f"{message} 4 channels: one for these images is made by --in_chans 5"
-    assert refused(tmp_path) == f"{message} 3 channels: one for these images is made by --in_chans 5"
+    assert refused(tmp_path, in_chans=4) == f"{message} 4 channels (--in_chans in training)"
+    assert refused(tmp_path) == f"{message} 3 channels (--in_chans in training)"
     (tmp_path / "0.tif").unlink()
     write_photo(tmp_path / "0.jpg")
     assert refused(tmp_path, in_chans=5).endswith(
-        "has 3 channels of uint8, but the model takes 5 channels: one for these images is made by --in_chans 3"
+        "has 3 channels of uint8, but the model takes 5 channels (--in_chans in training)"
     )
 
 
@@ -191,7 +191,7 @@ def test_pages_are_no_rgb_image(tmp_path, dtype):
     assert "it has 5 pages of 40 x 52 values: save each image in one page" in message
     assert message.endswith("or give --in_chans 5 if each page is a channel")
     assert refused(tmp_path, in_chans=4).endswith(
-        f"has 5 channels of {dtype}, but the model takes 4 channels: one for these images is made by --in_chans 5"
+        f"has 5 channels of {dtype}, but the model takes 4 channels (--in_chans in training)"
     )
     (tmp_path / "0.tif").write_bytes(stored(pixels(3, dtype), "pages"))
     advice = "save each image in one page, such as tifffile.imwrite(path, array, photometric='rgb')"
@@ -243,7 +243,7 @@ def test_thumbnails_overviews_and_masks_are_no_pages(tmp_path):
 def test_an_image_of_one_channel_and_three_axes_is_no_stack(tmp_path):
     tifffile.imwrite(tmp_path / "0.tif", pixels(1, "uint16"))
     assert refused(tmp_path, in_chans=5).endswith(
-        "has 1 channel of uint16, but the model takes 5 channels: one for these images is made by --in_chans 1"
+        "has 1 channel of uint16, but the model takes 5 channels (--in_chans in training)"
     )
     assert np.array_equal(open_images("folder", tmp_path, in_chans=1).load(0)[0], pixels(1, "uint16"))
 
