@@ -35,13 +35,13 @@ class Kind(NamedTuple):
 
 def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Infers the sizes of a ViT with a position table. No weight shows the number of heads; see `find_factory`."""
-    needed = (
+    needed = [
         "patch_embed.proj.weight",
         "pos_embed",
         "cls_token",
         "blocks.0.mlp.fc1.weight",
         "blocks.0.attn.qkv.weight",
-    )
+    ]
     kernel, table = need(weights, needed, what)[:2]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3] or table.ndim != 3:
         shapes = f"patch_embed.proj.weight is {list(kernel.shape)}, pos_embed {list(table.shape)}"
@@ -86,13 +86,9 @@ def read_swin_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) ->
 def common_sizes(weights: Tensors, grid: tuple[int, int], first_block: str) -> dict[str, Any]:
     """Returns the size arguments that all kinds share."""
     embed_dim, in_chans, patch_size, _ = weights["patch_embed.proj.weight"].shape
-    return dict(
-        img_size=(grid[0] * patch_size, grid[1] * patch_size),
-        patch_size=patch_size,
-        in_chans=in_chans,
-        embed_dim=embed_dim,
-        mlp_ratio=len(weights[f"{first_block}.mlp.fc1.weight"]) / embed_dim,
-    )
+    img_size, hidden = (grid[0] * patch_size, grid[1] * patch_size), len(weights[f"{first_block}.mlp.fc1.weight"])
+    sizes = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim)
+    return sizes | dict(mlp_ratio=hidden / embed_dim)
 
 
 def count_blocks(weights: Mapping[str, Any]) -> int:
@@ -134,12 +130,8 @@ def find_factory(embed_dim: int, depth: int, what: str) -> tuple[str, dict[str, 
 
 
 PLAIN = Kind("a plain ViT", models_vit.ViTEncoder, models_vit.VisionTransformer, read_sizes)
-RELATIVE = Kind(
-    "a ViT with relative positions",
-    partial(RelativeViTEncoder, shared_bias=False),
-    RelativeVisionTransformer,
-    read_relative_sizes,
-)
+_RELATIVE = partial(RelativeViTEncoder, shared_bias=False)
+RELATIVE = Kind("a ViT with relative positions", _RELATIVE, RelativeVisionTransformer, read_relative_sizes)
 ABSOLUTE = Kind("SimMIM's ViT with absolute positions", AbsoluteViTEncoder, AbsoluteVisionTransformer, read_sizes)
 SWIN = Kind("a Swin Transformer", SwinEncoder, SwinTransformer, read_swin_sizes)
 

@@ -1,6 +1,6 @@
 """Run every recipe with a tiny model on synthetic photographs, through the mains themselves.
 
-    python tools/run_recipes.py                                   # all recipes, half an hour on two busy cores
+    python tools/run_recipes.py                                   # all recipes
     python tools/run_recipes.py --recipes finetune_vit_base --output_dir /tmp/recipes --csv recipes.csv
     python tools/run_recipes.py --images 96 --total_batch_size 32 # a quick check
 
@@ -82,7 +82,6 @@ class Job:
 
     @property
     def main(self) -> ModuleType:
-        """The main's module."""
         return {"main_pretrain": main_pretrain, "main_finetune": main_finetune}[self.program]
 
     def settings(self) -> dict:

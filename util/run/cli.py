@@ -31,11 +31,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         notes = []
         if _has_long_choices(action):
             flag, choices = (action.option_strings or [action.dest])[0], list(action.choices or ())
-            notes.append(
-                f"one of {', '.join(map(str, choices))}"
-                if len(choices) <= 12
-                else f"`{flag} list` names all {len(choices)}"
-            )
+            names = f"one of {', '.join(map(str, choices))}"
+            notes.append(names if len(choices) <= 12 else f"`{flag} list` names all {len(choices)}")
         default = action.default
         is_set = default is not argparse.SUPPRESS and default is not None and default not in ((), [])
         if is_set and "default" not in (action.help or ""):

@@ -165,11 +165,8 @@ class ReportFile:
                 report = json.loads(line)
             except ValueError:  # cut off by a crash
                 continue
-            if (
-                isinstance(report, dict)
-                and report.get("step", start_step + 1) <= start_step
-                and "interim" not in report
-            ):
+            is_kept = isinstance(report, dict) and report.get("step", start_step + 1) <= start_step
+            if is_kept and "interim" not in report:
                 self.content.append(report)
             else:
                 dropped.append(line + "\n")

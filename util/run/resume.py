@@ -242,10 +242,8 @@ def warn_if_unfinished(encoder: dict[str, Any]) -> list[str]:
     """Returns a warning if the pre-training of the encoder has not reached its end."""
     if encoder.get("epochs") is None or encoder["epoch"] >= encoder["epochs"]:
         return []
-    return [
-        f"warning: the training of {encoder['path']} is not finished: it is at step {encoder['step']}, "
-        f"epoch {encoder['epoch']:.4g} of {encoder['epochs']}"
-    ]
+    progress = f"it is at step {encoder['step']}, epoch {encoder['epoch']:.4g} of {encoder['epochs']}"
+    return [f"warning: the training of {encoder['path']} is not finished: {progress}"]
 
 
 def resume_encoder(
