@@ -93,6 +93,9 @@ def test_safetensors_files_are_read(tmp_path):
         read_checkpoint(tmp_path / "text.safetensors")
 
 
+@pytest.mark.fault(
+    "U11", "--finetune of a classifier that was fine-tuned for other classes", "the encoder is loaded, the head is not"
+)
 def test_a_head_of_other_classes_is_left_out(tmp_path):
     source = VisionTransformer(num_classes=3, **SIZES)
     path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {"classes": ["a", "b", "c"]})
@@ -105,6 +108,8 @@ def test_a_head_of_other_classes_is_left_out(tmp_path):
         model = VisionTransformer(num_classes=num_classes, **SIZES)
         report = load_encoder(model, path, classes=classes)
         assert ("head.weight" in report.loaded) == is_loaded and ("head.bias" in report.missing) != is_loaded
+        assert torch.equal(model.head.weight, source.head.weight) == is_loaded
+        assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
 
 
 def test_the_report_names_what_was_resized_and_what_is_missing():

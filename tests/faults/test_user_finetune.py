@@ -6,14 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-import main_finetune
-from encoders.load import load_encoder
 from models_vit import VisionTransformer
 from tests.faults.test_user_runs import MICRO
 from tests.runs import PLAIN, finetune, pretrain
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 U49 = pytest.mark.fault(
     "U49", "a linear probe on Swin; --eval with another --model than the checkpoint's", "refused, with the reason"
@@ -46,30 +42,6 @@ def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
     message = finetune.refused(capsys, tmp_path / "data", tmp_path / "out", "--aa", "none")
     assert re.search(r"the validation data had 7 images \(.*\) and now has 6 images", message)
     finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--allow_changes")
-
-
-@pytest.mark.fault(
-    "U11", "--finetune of a classifier that was fine-tuned for other classes", "the encoder is loaded, the head is not"
-)
-@pytest.mark.parametrize("same", [True, False])
-def test_a_head_fits_by_the_names_of_its_classes(labelled, tmp_path, capsys, same):
-    finetune(labelled, tmp_path / "first", "--aa", "none", "--epochs", 1)
-    data = labelled
-    if not same:
-        data = tmp_path / "data"
-        shutil.copytree(labelled, data)
-        for split in ("train", "val"):
-            (data / split / "cat").rename(data / split / "eel")  # as many, in another order
-    capsys.readouterr()
-    argv = finetune.command(
-        data, tmp_path / "second", "--aa", "none", "--finetune", tmp_path / "first", "--max_steps", 1
-    )
-    args = main_finetune.parse_args(argv)[1]
-    fresh = main_finetune.build_model({**vars(args), "nb_classes": 2})
-    print(load_encoder(fresh, tmp_path / "first", classes=sorted(p.name for p in (data / "train").iterdir())))
-    loaded = read_checkpoint(newest_checkpoint(tmp_path / "first")[0])["model"]["head.weight"]
-    assert torch.equal(fresh.head.weight, loaded) == same
-    assert ("missing (head.weight, head.bias)" in capsys.readouterr().out) == (not same)
 
 
 @pytest.mark.fault(
