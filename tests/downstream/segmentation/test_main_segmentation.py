@@ -47,7 +47,8 @@ def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
     segment(striped, tmp_path, "--num_iters", 2, "--max_steps", 1)
     flags = ["--num_iters", 2, "--batch_size", 2]
     assert "--accum_iter was 1 and now is 2" in segment.refused(capsys, striped, tmp_path, *flags)
-    assert segment(striped, tmp_path, *flags, "--allow_changes")["meta"]["step"] == 2
+    assert segment(striped, tmp_path, *flags, "--allow_changes", "--num_pictures", 0)["meta"]["step"] == 2
+    assert "  pictures  " not in capsys.readouterr().out and not (tmp_path / "predictions.png").exists()
     # Two processes of half the micro-batch see the same images at once.
     one, two = ({"settings": {"batch_size": size, "accum_iter": 1}} for size in (4, 2))
     assert not find_changes(one, two, MACHINE_FLAGS, main_segmentation.FIXED_FLAGS)
