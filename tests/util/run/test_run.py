@@ -13,6 +13,7 @@ from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
 from util.run.loop import Clock, TrainLoop
 from util.run.run import Run
+from util.run.supervise import Watchdog
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_work_between_steps_does_not_count_as_training_time():
         loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
 
     work = Namespace(is_due=lambda: True, is_done=lambda: False, perform=perform)
-    Run._run_due(Namespace(loop=loop), [work])
+    Run._run_due(Namespace(loop=loop, watchdog=Watchdog(60, 60)), [work])
     assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
 
 
