@@ -29,7 +29,14 @@ class SwinArguments(Arguments, SwinSizes, total=False):
     """The arguments of every framework on a Swin, apart from its own."""
 
 
-class MAEArguments(ViTArguments, total=False):
+class ViTTokenArguments(ViTArguments, total=False):
+    """The arguments of frameworks that can have several class tokens, apart from their own."""
+
+    num_cls_tokens: int
+    learned_pos_embed: bool
+
+
+class MAEArguments(ViTTokenArguments, total=False):
     """The arguments of MAE, for frameworks that are built on it."""
 
     decoder_embed_dim: int
@@ -41,8 +48,9 @@ class MAEArguments(ViTArguments, total=False):
 class Flag:
     """A command-line flag of a framework: an argument of its constructor, and an attribute of the model that holds it.
 
-    required: whether a run needs it. names_file: its attribute has `source`, the path or name; `fingerprint`, which
-    checkpoints record, because files may move but must not change; and `origin`, a sentence for the log.
+    type: `bool` makes a switch. required: whether a run needs it. names_file: its attribute has `source`, the path or
+    name; `fingerprint`, which checkpoints record, because files may move but must not change; and `origin`, a sentence
+    for the log.
     """
 
     name: str
@@ -207,6 +215,11 @@ DECODER_FLAGS = (  # of MAE, MFF and CrossMAE, whose constructors use `decoder_h
     Flag("decoder_embed_dim", "width of the decoder (default: the model's)", int),
     Flag("decoder_num_heads", "heads of a decoder block (default: one per 32 channels)", int),
     Flag("mask_unit", "side, in tokens, of the squares that are masked (default: 1)", int),
+)
+
+TOKEN_FLAGS = (  # of MAE and MFF: other frameworks' decoders or targets are made for one class token
+    Flag("num_cls_tokens", "class tokens of encoder and decoder (default: 1)", int),
+    Flag("learned_pos_embed", "train the positions of encoder and decoder (default: frozen sine-cosine tables)", bool),
 )
 
 

@@ -56,7 +56,7 @@ PROGRAM = "main_finetune.py"
 ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
 MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
 # Flags that only plain ViTs have, with their defaults.
-VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False}
+VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "num_cls_tokens": 1}
 # Classes and validation images of the published data sets.
 IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
@@ -85,6 +85,7 @@ def get_args_parser() -> Parser:
     model("--train_pos_embed", action=boolean, default=True, help=help_text)
     help_text = "train the MLP on TEC's class token; off: fold it into the token"
     model("--cls_token_mlp", action=boolean, default=False, help=help_text)
+    model("--num_cls_tokens", type=int, default=1, help="class tokens of the pre-trained encoder")
     model("--drop_path", type=float, help="drop path rate of the last block; it grows linearly from 0")
     model("--nb_classes", type=int, help="number of classes (default: inferred from the data; error on mismatch)")
 
@@ -167,7 +168,7 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     check_least(
         args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter"
     )
-    check_least(args, 1, "nb_classes recount eval_every")
+    check_least(args, 1, "nb_classes recount eval_every num_cls_tokens")
     for name in ("drop_path", "smoothing", "reprob", "mixup_prob", "mixup_switch_prob"):
         if getattr(args, name) > 1:
             raise ValueError(f"--{name} must be at most 1, got {getattr(args, name)}")

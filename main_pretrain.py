@@ -46,6 +46,7 @@ from util.run.flags import (
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
+    check_least,
 )
 from util.run.resume import has_drop_path
 from util.run.run import Periodic, Run
@@ -91,6 +92,8 @@ def get_args_parser() -> Parser:
     method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
     method("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
     method("--patch_size", type=int, help="patch side in pixels (default: the model's)")
+    help_text = "drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)"
+    method("--drop_path", type=float, help=help_text)
     method("--pretrained", help="start from these weights: a checkpoint or a run's folder (default: random weights)")
     method("--mask_ratio", type=float, default=0.75, help="share of all tokens that are masked")
     method(
@@ -116,7 +119,8 @@ def get_args_parser() -> Parser:
         title = f"only for {', '.join(families)} models"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(f"--{own.name}", type=own.type, choices=own.choices, help=own.help)
+        how: dict[str, Any] = {"action": boolean} if own.type is bool else {"type": own.type, "choices": own.choices}
+        groups[title].add_argument(f"--{own.name}", help=own.help, **how)
 
     attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
@@ -128,6 +132,7 @@ def get_args_parser() -> Parser:
     add_pixel_flags(data)
     help_text = "resized: a random resized crop, as in MAE; padded: MFF's"
     data.add_argument("--crop", default="resized", choices=("resized", "padded"), help=help_text)
+    data.add_argument("--hflip", action=boolean, default=True, help="mirror half of the images at random")
     data.add_argument(
         "--interpolation", default="bicubic", choices=("bicubic", "bilinear"), help="interpolation of the crop"
     )
@@ -168,8 +173,9 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
                 owners = ", ".join(families)
                 raise ValueError(f"--{flag.name} belongs to {owners} models, but --model is {name}: leave it out")
             options[flag.name] = settings[flag.name]
-    if settings["patch_size"] is not None:
-        options["patch_size"] = settings["patch_size"]
+    for setting, option in {"patch_size": "patch_size", "drop_path": "drop_path_rate"}.items():
+        if settings.get(setting) is not None:
+            options[option] = settings[setting]
     if settings["input_size"] is not None:
         if len(settings["input_size"]) > 2:
             raise ValueError(f"--input_size takes one or two numbers, got {settings['input_size']}")
@@ -225,7 +231,7 @@ def check_pretrained(meta: Mapping[str, Any], path: str | Path) -> None:
 
 def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
     """Returns the random crop and flip of training images."""
-    how = dict(interpolation=args.interpolation, reference=args.loader == "reference")
+    how = dict(interpolation=args.interpolation, reference=args.loader == "reference", hflip=args.hflip)
     if args.crop == "padded":
         return PaddedCropFlip(img_size, args.seed, **how)
     return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **how)
@@ -326,7 +332,10 @@ class Pictures:
 
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
-    """ValueError if a flag that the framework needs is missing."""
+    """ValueError if drop path is out of range, or if a flag that the framework needs is missing."""
+    check_least(args, 0, "drop_path")
+    if args.drop_path is not None and args.drop_path >= 1:
+        raise ValueError(f"--drop_path must be below 1, got {args.drop_path}")
     check_own_flags(vars(args))
 
 

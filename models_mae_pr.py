@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from encoders.names import find_origin, rename_prefixes
-from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, decoder_heads
+from framework import DECODER_FLAGS, TOKEN_FLAGS, Flag, PixelFramework, ViTTokenArguments, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
 
@@ -45,16 +45,16 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     """
 
     release = "MAE"
-    flags: tuple[Flag, ...] = DECODER_FLAGS
+    flags: tuple[Flag, ...] = (*DECODER_FLAGS, *TOKEN_FLAGS)
 
     def __init__(
         self,
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
         decoder_num_heads: int | None = None,
-        **kwargs: Unpack[ViTArguments],
+        **kwargs: Unpack[ViTTokenArguments],
     ) -> None:
-        arguments: ViTArguments = {**LARGE, **kwargs}
+        arguments: ViTTokenArguments = {**LARGE, **kwargs}
         super().__init__(**arguments)
         self.decoder_embed_dim, self.decoder_depth = decoder_embed_dim, decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
@@ -66,6 +66,8 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
             decoder_depth=decoder_depth,
             decoder_num_heads=self.decoder_num_heads,
             mlp_ratio=self.mlp_ratio,
+            num_prefix=self.num_cls_tokens,
+            learned_pos_embed=self.learned_pos_embed,
         )
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
@@ -77,8 +79,8 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         return {"pixel": self.error(pred, patches, order).square().mean()}
 
     def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Encodes the visible ones of all patches [B, N, p*p*C]. Returns [B, 1 + num_visible, D], class token first."""
-        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:])
+        """Encodes the visible ones of all patches [B, N, p*p*C]. Returns [B, P + num_visible, D], class token first."""
+        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.patch_positions)
         return self.norm(self.encode(tokens))
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:

@@ -21,7 +21,7 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
-from util.pos_embed import sincos_pos_embed
+from util.pos_embed import position_table
 
 __all__ = [
     "VisionTransformer",
@@ -176,14 +176,24 @@ class Block(nn.Module):
 
 
 class PatchEncoder(nn.Module):
-    """The first part of every ViT encoder: image size, patch embedding and class token.
+    """The first part of every ViT encoder: image size, patch embedding and class tokens.
 
     img_size, patch_size: in pixels. `img_size` is one side or (height, width), each a multiple of `patch_size`.
     in_chans, embed_dim: number of colour channels, and width of a token.
+    num_cls_tokens: P below. All class tokens come before the patches.
     """
 
-    def __init__(self, img_size: int | tuple[int, int], patch_size: int, in_chans: int, embed_dim: int) -> None:
+    def __init__(
+        self,
+        img_size: int | tuple[int, int],
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
+        num_cls_tokens: int = 1,
+    ) -> None:
         super().__init__()
+        if num_cls_tokens < 1:
+            raise ValueError(f"num_cls_tokens must be at least 1, got {num_cls_tokens}")
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         if patch_size < 1 or height < 1 or width < 1 or height % patch_size or width % patch_size:
             step = max(1, patch_size)
@@ -195,7 +205,8 @@ class PatchEncoder(nn.Module):
         self.img_size, self.patch_size, self.in_chans, self.embed_dim = (height, width), patch_size, in_chans, embed_dim
         self.grid_size = (height // patch_size, width // patch_size)
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.num_cls_tokens = num_cls_tokens
+        self.cls_token = nn.Parameter(torch.zeros(1, num_cls_tokens, embed_dim))
 
     @property
     def num_tokens(self) -> int:
@@ -223,20 +234,32 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 
 
 class PositionedEncoder(PatchEncoder):
-    """What ViTs with a position table share. A subclass makes `pos_embed` [1, 1 + N, D], `blocks` and `norm`."""
+    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`."""
 
-    def __init__(self, img_size: int | tuple[int, int], patch_size: int, in_chans: int, embed_dim: int) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim)
+    def __init__(
+        self,
+        img_size: int | tuple[int, int],
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
+        num_cls_tokens: int = 1,
+    ) -> None:
+        super().__init__(img_size, patch_size, in_chans, embed_dim, num_cls_tokens)
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
+
+    @property
+    def patch_positions(self) -> torch.Tensor:
+        """The positions of the patches [1, N, D]."""
+        return self.pos_embed[:, self.num_cls_tokens :]
 
     def embed(self, imgs: torch.Tensor) -> torch.Tensor:
         """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""
-        return self.patch_embed(self.patchify(imgs)) + self.pos_embed[:, 1:]
+        return self.patch_embed(self.patchify(imgs)) + self.patch_positions
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D].
 
-        Returns [B, 1 + n, D], class token first, before the final norm.
+        Returns [B, P + n, D], class tokens first, before the final norm.
         """
         x = self.prepend_cls_token(tokens)
         for block in self.blocks:
@@ -244,32 +267,34 @@ class PositionedEncoder(PatchEncoder):
         return x
 
     def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Puts the class token, with its position, before the tokens [B, n, D]. Returns [B, 1 + n, D]."""
-        cls_token = self.cls_token_mlp(self.cls_token) + self.pos_embed[:, :1]
+        """Puts the class tokens, with their positions, before the tokens [B, n, D]. Returns [B, P + n, D]."""
+        cls_token = self.cls_token_mlp(self.cls_token) + self.pos_embed[:, : self.num_cls_tokens]
         return torch.cat([cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm."""
+        """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
         return self.norm(self.encode(self.embed(imgs)))
 
     def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
+        """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
         """
         x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x)
-        return self.blocks[-1].cls_attention(x)
+        return self.blocks[-1].cls_attention(x)[..., self.num_cls_tokens - 1 :]
 
 
 class ViTEncoder(PositionedEncoder):
-    """Patch embedding, class token, sine-cosine positions, blocks and final norm. The position table is frozen.
+    """Patch embedding, class tokens, positions, blocks and final norm.
 
     img_size, patch_size, in_chans: see `PatchEncoder`.
     embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
         as a multiple of `embed_dim`.
     drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    num_cls_tokens: P; MAE has one.
+    learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
     """
 
     def __init__(
@@ -282,10 +307,12 @@ class ViTEncoder(PositionedEncoder):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
+        num_cls_tokens: int = 1,
+        learned_pos_embed: bool = False,
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim)
-        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # [1, 1 + N, D], class row zero
+        super().__init__(img_size, patch_size, in_chans, embed_dim, num_cls_tokens)
+        self.learned_pos_embed = learned_pos_embed
+        self.pos_embed = position_table(embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
         self.mlp_ratio, rates = mlp_ratio, drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
         self.norm = layer_norm(embed_dim)
@@ -303,7 +330,7 @@ class Classifier(nn.Module):
     """Pooling, head, and freezing of all but the last blocks: turns an encoder into a classifier.
 
     pools: what `global_pool` may be. `avg` takes the mean of the patch tokens and a new norm, `fc_norm`, instead of the
-        encoder's `norm`. `token` takes the class token after the encoder's norm.
+        encoder's `norm`. `token` takes the class token after the encoder's norm, or the mean of several.
     frozen: modules that stay in eval mode. `freeze_all_but` sets them.
     cls_token_layer_decay: used by layer-wise learning-rate decay. If True, the class token gets the first layer's
         learning rate. If False, it gets the last layer's, as in TEC.
@@ -331,7 +358,8 @@ class Classifier(nn.Module):
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs)
-        x = self.fc_norm(x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x[:, 0])
+        P = self.num_cls_tokens
+        x = self.fc_norm((x[:, P:] if self.global_pool == "avg" else x[:, :P]).mean(dim=1))
         # Logits in bfloat16 have 8 significant bits, and many would tie. The head is cheap, so it runs in the precision
         # of its weights.
         with torch.autocast(x.device.type, enabled=False):

@@ -22,7 +22,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import Images, check_splits, evenly_spaced, has_one_label
 from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
-from util.features import Features, extract_features, knn_accuracy, moments_of_all
+from util.features import Features, class_feature, extract_features, forward_blocks, knn_accuracy, moments_of_all
 from util.run.flags import check_least
 from util.run.run import Run
 from util.text import count_of
@@ -43,12 +43,14 @@ def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Computes one feature vector per whole image, by the encoder that is fine-tuned, in float32 or wider.
 
     imgs: normalised images [B, C, H, W]. Returns {"mean": mean of the patch tokens [B, D], "cls": class token [B, D]},
-    both after the encoder's final norm. Encoders without a class token return "mean" alone.
+    both after the encoder's final norm. Encoders without a class token return "mean" alone. For several class tokens
+    see `util.features.class_feature`.
     """
-    x = model.forward_features(imgs)  # [B, P + N, D]
-    x, P = x.to(torch.promote_types(x.dtype, torch.float32)), int(hasattr(model, "cls_token"))
+    P, depth = getattr(model, "num_cls_tokens", 0), len(getattr(model, "blocks", ()))
+    x, outputs = forward_blocks(model, imgs, [depth] if P > 1 else [])  # [B, P + N, D]
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     features = {"mean": x[:, P:].mean(dim=1)}
-    return features | {"cls": x[:, 0]} if P else features
+    return features | {"cls": class_feature(x, outputs.get(depth), P)} if P else features
 
 
 def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:

@@ -34,7 +34,7 @@ from torch import nn
 from models_vit import Block, init_weights, layer_norm
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
-from util.pos_embed import sincos_pos_embed
+from util.pos_embed import position_table, sincos_pos_embed
 
 
 class Method(TypedDict, total=False):
@@ -170,7 +170,8 @@ class ProgressiveDecoder(nn.Module):
     embed_dim: width of the encoder's output.
     head: the last layer, either a module that takes features [B, n, C] or the output width of a linear layer.
     decoder_embed_dim, decoder_depth, decoder_num_heads, mlp_ratio: sizes of the Transformer blocks.
-    cls_token: whether the encoder's output begins with a class token. P below is 1 if it does and 0 otherwise.
+    num_prefix: P, the number of class tokens with which the encoder's output begins.
+    learned_pos_embed: train the table of positions. By default it is a frozen sine-cosine table.
 
     `aggregation` is None until a framework sets it (`Framework.make_aggregation`). Without it this is MAE's decoder
     (Fig. 2a), or plain partial reconstruction if tokens are thrown (Fig. 2b).
@@ -185,14 +186,14 @@ class ProgressiveDecoder(nn.Module):
         decoder_depth: int = 8,
         decoder_num_heads: int = 16,
         mlp_ratio: float = 4.0,
-        cls_token: bool = True,
+        num_prefix: int = 1,
+        learned_pos_embed: bool = False,
     ) -> None:
         super().__init__()
-        self.grid_size, self.num_prefix = grid_size, int(cls_token)
+        self.grid_size, self.num_prefix = grid_size, num_prefix
         self.embed = nn.Linear(embed_dim, decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
-        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)
+        self.pos_embed = position_table(decoder_embed_dim, grid_size, num_prefix, learned_pos_embed)
         blocks = (Block(decoder_embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
         self.blocks = nn.ModuleList(blocks)
         self.norm = layer_norm(decoder_embed_dim)
@@ -202,7 +203,7 @@ class ProgressiveDecoder(nn.Module):
         self.aggregation: SpatialAggregation | None = None
 
     def forward(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class token first.
+        """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class tokens first.
 
         Returns [B, num_supervised, out_dim] in token order.
         """
@@ -225,7 +226,7 @@ class ProgressiveDecoder(nn.Module):
     def embed_tokens(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Makes the input of the blocks from the latent [B, P + num_visible, D].
 
-        Returns [B, P + num_kept, C]: the class token, then the kept tokens in token order, all with positions.
+        Returns [B, P + num_kept, C]: the class tokens, then the kept tokens in token order, all with positions.
         """
         x, P = self.embed(x), self.num_prefix
         tokens = order.append_mask_tokens(x[:, P:], self.mask_token) + order.take_kept(self.pos_embed[:, P:])

@@ -96,6 +96,34 @@ RECIPES |= {
     for name in (f"{arm}_vit_{size}_100ep" for size in ("base", "large") for arm in ("mae", "plain50", "prmim50"))
 }
 
+# The setting of Pixio ("In Pursuit of Pixel Supervision for Visual Pre-training", CVPR 2026): a decoder of 32 blocks,
+# masks in squares of 4 x 4 tokens, 8 class tokens, learned positions, no flip. The release pre-trains a huge model, for
+# 400 epochs of ImageNet-21K. Sizes base and large, drop path 0 for them, and all rows that throw tokens are a judgement
+# of this project: in no paper.
+_PIXIO = _MAE | dict(
+    input_size=[256],
+    patch_size=16,
+    decoder_depth=32,
+    decoder_num_heads=16,
+    mask_unit=4,
+    num_cls_tokens=8,
+    learned_pos_embed=True,
+    hflip=False,
+    total_batch_size=8192,
+    blr=2.5e-5,
+)
+_PIXIO_SIZES: dict[str, Recipe] = {
+    "base": dict(model="mae_vit_base_patch16"),
+    "large": dict(model="mae_vit_large_patch16"),
+    "huge": dict(model="mae_vit_huge_patch14", drop_path=0.4),
+}
+for _size, _model in _PIXIO_SIZES.items():
+    RECIPES |= {
+        f"pixio_vit_{_size}": _PIXIO | _model | _full(400),
+        f"pixio_plain50_vit_{_size}": _PIXIO | _model | _plain(400, 0.5),
+        f"pixio_prmim50_vit_{_size}": _PIXIO | _model | _progressive(400, 0.5),
+    }
+
 # Peers of furthest sampling, in no paper. Only the choice of retained tokens differs from the ablations above.
 # Attention maps are made as often per schedule as by AMT: from a tenth of the epochs on, after every tenth.
 _TENTHS: Recipe = dict(attention_start=10, attention_every=10)

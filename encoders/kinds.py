@@ -42,13 +42,17 @@ def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict
         "blocks.0.mlp.fc1.weight",
         "blocks.0.attn.qkv.weight",
     ]
-    kernel, table = need(weights, needed, what)[:2]
+    kernel, table, cls_token = need(weights, needed, what)[:3]
+    num_cls_tokens = cls_token.shape[1]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3] or table.ndim != 3:
         shapes = f"patch_embed.proj.weight is {list(kernel.shape)}, pos_embed {list(table.shape)}"
         raise ValueError(f"{what} holds no encoder of a known kind: {shapes}")
-    sizes = common_sizes(weights, read_grid(settings, kernel.shape[2], table.shape[1] - 1, what), "blocks.0")
+    grid = read_grid(settings, kernel.shape[2], table.shape[1] - num_cls_tokens, what)
+    sizes = common_sizes(weights, grid, "blocks.0")
     depth = count_blocks(weights)
     num_heads = settings.get("num_heads") or find_factory(sizes["embed_dim"], depth, what)[1]["num_heads"]
+    if num_cls_tokens > 1:
+        sizes["num_cls_tokens"] = num_cls_tokens
     return sizes | dict(depth=depth, num_heads=num_heads)
 
 

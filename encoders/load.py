@@ -32,13 +32,14 @@ from encoders.names import (
     find_origin,
     fold_cls_token,
     is_published_tec,
+    join_registers,
     swap_merging,
 )
 from encoders.rel_pos import resize_bias_table
 from util.pos_embed import grid_from_settings, resize_pos_embed
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
-from util.text import shorten
+from util.text import count_of, shorten
 
 Part = Literal["all", "encoder", "blocks"]
 
@@ -66,7 +67,9 @@ class Weights:
     @cached_property
     def tensors(self) -> Tensors:
         """The weights under the names here, which are those of MAE and timm."""
-        return self.origin.rename(self.raw)
+        weights = self.origin.rename(self.raw)
+        kernel = weights.get("patch_embed.proj.weight")
+        return join_registers(weights, None if kernel is None else grid_from_settings(self.settings, kernel.shape[-1]))
 
     @property
     def what(self) -> str:
@@ -226,7 +229,7 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
             example, as the start of another pre-training.
     classes: names of the model's classes, in order. A head of other classes is left out.
 
-    Position tables of another grid are resized bicubically, with the class row kept, and tables of relative-position
+    Position tables of another grid are resized bicubically, with the class rows kept, and tables of relative-position
     biases by a spline. A bias table that all blocks share is copied into each block. A patch embedding of 3 channels is
     adapted to other channels by timm's rule: it is repeated and divided by the growth of their number, or summed for
     one channel. The MLP on TEC's class token is folded into the token, unless the model has such an MLP. In TEC's
@@ -248,6 +251,7 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     found = {key: value for key, value in tensors.items() if key in own}
     if _has_other_classes(weights, found, own, classes):
         found = {key: value for key, value in found.items() if not key.startswith("head.")}
+    _check_cls_tokens(found, own, what, name)
     remarks += _fit_patch_embed(found, own, what, name)
     resized = _fit_tables(found, weights.settings, own, model, what)
     if part == "blocks":
@@ -330,6 +334,16 @@ def _has_other_classes(
     return classes is not None and weights.classes is not None and weights.classes != list(classes)
 
 
+def _check_cls_tokens(found: Tensors, own: Mapping[str, torch.Tensor], what: str, name: str) -> None:
+    """Raises CheckpointError if file and model have class tokens, but not as many. name: the model's class."""
+    if "cls_token" in found and found["cls_token"].shape[1:2] != own["cls_token"].shape[1:2]:
+        number = found["cls_token"].shape[1]
+        raise CheckpointError(
+            f"{what} holds an encoder with {count_of(number, 'class token')}, this {name} has "
+            f"{own['cls_token'].shape[1]}: give --num_cls_tokens {number} where there is such a flag"
+        )
+
+
 def _fit_patch_embed(found: Tensors, own: Mapping[str, torch.Tensor], what: str, name: str) -> list[str]:
     """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
 
@@ -373,12 +387,12 @@ def _fit_tables(
 def _fit_pos_embed(
     table: torch.Tensor, grid: tuple[int, int] | None, own: torch.Tensor, grid_size: tuple[int, int], what: str
 ) -> torch.Tensor:
-    """Returns a position table [1, 1 + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
+    """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
 
     grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
     is assumed.
     """
-    num_tokens = table.shape[1] - 1
+    num_tokens = table.shape[1] - (own.shape[1] - math.prod(grid_size))
     side = math.isqrt(num_tokens)
     square = (side, side) if side * side == num_tokens else None
     source = grid if grid is not None and math.prod(grid) == num_tokens else square
@@ -386,7 +400,7 @@ def _fit_pos_embed(
         return table
     if source is None or table.shape[2] != own.shape[2]:
         shapes = f"{list(table.shape)} of {what} cannot be resized to {list(own.shape)}"
-        raise CheckpointError(f"pos_embed {shapes}: a square grid plus a class row is needed")
+        raise CheckpointError(f"pos_embed {shapes}: a square grid plus class rows is needed")
     return resize_pos_embed(table, source, grid_size)
 
 

@@ -3,6 +3,7 @@
 `find_origin` recognises a file by its keys. To read files of another project, add a row to `ORIGINS`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -168,6 +169,20 @@ def find_origin(names: Iterable[str]) -> Origin:
 
 
 # -------------------------------------------------------------------------------------------- weights that are changed
+
+
+def join_registers(weights: Tensors, grid: tuple[int, int] | None) -> Tensors:
+    """Returns the weights with timm's register tokens as further class tokens, if they have positions as these have.
+
+    grid: of the tokens; square if it is None.
+    """
+    if not {"cls_token", "reg_token", "pos_embed"} <= weights.keys():
+        return weights
+    num_tokens = weights["pos_embed"].shape[1] - 1 - weights["reg_token"].shape[1]
+    if num_tokens < 1 or num_tokens != (math.isqrt(num_tokens) ** 2 if grid is None else math.prod(grid)):
+        return weights
+    others = {name: value for name, value in weights.items() if name != "reg_token"}
+    return others | {"cls_token": torch.cat([weights["cls_token"], weights["reg_token"]], dim=1)}
 
 
 def fold_cls_token(weights: Tensors) -> Tensors:

@@ -155,7 +155,7 @@ class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
 
     def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Adds the positions and runs the encoder."""
-        return self.encode(tokens + order.take_kept(self.pos_embed[:, 1:]))
+        return self.encode(tokens + order.take_kept(self.patch_positions))
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the weights of AMT's public code on SimMIM under the names here.

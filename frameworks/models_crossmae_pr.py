@@ -118,7 +118,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
-        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:])
+        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.patch_positions)
         return self.encode_levels(tokens)
 
     def encode_levels(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class CrossAttentionDecoder(nn.Module):
         super().__init__()
         self.grid_size = grid_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
-        table = sincos_pos_embed(decoder_embed_dim, grid_size, cls_token=True).float()
+        table = sincos_pos_embed(decoder_embed_dim, grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # the row of the class token is unused
         self.level_weights = nn.Parameter(torch.empty(decoder_depth, num_levels))
         self.level_norms = nn.ModuleList(layer_norm(embed_dim) for _ in range(decoder_depth))

@@ -109,7 +109,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             decoder_depth=decoder_depth,
             decoder_num_heads=decoder_num_heads,
             mlp_ratio=self.mlp_ratio,
-            cls_token=False,
+            num_prefix=0,
         )
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 

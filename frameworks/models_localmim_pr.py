@@ -98,7 +98,7 @@ class LocalMIMViT(Framework, ViTEncoder):
 
     def forward_encoder(self, imgs: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
         """Returns the latents of the visible tokens at the four levels, [B, 1 + num_visible, D] each."""
-        tokens = self.patch_embed(order.take_visible(self.patchify(imgs))) + order.take_visible(self.pos_embed[:, 1:])
+        tokens = self.patch_embed(order.take_visible(self.patchify(imgs))) + order.take_visible(self.patch_positions)
         return self.encode(tokens)
 
     def encode(self, tokens: torch.Tensor) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ class TECViT(Framework, ViTEncoder):
 
     def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Returns the adapted latent of the visible ones of all patches, [B, 1 + num_visible, D]."""
-        return self.encode(self.patch_embed(order.take_visible(patches)) + order.take_visible(self.pos_embed[:, 1:]))
+        return self.encode(self.patch_embed(order.take_visible(patches)) + order.take_visible(self.patch_positions))
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the fused outputs of all blocks on embedded tokens [B, n, D], [B, 1 + n, D], class token first."""

@@ -132,6 +132,16 @@ def refuse_other_kinds(weights: Weights, where: str, advice: str) -> None:
         )
 
 
+def refuse_class_tokens(weights: Weights, whose: str) -> None:
+    """Raise ValueError for several class tokens. whose: encoders, which have one."""
+    number = weights.sizes.get("num_cls_tokens", 1) if weights.kind is PLAIN else 1
+    if number > 1:
+        raise ValueError(
+            f"{weights.what} has {number} class tokens, and {whose} have one: use --format timm, whose register tokens "
+            "are the others"
+        )
+
+
 def timm_call(name: str, **options: Any) -> str:
     """The call of `timm.create_model` with these arguments, as Python source."""
 
@@ -178,6 +188,7 @@ def export_transformers(weights: Weights, out: Path, repository: str | None) -> 
     if out.suffix:
         raise ValueError(f"--format transformers writes a folder: give --out without a suffix, got {str(out)!r}")
     refuse_other_kinds(weights, "for Transformers", "leave out --format transformers for a folder for timm")
+    refuse_class_tokens(weights, "Transformers' ViTs")
     model, remarks = transformers_model(weights)
     name, facts, source = transformers_class(model), known_facts(model, weights.meta), Path(weights.path)
     state = mae_weights(model) if name == PRETRAINING else timm_weights(model)
@@ -281,6 +292,7 @@ def export_mae(weights: Weights, out: Path) -> list[str]:
     """Export a pre-trained MAE or a classifier for MAE's scripts. Returns the lines that describe the file."""
     if out.suffix != ".pth":
         raise ValueError(f"--format mae writes a .pth, which is what MAE's scripts read, got --out {str(out)!r}")
+    refuse_class_tokens(weights, "MAE's")
     has_head, remarks = weights.num_classes is not None, list[str]()
     if has_head:
         refuse_other_kinds(weights, "for MAE's scripts", "leave out --format mae for a folder for timm")

@@ -58,9 +58,12 @@ def num_outputs(classifier: nn.Module) -> int:
 def timm_weights(model: nn.Module) -> Tensors:
     """Returns the model's state dict with a plain linear head: the BatchNorm of a linear probe is folded into it.
 
-    timm's models have these names, and `timm.create_model` renames those of Swin as it loads them from a folder.
+    timm's models have these names, and `timm.create_model` renames those of Swin as it loads them from a folder. All
+    class tokens but the first are timm's register tokens.
     """
     state = model.state_dict()
+    if getattr(model, "num_cls_tokens", 1) > 1:
+        state["cls_token"], state["reg_token"] = (x.contiguous() for x in state["cls_token"].tensor_split([1], dim=1))
     if not is_classifier(model) or not isinstance(model.head, nn.Sequential):
         return state
     # BatchNorm, then linear: W ((x - mean) / s) + b = (W / s) x + (b - (W / s) mean), with s = sqrt(var + eps).
@@ -88,6 +91,13 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
         sizes |= dict(depth=len(blocks), num_heads=blocks[0].attn.num_heads)
     if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
         known, others = BEIT_SIZES, {"global_pool": "token"}
+    if (num_registers := getattr(model, "num_cls_tokens", 1) - 1) > 0:
+        others["reg_tokens"] = num_registers
+        if is_classifier(model) and model.global_pool == "token":
+            raise ValueError(
+                f"timm reads one class token, and this classifier the mean of {model.num_cls_tokens}: only classifiers "
+                "with --global_pool avg can be exported; main_finetune.py --eval --resume takes it as it is"
+            )
     if isinstance(model, AbsoluteViTEncoder):
         others |= dict(use_abs_pos_emb=True, use_rel_pos_bias=False)
     sizes["mlp_ratio"] = blocks[0].mlp.fc1.out_features / model.embed_dim

@@ -26,10 +26,11 @@ def slow_loss(
         return img[:, r * patch : (r + 1) * patch, c * patch : (c + 1) * patch]
 
     kernel = w["patch_embed.proj.weight"]
-    tokens = {"cls": w["cls_token"][0, 0] + w["pos_embed"][0, 0]}
+    prefix = ["cls", *(f"cls{i}" for i in range(1, w["cls_token"].shape[1]))]
+    tokens = {name: w["cls_token"][0, i] + w["pos_embed"][0, i] for i, name in enumerate(prefix)}
     for t in visible:
         convolved = (kernel * pixels(t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
-        tokens[t] = convolved + w["pos_embed"][0, 1 + t]
+        tokens[t] = convolved + w["pos_embed"][0, len(prefix) + t]
     tokens = (encode or transformer)(tokens, w, "blocks", heads)
     tokens = {t: norm(x, w, "norm") for t, x in tokens.items()}
 
@@ -37,9 +38,10 @@ def slow_loss(
     for t in retained:
         embedded[t] = w["mask_token"][0, 0]
     positions = w["decoder_pos_embed"][0]
-    embedded = {t: x + positions[0 if t == "cls" else 1 + t] for t, x in embedded.items()}
+    rows = {t: prefix.index(t) if t in prefix else len(prefix) + t for t in embedded}
+    embedded = {t: x + positions[rows[t]] for t, x in embedded.items()}
     decoded = transformer(embedded, w, "decoder_blocks", decoder_heads)
-    del decoded["cls"]
+    decoded = {t: x for t, x in decoded.items() if t not in prefix}
 
     if aggregation is not None:
         side = aggregation["weight"].shape[-1]

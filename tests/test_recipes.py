@@ -55,7 +55,7 @@ def test_recipe_builds_and_counts(recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", [n for n in RECIPES if RECIPES[n]["model"] in (BASE, LARGE) and not n.startswith("amt_")]
+    "recipe", [n for n in RECIPES if RECIPES[n]["model"] in (BASE, LARGE) and not n.startswith(("amt_", "pixio_"))]
 )
 def test_recipe_trains_by_the_supplementary(recipe):
     """Pre-training details: lr 2.4e-3 at batch 4096, 40 warm-up epochs, weight decay .05, per-patch targets."""
@@ -414,7 +414,8 @@ def test_explicit_flags_win_and_unknown_recipes_are_named(capsys):
 FLAGS = """
     recipe
     model input_size patch_size mask_ratio throw_ratio progressive sampling aggregation kernel_size applies_to
-    norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit decoder_order teacher att_topk att_tau
+    norm_pix_loss decoder_depth decoder_embed_dim decoder_num_heads mask_unit num_cls_tokens
+    learned_pos_embed drop_path hflip decoder_order teacher att_topk att_tau
     in_chans mean std pretrained visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
     warmup_lr lr_schedule lr_steps clip_grad betas

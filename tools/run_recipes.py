@@ -127,7 +127,8 @@ def scale_of(main: ModuleType, settings: dict) -> dict:
         sizes = dict(img_size=4 * window, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(1, 2))
         return sizes | dict(window_size=window)
     depth = min(12, len(model.blocks))
-    return dict(img_size=48, patch_size=8, embed_dim=32, num_heads=2, depth=depth) | decoder_scale(model)
+    side = 64 if settings.get("mask_unit") == 4 else 48  # so that a square is visible
+    return dict(img_size=side, patch_size=8, embed_dim=32, num_heads=2, depth=depth) | decoder_scale(model)
 
 
 @cache
@@ -135,6 +136,15 @@ def full_size(main: ModuleType, name: str) -> torch.nn.Module:
     """Returns a model of `main.MODELS` in its full size, on the meta device."""
     with torch.device("meta"):
         return main.MODELS[name]()
+
+
+def own_sizes(settings: dict, scale: dict) -> dict:
+    """Returns the values of `scale` for the sizes that a recipe with a deep decoder sets itself, as {flag: value}."""
+    if settings.get("decoder_depth") is None:
+        return {}
+    sizes = {flag: scale[flag] for flag in ("patch_size", "decoder_depth", "decoder_num_heads")}
+    sizes["input_size"] = [scale["img_size"]] * 2
+    return {flag: value for flag, value in sizes.items() if settings.get(flag) is not None}
 
 
 def decoder_scale(model: torch.nn.Module) -> dict:
@@ -250,6 +260,8 @@ def command(job: Job, workshop: Workshop, folder: Path) -> list[str]:
     if job.total_batch_size:  # keep the peak learning rate: the recipe's warm-up and minimum are relative to it
         peak = settings["blr"] * settings["total_batch_size"] / 256
         argv += ["--total_batch_size", job.total_batch_size, "--lr", peak]
+    for flag, value in own_sizes(settings, scale_of(job.main, settings)).items():
+        argv += [f"--{flag}", *(value if isinstance(value, list) else [value])]
     if settings["dataset"] in DOWNLOADED:
         argv += ["--dataset", "folder"]
     if job.main is main_finetune:
@@ -331,6 +343,7 @@ def check_settings(job: Job, resolved: dict) -> list[str]:
         del wanted["dataset"]
     if job.total_batch_size:
         wanted["total_batch_size"] = job.total_batch_size
+    wanted |= own_sizes(wanted, scale_of(job.main, job.settings()))
     if isinstance(wanted.get("input_size"), list):
         wanted["input_size"] = (2 * wanted["input_size"])[:2]  # one number is height and width
     return [f"{name} was {resolved[name]}, not {value}" for name, value in wanted.items() if resolved[name] != value]

@@ -74,6 +74,35 @@ def extract_features(
     return Features(values, torch.cat(labels), numbers)
 
 
+def forward_blocks(
+    network: nn.Module, imgs: torch.Tensor, blocks: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Returns (`network.forward_features(imgs)`, {block: its output before the final norm}). Blocks count from 1."""
+    outputs: dict[int, torch.Tensor] = {}
+
+    def keep(block: int) -> Callable[..., None]:
+        return lambda module, args, output: outputs.update({block: output})
+
+    hooks = [network.blocks[block - 1].register_forward_hook(keep(block)) for block in blocks]
+    try:
+        return network.forward_features(imgs), outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def class_feature(x: torch.Tensor, before_norm: torch.Tensor | None, num_cls_tokens: int) -> torch.Tensor:
+    """Returns the class feature of each image [B, D]: one token after the norm, or the mean of several before the norm.
+
+    The latter is Pixio's (arXiv 2512.15715).
+
+    x, before_norm: tokens [B, T, D] after and before the final norm; the latter may be None for a single class token.
+    """
+    if num_cls_tokens == 1 or before_norm is None:
+        return x[:, 0]
+    return before_norm[:, :num_cls_tokens].to(x.dtype).mean(dim=1)
+
+
 def moments_of_all(features: torch.Tensor) -> Moments:
     """Returns the moments of the features of all ranks. features: this rank's share [n, D]."""
     own = Moments.of(features)

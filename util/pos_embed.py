@@ -1,9 +1,11 @@
 """Position tables of ViTs, and the grids of tokens that they belong to."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -24,13 +26,13 @@ def grid_from_settings(settings: Mapping[str, Any], patch_size: int | None) -> t
 
 
 def sincos_pos_embed(
-    dim: int, grid_size: tuple[int, int], cls_token: bool = False, device: torch.device | str | None = None
+    dim: int, grid_size: tuple[int, int], num_prefix: int = 0, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """Returns MAE's fixed 2-D sine-cosine table [rows * columns, dim] in raster order, float64.
 
     The cell at (row r, column c) is [sin(c w), cos(c w), sin(r w), cos(r w)] with w_k = 10000^(-k / (dim / 4)) for
-    k = 0 .. dim/4 - 1. The column comes first, as in MAE's release. With `cls_token` the table begins with a row of
-    zeros. Raises ValueError if `dim` is not a multiple of 4.
+    k = 0 .. dim/4 - 1. The column comes first, as in MAE's release. The table begins with `num_prefix` rows of zeros.
+    Raises ValueError if `dim` is not a multiple of 4.
     """
     if dim % 4:
         raise ValueError(f"a 2-D sine-cosine table needs a width that is a multiple of 4, got {dim}")
@@ -43,14 +45,25 @@ def sincos_pos_embed(
     )
     angles = [axis.reshape(-1, 1) * omega for axis in (column, row)]  # 2 x [N, dim/4]
     table = torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1)  # [N, dim]
-    return torch.cat([table.new_zeros(1, dim), table]) if cls_token else table
+    return torch.cat([table.new_zeros(num_prefix, dim), table])
+
+
+def position_table(dim: int, grid_size: tuple[int, int], num_prefix: int, learned: bool) -> nn.Parameter:
+    """Returns a table of positions [1, num_prefix + N, dim]: MAE's, which is frozen, or a learned one.
+
+    A learned table starts with normal numbers of deviation 0.02, truncated.
+    """
+    if learned:
+        return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, num_prefix + math.prod(grid_size), dim), std=0.02))
+    return nn.Parameter(sincos_pos_embed(dim, grid_size, num_prefix).float().unsqueeze(0), requires_grad=False)
 
 
 def resize_pos_embed(table: torch.Tensor, source: tuple[int, int], target: tuple[int, int]) -> torch.Tensor:
-    """Resizes a position table with a class row [1, 1 + n, D] from the grid `source` to the grid `target`.
+    """Resizes a position table with P rows of class tokens [1, P + n, D] from the grid `source` to the grid `target`.
 
-    The class row is kept. The grid is interpolated bicubically in float32. Returns [1, 1 + m, D].
+    The class rows are kept. The grid is interpolated bicubically in float32. Returns [1, P + m, D].
     """
-    grid = table[:, 1:].float().unflatten(1, source).permute(0, 3, 1, 2)  # [1, D, rows, columns]
+    num_prefix = table.shape[1] - math.prod(source)
+    grid = table[:, num_prefix:].float().unflatten(1, source).permute(0, 3, 1, 2)  # [1, D, rows, columns]
     grid = F.interpolate(grid, size=target, mode="bicubic", align_corners=False)
-    return torch.cat([table[:, :1].float(), grid.flatten(2).transpose(1, 2)], dim=1)
+    return torch.cat([table[:, :num_prefix].float(), grid.flatten(2).transpose(1, 2)], dim=1)

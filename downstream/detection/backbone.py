@@ -139,7 +139,7 @@ class ViTDet(nn.Module):
         self.map_size: Grid = (img_size // patch_size,) * 2
         self.grid_size: Grid = (pretrain_size // patch_size,) * 2  # of the position table
         self.patch_embed = PatchEmbed(patch_size, 3, embed_dim)
-        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]; the class token's row is not used
         self.global_blocks = tuple(depth * quarter // 4 - 1 for quarter in (1, 2, 3, 4))
         self.blocks = nn.ModuleList(

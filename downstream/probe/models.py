@@ -16,6 +16,7 @@ from torch import nn
 from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
+from util.features import class_feature, forward_blocks
 from util.run import checkpoint
 from util.run.resume import identify_encoder, warn_if_unfinished
 from util.text import shorten
@@ -34,7 +35,8 @@ class FrozenEncoder(nn.Module):
     """A network in eval mode without gradients: `encoder(imgs) -> {block: Tokens}`, in float32 or wider.
 
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
-    num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens; their mean is used.
+    num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens, see
+    `util.features.class_feature`.
     sha256: of the weights. pixel_settings: see `util.run.checkpoint.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
@@ -73,25 +75,18 @@ class FrozenEncoder(nn.Module):
     @torch.no_grad()
     def forward(self, imgs: torch.Tensor) -> dict[int, Tokens]:
         """Encodes normalised images [B, C, H, W]."""
-        outputs: dict[int, torch.Tensor] = {}
-        inner = [block for block in self.blocks if block != self.depth]
+        hooked = self.blocks if self.num_cls > 1 and self.depth else [b for b in self.blocks if b != self.depth]
+        x, outputs = forward_blocks(self.network, imgs, hooked)
+        found = {block: self.network.norm(outputs[block]) for block in hooked if block != self.depth}
+        found[self.depth] = x
+        return {block: self.split(found[block], outputs.get(block)) for block in self.blocks}
 
-        def keep(block: int) -> Any:
-            return lambda module, args, output: outputs.update({block: output})
-
-        hooks = [self.network.blocks[block - 1].register_forward_hook(keep(block)) for block in inner]
-        x = self.network.forward_features(imgs)
-        for hook in hooks:
-            hook.remove()
-        found = {block: self.network.norm(outputs[block]) for block in inner} | {self.depth: x}
-        return {block: self.split(found[block]) for block in self.blocks}
-
-    def split(self, x: torch.Tensor) -> Tokens:
-        """Separates class token and patches, and flattens a map of features."""
+    def split(self, x: torch.Tensor, before_norm: torch.Tensor | None) -> Tokens:
+        """Separates class tokens and patches, and flattens a map of features."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if x.ndim == 4:
             x = x.flatten(1, 2) if x.shape[-1] == self.dim else x.flatten(2).transpose(1, 2)
-        cls = x[:, : self.num_cls].mean(dim=1) if self.num_cls else None
+        cls = class_feature(x, before_norm, self.num_cls) if self.num_cls else None
         return Tokens(cls, x[:, self.num_prefix :])
 
     def vectors(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -115,7 +110,7 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     """
     weights = read(path)
     encoder, report = build(weights, with_head=False, **({} if input_size is None else {"img_size": input_size}))
-    origin, cls = identify_encoder(Path(weights.path), weights.meta), int(hasattr(encoder, "cls_token"))
+    origin, cls = identify_encoder(Path(weights.path), weights.meta), getattr(encoder, "num_cls_tokens", 0)
     notes = [f"encoder: {report}", *warn_if_unfinished(origin)]
     sizes = encoder.img_size, cls, cls, encoder.in_chans
     return FrozenEncoder(encoder, str(weights.path), *sizes, origin["sha256"], weights.pixels, notes)

@@ -44,7 +44,7 @@ class DenseViT(PositionedEncoder):
     ) -> None:
         super().__init__(img_size, patch_size, in_chans, embed_dim)
         self.out_blocks = (depth - 1,) if out_blocks is None else out_blocks
-        table = sincos_pos_embed(embed_dim, self.grid_size, cls_token=True).float()
+        table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]
         self.blocks = nn.ModuleList(
             RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values=1.0, grid_size=self.grid_size)

@@ -11,7 +11,7 @@ from util.pos_embed import grid_from_settings, height_and_width, resize_pos_embe
 @pytest.mark.parametrize("grid", [(3, 5), (4, 4)])
 def test_position_table_cell_by_cell(grid):
     dim = 16
-    table = sincos_pos_embed(dim, grid, cls_token=True)
+    table = sincos_pos_embed(dim, grid, num_prefix=1)
     assert table.shape == (1 + grid[0] * grid[1], dim) and table.dtype == torch.float64
     assert not table[0].any()
     for r in range(grid[0]):

@@ -59,7 +59,7 @@ class RandomResizedCropFlip:
     by 0.05/255 on average and is three times as fast.
 
     clip: try once, and clip the sides to the image, as MAE does for linear probing. interpolation: "bicubic" or
-    "bilinear". reference: resize by PIL.
+    "bilinear". reference: resize by PIL. hflip: mirror half of the images.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class RandomResizedCropFlip:
         clip: bool = False,
         interpolation: str = "bicubic",
         reference: bool = False,
+        hflip: bool = True,
     ) -> None:
         self.size, self.seed, self.scale, self.ratio, self.clip = pair(size), seed, tuple(scale), tuple(ratio), clip
-        self.interpolation, self.reference = interpolation, reference
+        self.interpolation, self.reference, self.hflip = interpolation, reference, hflip
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
@@ -84,7 +85,7 @@ class RandomResizedCropFlip:
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
         """Returns (top, left, height, width, flip) of the crop of an image of `size`, in pixels."""
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 3)
-        return *self.box(*size, draws), draws[-1] < 0.5
+        return *self.box(*size, draws), self.hflip and draws[-1] < 0.5
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the crop of an image of `size`, in fractions of the image."""
@@ -117,9 +118,15 @@ class PaddedCropFlip:
     padding = 4
 
     def __init__(
-        self, size: int | Sequence[int], seed: int, interpolation: str = "bilinear", reference: bool = False
+        self,
+        size: int | Sequence[int],
+        seed: int,
+        interpolation: str = "bilinear",
+        reference: bool = False,
+        hflip: bool = True,
     ) -> None:
         self.size, self.seed, self.interpolation, self.reference = pair(size), seed, interpolation, reference
+        self.hflip = hflip
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
@@ -135,7 +142,7 @@ class PaddedCropFlip:
         u_top, u_left, u_flip = addressed_numbers(AUGMENT, self.seed, epoch, index, 3)
         (height, width), (rows, columns), pad = size, self.size, self.padding
         top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
-        return top - pad, left - pad, u_flip < 0.5
+        return top - pad, left - pad, self.hflip and u_flip < 0.5
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
