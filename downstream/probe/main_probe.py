@@ -35,6 +35,7 @@ from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
 from util.data.transforms import RandomResizedCropFlip, ResizeCenterCrop
 from util.features import Features, extract_features, knn_accuracy, moments_of_all
+from util.run import flags
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, Precision, precision
 from util.run.evaluation import ResultsFile, Session, evaluation_batches, evaluation_session
@@ -87,14 +88,10 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag, or a pair of flags, is out of range."""
-    check_least(args, 1, "steps total_batch_size batch_size input_size")
-    check_least(args, 0, "num_workers seed")
+    flags.check_flags(args)
+    check_least(args, 1, "steps input_size")
     if args.encoder is None and args.timm is None:
         raise ValueError("nothing to evaluate: give a checkpoint, a run's folder, or --timm NAME")
-    if not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
-        raise ValueError(f"--crop_scale must be two areas 0 < low <= high <= 1, got {args.crop_scale}")
-    if not 0 <= args.max_bad_fraction < 1:
-        raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     refuse_output_inside_data(args)
 
 

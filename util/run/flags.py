@@ -192,8 +192,9 @@ def check_flags(args: argparse.Namespace) -> None:
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps in_chans")
     check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
     for name in ("dist_timeout", "clip_grad"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise ValueError(f"--{name} must be above 0, got {getattr(args, name)}")
+        value = getattr(args, name, None)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name} must be above 0, got {value}")
     if not 0 <= args.max_bad_fraction < 1:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:
