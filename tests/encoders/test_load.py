@@ -259,7 +259,7 @@ def test_transformers_without_biases_of_qkv(tmp_path):
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.state_dict().items())
 
 
-def test_a_folder_of_transformers_is_evaluated_and_fine_tuned(labelled, tmp_path, capsys):  # noqa: F811
+def test_a_folder_of_transformers_is_evaluated_and_fine_tuned(labelled, tmp_path, capsys):
     """Its file is a link to another name, as in the cache of the Hub. The statistics are those of its images."""
     sizes = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
     source = random_vit(global_pool="token", num_classes=2, **sizes)

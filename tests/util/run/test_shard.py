@@ -182,7 +182,7 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, tmp_path):  # noqa: F811
+def test_fine_tuning_sharded_evaluates_and_keeps_the_best(labelled, pretrained, tmp_path):
     """Seven images in batches of three: one rank evaluates two batches, the other rank one."""
     flags = [*PLAIN, "--finetune", pretrained, "--epochs", 1]
     command = finetune.command(labelled, tmp_path / "two", *flags, "--batch_size", 3, "--shard")
