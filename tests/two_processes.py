@@ -1,4 +1,4 @@
-"""Runs a function in two gloo processes on this machine."""
+"""Runs a function in two or more gloo processes on this machine."""
 
 import os
 import queue
@@ -10,14 +10,18 @@ from tests.warm import free_port, server
 
 
 def run_in_two_processes(function, *args, timeout_s=120):
-    """Returns [function(rank, *args) for rank in (0, 1)], each computed in its own process of a gloo group.
+    return run_in_processes(2, function, *args, timeout_s=timeout_s)
+
+
+def run_in_processes(num, function, *args, timeout_s=120):
+    """Returns [function(rank, *args) for rank in range(num)], each computed in its own process of a gloo group.
 
     If a result is a dict, its tensors come back as arrays. An exception in a process is raised again here.
     """
     context, port = server(), free_port()
-    queues = [context.Queue(), context.Queue()]
+    queues = [context.Queue() for _ in range(num)]
     shared = function, args, dict(os.environ)
-    processes = [context.Process(target=_child, args=(rank, port, queues[rank], *shared)) for rank in range(2)]
+    processes = [context.Process(target=_child, args=(rank, num, port, queues[rank], *shared)) for rank in range(num)]
     for process in processes:
         process.start()
     try:
@@ -44,10 +48,10 @@ def _wait(results, process, timeout_s):
     raise TimeoutError(f"{process.name} gave no result in {timeout_s} s")
 
 
-def _child(rank, port, results, function, args, environment):
+def _child(rank, num, port, results, function, args, environment):
     os.environ.clear()  # it is the server's
     os.environ.update(environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:

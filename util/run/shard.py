@@ -1,9 +1,10 @@
 """How a model runs on several processes: in DDP, or sharded with its optimizer state (FSDP2, `--shard`).
 
 With --shard each rank keeps a shard of every parameter. The parameters of a transformer block are all-gathered only
-while the block computes. The model is built, and a checkpoint is loaded, on the CPU before `shard`. `gather` assembles
-whole tensors for saving. Checkpoints are therefore the same files as without sharding: a run may resume with or without
-`--shard`, and with another number of processes.
+while the block computes. Many ranks form groups of `MIN_SHARDS` or a few more: each group holds the whole model, and
+gradients are summed over the groups. The model is built, and a checkpoint is loaded, on the CPU before `shard`.
+`gather` assembles whole tensors for saving. Checkpoints are therefore the same files as without sharding: a run may
+resume with or without `--shard`, and with another number of processes.
 """
 
 import argparse
@@ -11,13 +12,14 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +31,11 @@ from util.run.distributed import PRECISIONS, Process
 
 Batch = TypeVar("Batch")
 Autocast = Callable[[], AbstractContextManager[Any]]
+
+# Rows of a parameter are split, and padded to a multiple of the shards. With 8 shards padding is below 1 % of a ViT-B,
+# with 1,024 it is more than the model itself. 8 GPUs are a node in most clusters, or two.
+MIN_SHARDS = 8
+GROUP_TIMEOUT = timedelta(minutes=30)  # as of the group of all ranks; NCCL's default is 10
 
 
 def wrap_model(
@@ -76,6 +83,25 @@ def recompute_blocks(model: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
+def num_shards(world_size: int) -> int:
+    """The least divisor of `world_size` that is not below MIN_SHARDS, or `world_size`."""
+    return next((n for n in range(MIN_SHARDS, world_size) if world_size % n == 0), world_size)
+
+
+def make_mesh(device_type: str, world_size: int) -> DeviceMesh:
+    """The ranks as one row of shards; or as several rows, replicas of each other, that gather parameters separately.
+
+    Neighbouring ranks share a row, and most often a node. Between rows, only the shards of gradients are all-reduced.
+    """
+    shards = num_shards(world_size)
+    if shards == world_size:
+        return init_device_mesh(device_type, (world_size,))
+    mesh = init_device_mesh(device_type, (world_size // shards, shards), mesh_dim_names=("replicas", "shards"))
+    for group in mesh.get_all_groups():
+        group.set_timeout(GROUP_TIMEOUT)
+    return mesh
+
+
 def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -83,7 +109,7 @@ def shard(
     dtype: torch.dtype | None = None,
     compiled: bool = False,
 ) -> None:
-    """Shards a whole `model` and the state of its `optimizer` across all ranks, and moves the shards to `device`.
+    """Shards a whole `model` and the state of its `optimizer` across ranks, and moves the shards to `device`.
 
     dtype: what autocast computes in, or None. With bfloat16 on GPUs, blocks are gathered in bfloat16 and their
     gradients are reduced in float32. Everything outside of blocks stays float32, as under autocast. float16 is left to
@@ -92,7 +118,7 @@ def shard(
 
     compiled: compile each block as a separate graph, between the hooks that gather and free its parameters.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = make_mesh(device.type, dist.get_world_size())
     outside = in_blocks = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16 and device.type == "cuda":
         in_blocks = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -174,9 +200,11 @@ def gather(content: Any, keep: bool) -> Any:
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, sharded or not, on every rank. One number is all-reduced."""
     norm = nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
-    if not any(isinstance(g, DTensor) for g in grads):
+    mesh = next((g.device_mesh for g in grads if isinstance(g, DTensor)), None)
+    if mesh is None:
         return norm
-    return all_reduce_sum(norm.square()).sqrt()
+    # Summed over replicas, too, so that all ranks clip by the same bits.
+    return all_reduce_sum(norm.square() / (mesh.size() // mesh.size(-1))).sqrt()
 
 
 def count_bad(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 import os
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.loops import a_driver
 from tests.patches import StandIn
 from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, reports
 from tests.test_framework_contract import CLASSES, build
-from tests.two_processes import run_in_two_processes
+from tests.two_processes import run_in_processes, run_in_two_processes
 from tests.warm import free_port, run_by_torchrun
 from util.run import shard
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
@@ -40,11 +41,14 @@ def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     }
 
 
-def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False):
-    """Returns (driver, model, optimizer)."""
+def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False, state=None):
+    """Returns (driver, model, optimizer). state: whole (weights, optimizer state) to begin with."""
     model = make(name)
     # A large eps: gradients that are zero up to rounding, such as of a key's bias, must not become a step.
     optimizer = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), lr=1e-3, eps=1e-3, fused=True)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
     if sharded:
         shard.shard(model, optimizer, CPU, PRECISIONS[precision_name], compiled)
     wrapped = model if sharded else DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -67,7 +71,7 @@ def batches_of(name, model, rank, num, size=2):
             yield imgs, labels, *orders
 
 
-def _trained(rank, name, sharded, steps=2, spoil=(), **options):
+def _trained(rank, name, sharded, steps=2, start=0, spoil=(), **options):
     """Returns ([(loss, norm)], whole weights, whole optimizer state, numbers of this rank's weights and moments)."""
     driver, model, optimizer = a_loop(name, sharded, **options)
     count, exact = iter(range(100)), driver.loop.scaled_loss
@@ -78,7 +82,7 @@ def _trained(rank, name, sharded, steps=2, spoil=(), **options):
         )
 
     driver.loop.scaled_loss = spoiled if spoil else exact
-    driver.steps(range(steps), batches_of(name, model, rank, 2 * steps))
+    driver.steps(range(start, steps), islice(batches_of(name, model, rank, 2 * steps), 2 * start, None))
     logged = [(r["loss"], r["grad_norm"]) for r in driver.loop.log.reports]
     weights, states = (shard.gather(part.state_dict(), keep=True) for part in (model, optimizer))
     parameters = sum(p.to_local().numel() if sharded else p.numel() for p in model.parameters())
@@ -141,6 +145,33 @@ def test_a_sharded_step_equals_ddp_s(cases):
             )
             # One row cannot be sharded: rank 0 holds class token, mask token and position table.
             assert difference["parameters"] < 0.55 and difference["states"] < 0.53, (name, difference)
+
+
+def _rows(rank):
+    """Two rows of two ranks: the difference from DDP, and what a run that resumes ends with."""
+    shard.MIN_SHARDS = 2  # in this process alone
+    name = "MaskedAutoencoderViT"
+    difference = _difference(rank, name, steps=3, spoil={3}, clip_grad=0.1)
+    _, *state, _, _ = _trained(rank, name, True)
+    resumed, undisturbed = (_trained(rank, name, True, 3, **more)[1:3] for more in (dict(start=2, state=state), {}))
+    torch.testing.assert_close(resumed[0], undisturbed[0], rtol=0, atol=0)
+    torch.testing.assert_close(resumed[1]["state"], undisturbed[1]["state"], rtol=0, atol=0)
+    return {**difference, "sum": sum(float(value.double().sum()) for value in resumed[0].values())}
+
+
+def test_rows_of_shards_equal_ddp_stay_equal_and_resume_bit_for_bit():
+    found = run_in_processes(4, _rows, timeout_s=300)
+    assert len({difference["sum"] for difference in found}) == 1
+    for difference in found:
+        assert difference["skipped"] and difference["logged"] < 1e-4 and difference["weights"] < 1e-6
+        assert difference["moments"] < 1e-4 and difference["parameters"] < 0.55 and difference["states"] < 0.53
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards"), [(1, 1), (2, 2), (8, 8), (12, 12), (13, 13), (16, 8), (20, 10), (1024, 8)]
+)
+def test_a_row_has_eight_ranks_or_the_next_divisor(ranks, shards):
+    assert shard.num_shards(ranks) == shards
 
 
 def _overflows(rank):
