@@ -24,6 +24,7 @@ from models_vit import (
     layer_norm,
     split_heads,
 )
+from util.attention import biased_attention
 
 __all__ = [
     "RelativeVisionTransformer",
@@ -70,16 +71,21 @@ class RelativePositionBias(nn.Module):
         return lookup_bias(index, self.relative_position_bias_table)
 
 
-def lookup_bias(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def lookup_bias(index: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Looks up rows `index` [..., q, k] of a bias table [rows, heads]. Returns [..., heads, q, k].
 
-    The result has the memory layout that fused attention needs on a GPU, and the precision of autocast. It is cast
-    here once, and not in each block that uses it.
+    mask: added to the biases of all heads, [..., q, k]. The result has the precision of autocast, and the memory layout
+    that fused attention needs on a GPU: rows of keys that begin at multiples of 8, as a view of a padded tensor. Both
+    are made here once, and not in each block that uses the biases.
     """
     device = table.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # the meta device, used to count costs, has no autocast
         table = table.to(torch.get_autocast_dtype(device))
-    return F.embedding(index, table).movedim(-1, -3).contiguous()
+    bias = F.embedding(index, table).movedim(-1, -3).contiguous()
+    if mask is not None:
+        bias = bias + mask.unsqueeze(-3).to(bias.dtype)
+    num_keys = bias.shape[-1]
+    return F.pad(bias, (0, -num_keys % 8))[..., :num_keys] if num_keys % 8 else bias
 
 
 class RelativeAttention(nn.Module):
@@ -111,7 +117,8 @@ class RelativeAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v, bias = self.project(x, bias)
-        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(q, k, v) if bias is None else biased_attention(q, k, v, bias)
+        return self.proj(out.transpose(1, 2).flatten(2))
 
     def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""

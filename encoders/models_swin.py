@@ -15,12 +15,12 @@ from typing import Any, TypedDict
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
-from torch.nn import functional as F
 
 from encoders.models_relative_vit import lookup_bias
 from encoders.rel_pos import grid_coords, relative_offset_index
 from encoders.window_groups import WindowGroups, unit_coords
 from models_vit import PatchEmbed, check_image_size, check_pool, drop_path_rates, patchify, split_heads
+from util.attention import biased_attention
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
@@ -83,9 +83,7 @@ class WindowAttention(nn.Module):
         Returns [B, G, L, C].
         """
         B, G, L, _ = qkv.shape
-        bias = lookup_bias(index, self.relative_position_bias_table)  # [heads, L, L] or [G, heads, L, L]
-        if mask is not None:
-            bias = bias + mask.unsqueeze(1).to(bias.dtype)
+        bias = lookup_bias(index, self.relative_position_bias_table, mask)  # [heads, L, L] or [G, heads, L, L]
         q, k, v = split_heads(qkv, self.num_heads)  # [B, G, heads, L, d] each
         # All images share the bias. If it differs between groups, groups and heads become one dimension. If all groups
         # share it, groups and images do.
@@ -93,7 +91,7 @@ class WindowAttention(nn.Module):
             (q, k, v), bias = (x.flatten(1, 2) for x in (q, k, v)), bias.flatten(0, 1).unsqueeze(0)
         else:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        x = biased_attention(q, k, v, bias.to(q.dtype))
         return x.reshape(B, G, self.num_heads, L, -1).transpose(2, 3).flatten(3)
 
 

@@ -12,7 +12,10 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# cuDNN, which torch tries first on some cards, refuses most strides of a bias, and other ones without gradients.
+BIASED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 _active_order = ExitStack()  # holds torch's context manager, which stays entered between calls of `prefer`
+_active_name = "auto"
 
 
 def prefer(name: str) -> None:
@@ -21,12 +24,22 @@ def prefer(name: str) -> None:
     If that kernel cannot serve a call (flash attention takes no bias, for example), the others are tried in the order
     of KERNELS. The last one is "math", three plain operations that can serve any call.
     """
+    global _active_name
     _active_order.close()
+    _active_name = name
+    if torch.cuda.is_available():  # on some cards the first call sets an order, which would replace those set later
+        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device="cuda", dtype=torch.float16))
     if name == "auto":
         return
-    if torch.cuda.is_available():  # on some cards the first call sets an order, which would replace the one set here
-        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device="cuda", dtype=torch.float16))
     order = [KERNELS[name]]
     if name != "math":
         order += [kernel for other, kernel in KERNELS.items() if other != name]
     _active_order.enter_context(sdpa_kernel(order, set_priority=True))
+
+
+def biased_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """scaled_dot_product_attention with a bias of the logits. Under "auto" the memory-efficient kernel comes first."""
+    if _active_name != "auto":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    with sdpa_kernel(BIASED, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
