@@ -55,8 +55,9 @@ class DecomposedAttention(nn.Module):
         codes = torch.cat([eye_h.repeat_interleave(columns, dim=0), eye_w.repeat(rows, 1)], dim=1)  # [T, rows+columns]
         queries = torch.cat([q * q.shape[-1] ** -0.5, down.flatten(2, 3), across.flatten(2, 3)], dim=-1)
         keys = torch.cat([k, codes.expand(*k.shape[:2], -1, -1)], dim=-1)
-        padding = (0, -queries.shape[-1] % 8)  # fused kernels need a multiple of 8
-        out = F.scaled_dot_product_attention(F.pad(queries, padding), F.pad(keys, padding), v, scale=1.0)
+        width = queries.shape[-1] + -queries.shape[-1] % 8  # flash attention needs one width, a multiple of 8
+        queries, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (queries, keys, v))
+        out = F.scaled_dot_product_attention(queries, keys, values, scale=1.0)[..., : v.shape[-1]]
         return self.proj(out.transpose(1, 2).flatten(2)).unflatten(1, (rows, columns))
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import roi_align
 
+from downstream.detection import backbone
 from downstream.detection.backbone import (
     ChannelNorm,
     DecomposedAttention,
@@ -58,6 +59,19 @@ def test_relative_positions_pair_by_pair():
                 expected[b][query][head * d : (head + 1) * d] = value
     expected = expected @ attention.proj.weight.T + attention.proj.bias
     torch.testing.assert_close(attention(x), expected)
+
+
+def test_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
+    """Flash attention takes no others. A width of 5 with 3 + 4 places is padded to 16."""
+    widths, fused = [], F.scaled_dot_product_attention
+
+    def watched(*inputs, **options):
+        widths.append([x.shape[-1] for x in inputs])
+        return fused(*inputs, **options)
+
+    monkeypatch.replace_in(backbone, "F.scaled_dot_product_attention", watched)
+    DecomposedAttention(10, 2, (3, 4))(torch.randn(2, 3, 4, 10))
+    assert widths == [[16, 16, 16]]
 
 
 @pytest.mark.parametrize(("height", "width", "side"), [(6, 9, 3), (5, 7, 3), (2, 2, 4)])
