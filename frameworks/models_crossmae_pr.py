@@ -10,6 +10,7 @@ makes no features of visible tokens, so `visible_source` says what the convoluti
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import Mlp
@@ -207,7 +208,28 @@ def mix_levels(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """
     device = "cpu" if levels.device.type == "meta" else levels.device.type  # autocast has no meta device
     with torch.autocast(device, enabled=False):
+        return Mixture.apply(weights, levels)
+
+
+class Mixture(torch.autograd.Function):
+    """The product [J, k] x [k, B T D] of `mix_levels`, with a gradient of the weights that suits a GPU.
+
+    As one product, J x k sums over B T D numbers, it would occupy few of a GPU's processors. So it is summed over each
+    image first, which makes B products, and then over images.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """weights: [J, k]. levels: [k, B, T, D]. Returns [J, B, T, D]."""
+        ctx.save_for_backward(weights, levels)
         return (weights @ levels.flatten(1)).view(-1, *levels.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of weights and levels."""
+        weights, levels = ctx.saved_tensors
+        images = grad.flatten(2).transpose(0, 1) @ levels.flatten(2).permute(1, 2, 0)  # [B, J, k]
+        return images.sum(0), (weights.T @ grad.flatten(1)).view_as(levels)
 
 
 class CrossBlock(nn.Module):

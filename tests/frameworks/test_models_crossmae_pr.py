@@ -203,6 +203,11 @@ def test_a_mixture_is_a_sum_over_the_levels():
         assert mix_levels(weights, levels).dtype == torch.float32
 
 
+def test_the_gradient_of_a_mixture_is_that_of_one_product():
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (3, 4, 5, 6))]
+    assert torch.autograd.gradcheck(mix_levels, inputs)
+
+
 def test_the_decoder_reads_the_class_token():
     model = build(throw_ratio=0.0)
     imgs, ids = a_batch(model)
