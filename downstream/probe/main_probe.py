@@ -331,7 +331,7 @@ class Probing:
         probes = Probes(self.encoder, kinds, len(self.images.classes)).to(self.process.device)
         with StopSignal(self.process.device) as stop:
             finished = self.train_heads(probes, stop)
-            stop.close()
+            stop.settle()
         if stop.name == signal.SIGINT.name:
             raise KeyboardInterrupt
         if not finished:

@@ -456,19 +456,18 @@ class Run:
 
 def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
     """Prints the summary of a finished run and leaves the process group."""
-    stop.settle()
+    stop.finish()
     if loop.on_report is not None:
         loop.on_report()
     loop.log.info(summary)
     loop.log.close()
     distributed.shut_down()
-    stop.finish()
 
 
 def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     """Ends a run that a signal has stopped, after its checkpoint is saved.
 
-    Our signal handlers stay installed until then: the previous ones might requeue the job or kill the process. After
+    Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
     Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too. If an error ahead has stopped the run,
     all ranks raise it.
     """
@@ -480,7 +479,7 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
         name = stop.name or "a signal to another process"
         loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
     loop.log.close()
-    stop.close()
+    stop.settle()
     distributed.shut_down()
     if errors:
         raise errors[0]

@@ -36,7 +36,7 @@ PATIENCE = 5.0  # seconds; a later second signal ends the process at once (SLURM
 
 
 class StopSignal:
-    """Handles signals from its construction on. Every rank calls `agreed` once per step.
+    """Context manager that handles signals. Every rank calls `agreed` once per step, and then `settle` or `finish`.
 
     On a GPU the all-reduce has its own stream, and the host waits for the one of the previous step only, so the device
     always has work queued.
@@ -58,10 +58,10 @@ class StopSignal:
     def __enter__(self) -> "StopSignal":
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        """After an error, restores the previous handlers. Otherwise `close` or `finish` has done so."""
-        if kind is not None:
-            self.restore()
+    def __exit__(self, *_: object) -> None:
+        """Restores the previous handlers."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
@@ -101,7 +101,7 @@ class StopSignal:
         return event.synchronize, result
 
     def settle(self) -> bool:
-        """Waits for the last all-reduce and returns whether any rank received a signal. The handlers stay installed."""
+        """Waits for the last all-reduce and returns whether any rank has a reason to stop. To be called at the end."""
         if self.pending is None:
             return False
         wait, flags = self.pending
@@ -109,25 +109,14 @@ class StopSignal:
         wait()
         return bool(flags.item())
 
-    def close(self) -> None:
-        """Settles, and restores the previous handlers."""
-        self.settle()
-        self.restore()
-
     def finish(self) -> None:
-        """Restores the previous handlers after a finished run, but ignores USR1 and USR2 from now on.
+        """Settles at the end of a finished run. From the end of the context on, USR1 and USR2 are ignored.
 
         A batch system may send these while the process ends. They would kill it, or make submitit requeue the job.
         """
+        self.settle()
         for number in {signal.SIGUSR1, signal.SIGUSR2} & self.previous.keys():
             self.previous[number] = signal.SIG_IGN
-        self.restore()
-
-    def restore(self) -> None:
-        """Restores the previous handlers without waiting for other ranks, as after an error."""
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self.previous = {}
 
 
 # ------------------------------------------------------------------------------------------------------------- watchdog

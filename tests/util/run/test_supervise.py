@@ -18,15 +18,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_sets_the_flag_and_close_restores_the_handlers(number):
+def test_a_signal_sets_the_flag_and_the_end_restores_the_handlers(number):
     before = {n: signal.getsignal(n) for n in SIGNALS}
-    stop = StopSignal(torch.device("cpu"))
-    assert not stop.agreed()
-    os.kill(os.getpid(), number)
-    assert stop.agreed() and stop.name == signal.Signals(number).name
-    os.kill(os.getpid(), number)  # SLURM's second one
-    assert stop.agreed()
-    stop.close()
+    with StopSignal(torch.device("cpu")) as stop:
+        assert not stop.agreed()
+        os.kill(os.getpid(), number)
+        assert stop.agreed() and stop.name == signal.Signals(number).name
+        os.kill(os.getpid(), number)  # SLURM's second one
+        assert stop.agreed()
     assert {n: signal.getsignal(n) for n in SIGNALS} == before
 
 
@@ -36,7 +35,8 @@ def test_a_finished_run_is_neither_killed_nor_requeued_by_a_batch_system(monkeyp
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     signal.signal(signal.SIGUSR2, lambda number, frame: requeued.append(number))
     try:
-        StopSignal(torch.device("cpu")).finish()
+        with StopSignal(torch.device("cpu")) as stop:
+            stop.finish()
         os.kill(os.getpid(), signal.SIGUSR2)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.1)
@@ -51,16 +51,13 @@ def test_a_late_second_signal_has_its_default_action(monkeypatch):
     """`os.kill` is replaced, because the default action would end the tests."""
     taken = []
     monkeypatch.replace_in(supervise, "os.kill", lambda pid, number: taken.append((pid, number)))
-    stop = StopSignal(torch.device("cpu"))
-    try:
+    with StopSignal(torch.device("cpu")) as stop:
         stop._handle(signal.SIGTERM, None)
         stop._handle(signal.SIGTERM, None)
         assert not taken
         stop.since -= 2 * supervise.PATIENCE
         stop._handle(signal.SIGTERM, None)
         assert taken == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        stop.close()
 
 
 PROGRAM = """
@@ -152,15 +149,15 @@ def test_an_hour_is_enough_to_compile(dist_timeout, compiles, expected):
 
 
 def _stops(rank):
-    stop, steps = StopSignal(torch.device("cpu")), 0
-    for step in range(50):
-        time.sleep(0.01 * rank)  # so that the ranks are at different steps
-        if rank == 1 and step == 7:
-            os.kill(os.getpid(), signal.SIGUSR2)
-        steps += 1
-        if stop.agreed():
-            break
-    stop.close()
+    with StopSignal(torch.device("cpu")) as stop:
+        for step in range(50):
+            time.sleep(0.01 * rank)  # so that the ranks are at different steps
+            if rank == 1 and step == 7:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if stop.agreed():
+                break
+        stop.settle()
+    steps = step + 1
     dist.barrier()
     return {"steps": steps, "name": stop.name}
 
@@ -174,11 +171,9 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step():
 @pytest.mark.gpu
 def test_on_a_gpu_the_flags_are_reduced_on_a_separate_stream(tmp_path):
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    stop = StopSignal(torch.device("cuda", 0))
-    try:
+    with StopSignal(torch.device("cuda", 0)) as stop:
         assert not stop.agreed()
         os.kill(os.getpid(), signal.SIGUSR2)
         assert [stop.agreed(), stop.agreed()] == [False, True]  # a step later
-    finally:
-        stop.close()
-        dist.destroy_process_group()
+        stop.settle()
+    dist.destroy_process_group()
