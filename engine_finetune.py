@@ -43,8 +43,8 @@ class BatchAugmentation:
 
 def train_one_epoch(
     model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop, augment: BatchAugmentation
-) -> bool:
-    """Makes the optimizer steps `steps`, which belong to one epoch. Returns whether a signal stopped it early.
+) -> None:
+    """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
 
     model: `model(imgs) -> logits [B, num_classes]`.
     batches: iterator over micro-batches, `loop.accum_iter` per step, that stands at `steps.start`.
@@ -63,9 +63,8 @@ def train_one_epoch(
                 loop.scaled_loss({"cross_entropy": loss}, micro).backward()
         grad_norm = loop.update_weights()
         loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():
-            return True
-    return False
+        if loop.should_stop():  # all ranks have agreed
+            return
 
 
 @torch.no_grad()

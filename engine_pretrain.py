@@ -8,8 +8,8 @@ from torch import nn
 from util.run.loop import TrainLoop
 
 
-def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]], steps: range, loop: TrainLoop) -> bool:
-    """Makes the optimizer steps `steps`, which belong to one epoch. Returns whether a signal stopped it early.
+def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]], steps: range, loop: TrainLoop) -> None:
+    """Makes the optimizer steps `steps`, which belong to one epoch. A signal ends them earlier.
 
     model: a framework, `model(imgs, ids_shuffle, *groupings) -> {name: scalar loss}`, or a wrapper of one.
     batches: iterator over `MaskCollator`'s batches, `loop.accum_iter` per step, that stands at `steps.start`.
@@ -27,9 +27,8 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]],
                 loop.scaled_loss(losses, micro).backward()
         grad_norm = loop.update_weights()
         loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():
-            return True
-    return False
+        if loop.should_stop():  # all ranks have agreed
+            return
 
 
 def compile_shapes(model: nn.Module, batch: Sequence[torch.Tensor], loop: TrainLoop) -> None:

@@ -70,7 +70,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     evaluation("--num_pictures", type=int, default=4, help="validation images in the picture of each evaluation")
     add_run_flags(groups["run"], unit="iterations")
     # By default every image must be readable. Shared code reads `dataset`, `loader` and `min_lr`.
-    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0, save_steps=2000)
+    parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0)
     parser.set_defaults(**defaults)
     return parser, groups
 

@@ -64,8 +64,8 @@ class Program:
         return refused(capsys, self.module.main, *self.command(data_path, output_dir, *flags), code=code)
 
 
-# Two epochs of three steps on `photos` or `labelled`.
-SMALL = "--batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu"
+# Two epochs of three steps on `photos` or `labelled`, each of which is saved.
+SMALL = "--batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 --print_freq 1 --device cpu --save_steps 3"
 pretrain = Program(main_pretrain, f"--model mae_vit_micro_patch4 {SMALL}")
 finetune = Program(main_finetune, f"--model vit_micro_patch4 {SMALL} --lr 1e-3")
 

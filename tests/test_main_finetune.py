@@ -18,7 +18,7 @@ from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, r
 from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run import evaluation
+from util.run import checkpoint, evaluation
 from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 from util.run.saving import CheckpointSaver
 
@@ -109,22 +109,31 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("at", [3, 6])
-@pytest.mark.parametrize("where", ["evaluate_images", "write", "write_json"])
+@pytest.mark.parametrize("where", ["evaluate_images", "write", "save_checkpoint", "write_json"])
 def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, undisturbed_run, tmp_path, monkeypatch, at, where):
-    """After the checkpoint of step `at`: while evaluating, or while writing the best weights or results.json."""
+    """After the checkpoint of step `at`: while evaluating, or while writing the best weights or results.json.
+
+    save_checkpoint: the thread dies while it writes the best weights, so that they are missing beside the results.
+    """
     whole = undisturbed_run(finetune, labelled)
-    owner = {"write": CheckpointSaver, "write_json": evaluation, "evaluate_images": main_finetune}[where]
-    original = getattr(owner, where)
+    owners = {"write": CheckpointSaver, "save_checkpoint": checkpoint, "write_json": evaluation}
+    owner, of_best = owners.get(where, main_finetune), where in ("write", "save_checkpoint")
+    original, save = getattr(owner, where), CheckpointSaver.save
 
     def killed(*args, **kwargs):
         now = newest_checkpoint(tmp_path / "parts")[0]
-        if now is not None and now.name == f"checkpoint-{at}.pth" and (where != "write" or args[1] == "best"):
+        if now is not None and now.name == f"checkpoint-{at}.pth" and (not of_best or args[1] == "best"):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
+    def save_at_once(saver, final=False):
+        save(saver, final)
+        saver.finish()
+
     monkeypatch.setattr(owner, where, killed)
+    monkeypatch.setattr(CheckpointSaver, "save", save_at_once)
     best_step = json.loads((whole / "results.json").read_text())["best"]["step"]
-    writes = where != "write" or at == 3 or best_step == 6  # the weights of a step that is not the best are not written
+    writes = not of_best or at == 3 or best_step == 6  # the weights of a step that is not the best are not written
     with pytest.raises(KeyboardInterrupt) if writes else nullcontext():
         finetune(labelled, tmp_path / "parts")
     monkeypatch.undo()

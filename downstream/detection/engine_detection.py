@@ -46,8 +46,8 @@ def split_targets(batch: Batch) -> tuple[list[Size], list[dict[str, torch.Tensor
     return sizes, [dict(zip(values, part, strict=True)) for part in parts]
 
 
-def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> bool:
-    """Makes the optimizer steps `steps`. Returns whether a signal stopped it early.
+def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop) -> None:
+    """Makes the optimizer steps `steps`. A signal ends them earlier.
 
     model: `model(imgs, sizes, targets) -> {name: loss}`. batches: micro-batches from `steps.start` on.
     """
@@ -64,9 +64,8 @@ def train_iterations(model: nn.Module, batches: Iterator[Batch], steps: range, l
                 loop.scaled_loss(losses, micro).backward()
         grad_norm = loop.update_weights()
         loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():
-            return True
-    return False
+        if loop.should_stop():  # all ranks have agreed
+            return
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

@@ -48,8 +48,8 @@ def segmentation_losses(
 
 def train_iterations(
     model: nn.Module, batches: Iterator[Batch], steps: range, loop: TrainLoop, mean_over_valid: bool = False
-) -> bool:
-    """Makes the optimizer steps `steps`. Returns whether a signal stopped it early.
+) -> None:
+    """Makes the optimizer steps `steps`. A signal ends them earlier.
 
     model: `model(imgs) -> {name: logits}`. batches: iterator over micro-batches that stands at `steps.start`.
     """
@@ -66,9 +66,8 @@ def train_iterations(
                 loop.scaled_loss(losses, micro).backward()
         grad_norm = loop.update_weights()
         loop.end_step(grad_norm)  # logs every `print_freq` steps
-        if loop.should_stop():
-            return True
-    return False
+        if loop.should_stop():  # all ranks have agreed
+            return
 
 
 # -------------------------------------------------------------------------------------------------------- inference

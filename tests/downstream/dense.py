@@ -50,7 +50,7 @@ def write_shapes(root, number=9):
 
 
 TINY = "--model vit_micro_patch4 --decoder_channels 8 --total_batch_size 4 --warmup_iters 2 --num_workers 0 "
-TINY += "--print_freq 1 --device cpu --save_steps 0 --num_iters 6 --eval_every 4"
+TINY += "--print_freq 1 --device cpu --save_steps 4 --num_iters 6 --eval_every 4"
 segment = Dense(
     main_segmentation,
     f"{TINY} --input_size 16 --image_scale 64 24 --stride 10 --num_classes 3",

@@ -52,7 +52,7 @@ IN_SAVE = {
 class Fault:
     def __init__(self, name, step, rank, marker):
         self.name, self.step, self.rank, self.marker = name, int(step), rank, marker
-        self.now, self.calls = -1, 0
+        self.calls = 0
 
     def strikes(self, step):
         """Whether it does, at this step of this process; from then on it has."""
@@ -74,7 +74,6 @@ class Fault:
         )
 
         def faulty_step(loop, step):
-            fault.now = step
             if fault.name in AT_STEP and fault.strikes(step):
                 AT_STEP[fault.name]()
             return begin_step(loop, step)
@@ -101,10 +100,10 @@ class Fault:
         if self.name in IN_SAVE:
             save = checkpoint.save_checkpoint
 
-            def faulty_save(*args):
-                atomic.os = fault.faulty_os(*IN_SAVE[fault.name])
+            def faulty_save(output_dir, step, *args):  # in the saver's thread
+                atomic.os = fault.faulty_os(step - 1, *IN_SAVE[fault.name])
                 try:
-                    return save(*args)
+                    return save(output_dir, step, *args)
                 finally:
                     atomic.os = os
 
@@ -119,8 +118,8 @@ class Fault:
 
             EncodedImages.load = faulty_load
 
-    def faulty_os(self, name, call):
-        """The module `os`, one of whose functions kills the process at its `call`-th call."""
+    def faulty_os(self, step, name, call):
+        """The module `os`, one of whose functions kills the process at its `call`-th call in a save after `step`."""
         fault, exact = self, getattr(os, name)
         fault.calls = 0
 
@@ -130,7 +129,7 @@ class Fault:
 
         def deadly(*args):
             fault.calls += 1
-            if fault.calls == call and fault.strikes(fault.now):
+            if fault.calls == call and fault.strikes(step):
                 os.kill(os.getpid(), signal.SIGKILL)
             return exact(*args)
 

@@ -15,6 +15,7 @@ from tests.runs import assert_same_state, children_of, command, finish, losses, 
 from tests.warm import Python, free_port
 
 SAVE = ("--save_steps", 5, "--input_size", 16)
+LOST = 10  # at most, because the write of a save is complete before the next one begins
 BEFORE_RENAME = ("kill-before-sync", "kill-before-rename")  # faults after which a save has left no checkpoint
 
 
@@ -42,7 +43,9 @@ def assert_as(undisturbed, output_dir):
 
 
 @pytest.mark.fault(
-    "F14", "SIGKILL of one process of two", "torchrun starts both again; at most the save interval is lost; exact"
+    "F14",
+    "SIGKILL of one process of two",
+    "torchrun starts both again; at most the save interval and one write are lost; exact",
 )
 def test_a_killed_process(photos, tmp_path, undisturbed, repeats, record_property):
     lost = []
@@ -51,15 +54,15 @@ def test_a_killed_process(photos, tmp_path, undisturbed, repeats, record_propert
         out = finish(photos, tmp_path / str(k), *SAVE, fault=("kill", step, k % 2, tmp_path / f"mark{k}"), restarts=3)
         assert_as(undisturbed, tmp_path / str(k))
         lost += steps_lost((tmp_path / str(k) / "log.txt").read_text())
-        assert "resuming" in out or step < 5
-    assert max(lost, default=0) <= 5
+        assert "resuming" in out or step <= LOST
+    assert max(lost, default=0) <= LOST
     record_property("measured", f"steps lost {lost}")
 
 
 @pytest.mark.fault(
     "F50",
     "SIGKILL of one process of two torchruns, as on two nodes (--rdzv_backend c10d)",
-    "both start their processes again; at most the save interval is lost; exact",
+    "both start their processes again; at most the save interval and one write are lost; exact",
 )
 def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatch, record_property):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -76,7 +79,7 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
     assert [code for *_, code in ends] == [0, 0], ends
     assert_as(undisturbed, tmp_path / "out")
     (lost,) = steps_lost((tmp_path / "out" / "log.txt").read_text())
-    assert lost <= 5
+    assert lost <= LOST
     record_property("measured", f"{lost} steps lost, {time.monotonic() - began:.0f} s in all")
 
 
@@ -221,7 +224,7 @@ def test_two_signals(photos, tmp_path, undisturbed, repeats, record_property):
 @pytest.mark.fault(
     "F15",
     "SIGKILL of all processes, at random and inside a save",
-    "the newest good checkpoint; at most the save interval lost; exact",
+    "the newest good checkpoint; at most the save interval and one write lost; exact",
 )
 @pytest.mark.parametrize("fault", ["", *(pytest.param(name, marks=pytest.mark.long) for name in IN_SAVE)])
 def test_everything_is_killed(photos, tmp_path, alone, repeats, fault, record_property):
@@ -232,13 +235,14 @@ def test_everything_is_killed(photos, tmp_path, alone, repeats, fault, record_pr
             finish(photos, folder, *SAVE, fault=(fault, 9, 0, tmp_path / f"mark{k}"), processes=1, code=-9)
         else:
             process = start(photos, folder, *SAVE, processes=1)
-            wait_for_step(folder, random.Random(k).randrange(6, 15), process)
+            wait_for_step(folder, random.Random(k).randrange(11, 15), process)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         finish(photos, folder, *SAVE, processes=1)
         assert_as(alone, folder)
-        (lost,) = steps_lost((folder / "log.txt").read_text())
-        assert lost <= 5 and (not fault or lost == (5 if fault in BEFORE_RENAME else 0)), lost
+        text = (folder / "log.txt").read_text()
+        (lost,), (resumed,) = steps_lost(text), re.findall(r"resuming .* at step (\d+)", text)
+        assert lost <= LOST and (not fault or resumed == ("5" if fault in BEFORE_RENAME else "10")), (lost, resumed)
         assert not list(folder.glob(".checkpoint*"))
     record_property("measured", f"{fault or 'at random'}: {repeats} of {repeats}, last: {lost} steps lost")
 

@@ -11,12 +11,13 @@ Weights of other key names or sizes are fitted into an encoder by `encoders.load
 
 import argparse
 import hashlib
+import io
 import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -51,14 +52,31 @@ def save_checkpoint(
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
     with replaced_file(path.with_suffix(".json"), durable=True) as record, replaced_file(path, durable=True) as weights:
-        with open(weights, "wb") as file:
+        with HashedFile(weights) as file:
             _write_weights(file, {**state, "meta": json.dumps(meta)})
-        _write_record(record, weights, meta, keep)
+        _write_record(record, file.size, file.digest.hexdigest(), meta, keep)
         sync(record)  # now both are complete, and the weights are moved first
     return path
 
 
-def _write_weights(file: BinaryIO, content: Mapping[str, Any]) -> None:
+class HashedFile(io.FileIO):
+    """A new file that computes size and SHA-256 of what is written to it, from the first byte to the last."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w")
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`, which FileIO does not promise. Both hashing and writing release the GIL."""
+        rest = memoryview(data)
+        self.digest.update(rest)
+        self.size += len(rest)
+        while rest:
+            rest = rest[super().write(rest) :]
+        return len(data)
+
+
+def _write_weights(file: HashedFile, content: Mapping[str, Any]) -> None:
     try:
         torch.save(content, file)
     except RuntimeError as error:  # torch's zip writer reports some failed writes this way
@@ -80,7 +98,7 @@ def adopt_checkpoint(path: Path) -> str | None:
     if "optimizer" not in content or meta.get("step") != step_of(path):
         return f"{str(path)!r} does not hold step {step_of(path)} of a run"
     with replaced_file(path.with_suffix(".json"), durable=True) as record:
-        _write_record(record, path, meta, keep=True)
+        _write_record(record, path.stat().st_size, sha256(path), meta, keep=True)
     return None
 
 
@@ -88,22 +106,17 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
     """Deletes older checkpoints that are no longer needed. To be called after a save.
 
     good_steps: steps of the checkpoints that are known to be good and are kept; the last one was just saved. Also kept
-    are checkpoints that are marked as kept, that have no readable record, or that belong to a later step. Temporary
-    files of killed processes are deleted.
+    are checkpoints that are marked as kept, that have no readable record, or that belong to a later step.
     """
     for path in list_finished(output_dir):
         record, is_older = _read_whole_record(path), step_of(path) < good_steps[-1]
         if is_older and step_of(path) not in good_steps and record is not None and not record.get("keep", True):
             path.unlink()
             path.with_suffix(".json").unlink()  # last: weights without a record would be taken for an interrupted save
-    for path in Path(output_dir).glob(".checkpoint-*.tmp-*"):
-        path.unlink()
 
 
-def _write_record(record: Path, weights: Path, meta: Mapping[str, Any], keep: bool) -> None:
-    """Writes the record of a checkpoint. The file of its weights is read to compute the hash."""
-    facts = {"size": weights.stat().st_size, "sha256": sha256(weights), "keep": keep, "meta": meta}
-    record.write_text(json.dumps(facts, indent=1))
+def _write_record(record: Path, size: int, digest: str, meta: Mapping[str, Any], keep: bool) -> None:
+    record.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
 
 
 # ------------------------------------------------------------------------------------------------------ find and verify

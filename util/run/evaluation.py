@@ -105,10 +105,12 @@ class Evaluator:
         return step > 0 and (step % every == 0 or step == schedule.num_steps)
 
     def is_done(self) -> bool:
-        """Whether log and results.json hold the evaluation of the current step."""
-        step = self.run.loop.step
+        """Whether log and results.json hold the evaluation of the current step, and its weights are there if best."""
+        step, results = self.run.loop.step, self.results()
         in_log = any(report["step"] == step for report in self.evaluations())
-        return in_log and self.results().get("last", {}).get("step") == step
+        best = checkpoint.read_record(self.run.output_dir / "checkpoint-best.pth") or {}
+        has_best = results.get("best", {}).get("step") != step or best.get("step") == step
+        return in_log and results.get("last", {}).get("step") == step and has_best
 
     def perform(self) -> None:
         """Evaluates the current weights, and writes what was found to the output folder and to the log."""
@@ -144,13 +146,11 @@ class Evaluator:
         run, saver = self.run, self.run.saver
         if not self.best_by or not collectives.run_on_rank0(lambda: result.scores[self.best_by] > self.best_before()):
             return
-        weights = saver.gather(run.model)
-        if run.process.is_main:
-            meta = {**run.record.meta(run.loop.step), "val": result.scores}
-            saver.write("best", {"model": weights}, meta, required=False)
+        saver.write("best", {"model": run.model.state_dict()}, {**run.record.meta(run.loop.step), "val": result.scores})
 
     def best_before(self) -> float:
         """Returns the score of the best weights so far, of an earlier step than the current one."""
+        self.run.saver.join()  # they may be written just now
         meta = checkpoint.read_record(self.run.output_dir / "checkpoint-best.pth")
         return meta["val"][self.best_by] if meta and meta["step"] < self.run.loop.step else -1.0
 

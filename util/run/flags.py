@@ -18,8 +18,8 @@ from util.text import count_of
 MACHINE_FLAGS = frozenset(
     (
         *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
-        *("attention", "compile", "recompute", "shard", "max_steps", "save_every", "save_steps", "print_freq"),
-        *("allow_changes", "max_bad_fraction", "dist_timeout", "image_column", "label_column"),
+        *("attention", "compile", "recompute", "shard", "max_steps", "save_every", "save_minutes", "save_steps"),
+        *("print_freq", "allow_changes", "max_bad_fraction", "dist_timeout", "image_column", "label_column"),
     )
 )
 # Flags that may differ between the processes of one start: paths and resources of a node.
@@ -118,8 +118,9 @@ def add_run_flags(group: argparse._ArgumentGroup, unit: str = "epochs") -> None:
     flag("--max_steps", type=int, help="save and end after this step of the run (default: at the end of the schedule)")
     what = f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay"
     flag("--save_every", type=int, default=20, help=what)
-    what = f"steps between checkpoints, beside those after each {'epoch' if unit == 'epochs' else 'evaluation'}"
-    flag("--save_steps", type=int, default=0, help=f"{what}; 0: none")
+    what = "minutes between checkpoints, written at a report while training continues; 0: none"
+    flag("--save_minutes", type=float, default=5.0, help=what)
+    flag("--save_steps", type=int, default=0, help="steps between checkpoints, besides; 0: none")
     flag("--print_freq", type=int, default=20, help="steps between reports")
 
 
@@ -161,7 +162,7 @@ class RunSchedule:
     keep_every: int  # steps between checkpoints that are kept for good
     learning_rate: Callable[..., float]  # (step, lr_scale) -> rate of that step, counted from 0
     summary: str  # one line for the log
-    pauses: tuple[int, ...]  # the run saves at the multiples of these steps
+    pauses: tuple[int, ...]  # at the multiples of these steps something may be due
     epochs: float  # by which other programs see how far a run is
     unit: str = "epoch"  # of --eval_every, or "iteration"
 
@@ -190,7 +191,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if any(isinstance(v, float) and not math.isfinite(v) for v in values):
             raise ValueError(f"--{name} must be finite, got {value}")
     check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps in_chans")
-    check_least(args, 0, "num_workers save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
+    check_least(args, 0, "num_workers save_minutes save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
     for name in ("dist_timeout", "clip_grad"):
         value = getattr(args, name, None)
         if value is not None and value <= 0:

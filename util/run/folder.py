@@ -30,7 +30,10 @@ from util.run.supervise import first_timeout
 from util.text import shorten
 
 # Files that a killed process was about to rename.
-LEFTOVERS = (".shared-*", ".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", "attention/.*.tmp-*")
+LEFTOVERS = (
+    *(".checkpoint-*.tmp-*", ".settings.tmp-*", ".results.tmp-*", ".log.tmp-*", "..progress.tmp-*", ".shared-*"),
+    "attention/.*.tmp-*",
+)
 LOCK = ".lock"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
 PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90

@@ -5,8 +5,8 @@
         run.open(model=model, optimizer=optimizer, images=images, ...)  # restores; wraps; log, loader, saver
         return run.train(train_one_epoch, [evaluator])  # steps, saves, signals, the end
 
-The order of events is the same for all programs: the steps of an epoch, then the checkpoint, then what comes between
-steps (`Periodic`), in the order of its list.
+The order of events is the same for all programs: the steps of an epoch, then a checkpoint if one is due, then what
+comes between steps (`Periodic`), in the order of its list.
 """
 
 import argparse
@@ -61,14 +61,14 @@ from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog, first_time
 from util.text import count_of
 
 NOTHING: Mapping[str, Any] = {}
-TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], object]  # an engine's `train_one_epoch`
+TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
 
 
 class Periodic(Protocol):
     """Work between two steps: an evaluation, a picture, new attention maps.
 
-    A run asks at its start and after each checkpoint: what is due and not done runs, on all ranks. Work that a signal
-    or a kill has prevented is therefore done by the next start.
+    A run asks at its start and at each pause, such as the end of an epoch: what is due and not done runs, on all ranks.
+    Work that a signal or a kill has prevented is therefore done by the next start.
     """
 
     def is_due(self) -> bool:
@@ -157,10 +157,9 @@ class Run:
         """Ends the workers and frees the folder. The parts of a run refer to each other: it is not freed by itself."""
         if "batches" in vars(self):
             self.batches.close()
-        if "saver" in vars(self) and self.saver.lock is not None:
-            self.saver.lock.file.close()  # it may have been taken anew
-        if self.start.lock is not None:
-            self.start.lock.file.close()
+        for lock in (self.start.lock, self.saver.lock if "saver" in vars(self) else None):  # it may be taken anew
+            if lock is not None:
+                lock.file.close()
 
     @property
     def is_new(self) -> bool:
@@ -271,9 +270,8 @@ class Run:
             self.note(*restore(self.checkpoint, start, self.record, model, optimizer, *rules))
         normalize = Normalize(*statistics, images.pixel_format).to(process.device)
         self._make_loop(optimizer, normalize, transform, first_step)
-        self.saver = CheckpointSaver(
-            start.output_dir, self.record, model, self.loop, args.shard, self.schedule, first_step, start.lock
-        )
+        how_often = args.save_minutes, args.save_steps
+        self.saver = CheckpointSaver(start, self.record, model, self.loop, self.schedule, *how_often)
         self.batches = self.open_batches(range(first_step, self.loop.last_step), collate)
         num_batches = plan.accum_iter * (self.loop.last_step - first_step)
         collectives.run_everywhere(lambda: check_space(self._batch_bytes(), plan.num_workers, num_batches))
@@ -311,7 +309,7 @@ class Run:
             seed=args.seed,
             print_freq=args.print_freq,
             data_hint=data_hint(images, plan.num_workers, cores_per_process(process.local_world_size), plan.device),
-            on_report=self._report_bad_images,
+            on_report=self._at_report,
             watchdog=self.watchdog,
         )
         self.loop.load_state(self.checkpoint, first_step)
@@ -346,13 +344,15 @@ class Run:
         else:
             print_line(f"rank {self.process.rank}: {message}", sys.stderr)
 
-    def _report_bad_images(self) -> None:
-        """Saves the current step before an error of the data ends the run on all ranks: all its steps are good."""
+    def _at_report(self) -> None:
+        """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
         try:
             self.bad_images.report()
         except (TooManyBadImages, OSError):
-            self.saver.save(required=False)
+            self.saver.save()
+            self.saver.finish()
             raise
+        self.saver.save_by_time()
 
     def _announce(self, log: RunLog, rows: Mapping[str, str]) -> None:
         """Writes settings.json, the summary, and all remarks that have waited for the log."""
@@ -391,16 +391,18 @@ class Run:
         """
         self.is_training = True
         loop = self.loop
-        with self.watchdog, StopSignal(self.process.device) as stop:
+        with self.watchdog, StopSignal(self.process.device) as stop, self.saver:
             loop.stop = stop
             all_done = self._run_due(between)  # missing because the run was stopped or killed before it
             while loop.step < loop.last_step and not loop.has_stopped():
                 train_steps(self.wrapped, self.batches, self._steps_to_next_pause(), loop)
-                self.saver.save(required=loop.has_stopped() or loop.step == loop.last_step)
+                ends = loop.has_stopped() or loop.step == loop.last_step
+                if ends or self.saver.is_due():
+                    self.saver.save(final=ends)
                 if loop.step == loop.last_step or not loop.has_stopped():
                     all_done = self._run_due(between)
+            self.saver.save(final=True)  # unless it is saved already
             if loop.step < loop.last_step or not all_done:
-                self.saver.save(required=True)  # unless it is saved already
                 end_after_signal(loop, stop)
                 return False
             finish_run(loop, stop, "\n".join([*summary(), *self.closing_lines()]))
@@ -422,7 +424,7 @@ class Run:
         return True
 
     def _steps_to_next_pause(self) -> range:
-        """Returns the steps up to the next checkpoint."""
+        """Returns the steps up to the next one that may ask for a checkpoint or for work between steps."""
         step, periods = self.loop.step, (*self.schedule.pauses, self.args.save_steps)
         ends = [(step // period + 1) * period for period in periods if period]
         return range(step, min([self.loop.last_step, *ends]))

@@ -3,7 +3,7 @@
 With --shard each rank keeps a shard of every parameter. The parameters of a transformer block are all-gathered only
 while the block computes. Many ranks form groups of `MIN_SHARDS` or a few more: each group holds the whole model, and
 gradients are summed over the groups. The model is built, and a checkpoint is loaded, on the CPU before `shard`.
-`gather` assembles whole tensors for saving. Checkpoints are therefore the same files as without sharding: a run may
+`HostCopies` assembles whole tensors for saving. Checkpoints are therefore the same files as without sharding: a run may
 resume with or without `--shard`, and with another number of processes.
 """
 
@@ -183,18 +183,42 @@ def _shard_state(value: Any, parameter: DTensor) -> Any:
     return share
 
 
-def gather(content: Any, keep: bool) -> Any:
-    """Returns `content`, nested dicts and lists, with sharded tensors whole and on the CPU, or None unless `keep`.
+class HostCopies:
+    """Makes whole copies of states on the CPU. Each copy overwrites the one before. device: where most tensors are.
 
-    All ranks must call it. One tensor at a time is whole on the device. torch.distributed.checkpoint.state_dict is not
-    used: it keys optimizer states by name, not by number, and loses the memory format of channels-last kernels.
+    torch.distributed.checkpoint.state_dict is not used: it keys optimizer states by name, not by number, and loses the
+    memory format of channels-last kernels.
     """
-    if isinstance(content, DTensor):
-        whole = content.full_tensor()  # contiguous; the memory format is restored, as DDP needs it in moments
-        return torch.empty_strided(whole.shape, content.stride(), dtype=whole.dtype).copy_(whole) if keep else None
-    if isinstance(content, dict):
-        return {name: gather(value, keep) for name, value in content.items()}
-    return [gather(value, keep) for value in content] if isinstance(content, list) else content
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}  # pinned if they are copied from a GPU
+
+    def take(self, state: Any, keep: bool) -> Any:
+        """Returns `state`, nested dicts and lists, with copies of its tensors, or with None for them unless `keep`.
+
+        All ranks must call it. One tensor at a time is whole on the device.
+        """
+        copy = self._copy(state, keep, ())
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # copies to pinned memory are asynchronous
+        return copy
+
+    def _copy(self, content: Any, keep: bool, place: tuple[Any, ...]) -> Any:
+        if isinstance(content, dict):
+            return {name: self._copy(value, keep, (*place, name)) for name, value in content.items()}
+        if isinstance(content, list):
+            return [self._copy(value, keep, (*place, i)) for i, value in enumerate(content)]
+        if not torch.is_tensor(content):
+            return content
+        whole = content.full_tensor() if isinstance(content, DTensor) else content
+        if not keep:
+            return None
+        if place not in self.buffers:
+            # A whole DTensor is contiguous. Its memory format is restored, as DDP needs it in moments.
+            like = torch.empty_strided(whole.shape, content.stride(), dtype=whole.dtype, device="meta")
+            self.buffers[place] = torch.empty_like(like, device="cpu", pin_memory=self.device.type == "cuda")
+        return self.buffers[place].copy_(whole, non_blocking=True)
 
 
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:

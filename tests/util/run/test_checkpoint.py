@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import io
 import json
 import os
@@ -34,6 +35,13 @@ def test_round_trip_without_pickled_classes(tmp_path):
     assert json.loads(content["meta"])["settings"] == {"epochs": 5, "crop": [0.2, 1.0]}
     assert read_checkpoint(path)["meta"]["step"] == 7
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-7.json", "checkpoint-7.pth"]  # no temporary file is left
+
+
+def test_the_hash_is_that_of_the_file_which_is_not_read_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("the file was read"))
+    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.randn(300, 1000), "b": torch.zeros(0)}}, {})
+    record, content = json.loads(path.with_suffix(".json").read_text()), path.read_bytes()
+    assert (record["size"], record["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
 
 
 def damage_truncate(path):
@@ -165,7 +173,6 @@ def test_pruning_never_deletes_a_checkpoint_without_a_record(tmp_path):
     for step in range(1, 5):
         save_checkpoint(tmp_path, step, {}, {"step": step})
     (tmp_path / "checkpoint-2.json").unlink()  # copied by the user, or killed between file and record
-    (tmp_path / ".checkpoint-2.pth.tmp-1").touch()
     prune_checkpoints(tmp_path, [3, 4])
     left = ["checkpoint-2.pth", "checkpoint-3.pth", "checkpoint-4.pth"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == left

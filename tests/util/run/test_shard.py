@@ -84,7 +84,7 @@ def _trained(rank, name, sharded, steps=2, start=0, spoil=(), **options):
     driver.loop.scaled_loss = spoiled if spoil else exact
     driver.steps(range(start, steps), islice(batches_of(name, model, rank, 2 * steps), 2 * start, None))
     logged = [(r["loss"], r["grad_norm"]) for r in driver.loop.log.reports]
-    weights, states = (shard.gather(part.state_dict(), keep=True) for part in (model, optimizer))
+    weights, states = (shard.HostCopies(CPU).take(part.state_dict(), keep=True) for part in (model, optimizer))
     parameters = sum(p.to_local().numel() if sharded else p.numel() for p in model.parameters())
     moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
     return logged, weights, states, parameters, sum(m.to_local().numel() if sharded else m.numel() for m in moments)
