@@ -75,7 +75,8 @@ class WindowGroups:
             coords, present = coords.unsqueeze(0), None  # [1, T, 2]
         else:
             present, T = groups >= 0, len(coords)
-            if groups.device.type == "cpu" and not torch.compiler.is_compiling() and int(present.sum()) != T:
+            has_values = type(groups) is torch.Tensor and groups.device.type == "cpu"  # a fake tensor has none
+            if has_values and not torch.compiler.is_compiling() and int(present.sum()) != T:
                 raise ValueError(f"the grouping holds {int(present.sum())} tokens, but {T} are visible")
             self.ids = groups.clamp(min=0)
             ranks = torch.arange(groups.numel(), device=groups.device)

@@ -153,7 +153,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         ids = order.ids_visible
         if ids.device.type != "meta" and not torch.compiler.is_compiling():
             shared = (ids == ids[:1]).all()
-            if ids.device.type == "cpu" and not shared:
+            if type(ids) is torch.Tensor and ids.device.type == "cpu" and not shared:  # a fake tensor has no values
                 raise ValueError(
                     "all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True"
                 )

@@ -4,24 +4,27 @@
     python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
     python scripts/profile_pretrain.py --table ablation --against reference --plot cost.svg
+    python scripts/profile_pretrain.py mae_vit_base_800ep --predict H200 --gpus 8  # without a GPU: scripts/predict.py
 
 parameters   trained parameters, in 10^6
 GMAC         multiply-adds of the forward pass of one image, counted by torch, without TEC's frozen teacher
 saved MB     memory that autograd saves for the backward pass of one image, in 10^6 bytes. Every storage counts once.
              Measured as the difference between batches of 4 and 2, so weights do not count
-peak MB      peak memory of the tensors of one step. CUDA only; one recipe at a time is on the device
+peak MB      peak memory of the tensors of the first timed step, without those of the other recipes. CUDA only
 ms a step    median over the rounds. Each round times every recipe once, in rotating order
 x reference  speed relative to MAE's step as the reference computes it (tools/reference_mae.py), with --against
 
 A step is a training step of main_pretrain.py: bytes to floats, forward, backward, gradient norm, AdamW, running sums
 for the log. Its batch stays on the device, so data loading is not measured. Ratios are relative to the recipe of the
 same model that throws nothing, or to the first recipe if that one is missing. The paper's figure follows a slash.
+The files are written anew after every recipe and every round, so a run that is cut leaves the rounds so far.
 """
 
 import argparse
 import gc
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine_pretrain import train_one_epoch
 from main_pretrain import build_model, get_args_parser
 from recipes import RECIPES
+from scripts import predict
 from scripts.paper_tables import published_costs
 from tools.reference_mae import SIZES, ReferenceMAE
 from util import costs
@@ -81,7 +85,8 @@ class Step:
 
     def __init__(self, settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> None:
         self.device, self.compile = device, args.compile
-        self.model = build_model(settings).to(device).train()
+        with device:  # draws the weights there
+            self.model = build_model(settings).to(device).train()
         self.normalize = Normalize().to(device)
         resolved = precision(args.precision, device)
         self.precision, self.autocast = resolved.name, resolved.autocast
@@ -132,22 +137,14 @@ class Step:
         two, four = (costs.saved_bytes(partial(self.forward, *self.repeated(n))) for n in (2, 4))
         return (four - two) / 2e6
 
-    def peak_mb(self) -> float | None:
-        """Warm up, then measure the peak memory of a step in MB; None on the CPU."""
-        if self.device.type != "cuda":
-            return None
-        self.warm_up()
-        torch.cuda.reset_peak_memory_stats()
-        self()
-        return torch.cuda.max_memory_allocated() / 1e6
-
 
 class ReferenceStep(Step):
     """MAE's step as the reference runs it: with a GradScaler, one norm per parameter, and two host-device syncs."""
 
     def __init__(self, settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> None:
         self.device, self.compile, self.orders = device, False, []
-        self.model = ReferenceMAE(**SIZES[settings["model"]]).to(device).train()
+        with device:
+            self.model = ReferenceMAE(**SIZES[settings["model"]]).to(device).train()
         self.precision, self.autocast, _ = precision(args.precision, device)
         self.scaler = torch.amp.GradScaler(device.type)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
@@ -177,18 +174,6 @@ def make_step(settings: Settings, args: argparse.Namespace, device: torch.device
     return step_class(settings, args, device, images)
 
 
-def measure_memory(settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> Row:
-    """Measure the memory columns of one recipe, which is alone on the device."""
-    step = make_step(settings, args, device, images)
-    trained = sum(p.numel() for p in step.model.parameters() if p.requires_grad)
-    row: Row = {"parameters": trained / 1e6, "saved_mb": step.saved_mb(), "peak_mb": step.peak_mb()}
-    del step
-    if args.compile:
-        torch._dynamo.reset()  # compiled code may hold references to tensors
-    gc.collect()
-    return row
-
-
 def count_gmac(settings: Settings) -> float:
     """Count the multiply-adds, in 10^9, of the forward pass of one image."""
     if settings["recipe"] != REFERENCE:
@@ -199,21 +184,53 @@ def count_gmac(settings: Settings) -> float:
         return costs.count_gmac(lambda: model(imgs, ids_shuffle))
 
 
-def measure(settings: Sequence[Settings], args: argparse.Namespace, device: torch.device, images: Any) -> list[Row]:
-    """Measure all recipes. Returns one row for each, without ratios."""
-    rows = []
-    for s in settings:
-        row: Row = {name: s[name] for name in ("recipe", "model", "throw_ratio")}
-        rows.append(row | {"gmac": count_gmac(s)} | measure_memory(s, args, device, images))
+def allocated(device: torch.device, peak: bool = False) -> float:
+    """MB of all tensors on a GPU: now, or the most since torch.cuda.reset_peak_memory_stats()."""
+    if device.type != "cuda":
+        return 0.0
+    return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 1e6
+
+
+def measure_first(settings: Settings, args: argparse.Namespace, device: torch.device, images: Any) -> tuple[Row, Step]:
+    """Measure one recipe, up to its first timed step. Returns (its row, its step)."""
+    row: Row = {name: settings[name] for name in ("recipe", "model", "throw_ratio")} | {"gmac": count_gmac(settings)}
+    gc.collect()
+    others = allocated(device)
+    step = make_step(settings, args, device, images)
+    row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
+    row["saved_mb"] = step.saved_mb()
+    step.warm_up()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row["seconds"] = [costs.seconds_of(step, device)]
+    row["peak_mb"] = allocated(device, peak=True) - others if device.type == "cuda" else None
+    row |= {name: getattr(args, name) for name in ("batch_size", "attention", "compile")}
+    return row | {"precision": step.precision, "device": costs.device_name(device), "torch": torch.__version__}, step
+
+
+def measure(
+    settings: Sequence[Settings], args: argparse.Namespace, device: torch.device, images: Any
+) -> Iterator[list[Row]]:
+    """Measure all recipes. Yields the rows so far, after each recipe and after each round."""
     if args.compile:  # a model class is compiled again for each recipe
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(settings))
-    steps = [make_step(s, args, device, images) for s in settings]
-    for step in steps:
-        step.warm_up()
-    for row, step, seconds in zip(rows, steps, costs.time_in_turn(steps, device, args.rounds), strict=True):
-        row |= {"ms": 1e3 * seconds, "images_per_second": args.batch_size / seconds}
-        row |= {name: getattr(args, name) for name in ("batch_size", "rounds", "attention", "compile")}
-        row |= {"precision": step.precision, "device": costs.device_name(device), "torch": torch.__version__}
+    rows: list[Row] = []
+    steps: list[Step] = []
+    for s in settings:
+        row, step = measure_first(s, args, device, images)
+        rows, steps = [*rows, row], [*steps, step]
+        yield add_ratios(add_medians(rows))
+    for i in range(1, args.rounds):
+        for row, seconds in zip(rows, costs.time_round(steps, device, i), strict=True):
+            row["seconds"].append(seconds)
+        yield add_ratios(add_medians(rows))
+
+
+def add_medians(rows: list[Row]) -> list[Row]:
+    """Add what follows from the times so far."""
+    for row in rows:
+        seconds = statistics.median(row["seconds"])
+        row |= {"ms": 1e3 * seconds, "images_per_second": row["batch_size"] / seconds, "rounds": len(row["seconds"])}
     return rows
 
 
@@ -303,13 +320,17 @@ def make_parser() -> Parser:
     group("--table", choices=TABLES, help="all recipes of a table of the paper")
     group("--against", choices=(REFERENCE,), help="also time MAE's step as the reference computes it, at 224 px")
     group("--data_path", help="take the batch from these images instead of random bytes")
-    group("--batch_size", type=int, default=8, help="images per step")
+    group("--model", help="another model for the recipes")
+    group("--batch_size", type=int, help="images per step, or micro-batch of --predict (default: 8, or what fits)")
     group = parser.add_argument_group("how").add_argument
     group("--rounds", type=int, default=7, help="number of times that every step is timed")
     group("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     group("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
     group("--attention", default="auto", choices=("auto", *KERNELS), help="preferred kernel, not for the reference")
     group("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the steps that are timed")
+    group = parser.add_argument_group("prediction").add_argument
+    group("--predict", nargs="+", choices=predict.DEVICES, help="measure nothing: predict memory, time and days")
+    group("--gpus", type=int, default=1, help="number of GPUs of --predict")
     group = parser.add_argument_group("output").add_argument
     group("--markdown", type=Path, help="write the printed table to this file")
     group("--csv", type=Path, help="write unrounded numbers to this file")
@@ -326,8 +347,13 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     for name in args.recipes:
         check_recipe(parser, name, RECIPES)
     args.recipes = args.recipes or TABLES[args.table]
-    if min(args.batch_size, args.rounds) < 1:
-        parser.error(f"--batch_size and --rounds must be at least 1, got {args.batch_size} and {args.rounds}")
+    if args.batch_size is None and not args.predict:
+        args.batch_size = 8
+    if min(1 if args.batch_size is None else args.batch_size, args.rounds, args.gpus) < 1:
+        found = f"{args.batch_size}, {args.rounds} and {args.gpus}"
+        parser.error(f"--batch_size, --rounds and --gpus must be at least 1, got {found}")
+    if args.predict and (args.against or args.plot):
+        parser.error("--predict goes without --against and --plot")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no CUDA device")
     with user_errors(parser):
@@ -337,33 +363,58 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     return parser, args
 
 
+def write_files(args: argparse.Namespace, columns: Sequence[str], rows: Sequence[Row], table: str) -> None:
+    """Write the rows so far to the files that were asked for."""
+    if args.csv:
+        write_csv(args.csv, columns, rows)
+    if args.markdown:
+        args.markdown.write_text(table, encoding="utf-8")
+
+
+def predict_rows(settings: Sequence[Settings], args: argparse.Namespace) -> None:
+    """Print and write predictions as they come."""
+    rows: list[Row] = []
+    for row in predict.predict_all(partial(build_model, read_files=False), settings, args):
+        rows.append(row)
+        table = predict.markdown(rows)
+        print(table if len(rows) == 1 else table.splitlines()[-1], end="" if len(rows) == 1 else "\n", flush=True)
+        write_files(args, predict.COLUMNS, rows, table)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; `argv` replaces the command line."""
     parser, args = parse_args(argv)
     device = torch.device(args.device)
-    settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name])) for name in args.recipes]
+    more = ["--model", args.model] if args.model else []
+    settings = [vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", n, *more])) for n in args.recipes]
+    if args.predict:
+        with user_errors(parser):
+            predict_rows(settings, args)
+        return
     if args.against:
         model = settings[0]["model"]
         if model not in SIZES:
             parser.error(f"--against {REFERENCE} is for {', '.join(SIZES)}, but the first recipe is for {model}")
         settings.insert(0, {"recipe": REFERENCE, "model": model, "throw_ratio": 0.0})
     prefer(args.attention)
+    rows: list[Row] = []
     try:
         with user_errors(parser):
             plt = pyplot("prmim-cost") if args.plot else None
             images = open_images("folder", args.data_path) if args.data_path else None
-            rows = measure(settings, args, device, images)
+            for rows in measure(settings, args, device, images):
+                if rows[-1]["rounds"] == 1:
+                    print(
+                        f"{rows[-1]['recipe']}: {rows[-1]['ms']:.1f} ms in the first of {args.rounds} rounds",
+                        flush=True,
+                    )
+                write_files(args, COLUMNS, rows, markdown(rows))
     except torch.cuda.OutOfMemoryError:
         parser.error(
             f"the GPU has too little memory for a batch of {args.batch_size} and {len(args.recipes)} recipes, which "
             "are timed side by side; give a smaller --batch_size, or fewer recipes"
         )
-    add_ratios(rows)
-    print(markdown(rows), end="")
-    if args.csv:
-        write_csv(args.csv, COLUMNS, rows)
-    if args.markdown:
-        args.markdown.write_text(markdown(rows), encoding="utf-8")
+    print(f"\n{markdown(rows)}", end="")
     if args.plot:
         plot(plt, rows, args.plot)
 

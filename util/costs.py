@@ -1,6 +1,5 @@
 """Cost of a training step: counted multiply-adds, memory, timed steps."""
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -91,17 +90,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def time_in_turn(steps: Sequence[Callable[[], object]], device: torch.device, rounds: int) -> list[float]:
-    """Time all `steps` once per round, and return the median seconds of each.
+def time_round(steps: Sequence[Callable[[], object]], device: torch.device, first: int) -> list[float]:
+    """Time every step once, and return their seconds in the order of `steps`.
 
-    The first step of a round rotates, because the memory that one step leaves behind can slow down the next one.
+    Another step is `first` in each round, because the memory that one step leaves behind can slow down the next one.
     """
-    times: list[list[float]] = [[] for _ in steps]
-    for i in range(rounds):
-        for j in range(len(steps)):
-            k = (i + j) % len(steps)
-            times[k].append(seconds_of(steps[k], device))
-    return [statistics.median(seconds) for seconds in times]
+    seconds = [0.0] * len(steps)
+    for j in range(len(steps)):
+        k = (first + j) % len(steps)
+        seconds[k] = seconds_of(steps[k], device)
+    return seconds
 
 
 def device_name(device: torch.device) -> str:

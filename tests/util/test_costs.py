@@ -99,5 +99,7 @@ def test_time_is_taken_from_sync_to_sync(monkeypatch):
 
 def test_each_round_times_every_step_and_another_one_first():
     calls = []
-    costs.time_in_turn([partial(calls.append, name) for name in "abc"], torch.device("cpu"), rounds=2)
+    steps = [partial(calls.append, name) for name in "abc"]
+    for i in range(2):
+        assert len(costs.time_round(steps, torch.device("cpu"), i)) == 3
     assert calls == ["a", "b", "c", "b", "c", "a"]
