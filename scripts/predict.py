@@ -61,7 +61,7 @@ class Device(NamedTuple):
 SHARE = 0.9
 DEVICES = {
     # Matrix product of 8192^3 random bfloat16 numbers, and copy of 8.6 GB, in PyTorch 2.11 on one H200 SXM, 2026-10.
-    # Other H200s gave 769 to 798 TFLOP/s. These are the only figures here that were read off a GPU for this project.
+    # Other H200s gave 769 to 798 TFLOP/s. Reported to this project, which did not measure it; no publication.
     "H200": Device(788e12, 4.3e12, 139 * GIB),
     # SXM. MAMF; datasheet 3.35 TB/s: https://www.nvidia.com/en-us/data-center/h100
     "H100": Device(794.5e12, SHARE * 3.35e12, 79 * GIB),
@@ -73,8 +73,8 @@ DEVICES = {
     # Datasheet 362 TFLOP/s times the H100's share of its datasheet in MAMF, .803; 864 GB/s:
     # https://www.nvidia.com/en-us/data-center/l40s. With 350 W it may hold less.
     "L40S": Device(0.803 * 362e12, SHARE * 864e9, 44 * GIB),
-    # Datasheet 165.2 TFLOP/s with float32 sums, of which users report 97 to 105 % in PyTorch; copy:
-    # https://github.com/xytpai/nvbench
+    # Datasheet 165.2 TFLOP/s with float32 sums. PyTorch products of six users reached 97 to 105 % of it, in a public
+    # table that was found without its address. Copy: https://github.com/xytpai/nvbench
     "RTX4090": Device(0.97 * 165.2e12, 921e9, 23 * GIB),
 }
 USABLE = 0.9  # of the memory: the rest is for the CUDA context, libraries, communication and fragmentation
