@@ -5,14 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import numpy as np
-
 from util.data.datasets import available_cores
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.images import FILE_ERRORS, ImageError
 from util.data.transforms import Size
 
-ARRAY = ".npy"  # uint8 [H, W, C], for images with more channels than image formats have
 MAX_THREADS = 16  # of a process that reads files for a check
 T = TypeVar("T")
 
@@ -20,9 +17,6 @@ T = TypeVar("T")
 def read_size(path: str) -> Size:
     """Reads the (height, width) of an image from its header; ImageError if it cannot be read."""
     with image_errors(path):
-        if path.endswith(ARRAY):
-            height, width, _ = np.load(path, mmap_mode="r", allow_pickle=False).shape
-            return height, width
         with open_image(path) as img:
             return img.height, img.width
 

@@ -3,8 +3,9 @@
     ROOT/images/training/*.jpg       ROOT/annotations/training/*.png      train, training
     ROOT/images/validation/*.jpg     ROOT/annotations/validation/*.png    val, valid, validation
 
-A label file has the name of its image, with the ending .png or .PNG, and one value per pixel. An image and its labels
-travel as one uint8 array whose last channel is the label map. IGNORE marks pixels without a class.
+A label file has the name of its image, with the ending .png or .PNG, and one value per pixel. Images have any channels
+and depth, see `util.data.pixel_format`. An image and its labels travel as one array of the image's type, whose last
+channel is the label map. IGNORE marks pixels without a class.
 """
 
 import io
@@ -14,17 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 from downstream.common import scaled_size
-from downstream.image_files import ARRAY, examine, image_errors, read_size
+from downstream.image_files import examine, image_errors, read_size
 from util.addressed import AUGMENT, addressed_numbers
-from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, open_image, to_8_bits
+from util.data.decode import has_16_bits, open_image
 from util.data.folders import is_hidden, is_image
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
+from util.data.pixel_format import read_header
 from util.data.splits import split_of
-from util.data.transforms import TRIES, Size
+from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
 IGNORE = 255
@@ -67,9 +68,9 @@ class LabelValues:
 
 
 class SegmentationImages(ImageFiles):
-    """Pairs of an image and its label map. `load(i)` returns (uint8 [H, W, C + 1], 0), with the labels as last channel.
+    """Pairs of an image and its label map. `load(i)` returns ([H, W, C + 1], 0), with the labels as last channel.
 
-    in_chans: channels of the images. Images become RGB if it is 3; otherwise their files must have that many.
+    in_chans: channels of the images. Images become RGB of 8 bits if it is 3.
     ValueError if folders or files are missing, if the split is empty, or if an image has no label file or the other way
     round. ImageError, from `check` and `load`, if a file is unreadable, sizes differ, or a value has no class.
     """
@@ -78,7 +79,7 @@ class SegmentationImages(ImageFiles):
         self.values, self.in_chans = values, in_chans
         root = Path(data_path)
         images, self.label_root = (find_split(root / kind, split) for kind in ("images", "annotations"))
-        names = list_files(images, lambda name: is_image(name) or name.endswith(ARRAY))
+        names = list_files(images, is_image)
         if not names:
             raise ValueError(f"{str(images)!r} holds no images")
         stems = by_stem(names, f"images in {str(images)!r}")
@@ -103,13 +104,15 @@ class SegmentationImages(ImageFiles):
     ) -> None:
         """Checks this rank's share of the split, and notes in `has_class` whether a pixel with a class was found.
 
-        Reads the sizes of all pairs from their headers. Decodes NUM_CHECKED evenly spaced pairs. With `all_labels`,
-        also decodes every label file. ImageError if more than `max_bad_fraction` of them are bad.
+        Reads the sizes of all pairs from their headers, and finds out the images' format. Decodes NUM_CHECKED evenly
+        spaced pairs. With `all_labels`, also decodes every label file. ImageError if more than `max_bad_fraction` of
+        them are bad.
         """
         spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()
 
         share, everything, rule = slice(rank, None, world_size), range(len(self)), (max_bad_fraction, "pairs")
         examine(self.compare_sizes, everything[share], *rule)
+        super().check(max_bad_fraction)
         found = examine(lambda i: (self.load(i)[0][..., -1] != IGNORE).any(), spaced[share], *rule)
         if all_labels:
             found += examine(lambda i: (self.load_labels(i) != IGNORE).any(), everything[share], *rule)
@@ -117,7 +120,9 @@ class SegmentationImages(ImageFiles):
 
     def compare_sizes(self, i: int) -> None:
         """Reads the headers of image i and of its labels. ImageError if one is unreadable or the sizes differ."""
-        self.refuse_sizes(i, read_size(self.path(i)), read_size(self.label_path(i)))
+        with image_errors(self.path(i)):
+            _, size = read_header(self.path(i), self.in_chans)
+        self.refuse_sizes(i, size, read_size(self.label_path(i)))
 
     def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:
         """ImageError unless the (height, width) of image i and that of its labels are equal."""
@@ -126,69 +131,36 @@ class SegmentationImages(ImageFiles):
             raise ImageError(f"{self.path(i)!r} has {sizes[0]} pixels, its labels {self.label_path(i)!r} {sizes[1]}")
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        img, labels = self.load_image(i), self.load_labels(i)
+        (img, label), labels = super().load(i), self.load_labels(i)
         self.refuse_sizes(i, img.shape[:2], labels.shape)
-        return np.concatenate([img, labels[:, :, None]], axis=2), 0
-
-    def load_image(self, i: int) -> np.ndarray:
-        """Returns the image, uint8 [H, W, C]. ImageError if it is unreadable or has another number of channels."""
-        if self.in_chans == 3 and not self.path(i).endswith(ARRAY):
-            data = self.read(i)
-            try:
-                return decode(data)
-            except PILLOW_ERRORS as error:
-                raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace the file") from error
-        img = read_channels(self.path(i))
-        if img.shape[2] != self.in_chans:
-            raise ImageError(f"{self.path(i)!r} has {img.shape[2]} channels instead of --in_chans {self.in_chans}")
-        return img
+        return np.concatenate([img, labels[:, :, None].astype(img.dtype)], axis=2), label
 
     def load_labels(self, i: int) -> np.ndarray:
         """Returns the classes, uint8 [H, W]. ImageError if the file is no class-index PNG or holds other values."""
         path = self.label_path(i)
-        img = read_channels(path, indices=True)
-        if img.shape[2] != 1:
-            raise ImageError(f"{path!r} has {img.shape[2]} channels; labels must be one class index per pixel")
+        values = read_values(path)
+        if values.ndim != 2:
+            raise ImageError(f"{path!r} has {values.shape[2]} channels; labels must be one class index per pixel")
         try:
-            return self.values(img[:, :, 0])
+            return self.values(values)
         except ValueError as error:
             raise ImageError(f"{path!r} is no label file of this data set: {error}") from error
 
 
-def read_channels(path: str, indices: bool = False) -> np.ndarray:
-    """Reads an image with all its channels, uint8 [H, W, C]; ImageError if it cannot be read.
+def read_values(path: str) -> np.ndarray:
+    """Returns the values in an image file, uint8 [H, W] or [H, W, C]; ImageError if it cannot be read.
 
-    indices: read the values in the file: those of a palette image instead of its colours, and those of fewer than 8
-    bits without scaling. Values of 16 bits are refused.
+    Those of a palette are its indices, not its colours. Those of fewer than 8 bits are not scaled, and of 16 refused.
     """
     with image_errors(path):
         data = retry_io(Path(path).read_bytes)
-        if path.endswith(ARRAY):
-            array = np.load(io.BytesIO(data), allow_pickle=False)
-            if array.dtype != np.uint8 or array.ndim != 3:
-                raise ValueError(f"it is {array.dtype} {list(array.shape)} instead of uint8 [H, W, C]")
-            return array
         with open_image(io.BytesIO(data)) as img:
-            array = read_values(img, data) if indices else read_colors(img)
-    return array if array.ndim == 3 else array[:, :, None]
-
-
-def read_colors(img: Image.Image) -> np.ndarray:
-    """Returns the channels of an opened image, uint8 [H, W] or [H, W, C]."""
-    img.load()
-    if has_16_bits(img):
-        return to_8_bits(img)
-    return np.array(img.convert({"P": "RGB", "1": "L"}.get(img.mode, img.mode)))
-
-
-def read_values(img: Image.Image, data: bytes) -> np.ndarray:
-    """Returns the values in the file of an opened image, uint8 [H, W] or [H, W, C]. data: the file's content."""
-    img.load()
-    if has_16_bits(img):
-        raise ValueError("its values have 16 bits; labels must have 8")
-    values = np.array(img).astype(np.uint8)  # mode "1" becomes 0 and 1
-    bits = data[24] if img.format == "PNG" and img.mode == "L" else 8  # of the header chunk IHDR
-    return values // (255 // (2**bits - 1))  # Pillow scales grey values of 2 and 4 bits up to 255
+            img.load()
+            if has_16_bits(img):
+                raise ValueError("its values have 16 bits; labels must have 8")
+            values = np.array(img).astype(np.uint8)  # mode "1" becomes 0 and 1
+            bits = data[24] if img.format == "PNG" and img.mode == "L" else 8  # of the header chunk IHDR
+            return values // (255 // (2**bits - 1))  # Pillow scales grey values of 2 and 4 bits up to 255
 
 
 def by_stem(names: Sequence[str], what: str) -> dict[str, str]:
@@ -222,7 +194,7 @@ def list_files(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
 
 
 def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collates transformed pairs. Returns (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])."""
+    """Collates transformed pairs. Returns (imgs [B, C, H, W], labels uint8 [B, H, W])."""
     imgs, labels = zip(*(sample[0] for sample in samples), strict=True)
     return torch.stack(imgs), torch.stack(labels)
 
@@ -231,7 +203,9 @@ def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resizes uint8 [C, H, W] bilinearly, without antialiasing, as mmsegmentation does."""
+    """Resizes [C, H, W] bilinearly, without antialiasing, as mmsegmentation does."""
+    if img.dtype == torch.uint16:  # for which torch has no kernel
+        return resize_image(img.float(), size).round().to(torch.uint16)
     return F.interpolate(img[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
@@ -244,15 +218,15 @@ class SegmentationAugment:
     """ADE20K's training augmentation in mmsegmentation, drawn from the sample's address.
 
     Random scale into `image_scale` times U(ratio_range); a random crop, drawn up to TRIES times until it has more than
-    one class and no class covers `cat_max_ratio` of its labelled pixels; a flip; photometric distortion; padding at the
-    bottom and the right. fill: value of padded pixels, for each channel. Padded labels are IGNORE.
+    one class and no class covers `cat_max_ratio` of its labelled pixels; a flip; photometric distortion of uint8;
+    padding at the bottom and the right. fill: value of padded pixels, for each channel. Padded labels are IGNORE.
     """
 
     def __init__(
         self,
         size: Size,
         seed: int,
-        fill: Sequence[int],
+        fill: Sequence[float],
         image_scale: Sequence[int] = (2048, 512),
         ratio_range: Sequence[float] = (0.5, 2.0),
         cat_max_ratio: float = 0.75,
@@ -260,21 +234,21 @@ class SegmentationAugment:
     ) -> None:
         self.size, self.seed, self.image_scale, self.ratio_range = size, seed, image_scale, ratio_range
         self.cat_max_ratio, self.photometric = cat_max_ratio, photometric
-        self.fill = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
+        self.fill = torch.tensor(fill)[:, None, None]
 
     def __call__(self, pair: torch.Tensor, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Augments uint8 [C + 1, H, W]. Returns (img uint8 [C, *size], labels uint8 [*size])."""
+        """Augments [C + 1, H, W]. Returns (img [C, *size] of the same type, labels uint8 [*size])."""
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 2 + DISTORTION_DRAWS)
         u_ratio, u_flip, *draws = draws
         ratio = self.ratio_range[0] + u_ratio * (self.ratio_range[1] - self.ratio_range[0])
         size = scaled_size(tuple(pair.shape[-2:]), *(int(side * ratio) for side in self.image_scale))
-        labels = resize_labels(pair[-1], size)
+        labels = resize_labels(pair[-1].to(torch.uint8), size)
         top, left = self.choose_crop(labels, draws[: 2 * TRIES])
         rows, columns = slice(top, top + self.size[0]), slice(left, left + self.size[1])
         img, labels = resize_image(pair[:-1], size)[:, rows, columns], labels[rows, columns]
         if u_flip < 0.5:
-            img, labels = img.flip(-1), labels.flip(-1)
-        if self.photometric:
+            img, labels = mirror(img), mirror(labels)
+        if self.photometric and img.dtype == torch.uint8:
             img = distort(img, draws[2 * TRIES :])
         return self.pad(img, labels)
 
@@ -294,7 +268,7 @@ class SegmentationAugment:
         height, width = labels.shape
         whole_labels = torch.full(self.size, IGNORE, dtype=torch.uint8)
         whole_labels[:height, :width] = labels
-        whole = self.fill.expand(-1, *self.size).clone()
+        whole = self.fill.to(img.dtype).expand(-1, *self.size).clone()
         whole[:, :height, :width] = img
         return whole, whole_labels
 
@@ -306,8 +280,8 @@ class ResizeForEvaluation:
         self.image_scale = image_scale
 
     def __call__(self, pair: torch.Tensor, epoch: int = 0, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (img uint8 [C, h, w], labels uint8 [H, W]) of uint8 [C + 1, H, W]."""
-        return resize_image(pair[:-1], scaled_size(tuple(pair.shape[-2:]), *self.image_scale)), pair[-1].contiguous()
+        """Returns (img [C, h, w], labels uint8 [H, W]) of [C + 1, H, W]."""
+        return resize_image(pair[:-1], scaled_size(tuple(pair.shape[-2:]), *self.image_scale)), pair[-1].to(torch.uint8)
 
 
 DISTORTION_DRAWS = 9

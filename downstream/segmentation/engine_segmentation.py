@@ -146,7 +146,8 @@ def evaluate(
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, args.num_classes)
         if len(pictures) < args.num_pictures:
-            pictures.append((imgs[0].permute(1, 2, 0).numpy(), labels[0].numpy(), predicted.cpu().numpy()))
+            shown = (normalize.undo(img) * 255).round().byte().cpu().permute(1, 2, 0)
+            pictures.append((shown.numpy(), labels[0].numpy(), predicted.cpu().numpy()))
     model.train(was_training)
     if bad := collectives.all_reduce_sum(num_bad).item():
         raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")

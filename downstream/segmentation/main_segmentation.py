@@ -31,8 +31,9 @@ from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from downstream.segmentation.released import infer_settings, is_mmsegmentation, mmsegmentation_names
 from encoders.load import fit, load_encoder, read
 from util import collectives
-from util.data.images import ImageError
-from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.data.images import ImageError, check_splits
+from util.data.statistics import normalizer
+from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
 from util.run.evaluation import Evaluator, Session, session_of_eval
@@ -76,8 +77,9 @@ def get_args_parser() -> Parser:
     data("--reduce_zero_label", action=boolean, default=False, help=help_text)
     help_text = "text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)"
     data("--class_names", metavar="FILE", help=help_text)
-    data("--mean", type=float, nargs="+", help="pixel mean in [0, 1] of each channel (default: ImageNet's, or .5)")
-    data("--std", type=float, nargs="+", help="pixel deviation of each channel (default: ImageNet's, or .25)")
+    origin = "default: the encoder's, ImageNet's for RGB, or else the data's"
+    data("--mean", type=float, nargs="+", help=f"pixel mean of each channel, of integers in [0, 1] ({origin})")
+    data("--std", type=float, nargs="+", help="pixel deviation of each channel, in the same unit")
 
     augmentation = groups["augmentation"].add_argument
     text = "longest and shortest side to which an image is scaled"
@@ -105,10 +107,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
         args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv, RECIPE_FILE)
-    is_rgb = args.in_chans == 3
-    if not args.eval:  # which takes the checkpoint's
-        args.mean = args.mean or (IMAGENET_MEAN if is_rgb else (0.5,) * args.in_chans)
-        args.std = args.std or (IMAGENET_STD if is_rgb else (0.25,) * args.in_chans)
     return parser, args
 
 
@@ -134,13 +132,6 @@ def check_data_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--stride {args.stride} must be at most --input_size {args.input_size}: windows leave gaps")
     if not args.image_scale[0] >= args.image_scale[1] >= 1:
         raise ValueError(f"--image_scale must be two sides, the longer one first, got {args.image_scale}")
-    for name in ("mean", "std"):
-        values = getattr(args, name)
-        if len(values) != args.in_chans:
-            raise ValueError(f"--{name} must have a value for each of {args.in_chans} channels, got {values}")
-        if not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):
-            bounds = "[0, 1]" if name == "mean" else "(0, 1]"
-            raise ValueError(f"--{name} must lie in {bounds}, got {values}: divide by 255 what is for 0 to 255")
 
 
 def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
@@ -188,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         process, classes = run.process, read_classes(args.class_names, args.num_classes)
         images, val_images = open_split(args, "train"), open_split(args, "val")
+        check_splits(images, val_images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
@@ -195,7 +187,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
-        fill = [round(255 * value) for value in args.mean]
+        statistics = run.choose_statistics(images)
+        pixels = images.pixel_format
+        fill = [mean if pixels.is_float else round(mean * pixels.full_range) for mean in statistics[0]]
+        if args.photometric and pixels.dtype != "uint8":
+            run.note(f"note: --photometric is not applied, because the images have {pixels}")
         scale = args.image_scale, args.ratio_range, args.cat_max_ratio, args.photometric
         rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.min_lr)
 
@@ -206,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             val_images=val_images,
             transform=SegmentationAugment(model.img_size, args.seed, fill, *scale),
             collate=stack_pairs,
-            statistics=(args.mean, args.std),
+            statistics=statistics,
             rows=summary_rows(args, model, images, val_images),
             schedule=partial(schedule_by_iterations, learning_rate=rate),
             settings={"patch_size": model.patch_size},
@@ -250,7 +246,6 @@ def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter
     check_same(args, stored, given.intersection(MODEL_FLAGS), what)
     names = [*MODEL_FLAGS, *(name for name in DATA_FLAGS if name not in given and name in stored)]
     args = argparse.Namespace(**{**vars(args), "drop_path": 0.0, **{name: stored[name] for name in names}})
-    args.mean, args.std = args.mean or IMAGENET_MEAN, args.std or IMAGENET_STD
     check_data_flags(args)
     model = build_segmenter(vars(args))
     fit(model, weights, "all")
@@ -268,7 +263,8 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     images, device = open_split(args, "val"), session.process.device
     if session.output_dir is None:
         args.num_pictures = 0
-    numbers = Normalize(args.mean, args.std).to(device), precision(args.precision, device).autocast
+    pixels = {**checkpoint.pixel_settings(meta), "mean": args.mean, "std": args.std}
+    numbers = normalizer(pixels, images.pixel_format).to(device), precision(args.precision, device).autocast
     result = evaluate(model.to(device), images, args, classes, *numbers, num_workers(args, session.process))
     origin = {"step": meta.get("step"), "checkpoint": args.resume}
     session.finish(result, describe_scores(result.scores), origin, PICTURE)

@@ -86,8 +86,3 @@ def open_quietly(source: str | os.PathLike[str] | BinaryIO, formats: Sequence[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         return Image.open(source, formats=formats)
-
-
-def check_header(source: str | os.PathLike[str] | BinaryIO) -> None:
-    """Reads an image's header; one of `PILLOW_ERRORS` if that fails."""
-    open_image(source).close()

@@ -147,8 +147,11 @@ class EncodedImages:
         (found, i), *others = formats.items()
         if others:
             other, k = others[0]
+            lacks = ""
+            if found.dtype == other.dtype:
+                lacks = f", and a band is missing in {self.path(i if found.channels < other.channels else k)!r}"
             raise ImageError(
-                f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images need one format"
+                f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images need one format{lacks}"
             )
         if found.channels != self.in_chans:
             raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans)}")

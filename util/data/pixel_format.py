@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-from util.data.decode import PILLOW_ERRORS, check_header, decode, has_16_bits, max_pixels, open_image, open_quietly
+from util.data.decode import PILLOW_ERRORS, decode, has_16_bits, max_pixels, open_image, open_quietly
 from util.text import count_of
 
 try:
@@ -58,6 +58,7 @@ class PixelFormat:
 
 
 RGB8 = PixelFormat(3, "uint8")
+Header = tuple[PixelFormat, tuple[int, int]]  # format and (height, width) of an image
 
 
 class FormatError(ValueError):
@@ -65,7 +66,12 @@ class FormatError(ValueError):
 
 
 def read_format(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) -> PixelFormat:
-    """Reads the format of an image from its header; one of `PILLOW_ERRORS` if it cannot be read.
+    """Reads the format of an image from its header, see `read_header`."""
+    return read_header(source, in_chans)[0]
+
+
+def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) -> Header:
+    """Reads the format and the (height, width) of an image; one of `PILLOW_ERRORS` if they cannot be read.
 
     source: a path, or the bytes of a file. in_chans: channels that are wanted. With 3, all that Pillow can open is RGB
     of 8 bits. The result may have another number of channels.
@@ -74,27 +80,27 @@ def read_format(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) 
         start = file.read(len(NPY))
         file.seek(0)
         if start == NPY:
-            return _npy_format(file, in_chans)
+            return _npy_header(file, in_chans)
         is_tiff = start.startswith(TIFF)
         if is_tiff and in_chans != 3:
-            return _tiff_format(file, in_chans)
+            return _tiff_header(file, in_chans)
         if is_tiff:
             with _opened(source) as other:
                 _refuse_pages(other)
         try:
-            if in_chans == 3:
-                check_header(file)
-                return RGB8
             with open_image(file) as img:
+                size = img.height, img.width
+                if in_chans == 3:
+                    return RGB8, size
                 dtype = "uint16" if has_16_bits(img) else "uint8"
-                return PixelFormat(Image.getmodebands(_mode(img)), dtype)
+                return PixelFormat(Image.getmodebands(_mode(img)), dtype), size
         except UnidentifiedImageError as error:
             if not is_tiff:
                 raise
             if tifffile is None:
                 raise ValueError(f"{error}; TIFFs of other bands need tifffile: pip install tifffile") from error
     with _opened(source) as file:  # Pillow may have closed the other one
-        return _tiff_format(file, in_chans)
+        return _tiff_header(file, in_chans)
 
 
 def _opened(source: str | os.PathLike[str] | io.BytesIO) -> BinaryIO:
@@ -141,8 +147,8 @@ def _mode(img: Image.Image) -> str:
     return "I;16" if has_16_bits(img) else MODES.get(img.mode, "RGB")
 
 
-def _checked(shape: tuple[int, ...], dtype: np.dtype) -> PixelFormat:
-    """Returns the format of an array [H, W] or [H, W, C]; ValueError if it is not one that can be read."""
+def _checked(shape: tuple[int, ...], dtype: np.dtype) -> Header:
+    """Returns the header of an array [H, W] or [H, W, C]; ValueError if it is not one that can be read."""
     name = dtype.newbyteorder("=").name if dtype.kind in "uf" else str(dtype)
     if name not in RANGES:
         raise FormatError(f"its values are {name}; only {', '.join(RANGES)} are read: convert it")
@@ -150,10 +156,10 @@ def _checked(shape: tuple[int, ...], dtype: np.dtype) -> PixelFormat:
         raise FormatError(f"its shape is {list(shape)}; expected is [H, W] or [H, W, C]")
     if shape[0] * shape[1] > max_pixels():
         raise ValueError(f"{shape[1]} x {shape[0]} pixels are more than {max_pixels()}")
-    return PixelFormat(shape[2] if len(shape) == 3 else 1, name)
+    return PixelFormat(shape[2] if len(shape) == 3 else 1, name), (shape[0], shape[1])
 
 
-def _npy_format(file: BinaryIO, in_chans: int) -> PixelFormat:
+def _npy_header(file: BinaryIO, in_chans: int) -> Header:
     version = npy_format.read_magic(file)
     read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
     shape, _, dtype = read_header(file)
@@ -222,7 +228,7 @@ def _refuse_pages(file: BinaryIO) -> None:
         raise _pages_error(pages, height, width)
 
 
-def _tiff_format(source: BinaryIO, in_chans: int) -> PixelFormat:
+def _tiff_header(source: BinaryIO, in_chans: int) -> Header:
     with _open_tiff(source) as image:
         shape = image.shape
         if len(shape) == 3 and not _bands_last(shape, image.axes, in_chans):

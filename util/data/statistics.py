@@ -124,9 +124,10 @@ def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelF
             raise ValueError(f"--{name} must have a value for each of {pixels.channels} channels, got {list(values)}")
     if any(value <= 0 for value in std):
         raise ValueError(f"--std must be positive, got {list(std)}")
-    if not pixels.is_float and not all(0 <= value <= 1 for value in mean):
-        what = f"--mean of {pixels.dtype} pixels is a fraction of their full range"
-        raise ValueError(f"{what}, got {list(mean)}: divide by {pixels.full_range:g}")
+    for name, values in (("mean", mean), ("std", std)):
+        if not pixels.is_float and not all(0 <= value <= 1 for value in values):
+            what = f"--{name} of {pixels.dtype} pixels is a fraction of their full range"
+            raise ValueError(f"{what}, got {list(values)}: divide by {pixels.full_range:g}")
 
 
 def known_statistics(settings: Mapping[str, Any], pixels: PixelFormat) -> Statistics | None:

@@ -25,8 +25,9 @@ from downstream.segmentation.data import (
     turn_hue,
 )
 from tests.conftest import write_photo
-from tests.downstream.segmentation.pairs import write_pairs
+from tests.downstream.segmentation.pairs import bands, write_bands, write_pairs
 from util.data.images import ImageError
+from util.text import count_of
 
 # ----------------------------------------------------------------------------------------------------- label values
 
@@ -108,8 +109,9 @@ def test_images_of_one_bit_are_black_and_white(tmp_path):
     values = np.random.default_rng(0).integers(0, 2, (30, 40))
     (tmp_path / "images/training/0.jpg").unlink()
     (tmp_path / "images/training/0.png").write_bytes(grey_png(values, 1))
-    loaded = SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=1).load(0)[0]
-    assert np.array_equal(loaded[..., 0], 255 * values)
+    images = SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=1)
+    images.check()
+    assert np.array_equal(images.load(0)[0][..., 0], 255 * values)
 
 
 def test_label_files_keep_their_names(tmp_path):
@@ -133,9 +135,44 @@ def test_images_of_other_channels(tmp_path, channels):
     else:
         mode = {1: "L", 2: "LA", 4: "RGBA"}[channels]
         Image.fromarray(array if channels > 1 else array[..., 0], mode=mode).save(tmp_path / "images/training/0.png")
-    assert np.array_equal(SegmentationImages(tmp_path, "train", LabelValues(3), channels).load(0)[0][..., :-1], array)
-    with pytest.raises(ImageError, match=f"has {channels} channels instead of --in_chans 5"):
+    images = SegmentationImages(tmp_path, "train", LabelValues(3), channels)
+    images.check()
+    assert np.array_equal(images.load(0)[0][..., :-1], array)
+    with pytest.raises(
+        ImageError, match=f"has {count_of(channels, 'channel')} of uint8, but the model takes 5 channels"
+    ):
         SegmentationImages(tmp_path, "train", LabelValues(3), 5).check()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+@pytest.mark.parametrize("suffix", [".npy", ".tif"])
+def test_five_bands_keep_their_type(tmp_path, dtype, suffix):
+    """Labels travel in the type of the image. A scale of 1 changes no value."""
+    write_bands(write_pairs(tmp_path, 2), "training", suffix, dtype)
+    images = SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=5)
+    images.check()
+    assert str(images.pixel_format) == f"5 channels of {dtype}"
+    loaded = images.load(1)[0]
+    assert np.array_equal(loaded[..., :5], bands(1, dtype))
+    pair = torch.from_numpy(loaded).permute(2, 0, 1)
+    img, labels = ResizeForEvaluation((40, 30))(pair)
+    assert torch.equal(img.float(), pair[:5].float()) and labels.dtype == torch.uint8
+    assert labels[0, :12].tolist() == [1, 1, 1, 2, 2, 2, 255, 255, 255, 0, 0, 0]
+    fill = [7.0, 8, 9, 10, 11] if dtype == "float32" else [7, 8, 9, 10, 11]
+    padded, classes = SegmentationAugment((64, 64), 0, fill, (40, 30), (1, 1))(pair, 0, 0)
+    flipped = [img.float(), img.float().flip(-1)]
+    assert padded.dtype == img.dtype and any(torch.equal(padded[:, :30, :40].float(), whole) for whole in flipped)
+    assert padded[:, 30:].float().flatten(1).unique(dim=1)[:, 0].tolist() == fill and (classes[30:] == IGNORE).all()
+    half = resize_image(pair[:5], (15, 20))
+    assert half.dtype == img.dtype and (half.float() - resize_image(pair[:5].float(), (15, 20))).abs().max() <= 0.5
+
+
+def test_a_missing_band_is_named(tmp_path):
+    write_bands(write_pairs(tmp_path, 3), "training", ".tif", "uint16")
+    path = tmp_path / "images/training/1.tif"
+    pytest.importorskip("tifffile").imwrite(path, bands(1)[..., :4], planarconfig="contig")
+    with pytest.raises(ImageError, match="a band is missing in '.*1.tif'"):
+        SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=5).check()
 
 
 def save(array, path):

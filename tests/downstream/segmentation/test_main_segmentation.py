@@ -12,11 +12,12 @@ from PIL import Image
 from downstream.segmentation import demo, main_segmentation
 from downstream.segmentation.models import UPerNet
 from downstream.segmentation.released import infer_settings
-from models_vit import MICRO
-from tests.downstream.dense import segment, segment_linear
-from tests.downstream.segmentation.pairs import write_pairs
+from models_vit import MICRO, VisionTransformer
+from tests.downstream.dense import segment, segment_linear, write_stripes
+from tests.downstream.segmentation.pairs import write_bands, write_pairs
 from tests.downstream.segmentation.test_models import randomise
 from tests.runs import reports, state
+from util.run.checkpoint import save_checkpoint
 from util.run.evaluation import RESULTS
 from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
@@ -122,6 +123,23 @@ def test_other_channels_from_an_rgb_encoder(tmp_path, encoder, channels):
     assert segment.evaluate(root, tmp_path / "out")["miou"] == read_json(tmp_path / "out" / RESULTS)["last"]["val_miou"]
 
 
+def test_sixteen_bits_of_five_bands(tmp_path):
+    """They are normalised as the pre-trained encoder's images were; evaluation takes this from the checkpoint."""
+    root = write_stripes(tmp_path / "data", 4)
+    for split in ("training", "validation", "validation/wide"):
+        write_bands(root, split)
+    statistics = {"mean": [0.05, 0.1, 0.2, 0.3, 0.5], "std": [0.03, 0.06, 0.1, 0.2, 0.3]}
+    weights = {"model": VisionTransformer(global_pool="token", in_chans=5, **MICRO).state_dict()}
+    meta = {"settings": statistics | {"model": "mae_vit_micro_patch4"}, "pixels": "uint16"}
+    path = save_checkpoint(tmp_path, 1, weights, meta)
+    content = segment(root, tmp_path / "out", "--in_chans", 5, "--finetune", path, "--num_iters", 4)
+    assert {name: content["meta"]["settings"][name] for name in statistics} == statistics
+    assert content["meta"]["pixels"] == "uint16"
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "--photometric is not applied, because the images have 5 channels of uint16" in log
+    assert segment.evaluate(root, tmp_path / "out")["miou"] == read_json(tmp_path / "out" / RESULTS)["last"]["val_miou"]
+
+
 # --------------------------------------------------------------------------------------------------- published files
 
 
@@ -198,11 +216,11 @@ def test_a_published_upernet_is_evaluated(striped, tmp_path, capsys):
         ("--ratio_range 2 1", "--ratio_range must be two factors 0 < low <= high, got [2.0, 1.0]"),
         ("--cat_max_ratio 0", "--cat_max_ratio must lie in (0, 1], got 0.0"),
         ("--image_scale 24 64", "--image_scale must be two sides, the longer one first, got [24, 64]"),
-        ("--in_chans 4", "has 3 channels instead of --in_chans 4"),
+        ("--in_chans 4", "has 3 channels of uint8, but the model takes 4 channels"),
         ("--mean 0.5", "--mean must have a value for each of 3 channels, got [0.5]"),
-        ("--std 1 1 0", "--std must lie in (0, 1], got [1.0, 1.0, 0.0]: divide by 255"),
-        ("--mean 123.7 116.3 103.5", "--mean must lie in [0, 1], got [123.7, 116.3, 103.5]: divide by 255"),
-        ("--std 58.4 57.1 57.4", "--std must lie in (0, 1], got [58.4, 57.1, 57.4]: divide by 255"),
+        ("--std 1 1 0", "--std must be positive, got [1.0, 1.0, 0.0]"),
+        ("--mean 123.7 116.3 103.5", "a fraction of their full range, got [123.7, 116.3, 103.5]: divide by 255"),
+        ("--std 58.4 57.1 57.4", "a fraction of their full range, got [58.4, 57.1, 57.4]: divide by 255"),
         ("--total_batch_size 1", "UPerNet's BatchNorm needs more than one image per micro-batch"),
         ("--class_names none.txt", "--class_names 'none.txt' does not exist"),
         ("--data_path nowhere", "has no folder of the split 'train'"),

@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from tests.conftest import write_photo
 from util.data import decode as module
-from util.data.decode import PILLOW_ERRORS, check_header, decode
+from util.data.decode import PILLOW_ERRORS, decode, open_image
 
 
 def file_bytes(img, kind, **options):
@@ -145,7 +145,7 @@ def test_pixels_without_a_range_are_refused_by_their_header(kind, message, tmp_p
     path = tmp_path / "a.tif"
     Image.fromarray((RAMP / 65535).astype(kind)).save(path)
     monkeypatch.replace_in(module, "Image.open", header_only)
-    for read in (lambda: check_header(str(path)), lambda: check_header(path), lambda: decode(path.read_bytes())):
+    for read in (lambda: open_image(str(path)), lambda: open_image(path), lambda: decode(path.read_bytes())):
         with pytest.raises(ValueError, match=f"its pixels are .*{message}, which have no fixed range: convert it to 8"):
             read()
 
@@ -166,7 +166,7 @@ def test_pillow_s_warning_of_large_images_stays_on_for_others():
 def test_formats_that_a_pillow_lacks_and_others_are_refused():
     for data in (b"", b"P", b"RIFF\0\0\0\0WEBPVP9 ", file_bytes(Image.new("RGB", (4, 4)), "ICO")):
         with pytest.raises(UnidentifiedImageError, match="it does not begin as one of JPEG, PNG"):
-            check_header(io.BytesIO(data))
+            open_image(io.BytesIO(data))
 
 
 def test_plain_jpegs_go_the_fast_way_and_others_do_not(photo, monkeypatch):
