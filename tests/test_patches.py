@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 OURS = {p.stem for p in ROOT.iterdir() if p.suffix in ("", ".py")}
 # Assignments in processes that run nothing else: those of these files, and those below.
-PROGRAMS = {"warm.py", "programs.py", "faulty.py", "fake_accelerator.py"}
+PROGRAMS = {"warm.py", "programs.py", "faulty.py", "fake_accelerator.py", "cuda_autocast.py"}
 IN_A_CHILD = {
     "datasets.config.HF_DATASETS_CACHE",
     "datasets.DatasetBuilder._download_and_prepare",

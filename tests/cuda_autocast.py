@@ -1,0 +1,58 @@
+"""Which types CUDA's autocast computes in, on a machine without a GPU: `python tests/cuda_autocast.py NAME ...`.
+
+The device is CUDA, and its tensors are fake: they have shapes and types, and no data. torch is made to believe that
+autocast is possible, for the rest of the process, so this is a program of its own. It prints a line of JSON for each
+name: {kind of operator: types of its floating-point inputs}.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.fake_accelerator import to_fake_gpu
+from tests.test_framework_contract import a_batch, build
+from util.attention import prefer
+
+KINDS = {"addmm": "products", "mm": "products", "convolution": "products"}  # "math" attention has others
+KINDS |= {"native_layer_norm": "norms", "mse_loss": "losses", "smooth_l1_loss": "losses", "mean": "losses"}
+
+
+class Types(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kind = KINDS.get(operator.overloadpacket.__name__)
+        if kind is not None:
+            floats = {str(x.dtype) for x in args if torch.is_tensor(x) and x.is_floating_point()}
+            self.found.setdefault(kind, set()).update(floats)
+        return operator(*args, **(kwargs or {}))
+
+
+def main(*names):
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
+    prefer("math")  # a choice between kernels asks for the GPU
+    for name in names:
+        model = build(name)
+        batch = a_batch(model)
+        with FakeTensorMode() as mode, torch.no_grad():
+            to_fake_gpu(model, "cuda")
+            inputs = [mode.from_tensor(x).to("cuda") for x in batch]
+            with torch.autocast("cuda", torch.bfloat16), Types() as types:
+                losses = model(*inputs)
+        found = {kind: sorted(values) for kind, values in types.found.items()}
+        print(
+            json.dumps({"name": name, "result": sorted({str(x.dtype) for x in losses.values()}), **found}), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
