@@ -110,6 +110,19 @@ def test_one_write_at_a_time(tmp_path, gate):
     assert steps_in(tmp_path) == [1, 2]
 
 
+def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate):
+    model = torch.nn.Linear(2, 2)
+    saver, before = a_saver(tmp_path, model, step=1), model.weight.detach().clone()
+    saver.save()
+    with torch.no_grad():
+        model.weight += 1
+    threading.Timer(0.5, gate.set).start()
+    saver.write("best", {"model": model.state_dict()}, {})
+    saver.finish()
+    found = [read_checkpoint(tmp_path / f"checkpoint-{name}.pth")["model"]["weight"] for name in (1, "best")]
+    assert torch.equal(found[0], before) and torch.equal(found[1], before + 1)
+
+
 def test_saves_by_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
