@@ -204,7 +204,3 @@ class CheckpointSaver:
         if self.loop.log.renew():
             write_json(self.output_dir / "settings.json", self.record.settings)
             self.loop.log.info(f"warning: {str(self.output_dir)!r} was deleted; it is made again, and the run goes on")
-
-
-def _warning(name: int | str, error: OSError) -> str:
-    return f"warning: checkpoint-{name}.pth could not be written ({error}); training goes on"
