@@ -7,6 +7,7 @@ are in float32, and the times are CPU times, of which other programs take no par
 are in bfloat16, and the peak memory is compared too.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -23,7 +24,7 @@ from recipes import RECIPES
 from scripts import profile_pretrain
 from scripts.predict import Device, count_step
 from util import costs
-from util.run.cli import parse_with_recipe
+from util.run.cli import Parser, check_least, check_recipe, parse_with_recipe, run_program, user_errors
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -35,9 +36,26 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - start
 
 
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the flags. Those of `profile_pretrain.Step` that a prediction does not know have their defaults."""
+    parser = Parser("prediction_check.py", description=__doc__)
+    parser.add_argument("recipes", nargs="+", help="names from recipes.py")
+    parser.add_argument("--batch_size", type=int, default=8, help="images per step")
+    parser.add_argument("--rounds", type=int, default=7, help="number of times that every step is timed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
+    parser.set_defaults(compile=False)
+    args = parser.parse_args(argv)
+    for name in args.recipes:
+        check_recipe(parser, name, RECIPES)
+    with user_errors(parser):
+        check_least(args, 1, "batch_size rounds")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program; `argv` replaces the command line, which is that of profile_pretrain.py."""
-    args = profile_pretrain.parse_args(argv)[1]
+    """Runs the program; `argv` replaces the command line."""
+    args = parse_args(argv)
     device, on_cuda = torch.device(args.device), args.device == "cuda"
     args.precision, dtype = ("bf16", torch.bfloat16) if on_cuda else ("fp32", torch.float32)
     side, numbers = (8192, 2**30) if on_cuda else (2048, 2**26)
@@ -73,4 +91,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "prediction_check.py")

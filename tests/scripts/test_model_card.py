@@ -45,7 +45,7 @@ TUNED = {
 
 def card(meta, folder, flags=("decoder_depth", "teacher", "att_tau")):
     is_classifier = "classes" in meta
-    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, flags, "import timm", is_classifier)
+    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, flags, "timm", "import timm", is_classifier)
     assert "/home/me" not in text
     return text
 
