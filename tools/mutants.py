@@ -86,7 +86,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "models_mae_pr.py": [
         (".square().mean()}", ".abs().mean()}", MAE),
         ("return self.norm(self.encode(tokens))", "return self.encode(tokens)", MAE),
-        ("order.take_visible(self.pos_embed[:, 1:])", "order.take_visible(self.pos_embed[:, :-1])", MAE),
+        ("order.take_visible(self.patch_positions)", "order.take_visible(self.pos_embed[:, :-1])", MAE),
     ],
     "frameworks/models_simmim_pr.py": [
         ("pred, patches, order).abs()", "pred, patches, order).square()", "tests/frameworks/test_models_simmim_pr.py"),

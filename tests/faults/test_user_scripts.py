@@ -23,7 +23,7 @@ from util import pictures
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 # These programs need no arguments.
-WORK_ALONE = ("benchmark_saving", "demo", "document_tables", "fault_matrix", "mutants", "run_recipes")
+WORK_ALONE = ("benchmark_saving", "collectives", "demo", "document_tables", "fault_matrix", "mutants", "run_recipes")
 
 
 @pytest.fixture
