@@ -102,7 +102,9 @@ def check(run: Run, args: argparse.Namespace) -> None:
             raise ValueError("--dry_run belongs before `--`")
         processes = launch.nodes * launch.tasks_per_node
     else:
-        launch = torchrun_parser().parse_args(torchrun_of(run, args))
+        parser = torchrun_parser()
+        parser.prog = "reproduce_table.py"  # in errors; by default it is what has started Python
+        launch = parser.parse_args(torchrun_of(run, args))
         processes = args.nproc_per_node * int(launch.nnodes.rpartition(":")[2])
     _, settings = importlib.import_module(submitit_launch.MAINS[run.main]).parse_args(flags_of(run, args))
     if run.main != "main_robustness":
