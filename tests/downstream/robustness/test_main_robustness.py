@@ -437,9 +437,11 @@ def test_bad_flags_and_checkpoints(twins, classifier, tmp_path, capsys, fails):
         (tmp_path / "nowhere.pth", "imagenet_a", "", "nowhere.pth' does not exist: give a checkpoint"),
         (good, "imagenet_a", "--batch_size 0", "--batch_size must be at least 1, got 0"),
         (good, "imagenet_a", "--crop_pct 2", "crop_pct must lie in (0, 1], got 2.0"),
-        (good, "imagenet_a", f"--output_dir {tmp_path / 'file'}", "cannot be written to"),
+        (good, "imagenet_a", "--output_dir {tmp}/file", "cannot be written to"),
     ):
-        assert message in fails(resume, tmp_path / "out", twins, sets, *flags.split())
+        assert message in fails(
+            resume, tmp_path / "out", twins, sets, *(word.format(tmp=tmp_path) for word in flags.split())
+        )
     message = fails(tmp_path / "empty", tmp_path / "out", twins, "imagenet_a", code=4)
     assert "holds no intact checkpoint" in message
     message = refused(capsys, main_robustness.main, "--imagenet_a", twins)
