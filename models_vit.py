@@ -359,7 +359,11 @@ class Classifier(nn.Module):
         """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs)
         P = self.num_cls_tokens
-        x = self.fc_norm((x[:, P:] if self.global_pool == "avg" else x[:, :P]).mean(dim=1))
+        if self.global_pool == "avg":
+            x = x[:, P:].mean(dim=1)
+        else:
+            x = x[:, 0] if P == 1 else x[:, :P].mean(dim=1)
+        x = self.fc_norm(x)
         # Logits in bfloat16 have 8 significant bits, and many would tie. The head is cheap, so it runs in the precision
         # of its weights.
         with torch.autocast(x.device.type, enabled=False):
