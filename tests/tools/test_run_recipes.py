@@ -8,7 +8,6 @@ import pytest
 from recipes import FINETUNE_RECIPES, RECIPES
 from tests.runs import refused
 from tools import run_recipes
-from tools.draws import ENOUGH, Draws
 from tools.run_recipes import IMAGES, Job, Workshop, check_run, command, find_jobs, get_args_parser, run, scale_of
 from util.data import transforms
 
@@ -183,27 +182,3 @@ def test_a_run_that_does_not_go_on_where_it_stopped_fails(workshop, tmp_path):
     assert "steps 1 to 3 should be reported once each, found [1, 2]" in check_run(job, folder, lines[0])
     (folder / "log.txt").write_text("resuming checkpoint-2.pth at step 2\n")
     assert "one resume at step 1 was expected, found ['2']" in check_run(job, folder, lines[0])
-
-
-def test_what_was_never_drawn_is_named():
-    settings = Job("main_finetune", "finetune_vit_base").settings()
-    draws = Draws()
-    draws.expected_operations |= {"Rotate", "PosterizeIncreasing"}
-    draws.operations["Rotate", (3.0,)] += 1
-    draws.update({"flipped": 1, "placed": 1, "mixup": 1, "not erased": 1, "dropped": 1, "not dropped": 1})
-    assert draws.missing(settings, images=96) == ["not flipped", "fallback"]
-    assert draws.missing(settings, images=ENOUGH) == [
-        *("not flipped", "fallback", "erased", "cutmix", "PosterizeIncreasing", "posterize with 0 bits")
-    ]
-
-
-@pytest.mark.parametrize(("size", "fallback"), [((100, 20), True), ((40, 40), False)])
-def test_the_fallback_of_the_crop_is_told_from_a_box_that_was_placed(size, fallback):
-    """A square box of at least 67 % of the area always fits a square image, and never an image of 1:5."""
-    draws = Draws()
-    with draws.recorded():
-        crop = transforms.RandomResizedCropFlip(16, 0, scale=(0.67, 0.7), ratio=(0.99, 1.01))
-        for index in range(50):
-            crop.box(*size, transforms.addressed_numbers(transforms.AUGMENT, 0, 0, index, 23))
-    assert (draws["fallback"], draws["placed"]) == ((50, 0) if fallback else (0, 50))
-    assert draws["flipped"] + draws["not flipped"] == 50 and 10 < draws["flipped"] < 40
