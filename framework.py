@@ -116,6 +116,8 @@ class Framework(nn.Module):
         super().__init__(**sizes)
         if throw_ratio and not self.throws:
             raise ValueError(f"{type(self).__name__} throws no tokens, got throw_ratio {throw_ratio}; set it to 0")
+        if getattr(self, "num_cls_tokens", 1) > 1 and not set(TOKEN_FLAGS) <= set(self.flags):
+            raise ValueError(f"{type(self).__name__} is made for one class token, got {self.num_cls_tokens}")
         self.norm_pix_loss, self.mask_unit = norm_pix_loss, mask_unit
         self.progressive, self.aggregation_options = progressive, (kernel_size, aggregation, applies_to)
         self.mask_ratio, self.throw_ratio = mask_ratio, throw_ratio

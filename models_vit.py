@@ -234,17 +234,13 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 
 
 class PositionedEncoder(PatchEncoder):
-    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`."""
+    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`.
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int],
-        patch_size: int,
-        in_chans: int,
-        embed_dim: int,
-        num_cls_tokens: int = 1,
-    ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, num_cls_tokens)
+    sizes: arguments of `PatchEncoder`.
+    """
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
 
     @property

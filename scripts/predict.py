@@ -56,7 +56,7 @@ class Device(NamedTuple):
 
 
 # MAMF: "Maximum Achievable Matmul FLOPS", bfloat16, mean of 100 products of the best shape in PyTorch:
-# https://github.com/stas00/ml-engineering/tree/master/compute/accelerator#maximum-achievable-matmul-flops-comparison-table
+# https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
 # SHARE of the datasheet's bandwidth where no measurement was found: that of the H200, 4.3 of 4.8 TB/s.
 SHARE = 0.9
 DEVICES = {

@@ -19,6 +19,7 @@ from tests.slow_mae import slow_loss
 from tests.test_models_mae_pr import SIZES, official_state_dict, orders, perturbed
 from util.costs import forward_gmac
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
+from util.features import class_feature
 from util.run.checkpoint import CheckpointError, read_checkpoint
 
 PIXIO = ["--num_cls_tokens", "3", "--learned_pos_embed", "--mask_unit", "2"]
@@ -137,6 +138,18 @@ def test_class_feature(num_cls_tokens):
 def test_impossible_models(flags, message):
     with pytest.raises(ValueError, match=message):
         build(*flags)
+
+
+@pytest.mark.parametrize("name", ["amt_vit_micro_patch4", "crossmae_vit_micro_patch4", "localmim_vit_micro_patch4"])
+def test_frameworks_for_one_class_token_take_no_more(name):
+    with pytest.raises(ValueError, match="is made for one class token, got 2"):
+        main_pretrain.MODELS[name](num_cls_tokens=2)
+
+
+def test_class_tokens_of_a_network_without_blocks_are_averaged():
+    x = torch.randn(2, 7, 5)
+    torch.testing.assert_close(class_feature(x, None, 2), (x[:, 0] + x[:, 1]) / 2)
+    assert torch.equal(class_feature(x, None, 1), x[:, 0])
 
 
 # -------------------------------------------------------------------------------------------------------------- recipes

@@ -96,11 +96,12 @@ def class_feature(x: torch.Tensor, before_norm: torch.Tensor | None, num_cls_tok
 
     The latter is Pixio's (arXiv 2512.15715).
 
-    x, before_norm: tokens [B, T, D] after and before the final norm; the latter may be None for a single class token.
+    x, before_norm: tokens [B, T, D] after and before the final norm. The latter may be None for a single class token;
+    otherwise None means that the network has no such output, and `x` is read.
     """
-    if num_cls_tokens == 1 or before_norm is None:
+    if num_cls_tokens == 1:
         return x[:, 0]
-    return before_norm[:, :num_cls_tokens].to(x.dtype).mean(dim=1)
+    return (x if before_norm is None else before_norm)[:, :num_cls_tokens].to(x.dtype).mean(dim=1)
 
 
 def moments_of_all(features: torch.Tensor) -> Moments:
