@@ -203,7 +203,7 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, record_property, re
 @pytest.mark.fault(
     "F45",
     "SIGKILL of one process of a job",
-    "requeued by the launcher's guard; at most the save interval and one write lost; exact",
+    "requeued by the launcher's guard; exact",
 )
 def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, record_property):
     """A cancelled job has saved and is not requeued. The next one loses a process and is requeued."""
@@ -295,7 +295,7 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
 @pytest.mark.fault(
     "F45b",
     "a node lost: its daemon, its step's keeper and its process killed",
-    "requeued; at most the interval and one write lost; exact",
+    "requeued; exact",
 )
 def test_a_run_outlives_its_node(undisturbed, photos, tmp_path, record_property):
     """SLURM gives the node up some 20 s after its daemon has died, and requeues the job itself."""

@@ -96,26 +96,16 @@ def order(row: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def outcome(row: Mapping[str, Any]) -> str:
-    """Returns the last cell of a row: what was expected, what did not hold, and what was measured, in short."""
-    text = row["expected"]
+    """Returns the last cell of a row: what was expected, and what did not hold."""
     if not row["ran"]:
-        text += f" (**not run**: {row['not_run']})"
-    elif row["held"] < row["ran"]:
-        text += f" (**held in {row['held']} of {row['ran']} tests**)"
-    if row["measured"]:
-        first, *others = dict.fromkeys(row["measured"].split("; "))
-        shown = first
-        for part in others:
-            if len(f"{shown}; {part}") > 110:
-                shown += "; …"
-                break
-            shown += f"; {part}"
-        text += f". *{shown}*"
-    return text
+        return f"{row['expected']} (**not run**: {row['not_run']})"
+    if row["held"] < row["ran"]:
+        return f"{row['expected']} (**held in {row['held']} of {row['ran']} tests**)"
+    return str(row["expected"])
 
 
 def document(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What was run when, how many rows held, and the table: all faults, and actions that did not hold."""
+    """Returns what was run when, how many rows held, and the table: all faults, and actions that did not hold."""
     runs: dict[tuple[str, str], list[str]] = {}  # consecutive rows become one range
     before = None
     for row in rows:
@@ -126,15 +116,15 @@ def document(rows: Sequence[Mapping[str, Any]]) -> str:
         else:
             own.append(row["row"])
         before = run
-    text = "".join(f"- `{commit}`, {run}: {', '.join(own)}\n" for (commit, run), own in runs.items())
-    text = f"Commits and machines:\n\n{text}\n"
+    lines = [f"- `{commit}`, {run.partition(',')[0]}: {', '.join(own)}\n" for (commit, run), own in runs.items()]
+    text = f"Commits:\n\n{''.join(lines)}\n"
     for letter, title in (("F", "faults of a cluster"), ("U", "actions of users")):
         run_rows = [row for row in rows if row["row"].startswith(letter) and row["ran"]]
         held = sum(row["held"] == row["ran"] for row in run_rows)
         text += f"{held} of {len(run_rows)} {title} held. "
     shown = [row for row in rows if row["row"].startswith("F") or row["held"] < row["ran"] or not row["ran"]]
-    cells = [[str(cell).replace("|", r"\|") for cell in (row["row"], row["action"], outcome(row))] for row in shown]
-    return f"{text.strip()}\n\n{markdown_table(['', 'Fault', 'Expected, *measured*'], cells, left=3)}\n"
+    cells = [[f"{row['row']} {row['action']}".replace("|", r"\|"), outcome(row).replace("|", r"\|")] for row in shown]
+    return f"{text.strip()}\n\n{markdown_table(['Fault', 'Expected'], cells, left=2)}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
