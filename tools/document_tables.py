@@ -13,28 +13,42 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from recipes import FINETUNE_RECIPES
 from scripts.paper_tables import COUNTED_FLOPS, OTHER_EVALUATION, TABLES, published_costs, published_top1
 from util.run.cli import Parser
 from util.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-# The line of a framework: (its name, the recipe of PR-MIM).
-FRAMEWORKS = {
-    "MAE, ViT-B, 300, .5": "prmim50_vit_base_300ep",
-    "MAE, ViT-B, 800, .5": "prmim50_vit_base_800ep",
-    "MAE, ViT-L, 100, .5": "prmim50_vit_large_100ep",
-    "MAE, ViT-L, 800, .5": "prmim50_vit_large_800ep",
-    "MFF, ViT-B, 800, .5": "mff_prmim50_vit_base_800ep",
-    "SimMIM, ViT-B, 100, .3": "simmim_prmim30_vit_base_100ep",
-    "SimMIM, ViT-B, 800, .3": "simmim_prmim30_vit_base_800ep",
-    "LocalMIM, ViT-B, 100, .65": "localmim_prmim65_vit_base_100ep",
-    "GreenMIM, Swin-B, 100, .5": "greenmim_prmim50_swin_base_100ep",
-    "GreenMIM, Swin-L, 100, .5": "greenmim_prmim50_swin_large_100ep",
-    "TEC, ViT-B, 300, .5, iBOT": "tec_prmim50_vit_base_300ep",
-    "CrossMAE, ViT-B, 400, .5": "crossmae_prmim50_vit_base_400ep",
-    "CrossMAE, ViT-B, 800, .5": "crossmae_prmim50_vit_base_800ep",
-    "CrossMAE, ViT-L, 800, .5": "crossmae_prmim50_vit_large_800ep",
-    "CrossMAE, ViT-H, 800, .5": "crossmae_prmim50_vit_huge_800ep",
+# Lines of the table of frameworks: recipes of PR-MIM.
+FRAMEWORKS = (
+    "prmim50_vit_base_300ep",
+    "prmim50_vit_base_800ep",
+    "prmim50_vit_large_100ep",
+    "prmim50_vit_large_800ep",
+    "mff_prmim50_vit_base_800ep",
+    "simmim_prmim30_vit_base_100ep",
+    "simmim_prmim30_vit_base_800ep",
+    "localmim_prmim65_vit_base_100ep",
+    "greenmim_prmim50_swin_base_100ep",
+    "greenmim_prmim50_swin_large_100ep",
+    "tec_prmim50_vit_base_300ep",
+    "crossmae_prmim50_vit_base_400ep",
+    "crossmae_prmim50_vit_base_800ep",
+    "crossmae_prmim50_vit_large_800ep",
+    "crossmae_prmim50_vit_huge_800ep",
+)
+# Lines of the table of fine-tuning recipes: (title, beginning of the names). What is left is of small runs.
+FINETUNED = {
+    "MAE, plain, PR-MIM, CrossMAE": "finetune_vit_",
+    "the last blocks alone": "partial",
+    "linear probing": "linprobe_vit_",
+    "iNaturalist": "inat",
+    "MFF": "mff_",
+    "SimMIM": "simmim_",
+    "LocalMIM": "localmim_",
+    "TEC": "tec_",
+    "GreenMIM": "greenmim_",
+    "AMT": "amt_",
 }
 
 EVALUATED = {
@@ -74,40 +88,42 @@ def readme() -> str:
 
 def ablation() -> str:
     """Returns the ablations, with one line for each arm."""
-    titles = ["ViT-B, 100 epochs", "recipes", "ρ_d .25 / .50 / .65", "FLOPs, published", "counted"]
-    rows = [["MAE, ρ_d 0", "`mae_vit_base_100ep`", published_top1("mae_vit_base_100ep"), "1", "1"]]
-    for label, arm in (
-        ("plain", "plain"),
-        ("+ progressive", "progressive"),
-        ("+ furthest", "furthest"),
-        ("PR-MIM (both)", "prmim"),
-    ):
+    titles = ["recipe", "ρ_d .25 / .50 / .65", "FLOPs, published", "counted"]
+    rows = [["`mae_vit_base_100ep`", published_top1("mae_vit_base_100ep"), "1", "1"]]
+    for arm in ("plain", "progressive", "furthest", "prmim"):
         recipes = [f"{arm}{percent}_vit_base_100ep" for percent in (25, 50, 65)]
-        names = ", ".join(f"`{recipe.partition('_')[0]}_…`" for recipe in recipes)
         costs = [" / ".join(cells) for cells in zip(*map(flops, recipes), strict=True)]
-        rows.append([label, names, " / ".join(str(published_top1(recipe)) for recipe in recipes), *costs])
-    return markdown_table(titles, rows, left=2)
+        numbers = " / ".join(str(published_top1(recipe)) for recipe in recipes)
+        rows.append([f"`{arm}…_vit_base_100ep`", numbers, *costs])
+    return markdown_table(titles, rows)
 
 
 def frameworks() -> str:
     """All other rows of PR-MIM."""
-    titles = ["framework, epochs, ρ_d", "recipe", "ρ_d 0", "plain", "PR-MIM", "FLOPs, published", "counted"]
+    titles = ["recipe of PR-MIM", "ρ_d 0", "plain", "PR-MIM", "FLOPs, published", "counted"]
     rows = []
-    for label, recipe in FRAMEWORKS.items():
+    for recipe in FRAMEWORKS:
         numbers = [published_top1(arm) or "–" for arm in arms_of(recipe)]
-        rows.append([label, f"`{recipe}`", *numbers, *flops(recipe)])
-    return markdown_table(titles, rows, left=2)
+        rows.append([f"`{recipe}`", *numbers, *flops(recipe)])
+    return markdown_table(titles, rows)
 
 
 def methods() -> str:
     """Returns the comparison with AMT."""
     table = TABLES["methods"]
-    titles = ["the paper's comparison with AMT", "epochs", "recipe", "ρ_d", "top-1, published", "FLOPs, counted"]
+    titles = ["the paper's comparison with AMT", "recipe", "top-1, published", "FLOPs, counted"]
     rows = []
     for row in table.rows:
-        first = [row.label, row.epochs, f"`{row.pretrain}`", ratio(row.throw_ratio / 100, 2)]
-        rows.append([*first, *row.numbers, flops(row.pretrain)[1]])
-    return f"{markdown_table(titles, rows, left=3)}\n\n{table.note}"
+        rows.append([row.label, f"`{row.pretrain}`", *row.numbers, flops(row.pretrain)[1]])
+    return f"{markdown_table(titles, rows, left=2)}\n\n{table.note}"
+
+
+def finetuned() -> str:
+    """Returns the fine-tuning recipes of each pre-training."""
+    lines = {title: [name for name in FINETUNE_RECIPES if name.startswith(start)] for title, start in FINETUNED.items()}
+    lines["small runs"] = [name for name in FINETUNE_RECIPES if name not in sum(lines.values(), [])]
+    rows = [[title, ", ".join(f"`{name}`" for name in names)] for title, names in lines.items()]
+    return markdown_table(["encoder", "recipe"], rows, left=2)
 
 
 def evaluations(prefix: str, tables: Sequence[str]) -> str:
@@ -138,6 +154,7 @@ WRITERS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"main result": readme},
     "docs/pretrain.md": {"ablation": ablation, "frameworks": frameworks, "methods": methods},
     "docs/finetune.md": {
+        "recipes": finetuned,
         "MAE": lambda: evaluations("", ("schedules", "robustness", "inaturalist")),
         "MFF": lambda: evaluations("mff_", ("frameworks", "robustness", "inaturalist")),
     },
