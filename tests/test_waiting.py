@@ -27,6 +27,7 @@ READS = {
     "new_tensor": lambda x: x.new_tensor([1, 2]),
     "where": lambda x: torch.where(x > 1),
     "mask": lambda x: x[x > 1],
+    "set by a mask": lambda x: x.__setitem__(x > 1, x[0]),
     "repeats": lambda x: x.repeat_interleave(x.long()),
 }
 
@@ -47,6 +48,8 @@ def test_the_spy_lets_pass_what_nobody_waits_for():
             x[x.long()],
             torch.full((), 2.0, device=x.device),
             x.masked_fill_(x > 1, 0.0),
+            x.__setitem__(x > 1, 0.0),
+            torch.tensor(2.0),
             torch.nn.utils.get_total_norm([x]),
         )
     assert found == []

@@ -78,8 +78,9 @@ class AlignedRoIPool(nn.Module):
         levels = (2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)).floor().clamp(0, len(maps) - 1)
         rois = torch.cat([owner, flat], dim=1)
         out = maps[0].new_zeros(len(rois), maps[0].shape[1], self.size, self.size, dtype=torch.float32)
-        for level, features in enumerate(maps):
-            index = (levels == level).nonzero()[:, 0]
+        counts = (levels[:, None] == torch.arange(len(maps), device=levels.device)).sum(dim=0).tolist()
+        order = levels.argsort(stable=True)[: sum(counts)]  # boxes that are not finite come last and are left out
+        for level, (features, index) in enumerate(zip(maps, order.split(counts), strict=True)):
             scale = 2.0 ** (2 - level) / self.patch_size
             pooled = roi_align(features.float(), rois[index], self.size, scale, sampling_ratio=0, aligned=True)
             out = out.index_put((index,), pooled)
@@ -109,13 +110,13 @@ class RoIHeadsL1(RoIHeads):
             "box": F.l1_loss(chosen, torch.cat(deltas)[positive], reduction="sum") / max(1, label.numel()),
         }
         if self.has_mask() and targets is not None:
-            found = [label > 0 for label in labels]
-            boxes_of_masks = [box[keep] for box, keep in zip(proposals, found, strict=True)]
-            logits = self.predict_masks(maps, boxes_of_masks)
+            counts = torch.stack([(label > 0).sum() for label in labels]).tolist()
+            found, numbers = (torch.cat(parts)[positive].split(counts) for parts in (proposals, matched))
+            logits = self.predict_masks(maps, found)
             own = logits[torch.arange(len(logits), device=logits.device), label[positive]]
             wanted = [
-                crop_masks(target["masks"], box, index[keep], own.shape[-1])
-                for target, box, index, keep in zip(targets, boxes_of_masks, matched, found, strict=True)
+                crop_masks(target["masks"], box, index, own.shape[-1])
+                for target, box, index in zip(targets, found, numbers, strict=True)
             ]
             loss = F.binary_cross_entropy_with_logits(own, torch.cat(wanted), reduction="sum")
             losses["mask"] = loss / max(1, own.numel())

@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,22 +270,27 @@ class Probing:
         for step in range(args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * rate_at(step, args.steps)
-            for micro in range(self.accum_iter):
-                tokens, labels = self.encode(next(stream))
-                if model is not probes:
-                    model.require_backward_grad_sync = micro == self.accum_iter - 1
-                losses = [F.cross_entropy(x.flatten(0, 1), labels.repeat(len(x))) for x in model(tokens).values()]
-                loss = torch.stack(losses).sum()
-                (loss / self.accum_iter).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            loss = self.update(model, optimizer, stream)
             if (step + 1) % max(1, args.steps // 20) == 0:
-                mean, seconds = loss.item() / len(losses), time.monotonic() - begin
-                self.print(f"step {step + 1}/{args.steps}: mean loss of all heads {mean:.4f}, {seconds:.0f} s")
+                seconds = time.monotonic() - begin
+                self.print(f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}, {seconds:.0f} s")
             if stop.agreed() and step + 1 < args.steps:
                 break
         stream.close()
         return step + 1 == args.steps
+
+    def update(self, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Iterator[Any]) -> torch.Tensor:
+        """Makes an optimizer step of all heads. Returns their mean loss in its last micro-batch."""
+        for micro in range(self.accum_iter):
+            tokens, labels = self.encode(next(stream))
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = micro == self.accum_iter - 1
+            logits = model(tokens).values()
+            losses = torch.stack([F.cross_entropy(x.flatten(0, 1), labels.repeat(len(x))) for x in logits])
+            (losses.sum() / self.accum_iter).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return losses.detach().mean()
 
     def encode(self, batch: Sequence[torch.Tensor]) -> tuple[dict[int, Any], torch.Tensor]:
         """Returns (the encoder's tokens by block, labels) of images as they are stored, and labels."""
