@@ -82,8 +82,9 @@ def find_id_problem(entry: Mapping[str, Any]) -> str | None:
 
 def find_image_problem(image: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with an entry of `images`, or None."""
-    if not isinstance(image.get("file_name"), str):
-        return f"its file_name {image.get('file_name')!r} is no path"
+    name = image.get("file_name")
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        return f"its file_name {name!r} is no path inside the folder of the images"
     sides = [image.get("height"), image.get("width")]
     if not all(type(side) is int and side > 0 for side in sides):
         return f"its height and width are {sides} instead of integers from 1 on"
