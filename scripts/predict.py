@@ -57,11 +57,14 @@ class Device(NamedTuple):
 
 # MAMF: "Maximum Achievable Matmul FLOPS", bfloat16, mean of 100 products of the best shape in PyTorch:
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
+# TABLE: bfloat16 products of up to 10240^3 in PyTorch, by its users:
+# https://github.com/zzc0721/torch-performance-test-data/blob/main/database.md
 # SHARE of the datasheet's bandwidth where no measurement was found: that of the H200, 4.3 of 4.8 TB/s.
 SHARE = 0.9
 DEVICES = {
-    # Matrix product of 8192^3 random bfloat16 numbers, and copy of 8.6 GB, in PyTorch 2.11 on one H200 SXM, 2026-10.
-    # Other H200s gave 769 to 798 TFLOP/s. Reported to this project, which did not measure it; no publication.
+    # SXM. Product of 8192^3 random numbers, and copy of 8.6 GB, in PyTorch 2.11, 2026-10: reported to this project,
+    # which did not measure it; the copy has no publication. Published products: 790 in TABLE, 794.5 in MAMF.
+    # Datasheet 989 TFLOP/s without sparsity, 4.8 TB/s, 141 GB: https://www.nvidia.com/en-us/data-center/h200
     "H200": Device(788e12, 4.3e12, 139 * GIB),
     # SXM. MAMF; datasheet 3.35 TB/s: https://www.nvidia.com/en-us/data-center/h100
     "H100": Device(794.5e12, SHARE * 3.35e12, 79 * GIB),
@@ -70,12 +73,12 @@ DEVICES = {
     # SXM. MAMF of A100 SXM, whose memory it does not name; copy: 1225.3 GiB/s of 1448.4,
     # https://pc2.github.io/GPUInspector.jl/dev/examples/data_bandwidth
     "A100-40": Device(271.2e12, 1225.3 * GIB, 39 * GIB),
-    # Datasheet 362 TFLOP/s times the H100's share of its datasheet in MAMF, .803; 864 GB/s:
-    # https://www.nvidia.com/en-us/data-center/l40s. With 350 W it may hold less.
-    "L40S": Device(0.803 * 362e12, SHARE * 864e9, 44 * GIB),
-    # Datasheet 165.2 TFLOP/s with float32 sums. PyTorch products of six users reached 97 to 105 % of it, in a public
-    # table that was found without its address. Copy: https://github.com/xytpai/nvbench
-    "RTX4090": Device(0.97 * 165.2e12, 921e9, 23 * GIB),
+    # TABLE, of a datasheet's 362 TFLOP/s; 864 GB/s: https://www.nvidia.com/en-us/data-center/l40s
+    "L40S": Device(269e12, SHARE * 864e9, 44 * GIB),
+    # The slowest of seven in TABLE. Datasheet 165.2 TFLOP/s with float32 sums:
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+    # Copy: https://github.com/xytpai/nvbench
+    "RTX4090": Device(160.5e12, 921e9, 23 * GIB),
 }
 USABLE = 0.9  # of the memory: the rest is for the CUDA context, libraries, communication and fragmentation
 RATIOS = (0.0, 0.25, 0.5, 0.65)
