@@ -19,6 +19,7 @@ from util.run.flags import (
     RunSchedule,
     add_batch_flags,
     add_loading_flags,
+    add_pixel_flags,
     add_run_flags,
     add_update_flags,
     check_least,
@@ -64,6 +65,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     optimisation("--layer_decay", type=float, help=help_text)
     add_update_flags(groups["optimisation"])
 
+    add_pixel_flags(groups["data"])
     add_loading_flags(groups["data"])
     evaluation = groups["evaluation"].add_argument
     evaluation("--eval_every", type=int, help="iterations between evaluations; the last one is always evaluated")
@@ -171,6 +173,7 @@ def open_everywhere(open_split: Callable[[], Images], split: str, max_bad_fracti
     is_train = split == "train"
     images = collectives.run_everywhere(open_and_check)
     found = {"number of images": len(images), "names and labels": images.fingerprint()}
+    found["channels and depth"] = str(images.pixel_format)
     collectives.refuse_differences(found, f"{split} data")
     return images
 

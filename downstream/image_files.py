@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from util.data.datasets import available_cores
 from util.data.decode import PILLOW_ERRORS, open_image
-from util.data.images import FILE_ERRORS, ImageError
+from util.data.images import FILE_ERRORS, ImageError, ImageFiles
+from util.data.pixel_format import PixelFormat, read_header
 from util.data.transforms import Size
 
 MAX_THREADS = 16  # of a process that reads files for a check
@@ -19,6 +20,28 @@ def read_size(path: str) -> Size:
     with image_errors(path):
         with open_image(path) as img:
             return img.height, img.width
+
+
+def read_formats(
+    images: ImageFiles,
+    compare: Callable[[int, Size], None],
+    numbers: Sequence[int],
+    max_bad_fraction: float,
+    what: str = "images",
+) -> dict[PixelFormat, int]:
+    """Reads the headers of images. Returns their formats, each with an image that has it.
+
+    compare: `compare(i, (height, width))` raises ImageError for a size that does not fit. ImageError, too, if more than
+    `max_bad_fraction` of the images are bad.
+    """
+
+    def look(i: int) -> tuple[PixelFormat, int]:
+        with image_errors(images.path(i)):
+            found, size = read_header(images.path(i), images.in_chans)
+        compare(i, size)
+        return found, i
+
+    return dict(examine(look, numbers, max_bad_fraction, what))
 
 
 @contextmanager

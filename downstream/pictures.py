@@ -3,7 +3,11 @@
 import colorsys
 
 import numpy as np
+import torch
 from PIL import Image
+
+from util.data.transforms import Normalize
+from util.pictures import as_rgb
 
 PANEL = 192  # side of a panel in pixels, if no other is given
 
@@ -22,3 +26,9 @@ def panel(picture: np.ndarray, side: int = PANEL) -> np.ndarray:
     square = Image.new("RGB", (side, side), (255, 255, 255))
     square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
     return np.asarray(square)
+
+
+def as_picture(img: torch.Tensor, normalize: Normalize) -> np.ndarray:
+    """Returns uint8 [H, W, 3] of a normalised image [C, H, W]: one channel as grey, or else the first three."""
+    shown = as_rgb(normalize.undo(img)[None])[0]
+    return (shown * 255).round().byte().permute(1, 2, 0).cpu().numpy()

@@ -123,6 +123,7 @@ class ViTDet(nn.Module):
         pretrain_size: int = 224,
         window_size: int = 14,
         patch_size: int = 16,
+        in_chans: int = 3,
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
@@ -139,7 +140,7 @@ class ViTDet(nn.Module):
         self.img_size, self.patch_size, self.embed_dim, self.depth = (img_size,) * 2, patch_size, embed_dim, depth
         self.map_size: Grid = (img_size // patch_size,) * 2
         self.grid_size: Grid = (pretrain_size // patch_size,) * 2  # of the position table
-        self.patch_embed = PatchEmbed(patch_size, 3, embed_dim)
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]; the class token's row is not used
         self.global_blocks = tuple(depth * quarter // 4 - 1 for quarter in (1, 2, 3, 4))
@@ -152,7 +153,7 @@ class ViTDet(nn.Module):
         init_weights(self)
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Returns the last block's map [B, D, rows, columns] of normalised images [B, 3, H, W], without a norm."""
+        """Returns the last block's map [B, D, rows, columns] of normalised images [B, C, H, W], without a norm."""
         check_image_size(imgs, self.img_size)
         positions = resize_pos_embed(self.pos_embed, self.grid_size, self.map_size)[:, 1:]
         x = (self.patch_embed(patchify(imgs, self.patch_size)) + positions).unflatten(1, self.map_size)

@@ -13,23 +13,24 @@ import torch
 from downstream.common import scaled_size
 from downstream.detection.annotations import read_coco
 from downstream.detection.masks import decode_mask
-from downstream.image_files import examine, read_size
+from downstream.image_files import read_formats
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.images import ImageError, ImageFiles, evenly_spaced
-from util.data.transforms import Size
+from util.data.transforms import Size, mirror, resize
 from util.text import count_of, shorten
 
 Batch = Sequence[Any]  # of `PadAndStack`
 
-# Of an image: uint8 [3, h, w], boxes float [n, 4], labels int64 [n], masks uint8 [n, h, w].
+# Of an image: [C, h, w], boxes float [n, 4], labels int64 [n], masks uint8 [n, h, w].
 DetectionSample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CocoImages(ImageFiles):
-    """The images of a COCO-style JSON file. `load(i)` returns (uint8 [H, W, 3], 0), `annotations(i)` its objects.
+    """The images of a COCO-style JSON file. `load(i)` returns ([H, W, C], 0), `annotations(i)` its objects.
 
     training: leave out crowds, boxes without area inside the image, and then images without objects, as detectron2
-    does. `notes` says how many. Otherwise every image of the file is kept.
+    does. `notes` says how many. Otherwise every image of the file is kept. in_chans: channels of the images; 3 are RGB
+    of 8 bits.
 
     categories: [(id, name)] in the order of the ids. A label is a category's place in it, counted from 1.
     num_objects, num_masks: how many annotations are no crowds, and how many of them have a segmentation.
@@ -38,8 +39,8 @@ class CocoImages(ImageFiles):
     `check` and `load`, if an image is missing, unreadable or of another size than in the file.
     """
 
-    def __init__(self, json_path: str | Path, image_root: str | Path, training: bool) -> None:
-        self.json_path = Path(json_path)
+    def __init__(self, json_path: str | Path, image_root: str | Path, training: bool, in_chans: int = 3) -> None:
+        self.json_path, self.in_chans = Path(json_path), in_chans
         content = read_coco(self.json_path)
         if not Path(image_root).is_dir():
             raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
@@ -76,7 +77,7 @@ class CocoImages(ImageFiles):
         self.bytes = np.frombuffer(b"".join(parts), np.uint8)
 
     def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
-        """Looks for all images in their folders, and compares the sizes in headers with those in the JSON file.
+        """Looks for all images in their folders, compares sizes with those in the JSON file, and formats.
 
         Each rank reads a share of the headers. With `all_sizes`, the ranks together read all headers, otherwise
         `num_checked` evenly spaced ones. ImageError if more than `max_bad_fraction` of them are bad, or if an image is
@@ -86,9 +87,9 @@ class CocoImages(ImageFiles):
             self.refuse_missing()
         number = len(self) if all_sizes else min(self.num_checked, len(self))
         spaced = evenly_spaced(len(self), number).tolist()
-        examine(
-            lambda i: self.refuse_size(i, read_size(self.path(i))), spaced[rank::world_size], max_bad_fraction, "images"
-        )
+        formats = read_formats(self, self.refuse_size, spaced[rank::world_size], max_bad_fraction)
+        super().check(max_bad_fraction)
+        self.one_format({self.pixel_format: 0} | formats)
 
     def refuse_missing(self) -> None:
         """ImageError if images are not in their folder."""
@@ -145,14 +146,6 @@ def clip_box(box: Sequence[float], size: Size) -> list[float] | None:
 # -------------------------------------------------------------------------------------------------------- transforms
 
 
-def resize_image(img: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resizes uint8 [3, H, W] bilinearly with antialiasing, as Pillow does."""
-    if tuple(img.shape[-2:]) == size:
-        return img.contiguous()
-    out = torch.nn.functional.interpolate(img[None], size=size, mode="bilinear", antialias=True, align_corners=False)
-    return out[0]
-
-
 def nearest(places: range, source: int, target: int) -> torch.Tensor:
     """Returns the source pixel at the centre of each of the target pixels `places` on an axis, int64."""
     centres = (torch.arange(places.start, places.stop, dtype=torch.float64) + 0.5) * source / target
@@ -184,7 +177,7 @@ class LargeScaleJitter:
         self.images, self.side, self.seed, self.scale_range, self.masks = images, side, seed, scale_range, masks
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> DetectionSample:
-        """Augments uint8 [3, H, W], image number `index`."""
+        """Augments [C, H, W], image number `index`."""
         u_flip, u_scale, u_top, u_left = addressed_numbers(AUGMENT, self.seed, epoch, index, 4)
         flip = u_flip < 0.5
         low, high = self.scale_range
@@ -192,7 +185,8 @@ class LargeScaleJitter:
         size = scaled_size(before, self.side * (low + u_scale * (high - low)))
         top, left = (round(u * max(0, s - self.side)) for u, s in zip((u_top, u_left), size, strict=True))
         rows, columns = range(top, min(size[0], top + self.side)), range(left, min(size[1], left + self.side))
-        img = resize_image(img.flip(-1) if flip else img, size)[:, top : rows.stop, left : columns.stop].contiguous()
+        img = resize(mirror(img) if flip else img, size, "bilinear")
+        img = img[:, top : rows.stop, left : columns.stop].contiguous()
         objects = self.images.annotations(index)
         labels = torch.tensor([a["label"] for a in objects], dtype=torch.int64)
         if not self.masks:
@@ -244,15 +238,16 @@ class ResizeForDetection:
         self.side = side
 
     def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
-        """Returns uint8 [3, h, w] of uint8 [3, H, W], and no objects."""
-        img = resize_image(img, scaled_size((img.shape[1], img.shape[2]), self.side))
-        return img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), img.new_zeros(0, *img.shape[1:])
+        """Returns [C, h, w] of [C, H, W], and no objects."""
+        img = resize(img, scaled_size((img.shape[1], img.shape[2]), self.side), "bilinear").contiguous()
+        masks = torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
+        return img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), masks
 
 
 class PadAndStack:
     """Collates samples of different sizes: pads them at the bottom and the right to `side` pixels.
 
-    Returns (imgs uint8 [B, 3, side, side], list of sizes (height, width), list of numbers of objects, and of all images
+    Returns (imgs [B, C, side, side], list of sizes (height, width), list of numbers of objects, and of all images
     together boxes [T, 4], labels [T], masks uint8 [T, side, side]). The lists stay on the host.
     """
 

@@ -15,7 +15,7 @@ from downstream.detection.annotations import read_coco
 from downstream.detection.data import Batch, CocoImages, PadAndStack, ResizeForDetection
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
-from downstream.pictures import default_colors, panel
+from downstream.pictures import as_picture, default_colors, panel
 from util import collectives
 from util.data.transforms import Normalize, Size
 from util.pictures import table
@@ -158,7 +158,9 @@ def detect_all(
             results += coco_results(objects, int(images.ids[index]), category_ids)
             if len(pictures) < num_pictures:
                 shown = [part for part in objects if part[2] >= SHOWN_SCORE]
-                pictures.append((images.load(index)[0], true_objects(images, index), shown))
+                whole = torch.from_numpy(images.load(index)[0]).permute(2, 0, 1).to(device)
+                picture = as_picture(normalize(whole), normalize)
+                pictures.append((picture, true_objects(images, index), shown))
     model.train(was_training)
     if collectives.all_reduce_sum(num_bad) > 0:
         raise FloatingPointError("the outputs of the model are not finite: try --precision fp32, and check --std")

@@ -29,7 +29,8 @@ from downstream.detection.models import Detector, build_detector
 from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import Weights, fit, load_encoder, read
-from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.data.images import check_splits
+from util.data.statistics import normalizer
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
 from util.run.evaluation import Evaluator, Session, session_of_eval
@@ -40,7 +41,7 @@ from util.text import count_of, shorten
 PROGRAM = "main_detection.py"
 PICTURE = "detections.png"
 # Settings that describe a trained model. Evaluation takes them from the checkpoint.
-MODEL_FLAGS = ("model", "input_size", "patch_size", "pretrain_size", "window_size", "decoder_channels")
+MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "pretrain_size", "window_size", "decoder_channels")
 SPLITS = {split: (f"annotations/instances_{split}2017.json", f"{split}2017") for split in ("train", "val")}
 # `categories` follow from the data, which are compared by themselves.
 FREE_FLAGS = common.FREE_FLAGS | {"categories", *(f"{split}_{name}" for split in SPLITS for name in ("json", "images"))}
@@ -98,10 +99,14 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
 # ------------------------------------------------------------------------------------------------------------- data
 
 
-def open_split(args: argparse.Namespace, split: str) -> CocoImages:
-    """Opens a split on all ranks. ValueError on all ranks if a file cannot be used."""
+def open_split(args: argparse.Namespace, split: str, in_chans: int | None = None) -> CocoImages:
+    """Opens a split on all ranks. ValueError on all ranks if a file cannot be used.
+
+    in_chans: channels of a trained model's images (default: the flag's).
+    """
     json_path, folder = (Path(args.data_path) / getattr(args, f"{split}_{name}") for name in ("json", "images"))
-    return common.open_everywhere(lambda: CocoImages(json_path, folder, split == "train"), split)
+    channels = args.in_chans if in_chans is None else in_chans
+    return common.open_everywhere(lambda: CocoImages(json_path, folder, split == "train", channels), split)
 
 
 def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, what: str) -> None:
@@ -168,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         images, val_images = open_split(args, "train"), open_split(args, "val")
         check_categories(images.categories, val_images, str(images.json_path))
+        check_splits(images, val_images)
         masks = choose_masks(args.masks, images)
         val_masks = masks and choose_masks(None, val_images)
         chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
@@ -189,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             val_images=val_images,
             transform=LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks),
             collate=PadAndStack(args.input_size),
-            statistics=(IMAGENET_MEAN, IMAGENET_STD),
+            statistics=run.choose_statistics(images),
             rows=summary_rows(args, model, masks, images, val_images),
             schedule=partial(schedule_by_iterations, learning_rate=rate),
             settings={**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size},
@@ -205,47 +211,51 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def load_detector(
-    path: str | Path, args: argparse.Namespace, given: set[str], images: CocoImages
-) -> tuple[Detector, int | None]:
-    """Loads a trained model: ours, or a released ViTDet of detectron2, which has COCO's categories.
+def read_detector(args: argparse.Namespace, given: set[str]) -> tuple[Weights, dict[str, Any]]:
+    """Reads the trained model at --resume: ours, or a released ViTDet of detectron2, which has COCO's categories.
 
-    given: names of the flags that were set explicitly. Returns (model in eval mode, step of our run). ValueError if the
-    model has other categories than `images`.
+    given: names of the flags that were set explicitly. Returns (weights under our names, settings of model and pixels).
     """
+    path = args.resume
     weights = Weights(path, read_released(Path(path))) if str(path).endswith(".pkl") else read(path)
-    path, stored = weights.path, weights.settings
+    what, stored = f"the model at {str(weights.path)!r}", {**weights.settings, **weights.pixels}
     if is_detectron2(weights.raw):
-        weights = Weights(path, detectron2_names(weights.raw))
-        stored = infer_settings(weights.raw, repr(str(path)))
-        number = stored.pop("num_classes")
-        if number != len(images.categories):
-            raise ValueError(
-                f"{str(path)!r} detects {number} categories, but {str(images.json_path)!r} has {len(images.categories)}"
-            )
-        stored["categories"] = images.categories
-    if "categories" not in stored:
-        raise ValueError(f"{str(path)!r} holds no detector of this program or of detectron2's ViTDet")
-    check_same(args, stored, given.intersection(MODEL_FLAGS), f"the model at {str(path)!r}")
-    check_categories(stored["categories"], images, f"the model at {str(path)!r}")
-    model = build_detector({**stored, "drop_path": 0.0})
+        weights = Weights(weights.path, detectron2_names(weights.raw))
+        stored = infer_settings(weights.raw, repr(str(weights.path)))
+    elif "categories" not in stored:
+        raise ValueError(f"{str(weights.path)!r} holds no detector of this program or of detectron2's ViTDet")
+    check_same(args, stored, given.intersection(MODEL_FLAGS), what)
+    return weights, stored | {name: getattr(args, name) for name in given.intersection(("mean", "std"))}
+
+
+def load_detector(weights: Weights, stored: Mapping[str, Any], images: CocoImages) -> Detector:
+    """Builds what `read_detector` has read, in eval mode. ValueError if it has other categories than `images`."""
+    path, number = str(weights.path), len(images.categories)
+    if stored.get("num_classes", number) != number:  # of a released model
+        has = f"but {str(images.json_path)!r} has {number}"
+        raise ValueError(f"{path!r} detects {stored['num_classes']} categories, {has}")
+    categories = stored.get("categories", images.categories)
+    check_categories(categories, images, f"the model at {path!r}")
+    model = build_detector({**stored, "categories": categories, "drop_path": 0.0})
     fit(model, weights, "all")
-    return model.eval(), weights.meta.get("step")
+    return model.eval()
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation images and returns the scores."""
     check_least(args, 0, "num_workers num_pictures")
     coco_masks()
-    images = open_split(args, "val")
-    model, step = load_detector(args.resume, args, given, images)
+    weights, stored = read_detector(args, given)
+    images = open_split(args, "val", stored["in_chans"])
+    model = load_detector(weights, stored, images)
     if args.masks and not model.roi_heads.has_mask():
         raise ValueError(f"--masks, but the model at {args.resume!r} has no mask head: leave it out")
     masks = model.roi_heads.has_mask() and choose_masks(args.masks, images)
     device, num_pictures = session.process.device, 0 if session.output_dir is None else args.num_pictures
-    numbers = Normalize(IMAGENET_MEAN, IMAGENET_STD).to(device), precision(args.precision, device).autocast
+    numbers = normalizer(stored, images.pixel_format).to(device), precision(args.precision, device).autocast
     result = evaluate(model.to(device), images, masks, num_pictures, *numbers, num_workers(args, session.process))
-    session.finish(result, describe_scores(result.scores), {"step": step, "checkpoint": args.resume}, PICTURE)
+    origin = {"step": weights.meta.get("step"), "checkpoint": args.resume}
+    session.finish(result, describe_scores(result.scores), origin, PICTURE)
     return result.scores
 
 

@@ -223,7 +223,7 @@ class Detector(nn.Module):
     def forward(self, imgs: torch.Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None) -> Any:
         """Returns {name: loss} in training, the Detections of each image in eval mode, in pixels of `imgs`.
 
-        imgs: [B, 3, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
+        imgs: [B, C, S, S], normalised, then padded with zeros at the bottom and the right. sizes: (height, width) of
         each image without the padding.
         """
         maps = self.pyramid(self.backbone(imgs))
@@ -259,7 +259,7 @@ def build_detector(settings: Mapping[str, Any]) -> Detector:
     """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
     options: dict[str, Any] = {**SIZES[settings["model"]]}
     options |= {"pretrain_size": options.get("img_size", 224), "img_size": settings["input_size"]}
-    options["drop_path_rate"] = settings["drop_path"]
+    options |= {"in_chans": settings["in_chans"], "drop_path_rate": settings["drop_path"]}
     for name in ("patch_size", "pretrain_size", "window_size"):
         if settings[name] is not None:
             options[name] = settings[name]

@@ -18,12 +18,11 @@ import torch
 from torch.nn import functional as F
 
 from downstream.common import scaled_size
-from downstream.image_files import examine, image_errors, read_size
+from downstream.image_files import examine, image_errors, read_formats, read_size
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import has_16_bits, open_image
 from util.data.folders import is_hidden, is_image
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
-from util.data.pixel_format import read_header
 from util.data.splits import split_of
 from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
@@ -111,17 +110,16 @@ class SegmentationImages(ImageFiles):
         spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()
 
         share, everything, rule = slice(rank, None, world_size), range(len(self)), (max_bad_fraction, "pairs")
-        examine(self.compare_sizes, everything[share], *rule)
+        formats = read_formats(self, self.compare_labels, everything[share], *rule)
         super().check(max_bad_fraction)
+        self.one_format({self.pixel_format: 0} | formats)
         found = examine(lambda i: (self.load(i)[0][..., -1] != IGNORE).any(), spaced[share], *rule)
         if all_labels:
             found += examine(lambda i: (self.load_labels(i) != IGNORE).any(), everything[share], *rule)
         self.has_class = bool(np.any(found))
 
-    def compare_sizes(self, i: int) -> None:
-        """Reads the headers of image i and of its labels. ImageError if one is unreadable or the sizes differ."""
-        with image_errors(self.path(i)):
-            _, size = read_header(self.path(i), self.in_chans)
+    def compare_labels(self, i: int, size: Size) -> None:
+        """Reads the header of the labels of image i. ImageError if it is unreadable or the sizes differ."""
         self.refuse_sizes(i, size, read_size(self.label_path(i)))
 
     def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from downstream.common import each_image
-from downstream.pictures import default_colors, panel
+from downstream.pictures import as_picture, default_colors, panel
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util import collectives
@@ -146,8 +146,7 @@ def evaluate(
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
         counts += count_pixels(predicted, truth, args.num_classes)
         if len(pictures) < args.num_pictures:
-            shown = (normalize.undo(img) * 255).round().byte().cpu().permute(1, 2, 0)
-            pictures.append((shown.numpy(), labels[0].numpy(), predicted.cpu().numpy()))
+            pictures.append((as_picture(img, normalize), labels[0].numpy(), predicted.cpu().numpy()))
     model.train(was_training)
     if bad := collectives.all_reduce_sum(num_bad).item():
         raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")
@@ -191,8 +190,5 @@ def draw_predictions(pictures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray
     """Draws a row of image, truth (black: ignored) and prediction for each picture. Returns uint8 [H, W, 3]."""
     palette = np.zeros((256, 3), np.uint8)
     palette[: len(colors)] = colors
-    rows = []
-    for img, truth, predicted in pictures:
-        shown = img if img.shape[2] == 3 else img[:, :, :1].repeat(3, axis=2)
-        rows.append([panel(shown), panel(palette[truth]), panel(palette[predicted])])
+    rows = [[panel(img), panel(palette[truth]), panel(palette[predicted])] for img, truth, predicted in pictures]
     return table(rows, ["image", "truth", "prediction"])

@@ -61,7 +61,6 @@ def get_args_parser() -> Parser:
     model = groups["model"].add_argument
     model("--head", choices=HEADS, help="linear: one layer on the frozen encoder")
     model("--input_size", type=int, help="side of a crop and of a window in pixels")
-    model("--in_chans", type=int, default=3, help="channels of the images")
 
     optimisation = groups["optimisation"].add_argument
     optimisation("--min_lr", type=float, help="learning rate at the end of the schedule")
@@ -77,9 +76,6 @@ def get_args_parser() -> Parser:
     data("--reduce_zero_label", action=boolean, default=False, help=help_text)
     help_text = "text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)"
     data("--class_names", metavar="FILE", help=help_text)
-    origin = "default: the encoder's, ImageNet's for RGB, or else the data's"
-    data("--mean", type=float, nargs="+", help=f"pixel mean of each channel, of integers in [0, 1] ({origin})")
-    data("--std", type=float, nargs="+", help="pixel deviation of each channel, in the same unit")
 
     augmentation = groups["augmentation"].add_argument
     text = "longest and shortest side to which an image is scaled"

@@ -6,9 +6,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from downstream.common import LinearDecay, StepDecay
-from tests.downstream.dense import segment, segment_linear
+from models_vit import MICRO, VisionTransformer
+from tests.downstream.bands import bands, write_array, write_bands
+from tests.downstream.dense import detect, segment, segment_linear
 from tests.runs import assert_same_state, reports, state
-from util.run.checkpoint import newest_checkpoint
+from util.data.pixel_format import read_header
+from util.run.checkpoint import newest_checkpoint, save_checkpoint
 from util.run.evaluation import RESULTS, Evaluator
 from util.run.folder import read_json
 
@@ -113,6 +116,36 @@ def test_a_short_run_that_diverges_is_no_result(dense, tmp_path, capsys):
     program, data, _ = dense
     message = program.refused(capsys, data, tmp_path, "--num_iters", 8, "--eval_every", 4, "--lr", 1e10, code=3)
     assert "not finite" in message and "checkpoint" in message
+
+
+@pytest.mark.parametrize(
+    ("program", "suffix"), [(segment, ".npy"), (detect, ".tif")], ids=["segmentation", "detection"]
+)
+def test_five_bands_of_16_bits(tmp_path, capsys, program, suffix):
+    """They are normalised as the pre-trained encoder's images were; evaluation takes this from the checkpoint."""
+    if program is detect:
+        pytest.importorskip("faster_coco_eval")
+    root = write_bands(program.write(tmp_path / "data", 4), suffix)
+    statistics = {"mean": [0.05, 0.1, 0.2, 0.3, 0.5], "std": [0.03, 0.06, 0.1, 0.2, 0.3]}
+    weights = {"model": VisionTransformer(global_pool="token", in_chans=5, **MICRO).state_dict()}
+    meta = {"settings": statistics | {"model": "mae_vit_micro_patch4"}, "pixels": "uint16"}
+    path = save_checkpoint(tmp_path, 1, weights, meta)
+    content = program(root, tmp_path / "out", "--in_chans", 5, "--finetune", path, "--num_iters", 4)
+    assert {name: content["meta"]["settings"][name] for name in statistics} == statistics
+    assert content["meta"]["pixels"] == "uint16" and (tmp_path / "out" / program.picture).exists()
+    if program is segment:
+        log = (tmp_path / "out" / "log.txt").read_text()
+        assert "--photometric is not applied, because the images have 5 channels of uint16" in log
+    last = read_json(tmp_path / "out" / RESULTS)["last"]
+    assert program.evaluate(root, tmp_path / "out")[program.measure.removeprefix("val_")] == last[program.measure]
+    message = program.refuses_to_evaluate(capsys, root, tmp_path / "out", "--in_chans", 3)
+    assert "--in_chans 3, but the model at" in message and "has 5: leave it out" in message
+    lacking = min(root.rglob(f"*1{suffix}"))  # of the training images
+    height, width = read_header(lacking, 5)[1]
+    write_array(lacking, bands(1, size=(width, height))[..., :4])
+    message = program.refused(capsys, root, tmp_path / "new", "--in_chans", 5)
+    expected = f"{str(lacking)!r} has 4 channels of uint16, but the model takes 5 channels (--in_chans in training)"
+    assert f"{expected}, as '" in message and "has: a band is missing" in message
 
 
 def test_another_head_or_encoder_is_refused(dense, encoder, tmp_path, capsys):

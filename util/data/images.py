@@ -131,7 +131,8 @@ class EncodedImages:
             count = f"{len(problems)} of {len(checked)} checked images cannot be read: " if len(problems) > 1 else ""
             advice = f". Or raise --max_bad_fraction, {max_bad_fraction:g} now" if formats and max_bad_fraction else ""
             raise ImageError(count + "; ".join(problems[:10]) + advice)
-        self._set_format(formats)
+        self.pixel_format = self.one_format(formats)
+        self._note_lost(formats[self.pixel_format])
         if problems:
             replaced = f"{len(problems)} of {len(checked)} checked images cannot be read and will be replaced"
             self.notes = [*self.notes, f"warning: {replaced}: {'; '.join(problems[:10])}"]
@@ -139,28 +140,31 @@ class EncodedImages:
             for i in good[:: -(-len(good) // self.num_decoded)]:
                 self.load(i)
 
-    def _set_format(self, formats: Mapping[PixelFormat, int]) -> None:
-        """Sets the format of all images. ImageError names two files of different formats, or one that does not fit.
+    def one_format(self, formats: Mapping[PixelFormat, int]) -> PixelFormat:
+        """Returns the format of all images. ImageError names one that does not fit, or two that differ.
 
-        formats: those that were found, each with the first image that has it.
+        formats: those that were found, each with an image that has it.
         """
-        (found, i), *others = formats.items()
+        fitting = [i for found, i in formats.items() if found.channels == self.in_chans]
+        for found, i in formats.items():
+            if found.channels != self.in_chans:
+                rest = f", as {self.path(fitting[0])!r} has" if fitting else ""
+                rest += ": a band is missing" if fitting and found.channels < self.in_chans else ""
+                raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans)}{rest}")
+        (first, i), *others = formats.items()
         if others:
             other, k = others[0]
-            lacks = ""
-            if found.dtype == other.dtype:
-                lacks = f", and a band is missing in {self.path(i if found.channels < other.channels else k)!r}"
             raise ImageError(
-                f"{self.path(i)!r} has {found}, but {self.path(k)!r} has {other}: all images need one format{lacks}"
+                f"{self.path(i)!r} has {first}, but {self.path(k)!r} has {other}: all images need one format"
             )
-        if found.channels != self.in_chans:
-            raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans)}")
-        self.pixel_format = found
-        if found == RGB8 and self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm")):
-            lost = note_on_rgb(self.source(i))
-            if lost:
-                note = f"note: {self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits"
-                self.notes = [*self.notes, note]
+        return first
+
+    def _note_lost(self, i: int) -> None:
+        """Notes what image i has that RGB of 8 bits does not hold, if it is read as such."""
+        may_have_more = self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm"))
+        if self.pixel_format == RGB8 and may_have_more and (lost := note_on_rgb(self.source(i))):
+            note = f"note: {self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits"
+            self.notes = [*self.notes, note]
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.detection.coco import open_split, write_coco
 
 pytest.importorskip("faster_coco_eval")
@@ -232,6 +233,27 @@ def test_batches_are_padded_and_split_again(tmp_path):
         assert torch.equal(target["masks"][:, : size[0], : size[1]], masks) and target["masks"].sum() == masks.sum()
     imgs = pad_with_zeros(torch.ones(4, 3, 48, 48), sizes)
     assert imgs.sum() == 3 * sum(height * width for height, width in sizes)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_five_bands_keep_their_type(tmp_path, dtype):
+    """A flip and a crop of the same scale change no value. A band is missed in all validation images, however many."""
+    root = write_bands(write_coco(tmp_path, "val", 5), ".npy", dtype)
+    images = CocoImages(root / "annotations" / "instances_val2017.json", root / "val2017", True, in_chans=5)
+    images.check()
+    assert str(images.pixel_format) == f"5 channels of {dtype}"
+    img, jitter = torch.from_numpy(images.load(0)[0]).permute(2, 0, 1), LargeScaleJitter(images, 56, 0, (1, 1))
+    samples = [(jitter(img, epoch, 0),) for epoch in range(8)] + [(ResizeForDetection(56)(img),)]
+    padded, sizes, *_ = PadAndStack(64)(samples)
+    assert padded.dtype == img.dtype and padded.shape == (9, 5, 64, 64) and set(sizes) == {tuple(img.shape[1:])}
+    whole = padded.float()[:, :, : img.shape[1], : img.shape[2]]
+    flips = [torch.equal(part, img.float().flip(-1)) for part in whole]
+    assert all(flip or torch.equal(part, img.float()) for part, flip in zip(whole, flips, strict=True)) and any(flips)
+    images.num_checked = 2
+    write_array(root / "val2017" / "003.npy", bands(3, dtype, (40, 56))[..., :4])
+    images.check()
+    with pytest.raises(ImageError, match=f"003.npy' has 4 channels of {dtype}, .* '.*.npy' has: a band is missing"):
+        images.check(all_sizes=True)
 
 
 def test_images_are_resized_to_the_longer_side():

@@ -200,9 +200,9 @@ def test_a_released_vitdet_is_evaluated_as_the_same_model_of_ours(shapes, encode
         path.write_bytes(pickle.dumps({"model": {k: v.numpy() for k, v in weights.items()}, "__author__": "x"}))
     else:
         torch.save({"model": weights}, path)
-    args = main_detection.parse_args(["--eval"])[1]
+    args = main_detection.parse_args(["--eval", "--resume", str(path)])[1]
     images = main_detection.open_split(main_detection.parse_args(["--data_path", str(shapes)])[1], "val")
-    loaded, _ = main_detection.load_detector(path, args, set(), images)
+    loaded = main_detection.load_detector(*main_detection.read_detector(args, set()), images)
     model.eval()
     for network in (model, loaded):
         network.roi_heads.score_thresh = 0.01

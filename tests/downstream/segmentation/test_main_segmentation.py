@@ -12,12 +12,11 @@ from PIL import Image
 from downstream.segmentation import demo, main_segmentation
 from downstream.segmentation.models import UPerNet
 from downstream.segmentation.released import infer_settings
-from models_vit import MICRO, VisionTransformer
-from tests.downstream.dense import segment, segment_linear, write_stripes
-from tests.downstream.segmentation.pairs import write_bands, write_pairs
+from models_vit import MICRO
+from tests.downstream.dense import segment, segment_linear
+from tests.downstream.segmentation.pairs import write_pairs
 from tests.downstream.segmentation.test_models import randomise
 from tests.runs import reports, state
-from util.run.checkpoint import save_checkpoint
 from util.run.evaluation import RESULTS
 from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
@@ -120,23 +119,6 @@ def test_other_channels_from_an_rgb_encoder(tmp_path, encoder, channels):
             path.unlink()
     content = segment(root, tmp_path / "out", "--in_chans", channels, "--finetune", encoder, "--num_iters", 2)
     assert content["model"]["backbone.patch_embed.proj.weight"].shape[1] == channels
-    assert segment.evaluate(root, tmp_path / "out")["miou"] == read_json(tmp_path / "out" / RESULTS)["last"]["val_miou"]
-
-
-def test_sixteen_bits_of_five_bands(tmp_path):
-    """They are normalised as the pre-trained encoder's images were; evaluation takes this from the checkpoint."""
-    root = write_stripes(tmp_path / "data", 4)
-    for split in ("training", "validation", "validation/wide"):
-        write_bands(root, split)
-    statistics = {"mean": [0.05, 0.1, 0.2, 0.3, 0.5], "std": [0.03, 0.06, 0.1, 0.2, 0.3]}
-    weights = {"model": VisionTransformer(global_pool="token", in_chans=5, **MICRO).state_dict()}
-    meta = {"settings": statistics | {"model": "mae_vit_micro_patch4"}, "pixels": "uint16"}
-    path = save_checkpoint(tmp_path, 1, weights, meta)
-    content = segment(root, tmp_path / "out", "--in_chans", 5, "--finetune", path, "--num_iters", 4)
-    assert {name: content["meta"]["settings"][name] for name in statistics} == statistics
-    assert content["meta"]["pixels"] == "uint16"
-    log = (tmp_path / "out" / "log.txt").read_text()
-    assert "--photometric is not applied, because the images have 5 channels of uint16" in log
     assert segment.evaluate(root, tmp_path / "out")["miou"] == read_json(tmp_path / "out" / RESULTS)["last"]["val_miou"]
 
 

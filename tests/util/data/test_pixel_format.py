@@ -253,9 +253,13 @@ def test_mixed_formats_name_two_files(tmp_path, other):
     for i in range(3):
         write_tiff(tmp_path / f"{i}.tif", pixels(5, "uint16", seed=i))
     np.save(tmp_path / "7.npy", other)
-    found = f"{other.shape[2]} channels of {other.dtype}"
-    message = f"'{tmp_path / '0.tif'}' has 5 channels of uint16, but '{tmp_path / '7.npy'}' has {found}: all images"
-    assert refused(tmp_path, in_chans=5).startswith(message)
+    last, first = (repr(str(tmp_path / name)) for name in ("7.npy", "0.tif"))
+    if other.shape[2] == 5:
+        expected = f"{first} has 5 channels of uint16, but {last} has 5 channels of float32: all images need one format"
+    else:
+        expected = f"{last} has 4 channels of uint16, but the model takes 5 channels (--in_chans in training), as "
+        expected += f"{first} has: a band is missing"
+    assert refused(tmp_path, in_chans=5) == expected
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
