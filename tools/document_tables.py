@@ -54,7 +54,7 @@ FINETUNED = {
 EVALUATED = {
     "schedules": ["ImageNet-1K, fine-tuned"],
     "frameworks": ["ImageNet-1K, fine-tuned"],
-    "robustness": ["the same classifiers: ImageNet-C (mCE, lower is better)", "-A", "-R", "-Sketch"],
+    "robustness": ["the same: ImageNet-C (mCE, lower is better)", "-A", "-R", "-Sketch"],
     "inaturalist": ["iNaturalist 2018", "2019"],
 }
 
@@ -126,8 +126,8 @@ def finetuned() -> str:
     return markdown_table(["encoder", "recipe"], rows, left=2)
 
 
-def evaluations(prefix: str, tables: Sequence[str]) -> str:
-    """What is published for a framework's ViT-B after 800 epochs: one line for each of the paper's tables."""
+def evaluations(*tables: str, prefix: str = "") -> list[list[str]]:
+    """Returns what is published for a framework's ViT-B after 800 epochs: one line for each of the paper's tables."""
     arms, lines = arms_of(f"{prefix}prmim50_vit_base_800ep"), []
     for name in tables:
         table = TABLES[name]
@@ -137,8 +137,11 @@ def evaluations(prefix: str, tables: Sequence[str]) -> str:
         what = " / ".join(EVALUATED.get(name) or list(table.columns)[:filled])
         numbers = [" / ".join(rows[arm].numbers[:filled]) for arm in arms]
         lines.append([what, ", ".join(f"`{recipe}`" for recipe in recipes), *numbers])
-    framework = "MFF" if prefix else "MAE"
-    return markdown_table(["after 800 epochs", "recipe", framework, "plain .5", "PR-MIM .5"], lines, left=2)
+    return lines
+
+
+def evaluated(lines: Sequence[Sequence[str]]) -> str:
+    return markdown_table(["after 800 epochs", "recipe", "ρ_d 0", "plain .5", "PR-MIM .5"], lines, left=2)
 
 
 def others(*recipes: str) -> str:
@@ -155,15 +158,19 @@ WRITERS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/pretrain.md": {"ablation": ablation, "frameworks": frameworks, "methods": methods},
     "docs/finetune.md": {
         "recipes": finetuned,
-        "MAE": lambda: evaluations("", ("schedules", "robustness", "inaturalist")),
-        "MFF": lambda: evaluations("mff_", ("frameworks", "robustness", "inaturalist")),
+        "evaluations": lambda: evaluated(
+            evaluations("schedules", "robustness", "inaturalist")
+            + evaluations("frameworks", "robustness", "inaturalist", prefix="mff_")
+        ),
     },
     "docs/segmentation.md": {
         "ADE20K": lambda: (
-            evaluations("", ("ade20k",)) + "\n\n" + others("ade20k_upernet_vit_base_mae", "ade20k_linear_vit_base")
+            f"{evaluated(evaluations('ade20k'))}\n\n{others('ade20k_upernet_vit_base_mae', 'ade20k_linear_vit_base')}"
         )
     },
-    "docs/detection.md": {"COCO": lambda: evaluations("", ("coco",)) + "\n\n" + others("coco_mask_rcnn_vit_base_mae")},
+    "docs/detection.md": {
+        "COCO": lambda: f"{evaluated(evaluations('coco'))}\n\n{others('coco_mask_rcnn_vit_base_mae')}"
+    },
 }
 
 
