@@ -191,11 +191,16 @@ def each_image(
     num_workers: int,
     pin_memory: bool,
     alive: Callable[[], None],
+    most_bytes: int,
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (its number, a batch of it alone) of each image of this rank's share. `alive` is called before each."""
+    """Yields (its number, a batch of it alone) of each image of this rank's share. `alive` is called before each.
+
+    most_bytes: of such a batch.
+    """
     rank, world_size = collectives.rank_and_world_size()
     addresses = every_image_once(len(images), 1, rank, world_size)
-    loaded = batches(AddressedDataset(images, transform), addresses, collate, num_workers, pin_memory)
+    dataset = AddressedDataset(images, transform)
+    loaded = batches(dataset, addresses, collate, num_workers, pin_memory, batch_bytes=most_bytes)
     bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
     for batch, [(_, index)] in zip(bar, addresses, strict=True):
         alive()

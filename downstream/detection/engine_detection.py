@@ -148,8 +148,9 @@ def detect_all(
     category_ids = [category for category, _ in images.categories]
     model.eval()
     transform, collate, is_gpu = ResizeForDetection(side), PadAndStack(side), device.type == "cuda"
+    most_bytes = images.pixel_format.pixel_bytes * side**2
     with count_non_finite(model, device) as num_bad:
-        for index, batch in each_image(images, transform, collate, num_workers, is_gpu, alive):
+        for index, batch in each_image(images, transform, collate, num_workers, is_gpu, alive, most_bytes):
             sizes, _ = split_targets(batch)
             imgs = pad_with_zeros(normalize(batch[0].to(device, non_blocking=True)), sizes)
             with autocast():

@@ -1,6 +1,7 @@
 """The training loop of segmentation, slide inference and evaluation. It knows batches and logits, but no model."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -138,7 +139,8 @@ def evaluate(
 
     model.eval()
     transform, is_gpu = ResizeForEvaluation(args.image_scale), device.type == "cuda"
-    for _, (imgs, labels) in each_image(images, transform, stack_pairs, num_workers, is_gpu, alive):
+    most_bytes = images.pixel_format.pixel_bytes * math.prod(args.image_scale)
+    for _, (imgs, labels) in each_image(images, transform, stack_pairs, num_workers, is_gpu, alive, most_bytes):
         truth = labels[0].to(device, non_blocking=True)
         img = normalize(imgs.to(device, non_blocking=True))[0]
         logits = slide_logits(predict, img, model.img_size, args.stride)

@@ -10,6 +10,7 @@ from models_vit import MICRO, VisionTransformer
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.dense import detect, segment, segment_linear
 from tests.runs import assert_same_state, reports, state
+from util.data import shared_memory
 from util.data.pixel_format import read_header
 from util.run.checkpoint import newest_checkpoint, save_checkpoint
 from util.run.evaluation import RESULTS, Evaluator
@@ -101,6 +102,13 @@ def test_an_evaluation_in_two_processes_is_that_of_one(dense, tmp_path, capsys):
     message = program.refuses_to_evaluate(capsys, data, folder, "--output_dir", tmp_path / "file")
     assert "cannot be written to" in message
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_an_evaluation_is_refused_if_its_images_do_not_fit_into_shared_memory(dense, capsys, monkeypatch):
+    program, data, folder = dense
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 1000)
+    message = program.refuses_to_evaluate(capsys, data, folder, "--num_workers", 1)
+    assert "/dev/shm has 0.0 MB free" in message and message.strip().endswith("or --num_workers 0")
 
 
 def test_other_data_is_named_once_on_resume(dense, encoder, tmp_path, capsys):

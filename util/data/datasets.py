@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from util import collectives
 from util.addressed import SHUFFLE, addressed_uniform
 from util.data.hugging_face import open_hugging_face
 from util.data.images import (
@@ -25,7 +26,7 @@ from util.data.images import (
     refuse_single_class,
     wanted_channels,
 )
-from util.data.shared_memory import ShareBatch, batches_ahead, find_lack
+from util.data.shared_memory import ShareBatch, batches_ahead, check_space, find_lack
 from util.data.tars import choose_tars, open_tars
 from util.data.workers import ignore_in_worker, take_over_workers
 
@@ -213,44 +214,51 @@ def batches(
     *,
     batch_bytes: int = 0,
 ) -> Generator[Any, None, None]:
-    """Yields the batches of all of `sampler`'s addresses.
+    """Returns the batches of all of `sampler`'s addresses. All ranks must call it. Workers start with the first batch.
+
+    batch_bytes: size of one batch; 0 if unknown. TooLittleMemory on all ranks if those of the workers do not fit into
+    shared memory. If it is full later, OSError says so.
 
     If a worker dies (the kernel kills processes that use too much memory), new workers continue with the same batch and
     `log` gets a warning. The batches are the same, because they depend on their addresses alone. After
-    MOST_WORKERS_LOST deaths the error is raised. If shared memory is full, OSError says so. batch_bytes: size of one
-    batch, for `batches_ahead`.
+    MOST_WORKERS_LOST deaths the error is raised.
     """
-    taken = lost = 0
-    while True:
-        others = set(multiprocessing.active_children())
-        loader = torch.utils.data.DataLoader(
-            dataset,
-            batch_sampler=sampler[taken:],
-            collate_fn=ShareBatch(collator),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            prefetch_factor=batches_ahead(batch_bytes, num_workers) if num_workers else None,
-            worker_init_fn=ignore_in_worker,
-        )
-        workers: set[BaseProcess] = set()
-        try:
-            stream = iter(loader)
-            workers = set(multiprocessing.active_children()) - others
-            take_over_workers(workers)
-            for batch in stream:
-                taken += 1
-                yield batch
-            return
-        except (RuntimeError, OSError, EOFError) as error:  # the type depends on torch's version
-            if lack := find_lack(error, workers):
-                raise lack from error
-            # An exception inside a worker has its traceback in the text. It would come again, so it is raised.
-            if num_workers == 0 or "in DataLoader worker process" in str(error) or lost == MOST_WORKERS_LOST:
-                raise
-            lost += 1
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            log(f"warning: a worker was lost before batch {taken + 1} ({reason}); new ones continue from there")
-            stream = loader = None  # ends the remaining workers
+    collectives.run_everywhere(lambda: check_space(batch_bytes, num_workers, len(sampler)))
+
+    def load() -> Generator[Any, None, None]:
+        taken = lost = 0
+        while True:
+            others = set(multiprocessing.active_children())
+            loader = torch.utils.data.DataLoader(
+                dataset,
+                batch_sampler=sampler[taken:],
+                collate_fn=ShareBatch(collator),
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                prefetch_factor=batches_ahead(batch_bytes, num_workers) if num_workers else None,
+                worker_init_fn=ignore_in_worker,
+            )
+            workers: set[BaseProcess] = set()
+            try:
+                stream = iter(loader)
+                workers = set(multiprocessing.active_children()) - others
+                take_over_workers(workers)
+                for batch in stream:
+                    taken += 1
+                    yield batch
+                return
+            except (RuntimeError, OSError, EOFError) as error:  # the type depends on torch's version
+                if lack := find_lack(error, workers):
+                    raise lack from error
+                # An exception inside a worker has its traceback in the text. It would come again, so it is raised.
+                if num_workers == 0 or "in DataLoader worker process" in str(error) or lost == MOST_WORKERS_LOST:
+                    raise
+                lost += 1
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                log(f"warning: a worker was lost before batch {taken + 1} ({reason}); new ones continue from there")
+                stream = loader = None  # ends the remaining workers
+
+    return load()
 
 
 def look_ahead(

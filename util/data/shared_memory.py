@@ -17,6 +17,10 @@ MOST_AHEAD = 4  # batches per worker
 GIVE_MORE = "give the container more shared memory (docker run --shm-size={}g)"
 
 
+class TooLittleMemory(ValueError):
+    """Shared memory has no space for the batches of the workers. The message says what to change."""
+
+
 class ShareBatch:
     """A collator that moves the tensors of a batch into shared memory, if it runs in a worker.
 
@@ -59,12 +63,12 @@ def batches_ahead(batch_bytes: int, num_workers: int) -> int:
 
 
 def check_space(batch_bytes: int, num_workers: int, num_batches: int) -> None:
-    """Raises ValueError if one batch of each worker of all processes on this node does not fit into shared memory."""
+    """TooLittleMemory if one batch of each worker of all processes on this node does not fit into shared memory."""
     processes, free = processes_on_node(), free_bytes()
     needed = processes * min(num_workers, num_batches) * batch_bytes
     if needed > free:
         fitting = int(free / (processes * batch_bytes))
-        raise ValueError(
+        raise TooLittleMemory(
             f"{FOLDER} has {free / 1e6:.1f} MB free, but one batch of each worker takes {needed / 1e6:.1f} MB "
             f"({count_of(processes, 'process')} x {count_of(num_workers, 'worker')} x {batch_bytes / 1e6:.1f} MB): "
             f"{GIVE_MORE.format(2 + int(2 * needed / 1e9))}, or --num_workers {fitting}"

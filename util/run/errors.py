@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from util.data.images import ImageError
+from util.data.shared_memory import TooLittleMemory
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
 from util.run.cli import TEMPORARY
@@ -77,11 +78,11 @@ def refuse_setup_error(parser: argparse.ArgumentParser, error: Exception) -> NoR
 
 
 def refuse_training_error(parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver) -> NoReturn:
-    """Ends a training run after unreadable data, values that are not finite, an I/O error, or if another run has taken
-    its folder. Other errors are bugs and are raised.
+    """Ends a training run after unreadable data, values that are not finite, an I/O error, too little shared memory, or
+    if another run has taken its folder. Other errors are bugs and are raised.
 
     The other ranks may hang in a collective, so the process group is left as it is.
     """
-    if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, OSError)):
+    if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
         raise error
     refuse(parser, error, saver.advice(error))

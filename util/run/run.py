@@ -33,7 +33,6 @@ from util.data.datasets import (
     steps_per_epoch,
 )
 from util.data.open import data_hint, data_settings
-from util.data.shared_memory import check_space
 from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
 from util.data.workers import kill_workers
@@ -273,8 +272,6 @@ class Run:
         how_often = args.save_minutes, args.save_steps
         self.saver = CheckpointSaver(start, self.record, model, self.loop, self.schedule, *how_often)
         self.batches = self.open_batches(range(first_step, self.loop.last_step), collate)
-        num_batches = plan.accum_iter * (self.loop.last_step - first_step)
-        collectives.run_everywhere(lambda: check_space(self._batch_bytes(), plan.num_workers, num_batches))
         self._announce(self.loop.log, rows)
         self.checkpoint = None  # frees its weights and moments
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.runs import pretrain
+import main_finetune
+from tests.runs import evaluation, finetune, pretrain, refused
 from util.data import shared_memory
 from util.data.datasets import batches
 from util.data.shared_memory import batches_ahead, check_space
@@ -75,6 +76,16 @@ def test_a_run_is_refused_if_its_batches_do_not_fit(photos, tmp_path, capsys, me
     assert pretrain(photos, tmp_path / "out", "--num_workers", 0)["meta"]["step"] == 6
 
 
+def test_evaluations_are_refused_too(labelled, tmp_path, capsys, monkeypatch):
+    """In a run whose training batches fit, which goes on later, and by themselves."""
+    free = [1e12, 1e12]  # at the start, and for the first batch
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda: free.pop() if free else 20_000)
+    assert "/dev/shm has 0.0 MB free" in finetune.refused(capsys, labelled, tmp_path, "--num_workers", 1)
+    assert finetune(labelled, tmp_path)["meta"]["step"] == 6
+    message = refused(capsys, main_finetune.main, *evaluation(tmp_path, labelled, "--num_workers", 1))
+    assert "/dev/shm has 0.0 MB free" in message and message.strip().endswith("or --num_workers 0")
+
+
 class Blank(torch.utils.data.Dataset):
     """Images of 0.5 MB. With `kills`, the worker dies of SIGBUS."""
 
@@ -103,13 +114,13 @@ def test_a_worker_killed_by_sigbus_is_not_started_again():
 
 @pytest.mark.fault("F63b", "/dev/shm fills up during a run", "an I/O error that says so: saved, 75")
 def test_a_full_shared_memory_is_an_error_and_no_hang():
-    """Six images make a batch of 3 MB, for which a real file system of 2 MB has no space."""
+    """Six images make a batch of 3 MB instead of 0.5, for which a real file system of 2 MB has no space."""
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*SMALL_DISK, "true"]).returncode:
         pytest.skip("a file system of its own needs root, unshare and mount")
     program = (
         "from tests.util.data.test_shared_memory import Blank, batches, stack\n"
         "for number in (1, 6):\n"
-        "    stream = batches(Blank(), [range(number)] * 9, stack, 1, pin_memory=False, batch_bytes=500_000 * number)\n"
+        "    stream = batches(Blank(), [range(number)] * 9, stack, 1, pin_memory=False, batch_bytes=500_000)\n"
         "    print(sum(1 for _ in stream), flush=True)\n"
     )
     child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
