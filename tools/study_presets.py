@@ -82,6 +82,14 @@ PILOT14: dict[str, Flags | None] = {
     **{f"mae_long_blr{blr:g}": paper_arm("mae") | dict(blr=blr, epochs=2, warmup_epochs=0.2) for blr in (1e-2, 2e-2)},
     "mae_untrained": paper_arm("mae") | dict(pretrain_per_class=4),  # one step
 }
+# Deep decoders with masks in squares, as in Pixio's setting: `deep_prmim50` costs as much as `shallow`.
+_SHALLOW, _DEEP = dict(decoder_depth=2), dict(decoder_depth=5)
+DEEP16: dict[str, Flags | None] = {
+    "shallow": paper_arm("mae") | _SHALLOW,
+    "deep": paper_arm("mae") | _DEEP,
+    "deep_plain50": PLAIN50 | _DEEP,
+    "deep_prmim50": PRMIM50 | _DEEP,
+}
 # The learning rate of the second study, for MAE alone.
 TUNING14: dict[str, Flags | None] = {f"mae_blr{blr:g}": paper_arm("mae") | dict(blr=blr) for blr in (1e-2, 2e-2, 4e-2)}
 
@@ -128,6 +136,17 @@ _FROZEN14 = replace(
     finetunes=1,
     finetuned_seeds=tuple(range(400, 404)),
     seeds=tuple(range(400, 418)),
+)
+# 16 x 16 tokens, 12,500 images, 781 steps. Each square of 2 x 2 tokens is visible or masked as a whole.
+_DEEP16 = replace(
+    _GRID14,
+    pretrain=_GRID14.pretrain | dict(input_size=64, mask_unit=2, total_batch_size=16),
+    arms=DEEP16,
+    pretrain_per_class=1250,
+    finetunes=1,
+    finetuned_seeds=(),
+    measured_images=300,
+    seeds=tuple(range(500, 508)),
 )
 PRESETS = {
     # Learning rates: the better of two, for MAE alone. 781 steps of pre-training, 312 of fine-tuning.
@@ -177,5 +196,6 @@ PRESETS = {
     "grid14": _GRID14,
     "tuning14": replace(_GRID14, arms=TUNING14, seeds=(100, 101)),
     "frozen14": _FROZEN14,
+    "deep16": _DEEP16,
     "pilot14": replace(_FROZEN14, arms=PILOT14, seeds=(200, 201, 202), finetuned_seeds=()),
 }  # fmt: skip

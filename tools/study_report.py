@@ -65,7 +65,7 @@ VARIANTS = {  # {title: {arm: its name}}; compared with DEFAULT
     },
 }
 
-ARMS_ALONE = ("tuning14", "pilot14", "frozen14")  # presets whose section is the table of arms
+ARMS_ALONE = ("tuning14", "pilot14", "frozen14", "deep16")  # presets whose section is the table of arms
 PEERS = {  # {arm: its name} of the preset `peers`
     "mae": "MAE",
     "plain50": "plain, random sampling",
