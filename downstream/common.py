@@ -26,7 +26,6 @@ from util.run.flags import (
 )
 from util.text import count_of
 
-RECIPE_FILE = "downstream/recipes.py"
 # {name of an encoder: its sizes}
 SIZES: dict[str, dict[str, Any]] = {
     name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()
@@ -43,7 +42,7 @@ def make_parser(program: str, description: str | None, defaults: Mapping[str, ob
     """Returns the parser of the flags that all dense tasks have, and its groups, to which a task adds its own."""
     parser, boolean = Parser(program, description=description), argparse.BooleanOptionalAction
     flag = parser.add_argument
-    flag("--recipe", metavar="NAME", help=f"set defaults from {RECIPE_FILE}, or `list` them; explicit flags win")
+    flag("--recipe", metavar="NAME", help="set defaults from downstream/recipes.py, or `list` them; explicit flags win")
     flag("--eval", action=boolean, default=False, help="only evaluate the model at --resume on the validation images")
     names = ("model", "optimisation", "data", "augmentation", "evaluation", "run")
     groups = {name: parser.add_argument_group(name) for name in names}

@@ -19,7 +19,8 @@ def shorten(names: Sequence[str], most: int = 3) -> str:
 def close_to(name: str, known: Iterable[str]) -> str:
     """Returns "; close to it: NAMES", the known names that a misspelt or shortened one may mean, or ""."""
     known = list(known)
-    near = [other for other in known if name and other.startswith(name)] or difflib.get_close_matches(name, known)
+    near = sorted((other for other in known if name and name in other), key=lambda other: not other.startswith(name))
+    near = near or difflib.get_close_matches(name, known)
     return f"; close to it: {', '.join(near[:5])}" if near else ""
 
 

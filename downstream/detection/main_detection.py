@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream import common
-from downstream.common import RECIPE_FILE, StepDecay, schedule_by_iterations
+from downstream.common import StepDecay, schedule_by_iterations
 from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import evaluate, train_iterations
 from downstream.detection.masks import coco_masks
@@ -81,7 +81,7 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags)."""
     parser = get_args_parser()
-    return parser, parse_with_recipe(parser, DETECTION_RECIPES, argv, RECIPE_FILE)
+    return parser, parse_with_recipe(parser, DETECTION_RECIPES, argv)
 
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:

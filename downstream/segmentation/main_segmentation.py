@@ -23,7 +23,7 @@ from timm.optim import param_groups_layer_decay
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream import common
-from downstream.common import RECIPE_FILE, LinearDecay, schedule_by_iterations
+from downstream.common import LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import NO_CLASS, LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
 from downstream.segmentation.engine_segmentation import evaluate, read_classes, train_iterations
@@ -90,7 +90,7 @@ def get_args_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags). The linear head has other defaults; a recipe and explicit flags win over both."""
     parser = get_args_parser()
-    args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv, RECIPE_FILE)
+    args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
     if args.recipe and SEGMENTATION_RECIPES[args.recipe]["head"] != args.head:
         fitting = ", ".join(name for name, recipe in SEGMENTATION_RECIPES.items() if recipe["head"] == args.head)
         parser.error(
@@ -102,7 +102,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
         if unused and not args.eval:
             parser.error(f"--head linear has no use for {', '.join(unused)}: the encoder is frozen; leave it out")
         parser.set_defaults(**LINEAR_DEFAULTS)
-        args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv, RECIPE_FILE)
+        args = parse_with_recipe(parser, SEGMENTATION_RECIPES, argv)
     return parser, args
 
 

@@ -178,7 +178,7 @@ def test_another_head_or_encoder_is_refused(dense, encoder, tmp_path, capsys):
         ("--data_path nowhere", "nowhere"),
         ("--finetune nowhere.pth", "'nowhere.pth' does not exist"),
         ("--resume none --eval", "--eval needs --resume"),
-        ("--recipe cocoa", "(all of them: downstream/recipes.py)"),
+        ("--recipe cocoa", "(`list` names all)"),
     ],
 )
 def test_bad_flags_are_refused_before_training(dense, tmp_path, capsys, flags, message):

@@ -145,7 +145,8 @@ def find_root(data_path: str | Path, split: str, labelled: bool = False) -> tupl
     root, what = Path(data_path), f"--data_path {str(data_path)!r}"
     refuse_archive(root)
     if not root.is_dir():
-        raise ValueError(f"{what} is not a folder; {LAYOUT}")
+        reader = "; --dataset hf reads folders of such files" if root.suffix in (".parquet", ".arrow") else ""
+        raise ValueError(f"{what} is not a folder{reader}; {LAYOUT}")
     if not split:
         return root, []
     listing = list_folder(root)

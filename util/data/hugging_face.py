@@ -155,7 +155,7 @@ def parse_path(data_path: str) -> tuple[str, str | None, str | None]:
     if data_path == DEFAULT_PATH:
         raise ValueError(f"--dataset hf needs --data_path: {FORMS}")
     found = HUB_NAME.fullmatch(data_path)
-    if found is None:
+    if found is None or Path(data_path).is_file():
         raise ValueError(f"--data_path {data_path!r} is neither a folder nor the name of a data set; {FORMS}")
     return found["name"], found["config"], found["commit"]
 

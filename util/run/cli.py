@@ -122,19 +122,15 @@ def expand_home(word: str) -> str:
 
 
 def parse_with_recipe(
-    parser: argparse.ArgumentParser,
-    recipes: Mapping[str, Mapping[str, Any]],
-    argv: Sequence[str] | None = None,
-    recipe_file: str = "recipes.py",
+    parser: argparse.ArgumentParser, recipes: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
     """Parses `argv`. `--recipe NAME` sets defaults from `recipes[NAME]`; explicit flags win.
 
-    A warm-up that no flag gives is scaled to a schedule that would be shorter. recipe_file: where the recipes are, for
-    messages.
+    A warm-up that no flag gives is scaled to a schedule that would be shorter.
     """
     name = parser.parse_known_args(argv)[0].recipe
     if name is not None:
-        check_recipe(parser, name, recipes, recipe_file)
+        check_recipe(parser, name, recipes)
         flags = {action.dest for action in parser._actions}
         unknown = [key for key in recipes[name] if key not in flags]
         if unknown:
@@ -145,15 +141,13 @@ def parse_with_recipe(
     return args
 
 
-def check_recipe(
-    parser: argparse.ArgumentParser, name: str, recipes: Iterable[str], recipe_file: str = "recipes.py"
-) -> None:
+def check_recipe(parser: argparse.ArgumentParser, name: str, recipes: Iterable[str]) -> None:
     """Ends the program unless there is a recipe of this name. The name "list" prints all."""
     if name == "list":
         print("\n".join(recipes))
         parser.exit()
     if name not in recipes:
-        parser.error(f"unknown recipe {name!r}{close_to(name, recipes)} (all of them: {recipe_file})")
+        parser.error(f"unknown recipe {name!r}{close_to(name, recipes)} (`list` names all)")
 
 
 def scale_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:

@@ -364,6 +364,10 @@ def test_paths_that_cannot_be_opened(tmp_path, stored, monkeypatch):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="data has no rows"):
         HuggingFaceImages(dataset_of(png_columns()).select([]), "data")
+    monkeypatch.chdir(tmp_path)
+    for kind, message in (("hf", "neither a folder nor"), ("folder", "not a folder; --dataset hf reads folders")):
+        with pytest.raises(ValueError, match=f"'damaged/train.parquet' is {message}"):
+            open_images(kind, "damaged/train.parquet")
     with pytest.raises(ValueError, match="'owner/name@1234' is neither .* and @COMMIT of 40 digits to pin it"):
         open_images("hf", "owner/name@1234")
     with pytest.raises(

@@ -140,9 +140,10 @@ def test_a_warm_up_that_nobody_gave_fits_into_the_schedule(argv, warmups):
         ("--model list", 0, "".join(f"mae_{name}_patch16\n" for name in ("tiny", "small", "base", "large"))),
         ("--recipe list", 0, "fast\nslow1\nslow2\n"),
         ("--model mae_bse_patch16", 2, "invalid choice: 'mae_bse_patch16'; close to it: mae_base_patch16, "),
+        ("--model base", 2, "invalid choice: 'base'; close to it: mae_base_patch16 (`--model list` names all)"),
         ("--model resnet", 2, "invalid choice: 'resnet' (`--model list` names all)"),
-        ("--recipe slow", 2, "unknown recipe 'slow'; close to it: slow1, slow2 (all of them: recipes.py)"),
-        ("--recipe x", 2, "unknown recipe 'x' (all of them: recipes.py)"),
+        ("--recipe slow", 2, "unknown recipe 'slow'; close to it: slow1, slow2 (`list` names all)"),
+        ("--recipe x", 2, "unknown recipe 'x' (`list` names all)"),
     ],
 )
 def test_names_of_models_and_recipes(argv, code, words, capsys):
