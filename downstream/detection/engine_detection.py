@@ -211,8 +211,9 @@ def draw_objects(img: np.ndarray, objects: Objects, names: Sequence[str]) -> np.
         color = tuple(colors[label - 1].tolist())
         draw.rectangle([value * scale for value in box], outline=color, width=2)
         if mask is not None:
-            large = Image.fromarray(panel(mask[:, :, None].repeat(3, 2).astype(np.uint8) * 255, PANEL)).convert("L")
-            picture.paste(color, mask=ImageChops.subtract(large, large.filter(ImageFilter.MinFilter(5))))
+            outside = panel(np.where(mask, 0, 255).astype(np.uint8)[:, :, None].repeat(3, 2), PANEL)[:, :, 0]
+            large = Image.fromarray(outside)
+            picture.paste(color, mask=ImageChops.subtract(large.filter(ImageFilter.MaxFilter(5)), large))
     plates: list[Plate] = []
     for box, label, score, _ in objects:
         text = names[label - 1] if score == 1 else f"{names[label - 1]} {score:.2f}"

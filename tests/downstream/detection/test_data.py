@@ -418,6 +418,8 @@ def test_a_picture_shows_the_objects_and_their_names():
     assert not changed[inside, inside].any() and not changed[47 * scale : 59 * scale, inside].any()
     assert not changed[10 * scale + 19 : 20 * scale - 19].any()  # between the name below one box and above the next
     assert changed[20 * scale - 10, 20 * scale + 2] and changed[46 * scale - 10, 20 * scale + 2]
+    narrow = draw_objects(img[:, :48], [([20, 20, 40, 40], 1, 0.75, mask[:, :48])], ["cup"])
+    assert (narrow[:, 48 * scale :] == 255).all() and (narrow[20 * scale + 1, 20 * scale : 40 * scale] != 128).any()
 
 
 def collect(parts, part, complete):
