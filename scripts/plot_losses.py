@@ -1,12 +1,14 @@
 """Plot the loss curves of runs from their log.jsonl (needs matplotlib: requirements-dev.txt).
 
     python scripts/plot_losses.py MAE=output/mae PR-MIM=output/prmim --out losses.svg
+    python scripts/plot_losses.py output/prmim --reference quickstart_prmim50
 
 A run is the folder of a run or its log.jsonl, with or without a label. For fine-tuning runs the loss on the validation
 images is a dashed line. A loss that was not finite leaves a gap. If a run has kNN accuracies (--knn_every), a second
-panel shows them.
+panel shows them. --reference adds curves of docs/runs/, dashed and grey; docs/healthy.md says what they are.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.folder import read_reports
 from util.text import count_of
 
+REFERENCES = Path(__file__).resolve().parents[1] / "docs" / "runs"
+
 
 class Curves(NamedTuple):
     """The curves of one run, as lists of (step, loss), and (step, kNN top-1 in percent). NaN if it was not finite."""
@@ -29,6 +33,7 @@ class Curves(NamedTuple):
     train: list[tuple[int, float]]
     val: list[tuple[int, float]]
     knn: list[tuple[int, float]]
+    is_reference: bool = False
 
 
 def split_label(run: str) -> tuple[str, Path]:
@@ -58,22 +63,34 @@ def read_curves(run: str) -> Curves:
     return curves
 
 
+def read_reference(name: str) -> Curves:
+    """Reads the curves of docs/runs/NAME.jsonl. ValueError if there is no such file."""
+    names = sorted(path.stem for path in REFERENCES.glob("*.jsonl"))
+    if name not in names:
+        raise ValueError(f"--reference {name!r} must be one of {', '.join(names)}")
+    curves = read_curves(str(REFERENCES / f"{name}.jsonl"))
+    return curves._replace(label=f"{name} (reference)", is_reference=True)
+
+
 def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
-    """Draws the curves to `path`. plt: matplotlib.pyplot."""
+    """Draws the curves to `path`, references in grey. plt: matplotlib.pyplot."""
     has_knn = any(run.knn for run in runs)
     figure = plt.figure(figsize=(6, 5.4 if has_knn else 3.4), layout="constrained")
     axes = figure.add_subplot(1 + has_knn, 1, 1)
     accuracies = figure.add_subplot(2, 1, 2, sharex=axes) if has_knn else None
+    dashes = itertools.cycle(("--", ":", "-."))
     for run in runs:
-        color = None
+        look = {"color": "0.55", "ls": next(dashes)} if run.is_reference else {"color": None, "ls": "-"}
         if run.train:
-            (line,) = axes.plot(*zip(*run.train, strict=True), label=run.label, lw=1.4)
-            color = line.get_color()
+            (line,) = axes.plot(*zip(*run.train, strict=True), label=run.label, lw=1.4, **look)
+            look["color"] = line.get_color()
         if run.val:
             marker = "o" if len(run.val) == 1 else None
-            axes.plot(*zip(*run.val, strict=True), "--", label=f"{run.label}, val", lw=1.4, color=color, marker=marker)
+            axes.plot(
+                *zip(*run.val, strict=True), "--", label=f"{run.label}, val", lw=1.4, color=look["color"], marker=marker
+            )
         if accuracies is not None and run.knn:
-            accuracies.plot(*zip(*run.knn, strict=True), label=run.label, lw=1.4, color=color, marker="o", ms=3)
+            accuracies.plot(*zip(*run.knn, strict=True), label=run.label, lw=1.4, marker="o", ms=3, **look)
     is_pretraining = not any(run.val for run in runs)
     axes.set(ylabel="loss (mean over supervised tokens)" if is_pretraining else "loss")
     axes.legend(frameon=False)
@@ -90,13 +107,16 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("plot_losses.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="the folder of a run, or its log.jsonl")
+    what = "also draw these curves of this project: files docs/runs/NAME.jsonl"
+    parser.add_argument("--reference", nargs="+", default=(), metavar="NAME", help=what)
     what = "write the plot to this .svg, .png or .pdf"
     parser.add_argument("--out", type=Path, default=Path("losses.svg"), help=what)
     args = parser.parse_args(argv)
     with user_errors(parser):
         plt = pyplot("losses")
         prepare_file("--out", args.out, (".svg", ".png", ".pdf"))
-        plot(plt, [read_curves(run) for run in args.runs], args.out)
+        curves = [read_curves(run) for run in args.runs]
+        plot(plt, curves + [read_reference(name) for name in args.reference], args.out)
     print(f"losses of {count_of(len(args.runs), 'run')}: {args.out}")
 
 

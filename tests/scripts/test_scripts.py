@@ -184,6 +184,24 @@ def test_knn_accuracies_have_a_panel_of_their_own(tmp_path, monkeypatch):
     assert accuracies.lines[0].get_color() == losses.lines[0].get_color()
 
 
+def test_references_are_grey_and_dashed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    write_log(tmp_path / "runs" / "healthy.jsonl", {"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.0, "knn_top1": 30.0})
+    write_log(tmp_path / "runs" / "other.jsonl", {"step": 1, "loss": 2.0})
+    write_log(tmp_path / "mine" / "log.jsonl", {"step": 1, "loss": 3.0})
+    figures = []
+    monkeypatch.setattr(plot_losses, "REFERENCES", tmp_path / "runs")
+    monkeypatch.setattr(plot_losses, "pyplot", lambda salt: StandIn(pyplot(salt), close=figures.append))
+    plot = [str(tmp_path / "mine"), "--out", str(tmp_path / "l.svg"), "--reference"]
+    plot_losses.main([*plot, "healthy", "other"])
+    (mine, *references), (accuracies,) = (panel.lines for panel in figures[0].axes)
+    assert mine.get_linestyle() == "-" and mine.get_label() == "mine"
+    assert [line.get_label() for line in references] == ["healthy (reference)", "other (reference)"]
+    looks = [(line.get_color(), line.get_linestyle()) for line in (*references, accuracies)]
+    assert looks == [("0.55", "--"), ("0.55", ":"), ("0.55", "--")]
+    assert "--reference 'healty' must be one of healthy, other" in refused(capsys, plot_losses.main, *plot, "healty")
+
+
 def test_the_committed_picture_of_patterns_is_today_s(tmp_path):
     visualize.main(["--patterns", str(tmp_path / "p.png")])
     ours, committed = (np.asarray(Image.open(p)) for p in (tmp_path / "p.png", ROOT / "docs/figures/patterns.png"))
