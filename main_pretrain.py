@@ -69,6 +69,7 @@ CLASS_OF = {name: factory.func for name, factory in MODELS.items()}
 PATH_FLAGS = {flag.name for model in CLASS_OF.values() for flag in model.flags if flag.names_file}
 FREE_FLAGS = {"picture_every", "pretrained"} | PATH_FLAGS | monitor.FLAGS  # may differ between two starts of a run
 PROGRAM = "main_pretrain.py"
+BLR = 1.5e-4  # of MAE, for a total batch of 4096 and 800 epochs
 
 
 def own_flags() -> dict[Flag, list[str]]:
@@ -140,7 +141,7 @@ def get_args_parser() -> Parser:
     add_run_flags(run)
     run.add_argument("--picture_every", type=int, default=10, help="epochs between pictures in TensorBoard; 0: none")
     monitor.add_flags(run)
-    parser.set_defaults(warmup_epochs=40, blr=1.5e-4, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
+    parser.set_defaults(warmup_epochs=40, blr=BLR, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
     return parser
 
 
@@ -264,6 +265,16 @@ def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
     ]
 
 
+def note_on_rate(args: argparse.Namespace, plan: Plan) -> list[str]:
+    """Returns a note if the default rate, which is MAE's for batches of 4096, meets a far smaller batch."""
+    if args.recipe or args.lr is not None or args.blr != BLR or plan.total_batch_size >= 1024:
+        return []
+    return [
+        f"note: the peak learning rate is {plan.lr:.3g}: --blr {BLR} is MAE's, for long training in batches of 4096; "
+        f"batches of {plan.total_batch_size} usually need a --blr 5 to 100 times as large"
+    ]
+
+
 def summary_of_run(args: argparse.Namespace, run: Run) -> list[str]:
     """Returns a summary of the whole run, made from its log. A finished run that is started again prints it again."""
     history = run.log.history()
@@ -352,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         statistics = run.choose_statistics(images)
         model.use_statistics(*statistics)
-        run.note(*note_on_micro_batch(args, run.plan))
+        run.note(*note_on_micro_batch(args, run.plan), *note_on_rate(args, run.plan))
 
         collator = model.collator(args.sampling, args.seed)
         observer = monitor.Monitor(run, model, images)

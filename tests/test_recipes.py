@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import main_finetune
 from framework import PixelFramework
 from frameworks.attention_phases import refresh_epochs
-from main_pretrain import build_model, get_args_parser, note_on_micro_batch
+from main_pretrain import build_model, get_args_parser, note_on_micro_batch, note_on_rate
 from prmim import TokenOrder
 from recipes import FINETUNE_RECIPES, RECIPES
 from util.costs import forward_gmac
@@ -384,6 +384,20 @@ def test_another_micro_batch_than_the_recipe_s_is_said():
         assert (plan.total_batch_size, plan.batch_size * plan.accum_iter * 8) == (args.total_batch_size,) * 2
         notes = note_on_micro_batch(args, plan)
         assert len(notes) == bool(expected) and all(re.search(expected, note) for note in notes)
+
+
+def test_the_default_rate_for_a_small_batch_is_said():
+    process = Process(torch.device("cpu"), world_size=1, local_world_size=1)
+    for flags, peak in (
+        (["--total_batch_size", "64"], "3.75e-05"),
+        (["--total_batch_size", "64", "--blr", "2e-3"], None),
+        (["--total_batch_size", "64", "--lr", "1e-4"], None),
+        (["--total_batch_size", "4096"], None),
+        (["--recipe", "prmim50_vit_base_100ep", "--total_batch_size", "64"], None),
+    ):
+        args = parse_with_recipe(get_args_parser(), RECIPES, flags)
+        notes = note_on_rate(args, make_plan(args, process))
+        assert len(notes) == (peak is not None) and all(f"rate is {peak}: " in note for note in notes)
 
 
 def test_average_pooling_fills_all_cells_in_the_paper_s_row_only():

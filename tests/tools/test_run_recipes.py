@@ -50,13 +50,13 @@ def run_job(job, workshop, folder):
     return row
 
 
-def test_the_kinds_are_those_of_the_paper():
+def test_every_kind_of_the_paper_is_there():
     kinds = {kind(job) for job in one_of_each_kind()}
     pretrained = {"mae", "mff", "simmim", "localmim", "tec", "greenmim", "crossmae", "amt"}
-    assert {k[0] for k in kinds} == pretrained | {"vit", "relative", "absolute", "swin"}
-    assert {k[-5] for k in kinds} == {"all", "some", "head"}
-    assert {k[-4] for k in kinds} == {"mae", "mff", "simmim", "simmim_steps"}
-    assert len(kinds) <= 30  # the test below runs all of them
+    assert {k[0] for k in kinds} >= pretrained | {"vit", "relative", "absolute", "swin"}
+    assert {k[-5] for k in kinds} >= {"all", "some", "head"}
+    assert {k[-4] for k in kinds} >= {"mae", "mff", "simmim", "simmim_steps"}
+    assert len(kinds) <= 40  # the test below runs all of them
 
 
 def test_the_table_in_docs_has_every_recipe_as_it_is_now():

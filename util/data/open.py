@@ -1,4 +1,4 @@
-"""Opens the images of a run on all ranks, and the stream of batches that its training loop reads."""
+"""Opens the images of a run on all ranks."""
 
 import argparse
 from pathlib import Path
