@@ -92,7 +92,7 @@ def plot(plt: Any, runs: Sequence[Curves], path: Path) -> None:
         if accuracies is not None and run.knn:
             accuracies.plot(*zip(*run.knn, strict=True), label=run.label, lw=1.4, marker="o", ms=3, **look)
     is_pretraining = not any(run.val for run in runs)
-    axes.set(ylabel="loss (mean over supervised tokens)" if is_pretraining else "loss")
+    axes.set(ylabel="loss over supervised tokens" if is_pretraining else "loss")
     axes.legend(frameon=False)
     if accuracies is not None:
         accuracies.set(ylabel="kNN top-1, %")

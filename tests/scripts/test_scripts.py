@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,17 @@ def test_references_are_grey_and_dashed(tmp_path, monkeypatch, capsys):
     looks = [(line.get_color(), line.get_linestyle()) for line in (*references, accuracies)]
     assert looks == [("0.55", "--"), ("0.55", ":"), ("0.55", "--")]
     assert "--reference 'healty' must be one of healthy, other" in refused(capsys, plot_losses.main, *plot, "healty")
+
+
+def test_the_table_of_references_is_that_of_the_files():
+    """Its figures: the loss at the first report, after 100 and after 300 steps."""
+    text = (ROOT / "docs/healthy.md").read_text()
+    rows = re.findall(r"^\| `(quickstart_\w+)` \|[^|]*\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    names = {path.stem for path in plot_losses.REFERENCES.glob("quickstart_*.jsonl")}
+    assert names == {name for name, *_ in rows}
+    for name, *values in rows:
+        losses = dict(plot_losses.read_reference(name).train)
+        assert [f"{losses[step]:.3f}" for step in (10, 100, 300)] == values
 
 
 def test_the_committed_picture_of_patterns_is_today_s(tmp_path):
