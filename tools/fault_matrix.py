@@ -117,7 +117,7 @@ def document(rows: Sequence[Mapping[str, Any]]) -> str:
             own.append(row["row"])
         before = run
     lines = [f"- `{commit}`, {run.partition(',')[0]}: {', '.join(own)}\n" for (commit, run), own in runs.items()]
-    text = f"Commits:\n\n{''.join(lines)}\n"
+    text = f"Commits:\n\n{''.join(lines)}\nIn the last run of each: "
     for letter, title in (("F", "faults of a cluster"), ("U", "actions of users")):
         run_rows = [row for row in rows if row["row"].startswith(letter) and row["ran"]]
         held = sum(row["held"] == row["ran"] for row in run_rows)
