@@ -66,7 +66,7 @@ def baselines(root: Path) -> dict[str, dict[str, Any]]:
         np.stack([images.load(i)[0] for i in range(len(images))])
         for images in (SegmentationImages(root, split, values) for split in ("train", "val"))
     )
-    frequent = np.bincount(train[..., 3].ravel()).argmax()
+    frequent = np.bincount(train[..., 3].ravel()).argmax(axis=0)
     means = np.stack([train[train[..., 3] == k][:, :3].mean(axis=0) for k in range(len(PHOTOS))])
     nearest = np.square(val[..., None, :3].astype(np.float32) - means).sum(axis=-1).argmin(axis=-1)
     found = {"most frequent class": np.full_like(nearest, frequent), "nearest mean colour": nearest}
