@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -214,28 +213,6 @@ class Costs(NamedTuple):
         return times[0], times[1]
 
 
-def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules of a framework, and those of a teacher, which is no submodule."""
-    yield from model.modules()
-    if hasattr(model, "teacher"):
-        yield from model.teacher.modules()
-
-
-def to_fake(model: nn.Module) -> int:
-    """Replace a model's tensors by fake ones on the CPU. Call it in a FakeTensorMode. Returns their bytes."""
-    total = 0
-    for module in modules_of(model):
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                fake: torch.Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                total += fake.untyped_storage().nbytes()
-                is_parameter = isinstance(tensor, nn.Parameter)
-                tensors[name] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    return total
-
-
 def count_step(
     build: Callable[[Settings], Framework],
     settings: Settings,
@@ -252,7 +229,7 @@ def count_step(
     imgs, orders = costs.make_batch(model, settings, batch_size)
     tally = Tally()
     with FakeTensorMode() as mode:
-        parameters, normalize = to_fake(model), Normalize()
+        parameters, normalize = costs.to_fake(model), Normalize()
         if on_cuda:
             for module in (*blocks_of(model), model):
                 module.forward = CudaCalls.around(module.forward)

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fake_accelerator import to_fake_gpu
 from tests.test_framework_contract import a_batch, build
+from util import costs
 from util.attention import prefer
 
 KINDS = {"addmm": "products", "mm": "products", "convolution": "products"}  # "math" attention has others
@@ -44,7 +44,7 @@ def main(*names):
         model = build(name)
         batch = a_batch(model)
         with FakeTensorMode() as mode, torch.no_grad():
-            to_fake_gpu(model, "cuda")
+            costs.to_fake(model, "cuda")
             inputs = [mode.from_tensor(x).to("cuda") for x in batch]
             with torch.autocast("cuda", torch.bfloat16), Types() as types:
                 losses = model(*inputs)

@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine_pretrain import train_one_epoch
 from framework import Framework
 from main_pretrain import MODELS
-from scripts.predict import to_fake
-from util.costs import make_batch
+from util.costs import make_batch, to_fake
 from util.data.transforms import Normalize
 from util.run.cli import Parser, run_program
 from util.run.distributed import Process, precision

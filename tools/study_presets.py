@@ -141,6 +141,7 @@ _FROZEN14 = replace(
 _DEEP16 = replace(
     _GRID14,
     pretrain=_GRID14.pretrain | dict(input_size=64, mask_unit=2, total_batch_size=16),
+    finetune=_GRID14.finetune | dict(input_size=64),
     arms=DEEP16,
     pretrain_per_class=1250,
     finetunes=1,

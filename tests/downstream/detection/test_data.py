@@ -398,6 +398,7 @@ def test_processes_share_the_images_of_an_evaluation(tmp_path, monkeypatch, worl
     expected, pictures = detect_all(Recogniser(), images, 2, normalize, *rest)
     assert len({(r["score"], r["bbox"][0]) for r in expected}) == len(expected) == 5 and len(pictures) == 2
     parts = []
+    monkeypatch.setattr(collectives, "run_everywhere", lambda check: check())
     for last in (False, True):  # the second time, each rank knows what all have found
         for rank in range(world_size):
             monkeypatch.setattr(collectives, "rank_and_world_size", lambda rank=rank: (rank, world_size))
