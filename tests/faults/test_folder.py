@@ -202,6 +202,13 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
     record_property("measured", "exit code 2")
 
 
+def delete_after_save(output_dir, folder):
+    """Deletes `folder`, which holds the run's, after the save of step 3; meanwhile a thread may still write the log."""
+    wait_until(lambda: (output_dir / ".progress").exists() and (output_dir / ".progress").read_text() == "3\n")
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.mark.fault(
     "F60",
     "the output folder is deleted while the run goes on",
@@ -209,7 +216,7 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
 )
 def test_a_deleted_output_folder(photos, tmp_path, before_step, capsys):
     expected, output_dir = pretrain(photos, tmp_path / "whole", "--save_every", 2), tmp_path / "new" / "out"
-    before_step(4, lambda: shutil.rmtree(output_dir.parent))
+    before_step(4, lambda: delete_after_save(output_dir, output_dir.parent))
     assert_same_state(pretrain(photos, output_dir, "--save_every", 2), expected)
     assert f"warning: {str(output_dir)!r} was deleted; it is made again" in capsys.readouterr().out
     assert [r["step"] for r in reports(output_dir)] == [1, 2, 3, 4, 5, 6]
@@ -223,7 +230,7 @@ def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, caps
     with ExitStack() as other:
 
         def take():
-            shutil.rmtree(tmp_path / "out")
+            delete_after_save(tmp_path / "out", tmp_path / "out")
             message.append(other.enter_context(held_by_another_process(tmp_path / "out")))
 
         message = []
