@@ -5,8 +5,7 @@
 
 torch's fake process group makes this process the last of so many ranks. Its collectives move nothing, so numbers of
 calls and bytes are exact, and times and losses mean nothing. A step is the third step of the real training loop, with
-two micro-batches of one image in float32. (DDP arranges its buckets anew in the second step.) With --shard tensors are
-fake: they have no values, so that ViT-H takes a few seconds.
+two micro-batches of one image in float32. (DDP arranges its buckets anew in the second step.)
 
 calls, MB    of each kind; a collective counts the bytes of the whole tensor, before it is split or after it is joined
 ideal MB     DDP: one all-reduce of the gradients. --shard: two all-gathers of all parameters in each micro-batch, and
@@ -17,13 +16,12 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,9 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
-from framework import Framework
 from main_pretrain import MODELS
-from util.costs import make_batch, to_fake
+from util.costs import make_batch
 from util.data.transforms import Normalize
 from util.run.cli import Parser, run_program
 from util.run.distributed import Process, precision
@@ -102,23 +99,11 @@ def all_reduce_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[
     return done
 
 
-def build(name: str, mode: str) -> tuple[Framework, list[torch.Tensor], AbstractContextManager[Any]]:
-    """Returns (a model, the tensors of a batch, the context of its steps). DDP's buckets need tensors with values."""
-    options = dict(mask_ratio=0.75, throw_ratio=0.5 if MODELS[name].func.throws else 0.0)
-    with torch.device("cpu" if mode == "ddp" else "meta"):
-        model = MODELS[name](**options)
-    imgs, orders = make_batch(model, {"sampling": "furthest"}, 1)
-    batch = [imgs, orders[0], *orders]  # no model reads labels
-    if mode == "ddp":
-        return model, batch, nullcontext()
-    with (fake := FakeTensorMode(allow_non_fake_inputs=True)):
-        to_fake(model)
-    return model, [fake.from_tensor(x) for x in batch], fake
-
-
 def measure(name: str, mode: str, world_size: int) -> dict[str, Any]:
     """Counts the collectives of a training step of one model."""
-    model, batch, context = build(name, mode)
+    model = MODELS[name](mask_ratio=0.75, throw_ratio=0.5 if MODELS[name].func.throws else 0.0)
+    imgs, orders = make_batch(model, {"sampling": "furthest"}, 1)
+    batch = [imgs, orders[0], *orders]  # no model reads labels
     sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
     parameters, trained = (sum(size for size, is_trained in sizes if is_trained or not only) for only in (False, True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
@@ -141,10 +126,9 @@ def measure(name: str, mode: str, world_size: int) -> dict[str, Any]:
             print_freq=NEVER,
         )
         batches = iter([batch] * (3 * ACCUM_ITER))
-        with context:
-            train_one_epoch(wrapped, batches, range(2), loop)
-            with Collectives() as found:
-                train_one_epoch(wrapped, batches, range(2, 3), loop)
+        train_one_epoch(wrapped, batches, range(2), loop)
+        with Collectives() as found:
+            train_one_epoch(wrapped, batches, range(2, 3), loop)
     row: dict[str, Any] = dict(model=name, mode=mode, ranks=world_size, torch=torch.__version__)
     for kind in {*KINDS.values(), *found.calls}:
         row |= {f"{kind}_calls": found.calls[kind], f"{kind}_mb": found.bytes[kind] / 1e6}
