@@ -172,9 +172,10 @@ TABLE = [[9.0, 0, 1, 2, 3, 4], [9.0, 8, 1, 2, 3, 4], [9.0, 8, 0, 2, 3, 4], [0.0,
 
 
 def test_top_1_top_5_and_loss_by_hand():
-    result = score(TABLE, [0, 1, 2, 3], batch_size=3)
+    labels = [0, 3, 2, 3]  # of image 1 the fifth best
+    result = score(TABLE, labels, batch_size=3)
     assert (result["top1"], result["top5"], result["num_images"]) == (50.0, 75.0, 4)
-    expected = [-torch.log_softmax(torch.tensor(row), 0)[i].item() for i, row in enumerate(TABLE)]
+    expected = [-torch.log_softmax(torch.tensor(row), 0)[i].item() for row, i in zip(TABLE, labels, strict=True)]
     assert result["loss"] == pytest.approx(sum(expected) / 4)
 
 

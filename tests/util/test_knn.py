@@ -67,6 +67,13 @@ def test_leave_one_out_equals_a_loop(k):
     assert found.tolist() == expected
 
 
+def test_a_row_is_never_its_own_neighbour():
+    """The only other one is less similar than none."""
+    bank = torch.tensor([[1.0, 0.0], [-0.6, 0.8]])
+    similarities, positions = nearest(bank[:1], bank, torch.arange(2), 1, torch.tensor([0]))
+    assert positions.tolist() == [[1]] and similarities[0].tolist() == pytest.approx([-0.6])
+
+
 def test_equal_similarities_take_the_lowest_numbers_and_equal_votes_the_lowest_class():
     """Twelve equal rows, of which three are taken, and one that is nearer."""
     row, near = torch.tensor([0.6, 0.8]), torch.tensor([1.0, 0.0])

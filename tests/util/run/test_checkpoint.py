@@ -3,6 +3,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -65,13 +66,21 @@ def damage_record(path):
 @pytest.mark.fault(
     "F35", "the newest checkpoint cut off, flipped in one bit, empty, without record", "the one before, with the reason"
 )
-@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_empty, damage_record])
-def test_the_newest_intact_checkpoint_is_found_with_the_reasons_for_skipping_others(tmp_path, damage):
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (damage_truncate, r"\d+ bytes instead of \d+"),
+        (damage_flip, "its SHA-256 is not the recorded one"),
+        (damage_empty, r"0 bytes instead of \d+"),
+        (damage_record, "its .json is missing: .*"),
+    ],
+)
+def test_the_newest_intact_checkpoint_is_found_with_the_reasons_for_skipping_others(tmp_path, damage, reason):
     good, newest = save(tmp_path, 90), save(tmp_path, 100)
     assert newest_checkpoint(tmp_path) == (newest, [])  # sorted by number, not by name
     damage(newest)
     path, skipped = newest_checkpoint(tmp_path)
-    assert path == good and len(skipped) == 1 and skipped[0].startswith("checkpoint-100.pth: ")
+    assert path == good and len(skipped) == 1 and re.fullmatch(f"checkpoint-100.pth: {reason}", skipped[0])
     damage(good)
     assert newest_checkpoint(tmp_path)[0] is None and len(newest_checkpoint(tmp_path)[1]) == 2
 
