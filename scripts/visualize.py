@@ -86,7 +86,8 @@ def get_args_parser() -> Parser:
     flag("run", nargs="?", help="a checkpoint, or the folder of a run")
     what = "class folders or a flat folder; without it, val/ of the run's data, or train/ if val/ is missing"
     flag("--images", help=what)
-    flag("--out", type=Path, default=Path("reconstruction.png"), help="write the reconstructions to this picture")
+    what = "write the reconstructions to this picture (default: a new reconstruction.png)"
+    flag("--out", type=Path, help=what)
     flag("--rows", type=int, default=8, help="number of images to draw, evenly spaced")
     flag("--max_images", type=int, default=1000, help="most images to measure, evenly spaced")
     flag("--teacher", help="the teacher of a TEC model, if it has moved since the run")
@@ -99,6 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.run is None and not args.patterns:
         parser.error("give a checkpoint or the folder of a run, or --patterns")
+    if args.run and args.out is None:
+        args.out = Path("reconstruction.png")
+        if args.out.exists():
+            parser.error(f"{str(args.out)!r} exists already: give --out")
     with user_errors(parser):
         check_least(args, 1, "rows max_images")
         for flag, path in (("--patterns", args.patterns), ("--out", args.out if args.run else None)):

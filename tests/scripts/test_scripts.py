@@ -214,6 +214,14 @@ def test_the_table_of_references_is_that_of_the_files():
         assert [f"{losses[step]:.3f}" for step in (10, 100, 300)] == values
 
 
+def test_the_default_picture_replaces_no_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("reconstruction.png").write_text("of yesterday")
+    assert "'reconstruction.png' exists already: give --out" in refused(capsys, visualize.main, "run")
+    visualize.main(["--patterns", "p.png"])
+    assert Path("reconstruction.png").read_text() == "of yesterday"
+
+
 def test_the_committed_picture_of_patterns_is_today_s(tmp_path):
     visualize.main(["--patterns", str(tmp_path / "p.png")])
     ours, committed = (np.asarray(Image.open(p)) for p in (tmp_path / "p.png", ROOT / "docs/figures/patterns.png"))
