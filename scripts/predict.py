@@ -41,6 +41,7 @@ try:
 except ImportError:  # not a public interface
     FakeTensorMode = None  # type: ignore[assignment, misc]
 
+aten = torch.ops.aten
 Settings = dict[str, Any]
 Row = dict[str, Any]
 GB, GIB = 1e9, 2**30
@@ -112,7 +113,7 @@ class CudaCalls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is not None:
             bias = kwargs["attn_mask"].expand(*args[0].shape[:-1], args[1].shape[-2])
             q, k, v, bias = (x.bfloat16() if is_autocast else x for x in (*args, bias))
-            return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
+            return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
         return func(*args, **kwargs)
 
     @classmethod
@@ -126,12 +127,18 @@ class CudaCalls(TorchFunctionMode):
         return wrapped
 
 
+SAME_FLOPS = {  # for torch 2.11, which counts no attention on the CPU
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
 def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
     """FLOPs of an operator: two per multiply-add, matrix products, convolutions and attention only."""
-    if func is torch.ops.aten.convolution_backward.default:  # torch's counter ignores its groups
+    if func is aten.convolution_backward.default:  # torch's counter ignores its groups
         grad, weight, output_mask = args[0], args[2], args[10]
         return 2.0 * sum(output_mask[:2]) * weight.numel() * grad.numel() / grad.shape[1]
-    formula = flop_registry.get(func.overloadpacket)
+    formula = flop_registry.get(SAME_FLOPS.get(func.overloadpacket, func.overloadpacket))
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 
 

@@ -179,8 +179,10 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     array, pixels = array.astype(dtype), PixelFormat(channels, dtype)
     view = ResizeCenterCrop(model.img_size, crop_pct)
     expected = normalizer(weights.settings, pixels)(view(torch.from_numpy(array).permute(2, 0, 1))[None])
-    image = Image.fromarray(array) if channels == 3 else array
-    output = processor(image, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
+    if channels == 3:
+        output = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
+    else:
+        output = processor(array, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
     rounding = 1.01 / 65535 / 0.3 if dtype == "uint16" else 1e-6  # the library resizes in float32
     torch.testing.assert_close(output, expected, rtol=0, atol=2 * rounding)
 
