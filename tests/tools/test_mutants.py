@@ -18,16 +18,16 @@ def test_every_mutant_applies_to_today_s_code():
 @pytest.mark.parametrize(
     ("mutant", "state"),
     [
-        (Mutant("code.py", "a + b", "a - b", "test_code.py"), "killed"),
-        (Mutant("code.py", "a + b", "b + a", "test_code.py"), "ALIVE"),
-        (Mutant("code.py", "a * b", "a", "test_code.py"), "DOES NOT APPLY"),
-        (Mutant("code.py", "a + b", "a - b", "test_code.py -k nothing"), "TESTS FAIL WITHOUT IT"),
+        (Mutant("added.py", "a + b", "a - b", "test_code.py"), "killed"),
+        (Mutant("added.py", "a + b", "b + a", "test_code.py"), "ALIVE"),
+        (Mutant("added.py", "a * b", "a", "test_code.py"), "DOES NOT APPLY"),
+        (Mutant("added.py", "a + b", "a - b", "test_code.py -k nothing"), "TESTS FAIL WITHOUT IT"),
     ],
 )
 def test_mutants_are_killed_or_not(mutant, state, tmp_path: Path, monkeypatch, capsys):
     code = "def add(a, b):\n    return a + b\n"
-    (tmp_path / "code.py").write_text(code)
-    (tmp_path / "test_code.py").write_text("from code import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n")
+    (tmp_path / "added.py").write_text(code)
+    (tmp_path / "test_code.py").write_text("from added import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n")
     monkeypatch.setattr(mutants, "MUTANTS", [mutant])
     monkeypatch.setattr(
         mutants,
@@ -36,7 +36,7 @@ def test_mutants_are_killed_or_not(mutant, state, tmp_path: Path, monkeypatch, c
     )
     assert mutants.main([]) == (state != "killed")
     assert capsys.readouterr().out.startswith(f"{state} (")
-    assert (tmp_path / "code.py").read_text() == code
+    assert (tmp_path / "added.py").read_text() == code
 
 
 def is_alive(pid):
