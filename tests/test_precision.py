@@ -13,8 +13,9 @@ from tests.test_engine_pretrain import a_loop
 from tests.test_framework_contract import CLASSES, a_batch, arms, build, frameworks, gradients, total
 
 # (relative difference of the loss, difference of a gradient over its norm plus a fifth of the largest gradient norm)
-# from float32. More than twice the worst measured: 9e-4 and 0.023 in bfloat16, 9e-5 and 0.006 in float16.
-BOUNDS = {torch.bfloat16: (2e-3, 0.05), torch.float16: (2e-4, 0.025)}  # other seeds reach 0.022
+# from float32. The worst measured: 9e-4 and 0.023 in bfloat16; 9e-5 and 0.006 in float16, where AMTSimMIMViT reaches
+# 0.018 with another seed, and 0.022 with torch 2.11.
+BOUNDS = {torch.bfloat16: (2e-3, 0.05), torch.float16: (2e-4, 0.025)}
 
 # Norms whose inputs are in half precision under the CPU's autocast: those that follow a linear layer directly. In Swin
 # that is the residual stream from each merging on, and from the start without SimMIM's mask tokens. All other norms get
