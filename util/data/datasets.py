@@ -28,7 +28,7 @@ from util.data.images import (
 )
 from util.data.shared_memory import ShareBatch, batches_ahead, check_space, find_lack
 from util.data.tars import choose_tars, open_tars
-from util.data.workers import ignore_in_worker, take_over_workers
+from util.data.workers import ignore_in_worker, settle_threads, take_over_workers
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
@@ -240,6 +240,8 @@ def batches(
             )
             workers: set[BaseProcess] = set()
             try:
+                if num_workers:
+                    settle_threads()
                 stream = iter(loader)
                 workers = set(multiprocessing.active_children()) - others
                 take_over_workers(workers)

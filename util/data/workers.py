@@ -5,13 +5,20 @@ import ctypes
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
+import torch.distributed as dist
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# Before Python 3.12 a new worker hangs if another thread was entering the interpreter during the fork, because it then
+# inherits the lock of the list of threads (https://github.com/python/cpython/issues/112275; 3.10.15 is corrected, too).
+FORKS_HOLD_LOCKS = sys.version_info < (3, 12)
+SETTLE_SECONDS = 0.25  # NCCL's thread looks for finished collectives every 0.1 s
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
@@ -24,6 +31,12 @@ def ignore_in_worker(_: int | None) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def settle_threads() -> None:
+    """Lets the threads of gloo or NCCL release the tensors of finished collectives, where a fork needs it."""
+    if FORKS_HOLD_LOCKS and dist.is_available() and dist.is_initialized():
+        time.sleep(SETTLE_SECONDS)
 
 
 def take_over_workers(workers: Iterable[BaseProcess]) -> None:

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -14,7 +15,7 @@ from PIL import Image
 
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests.conftest import write_photo
-from util.data import datasets
+from util.data import datasets, workers
 from util.data import images as module
 from util.data.datasets import (
     AddressedDataset,
@@ -217,6 +218,26 @@ def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photo
         for ours, theirs in zip(expected[offset:], other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert not torch.equal(expected[0][0], expected[6][0])  # the second epoch crops anew
+
+
+@pytest.mark.parametrize(("old", "num_workers", "expected"), [(True, 2, [0]), (True, 0, []), (False, 2, [])])
+def test_threads_settle_before_workers_are_forked(photos, monkeypatch, old, num_workers, expected):
+    """Else a worker can hang at its start on an old Python."""
+    sampler = every_image_once(24, 8, 0, 1)
+    loader = batches(
+        AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2)), sampler, stack, num_workers, False
+    )
+    before, children = set(multiprocessing.active_children()), []
+    monkeypatch.setattr(workers, "FORKS_HOLD_LOCKS", old)
+    monkeypatch.replace_in(workers, "dist.is_initialized", lambda: True)
+
+    def sleep(_):
+        children.append(len(set(multiprocessing.active_children()) - before))
+
+    monkeypatch.replace_in(workers, "time.sleep", sleep)
+    assert next(loader)[0].shape == (8, 3, 32, 32)
+    assert children == expected
+    loader.close()
 
 
 def test_paths_survive_odd_names(tmp_path):
