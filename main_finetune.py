@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import Mixup
-from timm.data.random_erasing import RandomErasing
-from timm.optim import param_groups_layer_decay
 from torch import nn
 
 import models_vit
@@ -35,6 +32,7 @@ from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
 from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.lars import LARS
+from util.lazy import LazyModule
 from util.pos_embed import height_and_width
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
@@ -51,6 +49,9 @@ from util.run.flags import (
 )
 from util.run.run import Run
 from util.text import count_of
+
+timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
+random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"
 ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
@@ -272,9 +273,9 @@ def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: 
     """Returns random erasing, mixup and cutmix, and label smoothing."""
     erase = mixup = None
     if args.reprob:
-        erase = RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
+        erase = random_erasing.RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
     if args.mixup or args.cutmix:
-        mixup = Mixup(
+        mixup = timm_data.Mixup(
             mixup_alpha=args.mixup,
             cutmix_alpha=args.cutmix,
             prob=args.mixup_prob,
@@ -291,7 +292,9 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
     if not args.cls_token_layer_decay and not hasattr(model, "cls_token"):
         raise ValueError(f"--no-cls_token_layer_decay needs a model with a class token; --model {args.model} has none")
     model.cls_token_layer_decay = args.cls_token_layer_decay
-    groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
+    groups = timm_optim.param_groups_layer_decay(
+        model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay
+    )
     if args.optimizer == "lars":
         return LARS(groups, lr=lr, weight_decay=args.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.optim import param_groups_weight_decay
 
 import models_mae_pr
 import monitor
@@ -38,6 +37,7 @@ from recipes import RECIPES
 from util.data.images import evenly_spaced
 from util.data.open import open_everywhere
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
+from util.lazy import LazyModule
 from util.run import shard
 from util.run.cli import Parser, parse_with_recipe, run_program
 from util.run.flags import (
@@ -51,6 +51,8 @@ from util.run.flags import (
 from util.run.resume import has_drop_path
 from util.run.run import Periodic, Run
 from util.text import count_of
+
+timm_optim = LazyModule("timm.optim")
 
 FRAMEWORKS = (
     models_mae_pr,
@@ -240,7 +242,9 @@ def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Call
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW without weight decay on biases, norms and what the model names."""
-    groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=model.no_weight_decay())
+    groups = timm_optim.param_groups_weight_decay(
+        model, args.weight_decay, no_weight_decay_list=model.no_weight_decay()
+    )
     return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
 
 

@@ -17,11 +17,13 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
-from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
+from util.lazy import LazyModule
 from util.pos_embed import position_table
+
+timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "VisionTransformer",
@@ -163,8 +165,8 @@ class Block(nn.Module):
         self.norm1 = layer_norm(dim)
         self.attn = Attention(dim, num_heads)
         self.norm2 = layer_norm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -421,7 +423,7 @@ class VisionTransformer(Classifier, ViTEncoder):
         super().__init__(**kwargs)
         self.pos_embed.requires_grad_(train_pos_embed)
         if cls_token_mlp:
-            self.cls_token_mlp = Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
+            self.cls_token_mlp = timm_layers.Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
             init_weights(self.cls_token_mlp)
         self.add_head(num_classes, global_pool, probe, std=0.01 if probe else 2e-5)
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from timm.models import adapt_input_conv
 from torch import nn
 
 from encoders.kinds import BIAS_TABLE, SWIN, Kind, find_kind
@@ -36,10 +35,13 @@ from encoders.names import (
     swap_merging,
 )
 from encoders.rel_pos import resize_bias_table
+from util.lazy import LazyModule
 from util.pos_embed import grid_from_settings, resize_pos_embed
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
 from util.text import count_of, shorten
+
+timm_models = LazyModule("timm.models")
 
 Part = Literal["all", "encoder", "blocks"]
 
@@ -360,7 +362,7 @@ def _fit_patch_embed(found: Tensors, own: Mapping[str, torch.Tensor], what: str,
     if channels != 3:
         sizes = f"holds an encoder of {channels} channels, this {name} is for {own_channels}"
         raise CheckpointError(f"{what} {sizes}: only encoders of 3 channels can be adapted")
-    found[key] = adapt_input_conv(own_channels, found[key])
+    found[key] = timm_models.adapt_input_conv(own_channels, found[key])
     return [f"{key} adapted from 3 channels to {own_channels}"]
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,6 +24,9 @@ from models_vit import (
     split_heads,
 )
 from util.attention import biased_attention
+from util.lazy import LazyModule
+
+timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "RelativeVisionTransformer",
@@ -141,9 +143,9 @@ class RelativeBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = layer_norm(dim), layer_norm(dim)
         self.attn = RelativeAttention(dim, num_heads, grid_size)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
         self.gamma_1, self.gamma_2 = (nn.Parameter(torch.full((dim,), init_values)) for _ in range(2))
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))

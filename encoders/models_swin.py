@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
-from timm.layers import DropPath, Mlp
 from torch import nn
 
 from encoders.models_relative_vit import lookup_bias
@@ -21,6 +20,9 @@ from encoders.rel_pos import grid_coords, relative_offset_index
 from encoders.window_groups import WindowGroups, unit_coords
 from models_vit import PatchEmbed, check_image_size, check_pool, drop_path_rates, patchify, split_heads
 from util.attention import biased_attention
+from util.lazy import LazyModule
+
+timm_layers = LazyModule("timm.layers")
 
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
@@ -112,8 +114,8 @@ class SwinBlock(nn.Module):
         self.window, self.shift = window, shift
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, window, num_heads)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
         self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
 
     def forward(self, x: torch.Tensor, groups: WindowGroups | None = None) -> torch.Tensor:

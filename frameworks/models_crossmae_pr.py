@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
@@ -22,7 +21,10 @@ from encoders.names import rename_prefixes
 from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, check_blocks, decoder_heads
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
 from prmim import SpatialAggregation, TokenOrder
+from util.lazy import LazyModule
 from util.pos_embed import sincos_pos_embed
+
+timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "CrossMaskedAutoencoderViT",
@@ -243,7 +245,7 @@ class CrossBlock(nn.Module):
         self.norm1 = layer_norm(dim)
         self.cross_attn = CrossAttention(dim, context_dim, num_heads)
         self.norm2 = layer_norm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
 
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Updates the queries `x` [B, n, C] from the context [B, T, D]. Returns [B, n, C]."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
@@ -23,8 +22,11 @@ from framework import Flag, Framework, View, ViTArguments
 from frameworks.teacher import Teacher, attention_logits, open_teacher
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, init_weights
 from prmim import ProgressiveDecoder, TokenOrder
+from util.lazy import LazyModule
 from util.pictures import principal_colors
 from util.run.checkpoint import load_strict
+
+timm_layers = LazyModule("timm.layers")
 
 __all__ = [
     "TECViT",
@@ -84,7 +86,7 @@ class TECViT(Framework, ViTEncoder):
     ) -> None:
         super().__init__(**kwargs)
         embed_dim, depth, mlp_ratio = self.embed_dim, len(self.blocks), self.mlp_ratio
-        self.cls_token_mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
+        self.cls_token_mlp = timm_layers.Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.encoder_adaptor = EncoderAdaptor(embed_dim, depth, num_adap or max(1, depth // 3), 4 * decoder_embed_dim)
         init_weights(self.cls_token_mlp)
         init_weights(self.encoder_adaptor)
@@ -277,7 +279,7 @@ class EncoderAdaptor(nn.Module):
             raise ValueError(f"{depth} blocks do not divide into num_adap {num_adap} groups")
         self.adap_before = nn.LayerNorm(depth * dim)  # with torch's epsilon, 1e-5, as in the release
         self.fuse_fcs = nn.ModuleList(nn.Linear(depth // num_adap * dim, dim) for _ in range(num_adap))
-        self.adap_mlps = nn.ModuleList(Mlp(dim, hidden_dim) for _ in range(num_adap))
+        self.adap_mlps = nn.ModuleList(timm_layers.Mlp(dim, hidden_dim) for _ in range(num_adap))
         self.adap_after = nn.LayerNorm(dim)
 
     def forward(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:

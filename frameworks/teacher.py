@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,8 +13,11 @@ from encoders.load import Weights, fit, read, set_norm_eps
 from models_vit import ViTEncoder
 from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from util.lazy import LazyModule
 from util.run import checkpoint
 from util.text import close_to
+
+timm = LazyModule("timm")
 
 
 class Teacher(ViTEncoder):

@@ -1,6 +1,8 @@
 """The import order of the code base, and the limits that keep its files readable."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,13 @@ def test_scripts_and_tools_are_imported_by_siblings_and_tests_alone():
         if place != "tests":
             allowed = {place} | other.get(path.name, set())
             assert not places(path) & {"scripts", "tools", "tests"} - allowed, path
+
+
+def test_help_waits_for_no_timm():
+    mains = "main_pretrain, main_finetune, downstream.probe.main_probe, downstream.segmentation.main_segmentation"
+    code = f"import sys, {mains}; print(sorted({{'timm', 'torchvision', 'torch._dynamo'}} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.stdout == "[]\n", found.stderr
 
 
 def test_the_top_level_tells_the_story():

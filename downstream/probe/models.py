@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import timm
 import torch
 from torch import nn
 
@@ -17,9 +16,12 @@ from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
 from util.features import class_feature, forward_blocks
+from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.resume import identify_encoder, warn_if_unfinished
 from util.text import shorten
+
+timm = LazyModule("timm")
 
 HEAD_CHANNELS = 64  # of a head of the attentive probe
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from timm.data import ImageNetInfo
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,6 +28,7 @@ from util.data.images import FolderImages, check_classes, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import check_statistics
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+from util.lazy import LazyModule
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
 from util.run.evaluation import ResultsFile, evaluation_session
@@ -36,6 +36,8 @@ from util.run.flags import check_least, num_workers
 from util.run.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
+
+timm_data = LazyModule("timm.data")
 
 RESULTS = "robustness.json"
 
@@ -118,7 +120,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
 def imagenet_wnids() -> list[str]:
     """Returns the wnids of ImageNet-1k in the order of a classifier's logits."""
-    return sorted(ImageNetInfo().label_names())
+    return sorted(timm_data.ImageNetInfo().label_names())
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.optim import param_groups_layer_decay
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -33,6 +32,7 @@ from encoders.load import fit, load_encoder, read
 from util import collectives
 from util.data.images import ImageError, check_splits
 from util.data.statistics import normalizer
+from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.distributed import precision
@@ -40,6 +40,8 @@ from util.run.evaluation import Evaluator, Session, session_of_eval
 from util.run.flags import Plan, check_least, check_same, num_workers
 from util.run.run import Run
 from util.text import count_of
+
+timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
@@ -143,7 +145,9 @@ def open_split(args: argparse.Namespace, split: str) -> SegmentationImages:
 
 def make_optimizer(model: Segmenter, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
     """Returns AdamW with layer-wise learning rates."""
-    groups = param_groups_layer_decay(model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay)
+    groups = timm_optim.param_groups_layer_decay(
+        model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay
+    )
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
 
 

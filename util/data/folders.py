@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchvision.datasets.folder import IMG_EXTENSIONS as TORCHVISION_EXTENSIONS
-
 from util.data.splits import (
     choose_split,
     group_by_split,
@@ -21,6 +19,7 @@ from util.data.splits import (
 )
 from util.text import count_of, shorten
 
+TORCHVISION_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ARRAY = ".npy"
 IMG_EXTENSIONS = (*TORCHVISION_EXTENSIONS, ARRAY)
 SYSTEM_FOLDERS = ("__MACOSX", "@eaDir")  # made by macOS and by Synology

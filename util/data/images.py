@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torchvision
 
 from util.data import folders
 from util.data.decode import PILLOW_ERRORS
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
+from util.lazy import LazyModule
 from util.text import count_of
+
+torchvision = LazyModule("torchvision")
 
 T = TypeVar("T")
 

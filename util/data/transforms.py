@@ -6,19 +6,19 @@ Images are uint8, uint16 or float32, with any number of channels, and keep their
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import auto_augment as timm_ops
-from timm.data import create_transform
 from torch import nn
 from torch.nn import functional as F
-from torchvision.transforms import Compose
 
 from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
 from util.data.pixel_format import RGB8, PixelFormat
+from util.lazy import LazyModule
+
+timm_data, timm_ops = LazyModule("timm.data"), LazyModule("timm.data.auto_augment")
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -177,7 +177,7 @@ class FinetuneAugment:
         self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference)
         options = dict(auto_augment=auto_augment, color_jitter=color_jitter, interpolation="bicubic")
         try:
-            _, self.augment, _ = create_transform(self.crop.size, is_training=True, separate=True, **options)
+            _, self.augment, _ = timm_data.create_transform(self.crop.size, is_training=True, separate=True, **options)
             for op in augment_ops(self.augment):
                 if op.aug_fn is timm_ops.posterize:
                     op.aug_fn = posterize
@@ -196,8 +196,8 @@ class FinetuneAugment:
         return torch.from_numpy(np.array(img)).permute(2, 0, 1).contiguous()
 
 
-def augment_ops(augment: Compose) -> Iterator[timm_ops.AugmentOp]:
-    """Yields all ops of timm's policies. RandAugment and AugMix hold a list of ops, AutoAugment a list of lists."""
+def augment_ops(augment: Any) -> Iterator[Any]:
+    """Yields the ops of timm's policies. RandAugment and AugMix hold a list of ops, AutoAugment a list of lists."""
     for transform in augment.transforms:
         yield from getattr(transform, "ops", chain(*getattr(transform, "policy", [])))
 

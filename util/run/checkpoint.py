@@ -23,7 +23,10 @@ import torch
 from safetensors import safe_open
 
 from util.atomic import replaced_file, sync
+from util.lazy import LazyModule
 from util.text import shorten
+
+timm_data = LazyModule("timm.data")
 
 # Weights in folders that are no runs: of scripts/export.py, timm and Transformers, whose large files are cut in shards.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model-00001-of-*", "pytorch_model-00001-of-*")
@@ -358,9 +361,8 @@ def _class_names(config: Mapping[str, Any]) -> list[str] | None:
         return None
     labels = config.get("id2label", {})
     classes = [labels[str(i)] for i in range(len(labels))]
-    from timm.data import ImageNetInfo  # here, because timm is slow to import
 
-    imagenet = ImageNetInfo()
+    imagenet = timm_data.ImageNetInfo()
     if classes == [imagenet.index_to_description(i) for i in range(imagenet.num_classes())]:
         return imagenet.label_names()  # the names of ImageNet's folders
     return None if classes == [f"LABEL_{i}" for i in range(len(classes))] else classes

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.layers import DropPath
 
+from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.distributed import Process
 from util.run.folder import Start
+
+timm_layers = LazyModule("timm.layers")
 
 Meta = Mapping[str, Any]
 # Flags that split the total batch. Each step sees the same images with any split.
@@ -138,7 +140,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def has_drop_path(model: torch.nn.Module) -> bool:
     """Whether the model draws random numbers in its forward pass."""
-    return any(isinstance(module, DropPath) and module.drop_prob for module in model.modules())
+    return any(isinstance(module, timm_layers.DropPath) and module.drop_prob for module in model.modules())
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules

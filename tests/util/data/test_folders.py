@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS as TORCHVISION_EXTENSIONS
 from torchvision.datasets.folder import find_classes, make_dataset
 
 from tests.conftest import write_photo
@@ -55,6 +56,10 @@ def test_names_labels_and_order_are_torchvision_s(tmp_path):
     expected = make_dataset(tmp_path / "data", rank, extensions=IMG_EXTENSIONS)
     assert classes == theirs and len(samples) == len(expected) == 19 and notes == []
     assert [(str(tmp_path / "data" / path), label) for path, label in samples] == expected
+
+
+def test_extensions_are_those_of_torchvision():
+    assert folders.TORCHVISION_EXTENSIONS == TORCHVISION_EXTENSIONS
 
 
 def test_images_are_those_of_image_folder(photos):

@@ -1,0 +1,14 @@
+"""Slow libraries, imported at their first use."""
+
+import importlib
+from typing import Any
+
+
+class LazyModule:
+    """Module `name`, imported at its first use: `--help` and refused flags do not wait 3 s for timm and torchvision."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
