@@ -22,11 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def server():
-    """Returns the multiprocessing context whose processes are forks of the server."""
+    """Returns the multiprocessing context whose processes are forks of the server. One main imports the others."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["downstream.robustness.main_robustness", "torch.distributed.run"]
-    )  # the main imports the other mains
+    lazy = "timm.data", "timm.optim"  # LazyModules
+    context.set_forkserver_preload(["downstream.robustness.main_robustness", *lazy, "torch.distributed.run"])
     return context
 
 
