@@ -5,7 +5,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Module `name`, imported at its first use: `--help` and refused flags do not wait 3 s for timm and torchvision."""
+    """Module `name`, imported at its first use: `--help` and refused flags wait for no timm, torchvision or FSDP."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from util.atomic import replaced_file
+from util.lazy import LazyModule
+
+tensorboard = LazyModule("torch.utils.tensorboard")
 
 
 class RunLog:
@@ -38,9 +40,9 @@ class RunLog:
         done = start_step or -1  # a new run repeats what an earlier one has reported at step 0
         self.reports = ReportFile(output_dir / "log.jsonl", done)
         # Made with the first report: its thread would write after a start that fails, whose files are removed.
-        self.tensorboard: SummaryWriter | None = None
-        self.open_tensorboard: Callable[[], SummaryWriter] | None
-        self.open_tensorboard = partial(SummaryWriter, output_dir / "tensorboard", purge_step=done + 1)
+        self.tensorboard: Any = None  # a SummaryWriter
+        self.open_tensorboard: Callable[[], Any] | None
+        self.open_tensorboard = partial(tensorboard.SummaryWriter, output_dir / "tensorboard", purge_step=done + 1)
         # Some terminals report a size of 0 x 0.
         size = {"dynamic_ncols": True} if terminal_columns(sys.stderr) else {"ncols": 80, "nrows": 24}
         options = {"unit": "step", "file": sys.stderr, "disable": not sys.stderr.isatty(), **size}
@@ -120,7 +122,7 @@ class RunLog:
             return False
         self.text = open(self.text.name, "a", encoding="utf-8")
         self.reports.write_all()
-        self.tensorboard, self.open_tensorboard = None, partial(SummaryWriter, path.parent / "tensorboard")
+        self.tensorboard, self.open_tensorboard = None, partial(tensorboard.SummaryWriter, path.parent / "tensorboard")
         for report in self.history():
             for name, value in report.items():
                 if value is not None and name != "step" and "interim" not in report:

@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from util import attention
 from util.collectives import all_reduce_sum
+from util.lazy import LazyModule
 from util.run.distributed import PRECISIONS, Process
+
+fsdp, dtensor = LazyModule("torch.distributed.fsdp"), LazyModule("torch.distributed.tensor")
 
 Batch = TypeVar("Batch")
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -119,17 +120,17 @@ def shard(
     compiled: compile each block as a separate graph, between the hooks that gather and free its parameters.
     """
     mesh = make_mesh(device.type, dist.get_world_size())
-    outside = in_blocks = MixedPrecisionPolicy(cast_forward_inputs=False)
+    outside = in_blocks = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16 and device.type == "cuda":
-        in_blocks = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        in_blocks = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = blocks_of(model)
     for module in [*blocks, model]:
         before = list(module.parameters())
-        fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
         # Methods that gather parameters as `forward` does. The `forward` of a classifier calls `forward_features`.
         for method in ("cls_attention", "forward_features"):
             if hasattr(module, method) and not hasattr(module, "head"):
-                register_fsdp_forward_method(module, method)
+                fsdp.register_fsdp_forward_method(module, method)
         _replace_parameters(optimizer, before, module.parameters())
         del before  # the last reference to whole parameters
     if compiled:
@@ -148,7 +149,7 @@ def _compile(blocks: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def _no_sync(model: FSDPModule) -> Iterator[None]:
+def _no_sync(model: Any) -> Iterator[None]:
     """Accumulates gradients without reducing them. They are unsharded, so few large micro-batches need less memory."""
     model.set_requires_gradient_sync(False)
     try:
@@ -170,7 +171,7 @@ def _replace_parameters(
             optimizer.state[parameter] = {name: _shard_state(value, parameter) for name, value in state.items()}
 
 
-def _shard_state(value: Any, parameter: DTensor) -> Any:
+def _shard_state(value: Any, parameter: Any) -> Any:
     """Shards a moment like its parameter. Anything else, such as AdamW's step count, is replicated."""
     if not torch.is_tensor(value):
         return value
@@ -178,7 +179,7 @@ def _shard_state(value: Any, parameter: DTensor) -> Any:
         return value.to(parameter.device)
     share = torch.zeros_like(parameter)  # as the optimizer allocates it: fused AdamW requires one layout
     # Every rank already holds the whole tensor, so none is sent.
-    whole = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    whole = dtensor.distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     share.to_local().copy_(whole.to_local())
     return share
 
@@ -211,7 +212,7 @@ class HostCopies:
             return [self._copy(value, keep, (*place, i)) for i, value in enumerate(content)]
         if not torch.is_tensor(content):
             return content
-        whole = content.full_tensor() if isinstance(content, DTensor) else content
+        whole = content.full_tensor() if isinstance(content, dtensor.DTensor) else content
         if not keep:
             return None
         if place not in self.buffers:
@@ -223,8 +224,8 @@ class HostCopies:
 
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, sharded or not, on every rank. One number is all-reduced."""
-    norm = nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
-    mesh = next((g.device_mesh for g in grads if isinstance(g, DTensor)), None)
+    norm = nn.utils.get_total_norm([g.to_local() if isinstance(g, dtensor.DTensor) else g for g in grads])
+    mesh = next((g.device_mesh for g in grads if isinstance(g, dtensor.DTensor)), None)
     if mesh is None:
         return norm
     # Summed over replicas, too, so that all ranks clip by the same bits.
@@ -233,13 +234,13 @@ def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def count_bad(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The number of tensors, or this rank's shards of them, that hold a non-finite value; a scalar on the device."""
-    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    own = (t.to_local() if isinstance(t, dtensor.DTensor) else t for t in tensors)
     return torch.stack([~t.detach().isfinite().all() for t in own]).float().sum()
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` was applied to the model."""
-    return isinstance(model, FSDPModule)
+    return isinstance(model, fsdp.FSDPModule)
 
 
 @contextmanager
