@@ -34,7 +34,7 @@ def repeats(request):
 
 
 # Files that wait for other processes come first, so that no worker ends with a long one.
-LONGEST_FILES = ["test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py", "test_study.py"]
+LONGEST_FILES = ["test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py"]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -35,6 +35,7 @@ from util.run.cli import Parser, parse_with_recipe
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The file that docs/add_a_framework.md shows, with a flag and models of its own.
 EXAMPLE, EXAMPLE_FLAG, EXAMPLE_MODELS = "models_example_pr.py", "--loss_beta", "example_"
+STUDY = "tools/study.py"  # has left the tree; the pages name the commit that has it
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -311,7 +312,7 @@ def test_local_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_named_files_exist(path: Path) -> None:
     text = re.sub(r"`\S+` of commit\s+[0-9a-f]{7}", "", path.read_text())  # files that have left the tree
-    named = {name for name in PROJECT_FILE.findall(text) if name != EXAMPLE}
+    named = {name for name in PROJECT_FILE.findall(text) if name not in (EXAMPLE, STUDY)}
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
