@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import string
 import subprocess
 import sys
@@ -30,7 +31,9 @@ from tests import test_framework_contract as contract
 from tests.conftest import write_photo
 from tests.patches import MonkeyPatch, StandIn
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS
+from tools.fault_matrix import COLUMNS
 from util.run.cli import Parser, parse_with_recipe
+from util.tables import read_csv
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The file that docs/add_a_framework.md shows, with a flag and models of its own.
@@ -53,6 +56,7 @@ RECIPES_OF = {
     "downstream/segmentation/main_segmentation.py": SEGMENTATION_RECIPES,
     "downstream/detection/main_detection.py": DETECTION_RECIPES,
 }
+COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*\w")
 OTHER_FLAGS = {"--help", "--signal", "--array", "--kill-on-bad-exit", EXAMPLE_FLAG}  # of sbatch and srun
 
@@ -359,6 +363,29 @@ def known_flags() -> frozenset[str]:
 def test_named_flags_exist(path: Path) -> None:
     named = {flag for span in SPAN.findall(prose_of(path)) for flag in FLAG.findall(span)}
     assert sorted(named - known_flags() - OTHER_FLAGS) == []
+
+
+def git(*command: str) -> list[str]:
+    """Returns the lines that a git command prints; none if it fails, or if git is not installed."""
+    if shutil.which("git") is None:
+        return []
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+def test_named_commits_are_in_the_history() -> None:
+    if git("rev-parse", "--show-toplevel", "--is-shallow-repository") != [str(ROOT), "false"]:
+        pytest.skip("no git checkout with its whole history")
+    history = git("rev-list", "HEAD")
+    named = {(path.name, found) for path in DOCUMENTS for found in COMMIT.findall(path.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not any(commit.startswith(name[1]) for commit in history)] == []
+
+
+def test_the_table_of_faults_has_the_rows_of_the_tests() -> None:
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    marked = {row for text in sources for row in re.findall(r'mark\.fault\(\s*"(\w+)"', text)}
+    rows = read_csv(ROOT / "docs" / "faults.csv", COLUMNS, COLUMNS)
+    assert {row["row"] for row in rows} == marked
 
 
 def test_the_readme_is_a_front_page() -> None:
