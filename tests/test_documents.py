@@ -1,12 +1,14 @@
 """The documents hold what they promise: snippets run, commands parse, and every name in them exists."""
 
 import argparse
+import csv
 import importlib
 import inspect
 import os
 import re
 import shlex
 import shutil
+import statistics
 import string
 import subprocess
 import sys
@@ -386,6 +388,48 @@ def test_the_table_of_faults_has_the_rows_of_the_tests() -> None:
     marked = {row for text in sources for row in re.findall(r'mark\.fault\(\s*"(\w+)"', text)}
     rows = read_csv(ROOT / "docs" / "faults.csv", COLUMNS, COLUMNS)
     assert {row["row"] for row in rows} == marked
+
+
+def test_costs_of_a_step_are_those_of_the_files_on_every_page() -> None:
+    """Counts as they are, times within their noise of 0.04."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = re.findall(r"^\| \.(\d+) \| (\S+) \| (\S+) / \S+ \| (\S+) / \S+ \| (\S+) / \S+ \|", text, re.MULTILINE)
+    assert len(table) == 4
+    columns = ["gmac_ratio", "saved_mb_ratio", "ms_ratio"]
+    for name in ("cost_vit_base_cpu.csv", "cost_reference_cpu.csv"):
+        with open(ROOT / "docs" / name, newline="") as file:
+            measured = {row["recipe"]: [float(row[column]) for column in columns] for row in csv.DictReader(file)}
+        for throw_ratio, method, *printed in table:
+            recipe = f"{method.lower().replace('-', '')}{throw_ratio}_vit_base_100ep"
+            if recipe in measured:
+                gmac, saved, seconds = measured[recipe]
+                assert [f"{gmac:.3f}"[1:], f"{saved:.3f}"[1:]] == printed[:2]
+                assert float(printed[2]) == pytest.approx(seconds, abs=0.045)
+    (prmim50,) = (row[-1] for row in table if row[:2] == ("50", "PR-MIM"))
+    for page in (ROOT / "README.md", ROOT / "docs" / "pretrain.md"):
+        assert f"{prmim50} ± 0.04 of MAE's time" in " ".join(page.read_text().split())
+
+
+def test_the_third_study_prints_the_differences_of_its_rows() -> None:
+    with open(ROOT / "docs" / "study_frozen14.csv", newline="") as file:
+        outcome = {
+            (row["arm"], row["seed"]): (float(row["knn"]) + float(row["ridge"])) / 2 for row in csv.DictReader(file)
+        }
+
+    def mean(method: str, seed: str) -> float:
+        arms = ["mae"] if method == "MAE" else [method.lower().replace("-", "") + ratio for ratio in ("50", "65")]
+        return statistics.mean(outcome[arm, seed] for arm in arms)
+
+    row = re.compile(
+        r"^\| \d (\S+) − ([\w-]+)[^|]*\| ([−+][\d.]+) \| [^|]*\| ([\d.]+) \| [^|]+\| [^|]+\|$", re.MULTILINE
+    )
+    third, _, _ = (ROOT / "docs" / "study.md").read_text().partition("## The second study")
+    printed = row.findall(third)
+    assert len(printed) == 5
+    for method, other, difference, deviation in printed:
+        differences = [mean(method, seed) - mean(other, seed) for seed in sorted({seed for _, seed in outcome})]
+        assert difference == f"{statistics.mean(differences):+.2f}".replace("-", "−")
+        assert deviation == f"{statistics.stdev(differences):.2f}"
 
 
 def test_the_readme_is_a_front_page() -> None:
