@@ -137,20 +137,25 @@ def call(command: Sequence[str]) -> int:
     Then StoppedError is raised, or KeyboardInterrupt after Ctrl-C.
     """
     received: list[int] = []
+    not_told: list[subprocess.Popen[bytes]] = []  # the child, until it has been told to end
 
     def stop(number: int, frame: Any) -> None:
         received.append(number)
-        if len(received) == 1:
-            process.terminate()
+        if not_told and len(received) == 1:
+            not_told.pop().terminate()
 
-    # In a session of its own: the terminal's Ctrl-C would reach torchrun and its processes a second time.
-    with subprocess.Popen(command, start_new_session=True) as process:
-        previous = {number: signal.signal(number, stop) for number in SIGNALS}
-        try:
+    # Before the child starts: the default action of a signal would end this process alone, and leave the child.
+    previous = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        # In a session of its own: the terminal's Ctrl-C would reach torchrun and its processes a second time.
+        with subprocess.Popen(command, start_new_session=True) as process:
+            not_told.append(process)
+            if received and not_told:  # the signal came while the child was starting
+                not_told.pop().terminate()
             code = process.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
     if received:

@@ -24,7 +24,7 @@ def held_by_another_process(folder):
     other = server().Process(target=_hold, args=(str(folder), theirs))
     other.start()
     try:
-        assert ours.poll(60)
+        assert ours.poll(240)
         yield f"is in use by process {ours.recv()} on {socket.gethostname()}: wait"
     finally:
         other.kill()

@@ -8,7 +8,6 @@ refused(capsys, visualize.main, "nowhere")                      # of any program
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 import main_finetune
 import main_pretrain
+from tests.until import wait_until
 from tests.warm import Python, torchrun
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
@@ -134,7 +134,7 @@ def finish(*args, code=0, **options):
     """Runs it to its end; -> its output. AssertionError unless it ends with that exit code."""
     process = start(*args, **options)
     try:
-        out, _ = process.communicate(timeout=180)
+        out, _ = process.communicate(timeout=240)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
@@ -142,12 +142,15 @@ def finish(*args, code=0, **options):
     return out
 
 
-def wait_for_step(output_dir, step, process=None, seconds=60):
-    """Until so many steps are in the run's log."""
-    log, end = Path(output_dir) / "log.jsonl", time.monotonic() + seconds
-    while not log.exists() or log.read_text().count("\n") < step:
-        assert time.monotonic() < end and (process is None or process.poll() is None), "the run did not get there"
-        time.sleep(0.02)
+def wait_for_step(output_dir, step, process):
+    """Until so many steps are in the run's log. The run must not end before: see the fault "hold"."""
+    log = Path(output_dir) / "log.jsonl"
+
+    def is_there():
+        assert process.poll() is None, f"the run has ended: {process.text()[-3000:]}"
+        return log.exists() and log.read_text().count("\n") >= step
+
+    wait_until(is_there, process.text)
 
 
 def steps_lost(text):

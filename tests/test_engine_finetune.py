@@ -195,10 +195,12 @@ def test_a_wrong_count_is_an_error():
         score(TABLE, [0, 1, 2, 3], indices=[0, 1, 2])
 
 
-def test_the_model_is_scored_in_eval_mode_and_given_back():
-    model, autocast = Classifier(0.5).train(), precision("fp32", torch.device("cpu"))[1]
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training):
+    model, autocast = Classifier(0.5).train(training), precision("fp32", torch.device("cpu"))[1]
     results = [evaluate(model, [a_batch()], 8, Normalize(), autocast) for _ in range(2)]
-    assert results[0] == results[1] and model.training and model.dropout.training
+    assert results[0] == results[1]
+    assert model.training is training and model.dropout.training is training
 
 
 def _score_share(rank):

@@ -96,7 +96,7 @@ def test_help_waits_for_no_slow_library():
     mains = "main_pretrain, main_finetune, downstream.probe.main_probe, downstream.segmentation.main_segmentation"
     slow = {"timm", "torchvision", "torch._dynamo", "torch.distributed.fsdp", "tensorboard"}
     code = f"import sys, {mains}; print({slow} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert found.stdout == "set()\n", found.stderr
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from encoders.window_groups import WindowGrouper
 from framework import Framework
 from frameworks import models_greenmim_pr
 from scripts import pack_dataset
-from tests.runs import assert_same_state, children_of, pretrain, reports, state
-from tests.warm import Python, run_by_torchrun, torchrun
+from tests.runs import assert_same_state, finish, pretrain, reports, state
+from tests.warm import run_by_torchrun
 from util.data import images
 from util.data import open as open_data
 from util.data.images import FolderImages
@@ -235,16 +234,11 @@ def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypat
 @pytest.mark.fault("F12", "a signal to one process of two", "both stop after the same step; 0 lost")
 def test_a_signal_to_one_of_two_processes_stops_both_and_loses_no_step(photos, tmp_path):
     """Through torchrun, one signal to a rank: no rank waits for the other, and the run ends as the undisturbed one."""
-    flags = pretrain.command(photos, tmp_path / "run", "--batch_size", "4", "--epochs", "40")
-    process = Python(*torchrun(ROOT / "main_pretrain.py", *flags), env={"OMP_NUM_THREADS": "1"})
-    while "step 3/" not in process.text():
-        assert process.poll() is None
-        time.sleep(0.02)
-    os.kill(children_of(process.pid)[-1], signal.SIGUSR2)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode != 0 and "the same command goes on from there" in out  # it has not finished
-    stopped = int(re.search(r"after step (\d+) of 120", out)[1])
-    assert 3 <= stopped < 120 and newest_checkpoint(tmp_path / "run")[0].name == f"checkpoint-{stopped}.pth"
+    flags = ("--save_steps", 100)
+    out = finish(photos, tmp_path / "run", *flags, fault=("signal", 3, "1", "-"), code=1)  # of torchrun
+    stopped = 5  # rank 1 gets the signal in the fourth step; all ranks know it one step later
+    assert f"after step {stopped} of 9; the same command goes on from there" in out
+    assert newest_checkpoint(tmp_path / "run")[0].name == f"checkpoint-{stopped}.pth"
     assert [r["step"] for r in reports(tmp_path / "run")] == list(range(1, stopped + 1))
 
 
@@ -337,7 +331,7 @@ def test_torchrun_with_two_processes_is_the_one_process_run(photos, tmp_path):
     assert code == 0, out[-3000:]
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_pretrain.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = dict(capture_output=True, text=True, timeout=200)
+    options = dict(capture_output=True, text=True, timeout=240)
     done = subprocess.run([*program, *flags], cwd=ROOT, env=environment, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     for said in ("2 processes on cpu in fp32", "8 = 4 x 2 processes x 1 accumulated", "at step 4"):

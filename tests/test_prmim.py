@@ -311,7 +311,7 @@ def test_collator_gives_the_same_order_in_a_fresh_interpreter():
     queue = context.Queue()
     child = context.Process(target=_collate_in_child, args=(queue,))
     child.start()
-    theirs = queue.get(timeout=120)
+    theirs = queue.get(timeout=240)
     child.join()
     sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
     assert np.array_equal(theirs, sampler(addressed_noise(3, 2, [5, 9, 40], 64)))

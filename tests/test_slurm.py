@@ -18,6 +18,7 @@ import pytest
 import submitit_launch
 from tests.patches import MonkeyPatch
 from tests.runs import pretrain, reports
+from tests.until import wait_until
 from util.run.folder import write_progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +54,7 @@ def slurm():
             if not was_up:
                 subprocess.run(["bash", SCRIPT, "down"], check=True)
     left = ("slurmctld", "slurmd", "slurmstepd")
-    wait_for(lambda: was_up or not [pid for pid, name in process_names() if name in left], process_names, seconds=20)
+    wait_until(lambda: was_up or not [pid for pid, name in process_names() if name in left], process_names)
 
 
 class Run:
@@ -80,9 +81,9 @@ class Run:
 
     def wait_until_under_way(self):
         """Until this start of the run has made some steps; -> the last one."""
-        wait_for(lambda: self.text().count(" on cpu in ") > self.starts, self.why)
+        wait_until(lambda: self.text().count(" on cpu in ") > self.starts, self.why)
         first = self.step()
-        wait_for(lambda: self.step() >= first + 4, self.why)
+        wait_until(lambda: self.step() >= first + 4, self.why)
         self.starts += 1
         return self.step()
 
@@ -95,9 +96,9 @@ class Run:
 
     def resumed(self, what, before, begin):
         """Waits for the next start's first step; -> the step where it resumed."""
-        wait_for(lambda: len(re.findall(r"resuming .+ at step", self.text())) == self.starts, self.why)
+        wait_until(lambda: len(re.findall(r"resuming .+ at step", self.text())) == self.starts, self.why)
         at = int(re.findall(r"resuming .+ at step (\d+)", self.text())[-1])
-        wait_for(lambda: self.step() > at, self.why)
+        wait_until(lambda: self.step() > at, self.why)
         self.told.append(f"{what}: {max(0, before - at)} steps lost, {time.monotonic() - begin:.0f} s to the next step")
         return at
 
@@ -112,7 +113,7 @@ class Run:
 
     def wait_for_the_end(self):
         """-> the loss of each step, in order; every step must stand in the log once."""
-        wait_for(lambda: FINISHED in self.text() and self.state() == "COMPLETED", self.why)
+        wait_until(lambda: FINISHED in self.text() and self.state() == "COMPLETED", self.why)
         losses = {report["step"]: report["loss"] for report in reports(self.folder)}
         assert [report["step"] for report in reports(self.folder)] == list(range(1, max(losses) + 1))
         return list(losses.values())
@@ -121,13 +122,6 @@ class Run:
         """What to read if it never came."""
         logs = [path.read_text()[-2000:] for path in sorted((self.folder / "jobs").glob("*_log.*"))]
         return "\n".join([self.state() if self.job else "no job", self.text()[-1000:], *logs])
-
-
-def wait_for(condition, why, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"it never came: {why()}"
-        time.sleep(0.1)
 
 
 def process_names():
@@ -212,7 +206,7 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
     run.submit()
     before = run.wait_until_under_way()
     subprocess.run(["scancel", run.job], check=True)
-    wait_for(lambda: run.state() == "CANCELLED", run.why)
+    wait_until(lambda: run.state() == "CANCELLED", run.why)
     [(name, step)] = run.stopped()
     assert name == "SIGTERM" and (run.folder / f"checkpoint-{step}.json").exists()
     cancelled, begin = run.job, time.monotonic()
@@ -222,7 +216,6 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
     run.wait_until_under_way()
     begin = time.monotonic()
     os.kill(task(run, 1), signal.SIGKILL)
-    time.sleep(1)
     before = run.step()
     assert before - 5 <= run.resumed("kill -9 of a process", before, begin)
 
@@ -248,7 +241,7 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
     fourth.submit("--dependency", f"afterok:{third.job}")
     third.wait_until_under_way()
     subprocess.run(["scancel", third.job], check=True)
-    wait_for(lambda: fourth.state() == "CANCELLED", fourth.why)
+    wait_until(lambda: fourth.state() == "CANCELLED", fourth.why)
     assert not fourth.text()
 
 
@@ -265,7 +258,7 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
     )
     write_progress(run.folder, 5)
     run.submit()
-    wait_for(lambda: run.state() == "FAILED", run.why)
+    wait_until(lambda: run.state() == "FAILED", run.why)
     shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
     assert f"Restarts={restarts} " in shown and (code == 75 or f"ExitCode={code}:0" in shown)
     assert submitit_launch.slurm_state(run.job) == "" and submitit_launch.slurm_state("999999") == ""
@@ -283,7 +276,7 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     )
     flags = "--nodes 1 --tasks_per_node 2 --gpus_per_node 2 --slurm gpus-per-task=1 --slurm exclusive= --slurm nice=7"
     run.submit(*flags.split())
-    wait_for(lambda: run.state() == "FAILED", run.why)
+    wait_until(lambda: run.state() == "FAILED", run.why)
     shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
     assert "Restarts=1 " in shown and "Nice=7 " in shown and "OverSubscribe=NO" in shown
     for rank in (0, 1):
@@ -307,7 +300,7 @@ def test_a_run_outlives_its_node(undisturbed, photos, tmp_path, record_property)
     keeper = int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1])  # its slurmstepd
     for pid in (int((HOME / "slurmd.n2.pid").read_text()), keeper, lost):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: run.state() != "RUNNING", run.why)
+    wait_until(lambda: run.state() != "RUNNING", run.why)
     before = run.step()
     subprocess.run(["bash", SCRIPT, "up"], check=True)
     assert before - 5 <= run.resumed("loss of a node", before, begin)
@@ -322,7 +315,7 @@ def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path, record_property
     """Jobs of one minute: SLURM looks at the clock each half minute, so that the signal comes early."""
     run = Run(photos, tmp_path / "run", epochs=100)
     run.submit("--timeout_min", "1", "--signal_delay_s", "20")
-    wait_for(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why, seconds=800)
+    wait_until(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why, seconds=800)
     losses, stops = run.wait_for_the_end(), run.stopped()
     assert len(losses) == 1200 and len(stops) >= 2 and {name for name, _ in stops} == {"SIGUSR2"}
     resumed = [int(step) for step in re.findall(r"resuming .+ at step (\d+)", run.text())]

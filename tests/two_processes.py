@@ -6,7 +6,7 @@ import queue
 import torch
 import torch.distributed as dist
 
-from tests.warm import free_port, server
+from tests.warm import reserve_port, server
 
 
 def run_in_two_processes(function, *args, timeout_s=120):
@@ -18,7 +18,7 @@ def run_in_processes(num, function, *args, timeout_s=120):
 
     If a result is a dict, its tensors come back as arrays. An exception in a process is raised again here.
     """
-    context, port = server(), free_port()
+    context, port = server(), reserve_port()
     queues = [context.Queue() for _ in range(num)]
     shared = function, args, dict(os.environ)
     processes = [context.Process(target=_child, args=(rank, num, port, queues[rank], *shared)) for rank in range(num)]

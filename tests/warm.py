@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -24,15 +25,28 @@ ROOT = Path(__file__).resolve().parents[1]
 def server():
     """Returns the multiprocessing context whose processes are forks of the server. One main imports the others."""
     context = mp.get_context("forkserver")
-    lazy = "timm.data", "timm.optim", "torch.distributed.fsdp", "torch.utils.tensorboard"  # LazyModules
+    lazy = "timm.data", "timm.optim", "torch.distributed.fsdp", "util.run.events"  # LazyModules
     context.set_forkserver_preload(["downstream.robustness.main_robustness", *lazy, "torch.distributed.run"])
     return context
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+RESERVED = deque(maxlen=32)  # sockets that hold ports; the oldest is closed
+
+
+def reserve_port():
+    """Returns a port that no other process of this machine gets, except a server that asks for it by its number.
+
+    The port belongs to a socket that does not listen. With SO_REUSEADDR, which torch sets too, a server may share it.
+    """
+    if socket.has_dualstack_ipv6():
+        holder, everywhere = socket.socket(socket.AF_INET6), "::"
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # of IPv4, too
+    else:
+        holder, everywhere = socket.socket(socket.AF_INET), "0.0.0.0"
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((everywhere, 0))
+    RESERVED.append(holder)
+    return holder.getsockname()[1]
 
 
 class Python:
@@ -84,7 +98,7 @@ class Python:
 
 def torchrun(*command, processes=2, restarts=0, options=()):
     """Returns the arguments of `python` that run a script with torchrun, whose processes are forks, too."""
-    launch = ["-m", "torch.distributed.run", "--run-path", "--start-method", "fork", "--master_port", free_port()]
+    launch = ["-m", "torch.distributed.run", "--run-path", "--start-method", "fork", "--master_port", reserve_port()]
     launch += ["--nproc_per_node", processes, "--max_restarts", restarts, "--monitor_interval", 0.1]
     return [*launch, *options, *command]
 
@@ -93,7 +107,7 @@ def run_by_torchrun(script, *flags):
     """Runs a script of the project in two processes. Returns (exit code, output)."""
     process = Python(*torchrun(ROOT / script, *flags), env={"OMP_NUM_THREADS": "1"})
     try:
-        out, _ = process.communicate(timeout=200)
+        out, _ = process.communicate(timeout=240)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -30,6 +30,12 @@ def kill_a_worker():
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def hold(loop):
+    """Waits until a signal has asked this process to stop, so that no run is over before the test has sent one."""
+    while not loop.stop.is_asked:
+        time.sleep(0.1)
+
+
 AT_STEP = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: os._exit(1),
@@ -76,13 +82,15 @@ class Fault:
         def faulty_step(loop, step):
             if fault.name in AT_STEP and fault.strikes(step):
                 AT_STEP[fault.name]()
+            if fault.name == "hold" and fault.strikes(step):
+                hold(loop)
             return begin_step(loop, step)
 
         def faulty_seed(loop, step, micro):  # it comes first in a forward pass
             if fault.name == "hang" and fault.strikes(step):
                 time.sleep(10_000)
             if fault.name == "slow-compile" and fault.strikes(step):
-                time.sleep(9)
+                time.sleep(15)
             return seed_draws(loop, step, micro)
 
         def faulty_loss(loop, losses, micro):

@@ -23,6 +23,7 @@ import main_pretrain
 from scripts import export
 from tests.locks import held_by_another_process
 from tests.runs import assert_same_state, finetune, pretrain, refused, reports
+from tests.until import wait_until
 from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 
@@ -205,8 +206,12 @@ def test_a_read_only_folder(photos, small_disk, capsys, record_property):
 def delete_after_save(output_dir, folder):
     """Deletes `folder`, which holds the run's, after the save of step 3; meanwhile a thread may still write the log."""
     wait_until(lambda: (output_dir / ".progress").exists() and (output_dir / ".progress").read_text() == "3\n")
-    while folder.exists():
+
+    def is_gone():
         shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    wait_until(is_gone)
 
 
 @pytest.mark.fault(
@@ -298,17 +303,18 @@ def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
 
 
 @pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")
-def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, record_property):
+def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step, record_property):
     save, failures = checkpoint.save_checkpoint, []
 
     def full_once(output_dir, step, *args):
         if step == 3 and not failures:
-            failures.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
+            failures.append(step)
             raise OSError(28, "No space left on device")
         return save(output_dir, step, *args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", full_once)
+    before_step(3, lambda: wait_until(lambda: failures))  # the saver's thread may be late
     assert pretrain(photos, tmp_path / "out")["meta"]["step"] == 4 and failures == [3]  # it stops after the next step
     record_property("measured", "0 steps lost")
 
@@ -377,10 +383,3 @@ def test_kills_while_saving(tmp_path, repeats, record_property):
     record_property(
         "measured", f"{kills} kills, 0 destroyed; by torch.save alone {destroyed['torch.save']} of {min(kills, 24)}"
     )
-
-
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import torch
 from tests.conftest import write_photo
 from tests.faults.faulty import IN_SAVE
 from tests.runs import assert_same_state, children_of, command, finish, losses, start, state, steps_lost, wait_for_step
-from tests.warm import Python, free_port
+from tests.until import wait_until
+from tests.warm import Python, reserve_port
 
 SAVE = ("--save_steps", 5, "--input_size", 16)
+HOLD = ("hold", 25, "all", "-")  # a fault: the run waits before step 26 until a signal comes
 LOST = 10  # at most, because the write of a save is complete before the next one begins
 BEFORE_RENAME = ("kill-before-sync", "kill-before-rename")  # faults after which a save has left no checkpoint
 
@@ -66,7 +69,8 @@ def test_a_killed_process(photos, tmp_path, undisturbed, repeats, record_propert
 )
 def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatch, record_property):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    options = ["--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "a"]
+    endpoint = f"127.0.0.1:{reserve_port()}"
+    options = ["--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "a"]
     how = dict(fault=("kill", 12, 1, tmp_path / "mark"), processes=1, restarts=3, options=options)
     began = time.monotonic()
     nodes = [start(photos, tmp_path / "out", *SAVE, **how) for _ in range(2)]
@@ -85,13 +89,12 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
 
 @pytest.mark.fault("F51", "a start whose other processes never come", "said after 10 s, with the address")
 def test_a_process_that_waits_for_the_others(photos, tmp_path):
-    environment = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    port = str(reserve_port())
+    environment = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     process = Python(*command(photos, tmp_path, processes=1), env=environment)
-    waiting = f"process 0 waits for all 2 processes at 127.0.0.1:{environment['MASTER_PORT']}; for a single process"
-    end = time.monotonic() + 60
-    while waiting not in process.text():
-        assert time.monotonic() < end and process.poll() is None, process.text()
-        time.sleep(0.1)
+    waiting = f"process 0 waits for all 2 processes at 127.0.0.1:{port}; for a single process"
+    wait_until(lambda: waiting in process.text() or process.poll() is not None)
+    assert process.poll() is None, process.text()
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
@@ -116,17 +119,17 @@ def test_both_processes_exit(photos, tmp_path, undisturbed, repeats, record_prop
 def test_a_process_that_hangs(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
     options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
-    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 4, **options)
+    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
     assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 13; exit code 75", out), out
     assert re.search(r'File ".*faulty.py", line \d+ in faulty_seed', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
-    record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 4 s")
+    record_property("measured", f"{time.monotonic() - began:.0f} s in all, with a time-out of 10 s")
 
 
 @pytest.mark.fault("F64", "a first compilation that takes longer than --dist_timeout", "waited for; exact")
 def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
-    """The first forward pass of one process takes 9 s. A later one that hangs is found as ever."""
-    flags = (*SAVE, "--compile", "--dist_timeout", 4)
+    """The first forward pass of one process takes 15 s. A later one that hangs is found as ever."""
+    flags = (*SAVE, "--compile", "--dist_timeout", 10)
     finish(photos, tmp_path / "out", *flags, fault=("slow-compile", 0, 1, "-"))
     assert_as(undisturbed, tmp_path / "out")
 
@@ -136,7 +139,7 @@ def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed, record_property):
     began = time.monotonic()
     options = dict(fault=("stop", 12, 1, tmp_path / "mark"), restarts=3)
-    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 4, **options)
+    out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
     assert re.search(r"there is no heartbeat from process 1 on \S+; exit code 75", out), out
     assert_as(undisturbed, tmp_path / "out")
     record_property(
@@ -163,11 +166,11 @@ def test_an_output_folder_that_is_not_shared(photos, tmp_path):
 def test_a_signal_to_torchrun(photos, tmp_path, undisturbed, repeats, record_property):
     lost, seconds = [], []
     for k in range(repeats):
-        process = start(photos, tmp_path / str(k), *SAVE)
+        process = start(photos, tmp_path / str(k), *SAVE, fault=HOLD)
         wait_for_step(tmp_path / str(k), random.Random(k).randrange(2, 12), process)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         seconds.append(time.monotonic() - began)
         finish(photos, tmp_path / str(k), *SAVE)
         assert_as(undisturbed, tmp_path / str(k))
@@ -184,19 +187,17 @@ def test_a_signal_to_torchrun(photos, tmp_path, undisturbed, repeats, record_pro
     "name", ["SIGTERM", *(pytest.param(f"SIG{n}", marks=pytest.mark.long) for n in ("INT", "USR1", "USR2"))]
 )
 def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name, record_property):
-    process = start(photos, tmp_path, *SAVE, "--num_workers", 1)
+    process = start(photos, tmp_path, *SAVE, "--num_workers", 1, fault=HOLD)
     wait_for_step(tmp_path, 5, process)
     trainers = children_of(process.pid)
     family = trainers + [child for trainer in trainers for child in children_of(trainer)]
     assert len(family) >= 4
     for pid in family:
-        os.kill(pid, getattr(signal, name))
-    out, _ = process.communicate(timeout=60)
+        with suppress(ProcessLookupError):  # the first ones have stopped the run already
+            os.kill(pid, getattr(signal, name))
+    out, _ = process.communicate(timeout=240)
     assert process.returncode != 0 and f"stopped by {name}" in out and "killed" not in out, out[-2000:]
-    end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in family):
-        assert time.monotonic() < end, "processes are left"
-        time.sleep(0.05)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in family))
     finish(photos, tmp_path, *SAVE)
     assert_as(undisturbed, tmp_path)
     lost = steps_lost((tmp_path / "log.txt").read_text())
@@ -205,16 +206,15 @@ def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name, record_proper
 
 
 @pytest.mark.long
-@pytest.mark.fault("F13", "a second SIGTERM 50 ms after the first", "a good checkpoint, 0 steps lost, exact")
+@pytest.mark.fault("F13", "a second SIGTERM just after the first", "a good checkpoint, 0 steps lost, exact")
 def test_two_signals(photos, tmp_path, undisturbed, repeats, record_property):
     for k in range(repeats):
-        process = start(photos, tmp_path / str(k), *SAVE)
+        process = start(photos, tmp_path / str(k), *SAVE, fault=HOLD)
         wait_for_step(tmp_path / str(k), 5 + k, process)
-        for _ in range(2):
-            for trainer in children_of(process.pid):
+        for trainer in 2 * children_of(process.pid):
+            with suppress(ProcessLookupError):  # the first ones have stopped the run already
                 os.kill(trainer, signal.SIGTERM)
-            time.sleep(0.05)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         finish(photos, tmp_path / str(k), *SAVE)
         assert_as(undisturbed, tmp_path / str(k))
         assert steps_lost((tmp_path / str(k) / "log.txt").read_text()) == [0]
@@ -234,7 +234,7 @@ def test_everything_is_killed(photos, tmp_path, alone, repeats, fault, record_pr
         if fault:
             finish(photos, folder, *SAVE, fault=(fault, 9, 0, tmp_path / f"mark{k}"), processes=1, code=-9)
         else:
-            process = start(photos, folder, *SAVE, processes=1)
+            process = start(photos, folder, *SAVE, processes=1, fault=HOLD)
             wait_for_step(folder, random.Random(k).randrange(11, 15), process)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
@@ -291,14 +291,15 @@ def test_a_killed_worker(photos, tmp_path, alone, record_property):
     "F30", "a DataLoader worker hangs", "found within --dist_timeout + 5 s, exit code 75, started again, exact"
 )
 def test_a_worker_that_hangs(photos, tmp_path, alone, record_property):
-    options = dict(fault=("hang-worker", 0, 0, tmp_path / "mark"), processes=1)
+    fault = ("hang-worker", 0, 0, tmp_path / "mark")
+    flags = (*SAVE, "--num_workers", 1)
     began = time.monotonic()
-    out = finish(photos, tmp_path / "out", *SAVE, "--num_workers", 1, "--dist_timeout", 3, code=75, **options)
-    assert "process 0 made no progress for 3 s: it is waiting for data, step 1; exit code 75" in out
+    out = finish(photos, tmp_path / "out", *flags, "--dist_timeout", 5, fault=fault, processes=1, code=75)
+    assert "process 0 made no progress for 5 s: it is waiting for data, step 1; exit code 75" in out
     seconds = time.monotonic() - began
-    finish(photos, tmp_path / "out", *SAVE, "--num_workers", 1, **options)
+    finish(photos, tmp_path / "out", *flags, processes=1)
     assert_as(alone, tmp_path / "out")
-    record_property("measured", f"{seconds:.0f} s from start to exit, with a time-out of 3 s")
+    record_property("measured", f"{seconds:.0f} s from start to exit, with a time-out of 5 s")
 
 
 @pytest.mark.fault(

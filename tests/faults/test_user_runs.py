@@ -220,7 +220,7 @@ def test_a_chain_of_commands_ends_with_the_one_that_was_stopped(photos, tmp_path
     program = tmp_path / "program.py"
     program.write_text(CHAIN.format(root=str(ROOT), name=name, argv=pretrain.command(photos, tmp_path / "out", *MICRO)))
     process = Python(program)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=240)
     assert f"stopped by {name} after step 3 of 6" in out and "Traceback" not in out, out
     assert process.returncode == code  # a shell does not run what follows `&&`, and after SIGINT ends itself
     assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"
@@ -412,7 +412,7 @@ def test_a_console_that_is_gone_costs_nothing(photos, tmp_path, stdout):
     if reader is not None:
         os.close(reader)
     with open(tmp_path / "errors", "w") as errors:
-        done = subprocess.run([sys.executable, program], stdout=writer, stderr=errors, cwd=tmp_path, timeout=120)
+        done = subprocess.run([sys.executable, program], stdout=writer, stderr=errors, cwd=tmp_path, timeout=240)
     os.close(writer)
     assert done.returncode == 75, (tmp_path / "errors").read_text()
     assert newest_checkpoint(tmp_path / "out")[0].name == "checkpoint-3.pth"

@@ -240,7 +240,8 @@ def test_export_of_an_aggregation_to_mae_s_names(runs, tmp_path, refused):
 def test_ctrl_c_during_a_script(tmp_path):
     pytest.importorskip("skimage")
     begun = tmp_path / "photos" / "train" / "astronaut" / "001.jpg"
-    done = run_file("scripts/sample_photos.py", "photos", cwd=tmp_path, interrupt_when=begun.exists)
+    endless = ("--num_train", 10**9)
+    done = run_file("scripts/sample_photos.py", "photos", *endless, cwd=tmp_path, interrupt_when=begun.exists)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "sample_photos.py: interrupted\n")
 
 
@@ -250,6 +251,6 @@ def test_a_closed_pipe_ends_a_script(tmp_path):
     os.close(reader)
     command = [sys.executable, ROOT / "scripts/plot_losses.py", "--help"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=env, timeout=60)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=env, timeout=240)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import submitit_launch  # noqa: F401
 from downstream.robustness import main_robustness  # noqa: F401  (imports all libraries before the forks)
+from tests.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("downstream/*/demo.py")]
@@ -26,28 +26,27 @@ def run_file(
     *arguments: object,
     cwd: Path,
     interrupt_when: Callable[[], bool] | None = None,
-    seconds: float = 120,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ROOT/name arguments` in a fork of this process, which imports the project's modules again.
 
     As in `subprocess`, returncode is negative if a signal ended the program. It gets SIGINT once `interrupt_when()` is
-    true, and SIGKILL after `seconds`.
+    true: it must be one that does not end before.
     """
     command = [str(ROOT / name), *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         if (pid := os.fork()) == 0:
             _become(command, cwd, out.fileno(), err.fileno())
-        end = time.monotonic() + seconds
-        while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            time.sleep(0.01)
-            if interrupt_when is not None and interrupt_when():
+        try:
+            if interrupt_when is not None:
+                wait_until(interrupt_when)
                 os.kill(pid, signal.SIGINT)
-                interrupt_when = None
-            if time.monotonic() > end:
-                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        except BaseException:  # the time of the test is over
+            os.kill(pid, signal.SIGKILL)
+            raise
         out.seek(0)
         err.seek(0)
-        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(found[1]), out.read(), err.read())
+        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status), out.read(), err.read())
 
 
 def _become(command: list[str], cwd: Path, out: int, err: int) -> None:

@@ -11,7 +11,7 @@ SCRIPT = Path(sample_photos.__file__).with_name("quickstart.sh")
 
 
 def call(*arguments):
-    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=30)
+    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=240)
 
 
 def test_few_labelled_crops_are_a_subset_of_the_unlabelled_ones(tmp_path, monkeypatch):

@@ -4,9 +4,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import sys
-import threading
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -421,27 +418,6 @@ def test_a_signal_stops_everything(micro, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reproduce_table, "call", launcher)
     assert reproduce_table.main(["micro", "--data_path", str(tmp_path), "--output_dir", str(tmp_path)]) is False
     assert launcher.started == [FIRST] and "stopped by SIGTERM; the same command goes on" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_lets_the_program_save_first(number, tmp_path):
-    """A child that needs time after SIGTERM ends by itself."""
-    program = "import signal, sys, time\n"
-    program += "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), open('saved', 'w').close(), sys.exit(75)))\n"
-    program += "open('ready', 'w').close()\ntime.sleep(60)"
-    script = tmp_path / "child.py"
-    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{program}")
-
-    def send():
-        while not (tmp_path / "ready").exists():
-            threading.Event().wait(0.02)
-        os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    threading.Thread(target=send).start()
-    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else reproduce_table.StoppedError):
-        reproduce_table.call([sys.executable, str(script)])
-    assert (tmp_path / "saved").exists() and signal.getsignal(number) is before
 
 
 def test_slurm_jobs_wait_for_what_they_need_and_are_submitted_once(micro, tmp_path, capsys, monkeypatch):

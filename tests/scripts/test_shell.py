@@ -22,7 +22,7 @@ def bash(command, folder, **environment):
     """Runs `command` without the variables of setup.sh that the tests themselves may have been started with."""
     env = {name: value for name, value in os.environ.items() if name not in ("PRMIM_VENV", "PYTHON", "CDPATH")}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=env | environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", command], cwd=folder, env=env | environment, capture_output=True, text=True, timeout=240
     )
 
 
@@ -63,6 +63,6 @@ def test_slurm_needs_all_of_its_daemons(tmp_path, lacking):
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1 and f"{lacking} is not installed: run" in done.stderr and "started" not in done.stderr

@@ -1,9 +1,10 @@
-import time
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.until import wait_until
 from tools import mutants
 from tools.mutants import MUTANTS, ROOT, Mutant
 
@@ -46,14 +47,20 @@ def is_alive(pid):
 
 
 def test_tests_that_never_end_are_killed_with_what_they_have_started(tmp_path, monkeypatch):
+    """Its time is over when the test has begun, whenever that is."""
+
+    class Popen(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is None:
+                return super().wait()
+            wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
     program = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
     (tmp_path / "test_code.py").write_text(
         f"import subprocess, sys\n\n\ndef test_sleep():\n    subprocess.run([sys.executable, '-c', {program!r}])\n"
     )
-    monkeypatch.setattr(mutants, "SECONDS", 20)
+    monkeypatch.replace_in(mutants, "subprocess.Popen", Popen)
     assert not mutants.run_tests(tmp_path, "test_code.py")
     pid = int((tmp_path / "pid").read_text())
-    end = time.monotonic() + 30
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not is_alive(pid)
+    wait_until(lambda: not is_alive(pid))

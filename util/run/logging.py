@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from util.atomic import replaced_file
 from util.lazy import LazyModule
 
-tensorboard = LazyModule("torch.utils.tensorboard")
+events = LazyModule("util.run.events")  # which imports TensorBoard
 
 
 class RunLog:
@@ -39,10 +38,9 @@ class RunLog:
         self.text = open(output_dir / "log.txt", "a", encoding="utf-8")
         done = start_step or -1  # a new run repeats what an earlier one has reported at step 0
         self.reports = ReportFile(output_dir / "log.jsonl", done)
-        # Made with the first report: its thread would write after a start that fails, whose files are removed.
-        self.tensorboard: Any = None  # a SummaryWriter
+        self.tensorboard: Any = None  # an EventFile, made with the first report: a start that fails leaves none
         self.open_tensorboard: Callable[[], Any] | None
-        self.open_tensorboard = partial(tensorboard.SummaryWriter, output_dir / "tensorboard", purge_step=done + 1)
+        self.open_tensorboard = lambda: events.EventFile(output_dir / "tensorboard", purge_step=done + 1)
         # Some terminals report a size of 0 x 0.
         size = {"dynamic_ncols": True} if terminal_columns(sys.stderr) else {"ncols": 80, "nrows": 24}
         options = {"unit": "step", "file": sys.stderr, "disable": not sys.stderr.isatty(), **size}
@@ -103,14 +101,14 @@ class RunLog:
             with redirect_if_broken(sys.stderr):
                 self.bar.set_postfix_str(postfix)
 
-    def _to_tensorboard(self, method: str, *values: object, **options: object) -> None:
-        """Calls the SummaryWriter. After the first failed write it is dropped, with a warning."""
+    def _to_tensorboard(self, method: str, *values: object) -> None:
+        """Calls the EventFile. After the first failed write it is dropped, with a warning."""
         if self.open_tensorboard is None:
             return
         try:
             if self.tensorboard is None:
                 self.tensorboard = self.open_tensorboard()
-            getattr(self.tensorboard, method)(*values, **options)
+            getattr(self.tensorboard, method)(*values)
         except OSError as error:
             self.open_tensorboard = None
             self.info(f"warning: TensorBoard's file cannot be written ({error}); this start writes no more to it")
@@ -122,7 +120,8 @@ class RunLog:
             return False
         self.text = open(self.text.name, "a", encoding="utf-8")
         self.reports.write_all()
-        self.tensorboard, self.open_tensorboard = None, partial(tensorboard.SummaryWriter, path.parent / "tensorboard")
+        self.tensorboard = None
+        self.open_tensorboard = lambda: events.EventFile(path.parent / "tensorboard")
         for report in self.history():
             for name, value in report.items():
                 if value is not None and name != "step" and "interim" not in report:
@@ -135,7 +134,7 @@ class RunLog:
 
     def picture(self, name: str, picture: np.ndarray, step: int) -> None:
         if self.enabled:
-            self._to_tensorboard("add_image", name, picture, step, dataformats="HWC")
+            self._to_tensorboard("add_picture", name, picture, step)
 
     def close(self) -> None:
         """Writes what is still in memory and closes all files."""

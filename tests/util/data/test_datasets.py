@@ -198,6 +198,8 @@ def test_the_advice_for_too_few_images_can_be_followed(num_images, world_size):
     with pytest.raises(ValueError) as raised:
         steps_per_epoch(num_images, 4096, world_size)
     total, batch = map(int, re.search(r"--total_batch_size (\d+) --batch_size (\d+)", str(raised.value)).groups())
+    with_four_steps = [size for k in range(12) if 4 * (size := world_size * 2**k) <= num_images]
+    assert total == max(with_four_steps, default=world_size)
     assert split_batch(batch, None, total, world_size)[0] == batch <= 64
     assert steps_per_epoch(num_images, total, world_size) >= 1
 

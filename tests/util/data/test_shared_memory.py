@@ -123,7 +123,7 @@ def test_a_full_shared_memory_is_an_error_and_no_hang():
         "    stream = batches(Blank(), [range(number)] * 9, stack, 1, pin_memory=False, batch_bytes=500_000)\n"
         "    print(sum(1 for _ in stream), flush=True)\n"
     )
-    child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert child.stdout == "9\n" and child.returncode == 1
     assert "OSError: a DataLoader worker found no shared memory: /dev/shm holds 2 MB" in child.stderr
 

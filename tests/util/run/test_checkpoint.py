@@ -134,7 +134,7 @@ def test_a_really_full_disk(tmp_path):
             except OSError:
                 print("refused")
     """)
-    out, _ = Python(program, tmp_path / "run").communicate(timeout=120)
+    out, _ = Python(program, tmp_path / "run").communicate(timeout=240)
     assert out.split() == ["refused"] * 4, out
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-1.json", "checkpoint-1.pth"]
 

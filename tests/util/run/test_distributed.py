@@ -1,10 +1,10 @@
 import contextlib
 import socket
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from tests.until import wait_until
 from util.run import distributed, supervise
 from util.run.distributed import slurm_environment
 
@@ -102,19 +102,28 @@ def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
             distributed.gpu_index(2, environment)
 
 
+def take_a_port_of_slurm(listener, job):
+    """Gives the job a number whose port is free, and listens there. Returns the job's environment."""
+    for number in range(1, 1000):
+        job["SLURM_JOB_ID"] = str(number)
+        environment = slurm_environment(job)
+        with contextlib.suppress(OSError):  # another program's
+            listener.bind(("0.0.0.0", int(environment["MASTER_PORT"])))
+            listener.listen()
+            return environment
+    raise AssertionError("no port is free")
+
+
 @pytest.mark.fault("F53", "the port of a job is taken", "exit code 75; the requeued job tries another port")
 def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scontrol, monkeypatch):
     job = JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-    exported = slurm_environment(job)
-    for name, value in job.items():
-        monkeypatch.setenv(name, value)
-    for name in exported:  # `init_process` exports these
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     with socket.socket() as taken:
-        with contextlib.suppress(OSError):  # another program's, which is as good
-            taken.bind(("0.0.0.0", int(exported["MASTER_PORT"])))
-            taken.listen()
+        exported = take_a_port_of_slurm(taken, job)
+        for name, value in job.items():
+            monkeypatch.setenv(name, value)
+        for name in exported:  # `init_process` exports these
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         with pytest.raises(
             OSError, match="process 0 cannot reach the store of all processes: .*address already in use"
         ):
@@ -127,20 +136,15 @@ def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scont
 
 def test_a_wait_is_named_and_then_ended(monkeypatch, capfd):
     codes = []
-    monkeypatch.setattr(supervise, "NOTICE", 0.01)
     monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
-    with supervise.bounded_wait("this test waits", 60):
+    monkeypatch.setattr(supervise, "NOTICE", 3600)
+    with supervise.bounded_wait("this test waits", 7200):
         pass
     assert capfd.readouterr().err == ""
-    with supervise.bounded_wait("this test waits", 0.02):
+    monkeypatch.setattr(supervise, "NOTICE", 0)
+    with supervise.bounded_wait("this test waits", 0.5):
         wait_until(lambda: codes)
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "this test waits" and any("wait_until" in line for line in lines) and codes == [75]
-    assert lines[-1] == "this test waits; given up after 0.02 s, exit code 75"
-
-
-def wait_until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert lines[0] == "this test waits" and codes == [75]
+    assert any("test_a_wait_is_named_and_then_ended" in line for line in lines)  # the stack
+    assert lines[-1] == "this test waits; given up after 0.5 s, exit code 75"

@@ -65,4 +65,18 @@ def test_the_cores_of_a_process(monkeypatch, visible, processes, environment, sh
     monkeypatch.setattr(datasets, "available_cores", lambda: visible)
     assert datasets.cores_per_process(processes) == share
     args = argparse.Namespace(num_workers=None)
-    assert num_workers(args, argparse.Namespace(local_world_size=processes)) == max(1, share - 1) if share < 18 else 16
+    assert num_workers(args, argparse.Namespace(local_world_size=processes)) == min(16, max(1, share - 1))
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("50000 100000\n", 1), ("250000 100000\n", 2), ("1600000 100000\n", 8), ("max 100000\n", 8), (None, 8)],
+)
+def test_a_container_may_allow_fewer_cores_than_the_machine_has(tmp_path, monkeypatch, limit, cores):
+    """limit: microseconds of a core in each period, as in cgroup's file. Half a core is one."""
+    files = {"/sys/fs/cgroup/cpu.max": tmp_path / "cpu.max"}
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(datasets, "Path", files.__getitem__)
+    monkeypatch.replace_in(datasets, "os.sched_getaffinity", lambda pid: set(range(8)))
+    assert datasets.available_cores() == cores

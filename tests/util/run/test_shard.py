@@ -17,7 +17,7 @@ from tests.patches import StandIn
 from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, reports
 from tests.test_framework_contract import CLASSES, build
 from tests.two_processes import run_in_processes, run_in_two_processes
-from tests.warm import free_port, run_by_torchrun
+from tests.warm import reserve_port, run_by_torchrun
 from util.run import shard
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 from util.run.distributed import PRECISIONS
@@ -234,7 +234,7 @@ def test_shard_without_a_process_group_is_an_error(photos, tmp_path, capsys):
 @pytest.fixture
 def alone(monkeypatch):
     """The environment of torchrun with one process."""
-    environment = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    environment = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=reserve_port())
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
 
