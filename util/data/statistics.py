@@ -28,9 +28,11 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
     mean, squares = np.zeros(images.pixel_format.channels), np.zeros(images.pixel_format.channels)
     for i in evenly_spaced(len(images), num_images).tolist():
         try:
-            pixels = images.load(i)[0].reshape(-1, len(mean))
+            img = images.load(i)[0]
         except ImageError:
             continue
+        assert img.shape[2] == len(mean)  # `load` returns the image alone
+        pixels = img.reshape(-1, len(mean))
         num_read += 1
         own_mean = pixels.mean(axis=0, dtype=np.float64)
         own_squares = np.array(
