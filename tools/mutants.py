@@ -89,7 +89,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("order.take_visible(self.patch_positions)", "order.take_visible(self.pos_embed[:, :-1])", MAE),
     ],
     "frameworks/models_simmim_pr.py": [
-        ("pred, patches, order).abs()", "pred, patches, order).square()", "tests/frameworks/test_models_simmim_pr.py"),
+        ("pred, imgs, order).abs()", "pred, imgs, order).square()", "tests/frameworks/test_models_simmim_pr.py"),
     ],
     "frameworks/models_mff_pr.py": [
         ("self.proj_weights.softmax(dim=0)", "self.proj_weights", "tests/frameworks/test_models_mff_pr.py"),
