@@ -73,6 +73,10 @@ class View:
     errors: torch.Tensor  # of each token in raster order, [B, N]; read at predicted tokens only
 
 
+class NoPixels(ValueError):
+    """The predictions are no pixels, and nothing says how to draw them."""
+
+
 class Framework(nn.Module):
     """A pre-training model: `model(imgs, ids_shuffle)` returns {name: scalar loss}, and the sum is trained on.
 
@@ -87,7 +91,7 @@ class Framework(nn.Module):
     progressive: reconstruct the thrown tokens by an aggregation. False is plain partial reconstruction: they are not
         supervised.
     kernel_size, aggregation, applies_to: arguments of `prmim.SpatialAggregation`. `aggregation` is its `kind`.
-    norm_pix_loss: normalise the target pixels of each patch, if the targets are pixels.
+    norm_pix_loss: normalise the targets of each token, in a `PixelFramework`.
     mask_unit: side, in tokens, of the squares that are masked as a whole. Throwing stays per token.
     sizes: arguments of the encoder, the next class in the order of inheritance.
     """
@@ -195,8 +199,15 @@ class Framework(nn.Module):
     def views(
         self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
     ) -> list[View]:
-        """Returns the predictions as images and errors. undo: turns normalised images into images in [0, 1]."""
+        """Returns the predictions as images and errors. undo: turns normalised images into images in [0, 1].
+
+        NoPixels if the predictions cannot be drawn.
+        """
         raise NotImplementedError
+
+    def predicts_pixels(self) -> bool:
+        """Returns whether the predictions are pixels, which a PSNR or a decoder of MAE's scripts stands for."""
+        return False
 
     def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the weights of the framework's release under the names of this model."""
@@ -248,14 +259,31 @@ def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ..
 
 
 class PixelFramework(Framework):
-    """What frameworks that predict pixels share. A subclass implements `predict_all`.
+    """What frameworks share that predict the pixels of each token, or other values of it.
 
-    Below, P is the number of pixel values of a token, p*p*C for a patch of side p, in the layout of `patchify`.
+    A subclass implements `predict_all`.
+
+    Below, P is the number of target values of a token. Of pixels it is p*p*C for a patch of side p, in the layout of
+    `patchify`.
     """
 
     def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Returns the pixels of each token [B, N, P]. GreenMIM's tokens are larger than its patches."""
+        """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches."""
         return self.patchify(imgs)
+
+    def target_tokens(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Returns what is predicted of each token [B, N, P] in raster order, before `norm_pix_loss`: its pixels.
+
+        Losses, pictures and exports know targets from here alone. A subclass overrides it for another target.
+        """
+        return self.token_pixels(imgs)
+
+    def predicts_pixels(self) -> bool:
+        """Returns whether the targets of random images are their pixels."""
+        generator = torch.Generator().manual_seed(0)  # leaves the run's random numbers alone
+        parameter = next(self.parameters())
+        imgs = torch.randn(1, self.in_chans, *self.img_size, generator=generator).to(parameter.device, parameter.dtype)
+        return torch.equal(self.target_tokens(imgs), self.token_pixels(imgs))
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.
@@ -264,25 +292,25 @@ class PixelFramework(Framework):
         """
         raise NotImplementedError
 
-    def target(self, patches: torch.Tensor, order: TokenOrder, num_tokens: int) -> torch.Tensor:
+    def supervised_targets(self, imgs: torch.Tensor, order: TokenOrder, num_tokens: int) -> torch.Tensor:
         """Returns the targets of the first `num_tokens` masked tokens in token order, [B, num_tokens, P].
 
-        patches: pixels of all tokens [B, N, P]. The targets are normalised if `norm_pix_loss`.
+        They are normalised if `norm_pix_loss`.
         """
         first = self.counts.num_visible
-        target = order.take(patches, order.ids_shuffle[:, first : first + num_tokens])
+        target = order.take(self.target_tokens(imgs), order.ids_shuffle[:, first : first + num_tokens])
         if self.norm_pix_loss:
             mean, std = patch_statistics(target)
             target = (target - mean) / std
         return target
 
-    def error(self, pred: torch.Tensor, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def error(self, pred: torch.Tensor, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Returns the difference between the predictions of the supervised tokens [B, n, P] and their targets.
 
         It is float32 or float64. Every image supervises the same number of tokens, so a plain mean of a loss over all
         values equals MAE's sum over masked tokens divided by their number.
         """
-        target = self.target(patches, order, pred.shape[1])
+        target = self.supervised_targets(imgs, order, pred.shape[1])
         return pred.to(torch.promote_types(pred.dtype, torch.float32)) - target
 
     @torch.no_grad()
@@ -301,7 +329,13 @@ class PixelFramework(Framework):
         """Returns one view. Its errors are squared errors of pixels in [0, 1], averaged over each token.
 
         The normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
+        NoPixels for other targets.
         """
+        if not self.predicts_pixels():
+            raise NoPixels(
+                f"the targets of {type(self).__name__} are no pixels, so its predictions cannot be drawn as images: "
+                "override `views`"
+            )
         (pred, _), patches = self.reconstruct(imgs, ids_shuffle), self.token_pixels(imgs)
         if self.norm_pix_loss:
             mean, std = patch_statistics(patches)

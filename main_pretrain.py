@@ -20,7 +20,7 @@ import models_mae_pr
 import monitor
 from encoders.load import fit, load_encoder, read
 from engine_pretrain import compile_shapes, train_one_epoch
-from framework import Flag, Framework
+from framework import Flag, Framework, NoPixels
 from frameworks import (
     attention_phases,
     models_amt_pr,
@@ -324,6 +324,7 @@ class Pictures:
     run: Run
     model: Framework
     images: Any
+    is_refused: bool = False  # and the log says so
 
     def is_due(self) -> bool:
         """Whether the current step ends an epoch with a picture, or this start."""
@@ -341,8 +342,14 @@ class Pictures:
             return
         indices = evenly_spaced(len(self.images), 8)
         ((imgs, ids_shuffle),) = crops(model, self.run.record.settings, self.images, indices, replace=True)
-        with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(model):
-            picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
+        try:
+            with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(model):
+                picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
+        except NoPixels as error:
+            if not self.is_refused:
+                self.run.note(f"note: there are no pictures of reconstructions: {error}")
+            self.is_refused = True
+            return
         loop.log.picture("reconstruction", picture, loop.step)
 
 

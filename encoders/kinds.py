@@ -13,9 +13,8 @@ from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTE
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import Tensors
-from util.pos_embed import grid_from_settings
+from util.pos_embed import BIAS_TABLE, grid_from_settings
 
-BIAS_TABLE = "relative_position_bias_table"
 _VIT_SIZES = {name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()}
 VIT_FACTORIES = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _VIT_SIZES.items()}
 

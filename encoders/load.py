@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from encoders.kinds import BIAS_TABLE, SWIN, Kind, find_kind
+from encoders.kinds import SWIN, Kind, find_kind
 from encoders.names import (
     CLS_TOKEN_MLP,
     COMPUTED_KEYS,
@@ -36,7 +36,7 @@ from encoders.names import (
 )
 from encoders.rel_pos import resize_bias_table
 from util.lazy import LazyModule
-from util.pos_embed import grid_from_settings, resize_pos_embed
+from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
 from util.text import count_of, shorten
@@ -237,8 +237,9 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     one channel. The MLP on TEC's class token is folded into the token, unless the model has such an MLP. In TEC's
     published files it is folded already: the model then loses its MLP.
 
-    Raises CheckpointError, a ValueError, which names the file, its origin, the model's class and the keys.
-    FloatingPointError if a weight is not finite. The model is then unchanged.
+    Raises CheckpointError, a ValueError, which names the file, its origin, the model's class and the keys. That also
+    holds for position tables that are zero everywhere. FloatingPointError if a weight is not finite. The model is then
+    unchanged.
     """
     tensors, remarks = _rename_for(model, weights)
     own, what, name = model.state_dict(), weights.what, type(model).__name__
@@ -271,7 +272,7 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     used = [key for key in tensors if not key.startswith(getattr(model, "unused_keys", ()))]
     # The final norm and the positions of a classifier or of a pre-training model may be others.
     refuse_foreign(model, used, what, PATCH_KEYS if part == "blocks" or hasattr(model, "head") else ENCODER_KEYS)
-    checkpoint.refuse_non_finite(found, f"the weights in {what}")
+    checkpoint.check_values(found, f"the weights in {what}")
     if loses_mlp:
         model.cls_token_mlp = nn.Identity()
     model.load_state_dict(found, strict=False)

@@ -117,7 +117,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
         pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, patches, order).square().mean()}
+        return {"pixel": self.error(pred, imgs, order).square().mean()}
 
     def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""

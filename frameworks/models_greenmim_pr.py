@@ -135,7 +135,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         units = self.token_pixels(imgs)  # [B, N, 32 * 32 * C]
         pred = self.decoder(self.forward_encoder(units, order, groupings), order)  # [B, num_supervised, 32 * 32 * C]
-        return {"pixel": self.error(pred, units, order).square().mean()}
+        return {"pixel": self.error(pred, imgs, order).square().mean()}
 
     def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] of the model's size into units [B, N, 32 * 32 * C], pixels in MAE's layout."""

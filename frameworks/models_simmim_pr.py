@@ -62,7 +62,7 @@ class SimMIMOnViT(PixelFramework):
         patches = self.patchify(imgs)  # [B, N, p*p*C]
         x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
         pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, patches, order).abs().mean()}
+        return {"pixel": self.error(pred, imgs, order).abs().mean()}
 
     def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
@@ -131,7 +131,7 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         pred = self.predict_all(imgs, order)[:, self.counts.num_visible :]
-        return {"pixel": self.error(pred, self.patchify(imgs), order).abs().mean()}
+        return {"pixel": self.error(pred, imgs, order).abs().mean()}
 
     def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
         tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.patchify(imgs))), self.mask_token)

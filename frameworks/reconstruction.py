@@ -80,17 +80,20 @@ def reconstruction_picture(
     """Draw each image, its tokens, and what the framework predicts side by side.
 
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are
-    the mean -+ 2 standard deviations.
+    the mean -+ 2 standard deviations. NoPixels if the predictions cannot be drawn.
     """
     device, was_training = normalize.mean.device, model.training
     normalized, order = normalize(imgs.to(device)), TokenOrder(ids_shuffle.to(device), model.counts)
     model.eval()
+    try:
+        views = model.views(normalized, order.ids_shuffle, normalize.undo)
+    finally:
+        model.train(was_training)
     panels: dict[str, torch.Tensor] = {}
-    for view in model.views(normalized, order.ids_shuffle, normalize.undo):
+    for view in views:
         if view.truth_title is not None:
             panels[view.truth_title] = view.truth
         panels[view.title] = compose(view, ~order.mask, model.supervised(order), model.grid_size)
-    model.train(was_training)
     if imgs.dtype != torch.uint8:
         imgs = (normalize.undo(normalized) * 255).round().byte()
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown

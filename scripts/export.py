@@ -320,6 +320,8 @@ def load_mae(weights: Weights) -> tuple[models_mae_pr.MaskedAutoencoderViT, list
     if not weights.settings.get("model", "mae_").startswith("mae_"):
         raise ValueError(f"{weights.what} is of another framework than MAE")
     model, settings = load_run(weights.path)
+    if not model.predicts_pixels():
+        raise ValueError(f"{weights.what} predicts other targets than pixels, and MAE's decoder predicts pixels")
     if model.decoder.aggregation is not None:
         raise ValueError(
             f"{weights.what} was trained with --throw_ratio {settings['throw_ratio']}: its decoder reconstructs thrown "

@@ -23,7 +23,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from framework import PixelFramework
 from frameworks.reconstruction import crops, measure, reconstruction_picture
 from main_pretrain import load_run
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
@@ -74,9 +73,10 @@ def show_run(args: argparse.Namespace) -> None:
     ((imgs, ids_shuffle),) = crops(model, settings, images, drawn, batch_size=len(drawn))
     pictures.save(reconstruction_picture(model, normalize, imgs, ids_shuffle), args.out)
     print(f"reconstructions of {len(drawn)} images of {images.root}: {args.out}")
+    predicts_pixels = model.predicts_pixels()
     for name, errors in found.items():
         for kind, error in errors.items():
-            psnr = f", PSNR {-10 * math.log10(error):.2f} dB" if isinstance(model, PixelFramework) else ""
+            psnr = f", PSNR {-10 * math.log10(error):.2f} dB" if predicts_pixels else ""
             print(f"{kind} tokens of {len(measured)} images: {name} {error:.5f}{psnr}")
 
 

@@ -92,7 +92,7 @@ def spy_on_errors(model, batch):
     seen = []
 
     def target(*args):
-        seen.append(type(model).target(model, *args))
+        seen.append(type(model).supervised_targets(model, *args))
         return seen[-1]
 
     def error(pred, *args):
@@ -100,7 +100,7 @@ def spy_on_errors(model, batch):
         seen.append(type(model).error(model, pred, *args))
         return seen[-1]
 
-    model.target, model.error = target, error
+    model.supervised_targets, model.error = target, error
     model(*batch)
     pred, target, error = seen
     return pred, target, error
@@ -108,10 +108,10 @@ def spy_on_errors(model, batch):
 
 def exact_target(model, imgs, ids_shuffle):
     """Of all masked tokens, in float64."""
-    pixels = TokenOrder.take(model.token_pixels(imgs.double()), ids_shuffle[:, model.counts.num_visible :])
+    target = TokenOrder.take(model.target_tokens(imgs.double()), ids_shuffle[:, model.counts.num_visible :])
     if not model.norm_pix_loss:
-        return pixels
-    return (pixels - pixels.mean(dim=-1, keepdim=True)) / (pixels.var(dim=-1, keepdim=True) + 1e-6).sqrt()
+        return target
+    return (target - target.mean(dim=-1, keepdim=True)) / (target.var(dim=-1, keepdim=True) + 1e-6).sqrt()
 
 
 @pixel_frameworks

@@ -202,7 +202,7 @@ def train_aggregations(
             if key not in decoded:
                 decoded[key] = model.decoder.decode(latent, order)
             pred = model.decoder.predict(model.decoder.aggregate(decoded[key], order)[:, model.counts.num_visible :])
-            loss = model.error(pred, patches, order).square().mean()
+            loss = model.error(pred, imgs, order).square().mean()
             optimizers[i].zero_grad(set_to_none=True)
             loss.backward()
             optimizers[i].step()

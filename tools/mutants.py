@@ -82,6 +82,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("first : first + num_tokens]", "first - 1 : first - 1 + num_tokens]", MAE),
         ("patches.var(-1, keepdim=True)", "patches.var(-1, keepdim=True, unbiased=False)", MAE),
         ("target = (target - mean) / std", "target = target / std", MAE),
+        (
+            "order.take(self.target_tokens(imgs)",
+            "order.take(self.token_pixels(imgs)",
+            "tests/frameworks/test_targets.py",
+        ),
     ],
     "models_mae_pr.py": [
         (".square().mean()}", ".abs().mean()}", MAE),
@@ -89,7 +94,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("order.take_visible(self.patch_positions)", "order.take_visible(self.pos_embed[:, :-1])", MAE),
     ],
     "frameworks/models_simmim_pr.py": [
-        ("pred, patches, order).abs()", "pred, patches, order).square()", "tests/frameworks/test_models_simmim_pr.py"),
+        (
+            'p*p*C]\n        return {"pixel": self.error(pred, imgs, order).abs()',
+            'p*p*C]\n        return {"pixel": self.error(pred, imgs, order).square()',
+            "tests/frameworks/test_models_simmim_pr.py",
+        ),
     ],
     "frameworks/models_mff_pr.py": [
         ("self.proj_weights.softmax(dim=0)", "self.proj_weights", "tests/frameworks/test_models_mff_pr.py"),

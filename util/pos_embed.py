@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+BIAS_TABLE = "relative_position_bias_table"  # ending of the names of tables of relative-position biases
+
 
 def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
     """Returns an image size as (height, width). One number, alone or in a sequence, stands for both sides."""
@@ -56,6 +58,17 @@ def position_table(dim: int, grid_size: tuple[int, int], num_prefix: int, learne
     if learned:
         return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, num_prefix + math.prod(grid_size), dim), std=0.02))
     return nn.Parameter(sincos_pos_embed(dim, grid_size, num_prefix).float().unsqueeze(0), requires_grad=False)
+
+
+def list_empty_tables(weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of the position tables that are zero everywhere; none if the positions are biases.
+
+    No table becomes so by training: sine-cosine tables are fixed, and the first step changes a learned one.
+    """
+    if any(name.endswith(BIAS_TABLE) for name in weights):
+        return []
+    tables = {name: value for name, value in weights.items() if name.endswith("pos_embed") and not value.is_meta}
+    return [name for name, value in tables.items() if not value.any()]
 
 
 def resize_pos_embed(table: torch.Tensor, source: tuple[int, int], target: tuple[int, int]) -> torch.Tensor:

@@ -149,6 +149,10 @@ class ImageSubset:
         """Returns ([H, W, C], label)."""
         return self.images.load(int(self.indices[i]))
 
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns what `load` does."""
+        return self.load(i)
+
 
 def split_held_out(num_images: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns (images to train on, images that select the head), both ascending: nine tenths and one tenth."""

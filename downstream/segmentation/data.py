@@ -4,8 +4,8 @@
     ROOT/images/validation/*.jpg     ROOT/annotations/validation/*.png    val, valid, validation
 
 A label file has the name of its image, with the ending .png or .PNG, and one value per pixel. Images have any channels
-and depth, see `util.data.pixel_format`. An image and its labels travel as one array of the image's type, whose last
-channel is the label map. IGNORE marks pixels without a class.
+and depth, see `util.data.pixel_format`. To the transforms, an image and its labels travel as one array of the image's
+type, whose last channel is the label map. IGNORE marks pixels without a class.
 """
 
 import io
@@ -67,11 +67,11 @@ class LabelValues:
 
 
 class SegmentationImages(ImageFiles):
-    """Pairs of an image and its label map. `load(i)` returns ([H, W, C + 1], 0), with the labels as last channel.
+    """Pairs of an image and its label map. `load(i)` returns the image alone, `load_sample(i)` the pair.
 
     in_chans: channels of the images. Images become RGB of 8 bits if it is 3.
     ValueError if folders or files are missing, if the split is empty, or if an image has no label file or the other way
-    round. ImageError, from `check` and `load`, if a file is unreadable, sizes differ, or a value has no class.
+    round. ImageError, from `check` and `load_sample`, if a file is unreadable, sizes differ, or a value has no class.
     """
 
     def __init__(self, data_path: str | Path, split: str, values: LabelValues, in_chans: int = 3) -> None:
@@ -113,7 +113,7 @@ class SegmentationImages(ImageFiles):
         formats = read_formats(self, self.compare_labels, everything[share], *rule)
         super().check(max_bad_fraction)
         self.one_format({self.pixel_format: 0} | formats)
-        found = examine(lambda i: (self.load(i)[0][..., -1] != IGNORE).any(), spaced[share], *rule)
+        found = examine(lambda i: (self.load_sample(i)[0][..., -1] != IGNORE).any(), spaced[share], *rule)
         if all_labels:
             found += examine(lambda i: (self.load_labels(i) != IGNORE).any(), everything[share], *rule)
         self.has_class = bool(np.any(found))
@@ -128,8 +128,10 @@ class SegmentationImages(ImageFiles):
             sizes = [f"{width} x {height}" for height, width in (size, label_size)]
             raise ImageError(f"{self.path(i)!r} has {sizes[0]} pixels, its labels {self.label_path(i)!r} {sizes[1]}")
 
-    def load(self, i: int) -> tuple[np.ndarray, int]:
-        (img, label), labels = super().load(i), self.load_labels(i)
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, C + 1], 0): the image, and the labels as last channel."""
+        img, label = self.load(i)
+        labels = self.load_labels(i)
         self.refuse_sizes(i, img.shape[:2], labels.shape)
         return np.concatenate([img, labels[:, :, None].astype(img.dtype)], axis=2), label
 

@@ -63,7 +63,7 @@ def baselines(root: Path) -> dict[str, dict[str, Any]]:
     """Returns the scores of both baselines on the validation mosaics."""
     values = LabelValues(len(PHOTOS))
     train, val = (
-        np.stack([images.load(i)[0] for i in range(len(images))])
+        np.stack([images.load_sample(i)[0] for i in range(len(images))])
         for images in (SegmentationImages(root, split, values) for split in ("train", "val"))
     )
     frequent = np.bincount(train[..., 3].ravel()).argmax(axis=0)

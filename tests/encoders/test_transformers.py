@@ -132,6 +132,41 @@ def test_backbones_of_dense_tasks(tmp_path, kind):
         assert torch.equal(model.state_dict()[key], weights[key])
 
 
+DOORS = {
+    "pre-training": lambda path: load_encoder(MaskedAutoencoderViT(**PRETRAINING), path, part="blocks"),
+    "release": lambda path: MaskedAutoencoderViT(throw_ratio=0, **PRETRAINING).load_official(read(path).raw),
+    "fine-tuning": lambda path: load_encoder(VisionTransformer(global_pool="token", **OURS), path),
+    "probe": open_encoder,
+    "hub": hubconf.encoder,
+    "segmentation": lambda path: load_encoder(DenseViT(**OURS), path),
+    "detection": lambda path: load_encoder(ViTDet(**OURS), path),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_weights_without_positions_are_refused(tmp_path, door):
+    """As `ViTMAEForPreTraining(config)` of version 5.24 makes them: its tables are zero, and frozen."""
+    theirs = make("mae")
+    with torch.no_grad():
+        theirs.vit.embeddings.position_embeddings.zero_()
+        theirs.decoder.decoder_pos_embed.zero_()
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="hold no positions: all values of .*pos_embed.* are zero") as error:
+        DOORS[door](tmp_path)
+    assert door == "release" or str(tmp_path) in str(error.value)
+    assert ("decoder.pos_embed" in str(error.value)) == (door in ("pre-training", "release"))
+
+
+def test_a_decoder_without_positions_matters_only_where_it_is_used(tmp_path):
+    theirs = make("mae")
+    with torch.no_grad():
+        theirs.decoder.decoder_pos_embed.zero_()
+    theirs.save_pretrained(tmp_path)
+    DOORS["fine-tuning"](tmp_path)
+    with pytest.raises(ValueError, match="hold no positions: all values of decoder.pos_embed are zero"):
+        DOORS["pre-training"](tmp_path)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("norm_pix_loss", [False, True])
 @pytest.mark.parametrize("how", ["state_dict", "file", "--pretrained"])

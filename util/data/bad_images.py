@@ -53,7 +53,7 @@ class BadImages:
         reasons = []
         for i in bad[:MOST_NAMED]:
             try:
-                self.images.load(i)
+                self.images.load_sample(i)
                 reasons.append(f"{self.images.path(i)!r} could not be read before, but can be read now")
             except ImageError as error:
                 reasons.append(str(error))

@@ -118,7 +118,7 @@ class AddressedDataset(torch.utils.data.Dataset):
         for candidate in range(index, index + (1 if self.bad is None else MOST_SKIPPED)):
             i = candidate % len(self)
             try:
-                return i, *self.images.load(i)
+                return i, *self.images.load_sample(i)
             except ImageError as error:
                 first = first or error
                 if self.bad is not None:

@@ -1,5 +1,7 @@
 """Sources of images: `images.load(i)` returns ([H, W, C], label). `util.data.datasets` adds the epoch.
 
+A source may add label maps to what a data set transforms: `load_sample`. `load` always returns the image alone.
+
 All images of a source have one `PixelFormat`: RGB of 8 bits unless other files or another number of channels are
 wanted. Classes are optional here, because pre-training needs none.
 """
@@ -180,6 +182,10 @@ class EncodedImages:
         except PILLOW_ERRORS as error:
             raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove it") from error
 
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""
+        return self.load(i)
+
 
 class ImageFiles(EncodedImages):
     """Images in files of their own. samples: [(path relative to `root`, label)]."""
@@ -276,6 +282,10 @@ class CifarImages:
         """Returns (uint8 [H, W, 3], label)."""
         img, label = self.images[i]
         return np.array(img), label
+
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns what `load` does."""
+        return self.load(i)
 
 
 Images = EncodedImages | CifarImages

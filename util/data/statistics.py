@@ -1,7 +1,9 @@
 """Mean and standard deviation of a source's pixels, by which its images are normalised."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,27 +17,98 @@ SAMPLE = 256  # images that statistics are computed from
 
 NAMES = ("mean", "deviation")  # in messages
 IMAGENET = [*IMAGENET_MEAN], [*IMAGENET_STD]
+FAR = 3  # how many times the range of all other values a fill value lies away from them, at least
 Statistics = tuple[list[float], list[float]]  # mean and standard deviation of each channel
 
 
-def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statistics, int]:
+class Measurement(NamedTuple):
+    """What was measured on images. fill_values: warnings of values that look like marks of missing pixels."""
+
+    statistics: Statistics
+    num_images: int
+    fill_values: list[str]
+
+
+@dataclass
+class Lowest:
+    """The lowest value of a channel, the number of its pixels, and the lowest of all other values."""
+
+    value: float = math.inf
+    count: int = 0
+    next_value: float = math.inf
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds the values of an image, float64 [n]."""
+        value = float(values.min())
+        count = int(np.count_nonzero(values == value))
+        next_value = float(values.min(where=values > value, initial=math.inf))
+        if value > self.value:
+            self.next_value = min(self.next_value, value)
+        elif value == self.value:
+            self.count += count
+            self.next_value = min(self.next_value, next_value)
+        else:
+            self.next_value = min(self.value, next_value)
+            self.value = value
+            self.count = count
+
+    def is_fill_value(self, highest: float, num_pixels: int) -> bool:
+        """Whether the lowest value looks like the mark of missing pixels, such as -9999.
+
+        It occurs more than once, but in less than half of the pixels: it is no single dark pixel, and no background.
+        Its distance from all other values is more than FAR times their range. Saturated pixels, and zeros around an
+        object, lie next to other values. highest: value of the channel.
+        """
+        distance = self.next_value - self.value
+        others = highest - self.next_value
+        return 1 < self.count < num_pixels / 2 and 0 < FAR * others < distance
+
+
+def warn_of_fill_values(channel: int, lowest: Lowest, highest: Lowest, num_pixels: int) -> list[str]:
+    """Returns warnings if the lowest or the highest value of a channel looks like the mark of missing pixels.
+
+    highest: that of the negated values.
+    """
+    found = []
+    if lowest.is_fill_value(-highest.value, num_pixels):
+        found.append((lowest.value, lowest.count, lowest.next_value, -highest.value))
+    if highest.is_fill_value(-lowest.value, num_pixels):
+        found.append((-highest.value, highest.count, lowest.value, -highest.next_value))
+    warnings = []
+    for value, count, low, high in found:
+        warnings.append(
+            f"warning: {count} of {num_pixels} measured pixels of channel {channel} (counted from 0) are {value:.10g}, "
+            f"all others lie between {low:.6g} and {high:.6g}. If the value marks missing pixels, mean and deviation "
+            "are wrong: replace it in the files, for example by the mean of the other pixels, and start a new run"
+        )
+    return warnings
+
+
+def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     """Measures the mean and standard deviation of each channel over all pixels of evenly spaced images, in float64.
 
-    Returns (statistics, number of images). Those of integers are fractions of the full range. Unreadable images are
-    skipped. ValueError if a channel is constant.
+    Those of integers are fractions of the full range. Unreadable images are skipped. ValueError if a channel is
+    constant.
     """
     count, num_read = 0, 0
     mean, squares = np.zeros(images.pixel_format.channels), np.zeros(images.pixel_format.channels)
+    lowest = [Lowest() for _ in mean]
+    highest = [Lowest() for _ in mean]  # of the negated values
     for i in evenly_spaced(len(images), num_images).tolist():
         try:
-            pixels = images.load(i)[0].reshape(-1, len(mean))
+            img = images.load(i)[0]
         except ImageError:
             continue
+        assert img.shape[2] == len(mean)  # `load` returns the image alone
+        pixels = img.reshape(-1, len(mean))
         num_read += 1
         own_mean = pixels.mean(axis=0, dtype=np.float64)
-        own_squares = np.array(
-            [np.square(np.subtract(pixels[:, c], own_mean[c], dtype=np.float64)).sum() for c in range(len(mean))]
-        )
+        own_squares = np.zeros(len(mean))
+        for c in range(len(mean)):
+            values = pixels[:, c].astype(np.float64)
+            lowest[c].add(values)
+            highest[c].add(-values)
+            own_squares[c] = np.square(values - own_mean[c]).sum()
         # Chan et al.: sums of squared deviations of two sets, without the loss of digits of a sum of squares.
         total = count + len(pixels)
         shift = own_mean - mean
@@ -50,15 +123,21 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> tuple[Statis
         what = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{what}: remove it, or give --mean and --std")
     full_range = images.pixel_format.full_range
-    return ((mean / full_range).tolist(), (std / full_range).tolist()), num_read
+    statistics = (mean / full_range).tolist(), (std / full_range).tolist()
+    fill_values = list[str]()
+    if images.pixel_format.dtype != "uint8":  # in 256 values every one may be a brightness
+        for c in range(len(mean)):
+            fill_values += warn_of_fill_values(c, lowest[c], highest[c], count)
+    return Measurement(statistics, num_read, fill_values)
 
 
 def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Statistics, list[str]]:
-    """Returns the statistics of the data, which rank 0 measures, and a remark on those used. All ranks must call it."""
-    found, number = run_on_rank0(lambda: measure_statistics(images))
-    values = zip(NAMES, found, strict=True)
+    """Returns the statistics of the data, which rank 0 measures, and remarks on those used. All ranks must call it."""
+    found = run_on_rank0(lambda: measure_statistics(images))
+    values = zip(NAMES, found.statistics, strict=True)
     text = ", ".join(f"{name} {' '.join(f'{x:.6g}' for x in part)}" for name, part in values if name in used)
-    return found, [f"pixel {text}: measured on {number} images, {images.pixel_format}"]
+    remark = f"pixel {text}: measured on {found.num_images} images, {images.pixel_format}"
+    return found.statistics, [remark, *found.fill_values]
 
 
 def choose_statistics(

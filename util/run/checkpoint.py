@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 from util.atomic import replaced_file, sync
 from util.lazy import LazyModule
+from util.pos_embed import list_empty_tables
 from util.text import shorten
 
 timm_data = LazyModule("timm.data")
@@ -376,7 +377,7 @@ def load_strict(
 ) -> None:
     """Loads `state_dict` into `model`. Raises CheckpointError if any key is missing, unexpected or of another shape.
 
-    FloatingPointError if a value is not finite.
+    For values that cannot be used: the errors of `check_values`.
 
     what: the weights' name in the error, in the plural. optional: keys of the model that contain this text may be
     missing; they then keep their values.
@@ -389,15 +390,25 @@ def load_strict(
     texts = [f"{len(keys)} {kind}: {shorten(keys, most=6)}" for kind, keys in problems.items() if keys]
     if texts:
         raise CheckpointError(f"{what} do not fit this {type(model).__name__}: {'; '.join(texts)}")
-    refuse_non_finite(state_dict, what)
+    check_values(state_dict, what)
     model.load_state_dict(state_dict, strict=False)
 
 
-def refuse_non_finite(weights: Mapping[str, torch.Tensor], what: str) -> None:
-    """FloatingPointError if a tensor of `weights` has a value that is not finite. what: their name, in the plural."""
+def check_values(weights: Mapping[str, torch.Tensor], what: str) -> None:
+    """Checks weights that are about to be loaded. what: their name in the errors, in the plural.
+
+    FloatingPointError if a value is not finite. CheckpointError if a position table is zero everywhere, unless the
+    positions are biases.
+    """
     bad = [name for name, value in weights.items() if not (value.is_meta or value.isfinite().all())]
     if bad:
         raise FloatingPointError(f"{what} are not finite: {shorten(bad, most=6)}")
+    if empty := list_empty_tables(weights):
+        raise CheckpointError(
+            f"{what} hold no positions: all values of {', '.join(empty)} are zero, so they were trained without "
+            "positions, or never trained. ViTMAEForPreTraining(config) of Transformers 5.24 makes such models. Give "
+            "weights that were trained with positions, or train from scratch"
+        )
 
 
 def list_misshaped(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:

@@ -32,6 +32,7 @@ from util.data.datasets import (
     look_ahead,
     steps_per_epoch,
 )
+from util.data.images import Images
 from util.data.open import data_hint, data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
@@ -206,7 +207,7 @@ class Run:
         elif flag == "finetune":
             self.note("no --finetune: training from scratch")
 
-    def choose_statistics(self, images: Any) -> Statistics:
+    def choose_statistics(self, images: Images) -> Statistics:
         """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
         resumed, encoder = None, {}
         if self.checkpoint is not None:

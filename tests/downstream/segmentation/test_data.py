@@ -65,7 +65,7 @@ def test_pairs_are_matched_by_name(tmp_path):
     images = SegmentationImages(tmp_path, "train", LabelValues(3))
     assert [bytes(name) for name in images.names] == [b"0.jpg", b"1.jpg", b"2.jpg", b"3.jpg", b"more/0.jpg"]
     images.check()
-    pair, _ = images.load(1)
+    pair, _ = images.load_sample(1)
     assert pair.shape == (30, 40, 4) and pair.dtype == np.uint8
     assert np.array_equal(pair[..., :3], np.asarray(Image.open(tmp_path / "images/training/1.jpg")))
     assert pair[0, :12, 3].tolist() == [1, 1, 1, 2, 2, 2, 255, 255, 255, 0, 0, 0]
@@ -76,7 +76,7 @@ def test_palette_images_hold_indices(tmp_path):
     label = Image.fromarray(np.full((30, 40), 2, np.uint8), mode="P")
     label.putpalette([0, 0, 0, 200, 0, 0, 0, 200, 0])
     label.save(tmp_path / "annotations/training/0.png")
-    assert (SegmentationImages(tmp_path, "train", LabelValues(3)).load(0)[0][..., 3] == 2).all()
+    assert (SegmentationImages(tmp_path, "train", LabelValues(3)).load_sample(0)[0][..., 3] == 2).all()
 
 
 def grey_png(values, bits):
@@ -102,7 +102,7 @@ def test_grey_labels_of_few_bits_are_read_as_they_are(tmp_path, bits):
     (tmp_path / "annotations/training/0.png").write_bytes(grey_png(values, bits))
     images = SegmentationImages(tmp_path, "train", LabelValues(20))
     images.check()
-    assert np.array_equal(images.load(0)[0][..., 3], values) and images.has_class
+    assert np.array_equal(images.load_sample(0)[0][..., 3], values) and images.has_class
 
 
 def test_images_of_one_bit_are_black_and_white(tmp_path):
@@ -112,7 +112,7 @@ def test_images_of_one_bit_are_black_and_white(tmp_path):
     (tmp_path / "images/training/0.png").write_bytes(grey_png(values, 1))
     images = SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=1)
     images.check()
-    assert np.array_equal(images.load(0)[0][..., 0], 255 * values)
+    assert np.array_equal(images.load_sample(0)[0][..., 0], 255 * values)
 
 
 def test_label_files_keep_their_names(tmp_path):
@@ -138,7 +138,7 @@ def test_images_of_other_channels(tmp_path, channels):
         Image.fromarray(array if channels > 1 else array[..., 0], mode=mode).save(tmp_path / "images/training/0.png")
     images = SegmentationImages(tmp_path, "train", LabelValues(3), channels)
     images.check()
-    assert np.array_equal(images.load(0)[0][..., :-1], array)
+    assert np.array_equal(images.load_sample(0)[0][..., :-1], array)
     with pytest.raises(
         ImageError, match=f"has {count_of(channels, 'channel')} of uint8, but the model takes 5 channels"
     ):
@@ -153,7 +153,7 @@ def test_five_bands_keep_their_type(tmp_path, dtype, suffix):
     images = SegmentationImages(tmp_path, "train", LabelValues(3), in_chans=5)
     images.check()
     assert str(images.pixel_format) == f"5 channels of {dtype}"
-    loaded = images.load(1)[0]
+    loaded = images.load_sample(1)[0]
     assert np.array_equal(loaded[..., :5], bands(1, dtype))
     pair = torch.from_numpy(loaded).permute(2, 0, 1)
     img, labels = ResizeForEvaluation((40, 30))(pair)

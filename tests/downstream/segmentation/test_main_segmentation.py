@@ -9,10 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+import main_pretrain
 from downstream.segmentation import demo, main_segmentation
 from downstream.segmentation.models import UPerNet
 from downstream.segmentation.released import infer_settings
 from models_vit import MICRO
+from tests.downstream.bands import bands
 from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.downstream.segmentation.test_models import randomise
@@ -61,6 +63,35 @@ def test_a_split_without_labelled_pixels_is_refused(tmp_path, capsys, split, nam
     message = segment.refused(capsys, tmp_path / "data", tmp_path / "out")
     assert f"no labelled pixel in the {name} split: check its label files, --ignore_index and" in message
     assert not list(tmp_path.rglob("checkpoint*"))
+
+
+def replace_photographs(root, split, array_of):
+    """Replaces the photographs of a split by arrays, `array_of(number, size)`. Returns the arrays."""
+    arrays = []
+    for path in sorted((root / "images" / split).glob("*.jpg")):
+        arrays.append(array_of(int(path.stem), Image.open(path).size))
+        np.save(path.with_suffix(".npy"), arrays[-1])
+        path.unlink()
+    return arrays
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (40, 30)), (5, (40, 40)), (5, (64, 64))])
+def test_a_run_from_scratch_measures_the_images_without_their_labels(tmp_path, capsys, channels, size):
+    """As many values as images with labels as a further channel would be cut into whole pixels, too, or not at all."""
+    root = tmp_path / "data"
+    for split in ("training", "validation"):
+        write_pairs(root, 4, split, size=size)
+        arrays = replace_photographs(root, split, lambda i, size: bands(i, "uint16", size)[..., -channels:])
+    flags = f"--model mae_vit_nano_patch4 --in_chans {channels} --input_size 16 --batch_size 4 --epochs 1 "
+    flags += "--warmup_epochs 0 --num_workers 0 --device cpu --picture_every 0"
+    main_pretrain.main([*flags.split(), "--data_path", str(root / "images"), "--output_dir", str(tmp_path / "mae")])
+    (expected,) = re.findall("pixel mean .*: measured on .*", capsys.readouterr().out)
+    segment(root, tmp_path / "run", "--in_chans", channels, "--num_iters", 2, "--warmup_iters", 0)
+    (found,) = re.findall("pixel mean .*: measured on .*", capsys.readouterr().out)
+    assert found == expected
+    values = np.concatenate([array.reshape(-1, channels) for array in arrays]).astype(np.float64) / 65535
+    settings = read_json(tmp_path / "run" / "settings.json")
+    np.testing.assert_allclose([settings["mean"], settings["std"]], [values.mean(axis=0), values.std(axis=0)])
 
 
 def test_some_training_images_may_be_unreadable(tmp_path, capsys):

@@ -425,7 +425,7 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, dtype):
     unit = {"uint8": 255, "uint16": 65535, "float32": 1}[dtype]
     for number, chosen in ((256, range(9)), (3, (0, 4, 8))):
         values = np.concatenate([arrays[i].reshape(-1, 3).astype(np.float64) / unit for i in chosen])
-        (mean, std), count = measure_statistics(images, number)
+        (mean, std), count, _ = measure_statistics(images, number)
         assert count == len(chosen)
         np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-12)
         np.testing.assert_allclose(std, values.std(axis=0), rtol=1e-9)
@@ -442,7 +442,7 @@ def test_which_statistics_a_run_takes(tmp_path, photos):
     for i in range(3):
         np.save(tmp_path / f"{i}.npy", pixels(2, "uint16", seed=i))
     images, rgb = open_images("folder", tmp_path, in_chans=2), open_images("folder", photos)
-    own, count = measure_statistics(images)
+    own, count, _ = measure_statistics(images)
     found, (remark,) = choose(images)
     assert found == own and f"measured on {count} images, 2 channels of uint16" in remark
     assert choose(rgb) == (([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), [])

@@ -39,7 +39,7 @@ def test_a_model_s_images_are_normalised_by_what_is_known():
 def test_statistics_that_a_file_lacks_are_measured(tmp_path, photos):
     images = open_arrays(tmp_path / "data")
     found, (remark,) = complete_settings(pixel_settings({}), images)
-    own, number = measure_statistics(images)
+    own, number, _ = measure_statistics(images)
     assert found == {"pixels": None, "mean": own[0], "std": own[1]}
     assert remark.endswith(f"measured on {number} images, 2 channels of uint16") and f"{own[0][0]:.6g}" in remark
     given = {"pixels": "uint16", "mean": [0.1, 0.2], "std": [0.3, 0.4]}
@@ -77,3 +77,92 @@ def test_remarks_name_only_the_statistics_that_are_used(tmp_path):
     assert choose(images, encoder=encoder)[1] == ["note: pixel mean and deviation are those of the encoder"]
     found, remarks = choose(images, encoder=encoder, mean=[0.3, 0.3])
     assert found == ([0.3, 0.3], [0.125, 0.25]) and remarks == ["note: pixel deviation is that of the encoder"]
+
+
+# ------------------------------------------------------------------------------------------ marks of missing pixels
+
+
+def measured(folder, images, dtype="float32"):
+    for i, array in enumerate(images):
+        np.save(folder / f"{i}.npy", array.astype(dtype))
+    return measure_statistics(open_images("folder", folder, in_chans=images.shape[-1]))
+
+
+@pytest.mark.parametrize("fill", [-9999.0, -3.4e38, 1e20])
+def test_a_mark_of_missing_pixels_is_named_with_its_number(tmp_path, fill):
+    images = np.random.default_rng(0).random((16, 40, 40, 2))
+    images[3:5, :5, :5, 1] = fill
+    own = measured(tmp_path, images)
+    (warning,) = own.fill_values
+    others = images[..., 1][images[..., 1] != fill]
+    value = f"{float(np.float32(fill)):.10g}"
+    assert f"50 of 25600 measured pixels of channel 1 (counted from 0) are {value}, all others lie between" in warning
+    assert f"between {others.min():.6g} and {others.max():.6g}. If the value marks missing pixels" in warning
+    assert own.statistics[1][1] > 100  # as before: the run goes on with what was measured
+
+
+def test_the_warning_is_in_the_remarks_of_a_run(tmp_path):
+    images = np.random.default_rng(0).random((4, 8, 8, 1))
+    images[:, 0, 0] = -9999
+    measured(tmp_path, images)
+    _, remarks = choose(open_images("folder", tmp_path, in_chans=1))
+    assert len(remarks) == 2 and "4 of 256 measured pixels of channel 0" in remarks[1]
+
+
+def spots(rng):
+    """Dim background and few blurred spots, of which the brightest are cut off at the end of the range."""
+    images = rng.normal(0.01, 0.002, (16, 40, 40, 1)).clip(0)
+    rows, columns = np.mgrid[:40, :40]
+    for image in images:
+        row, column = rng.integers(5, 35, 2)
+        image[..., 0] += 5 * np.exp(-((rows - row) ** 2 + (columns - column) ** 2) / 4)
+    return images.clip(0, 1)
+
+
+def collimated(rng):
+    """A part of each image is zero; the other values begin beside it."""
+    images = 0.05 + 0.9 * rng.random((16, 40, 40, 1))
+    images[:, :, 28:] = 0
+    return images
+
+
+def sparse(rng):
+    """A background that is exactly zero, and some beads of nearly the same brightness."""
+    images = np.zeros((16, 40, 40, 1))
+    images[:, 10:14, 10:14] = 0.9 + 0.05 * rng.random((16, 4, 4, 1))
+    return images
+
+
+def one_peak(rng):
+    """Values of one pixel far above all others."""
+    images = 0.01 * rng.random((16, 40, 40, 1))
+    images[3, 5, 5] = 1
+    return images
+
+
+INNOCENT = {
+    "saturated": lambda rng: (1.5 * rng.random((16, 40, 40, 1))).clip(0, 1),
+    "blurred spots": spots,
+    "collimated": collimated,
+    "sparse": sparse,
+    "one peak": one_peak,
+    "two values": lambda rng: (rng.random((16, 40, 40, 1)) < 0.2).astype(float),
+    "steps": lambda rng: np.floor(4 * rng.random((16, 40, 40, 1))) / 4,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("kind", INNOCENT)
+def test_values_of_other_images_are_no_marks_of_missing_pixels(tmp_path, kind, dtype):
+    images = INNOCENT[kind](np.random.default_rng(0))
+    if dtype == "uint16":
+        images = images * 65535
+    assert measured(tmp_path, images, dtype).fill_values == []
+
+
+def test_every_value_of_8_bits_may_be_a_brightness(tmp_path):
+    """Ink on paper."""
+    images = np.random.default_rng(0).integers(250, 256, (16, 40, 40, 1))
+    images[:, 3] = 0
+    assert measured(tmp_path, images, "uint8").fill_values == []
+    assert measured(tmp_path, images, "uint16").fill_values != []

@@ -293,6 +293,18 @@ def test_load_strict_refuses_weights_that_are_not_finite():
         checkpoint.load_strict(torch.nn.Linear(2, 3), weights, "weights")
 
 
+def test_position_tables_of_zeros_are_refused_unless_positions_are_biases():
+    """A sine-cosine table has zeros for the class token, and so has an untrained table after one step."""
+    table, biases = torch.zeros(1, 5, 4), {"blocks.0.attn.relative_position_bias_table": torch.zeros(9, 2)}
+    with pytest.raises(
+        checkpoint.CheckpointError, match="the weights hold no positions: all values of backbone.pos_embed are"
+    ):
+        checkpoint.check_values({"backbone.pos_embed": table}, "the weights")
+    checkpoint.check_values({"backbone.pos_embed": table, **biases}, "the weights")
+    table[0, 1, 0] = 1e-3
+    checkpoint.check_values({"backbone.pos_embed": table}, "the weights")
+
+
 def test_meta_is_empty_for_files_of_other_projects():
     assert checkpoint.meta_of({"meta": {"step": 3}}) == {"step": 3}
     assert checkpoint.meta_of({"model": {}}) == checkpoint.meta_of({"meta": "text"}) == {}
