@@ -256,6 +256,12 @@ def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     assert code_version.source_hash(second) == second.name == code_version.source_hash(project)
 
 
+def test_a_user_s_own_package_goes_with_the_job(tmp_path, project):
+    (project / "mypkg").mkdir()
+    (project / "mypkg" / "__init__.py").write_text("y = 2\n")
+    assert (submitit_launch.snapshot(tmp_path / "run") / "mypkg" / "__init__.py").read_text() == "y = 2\n"
+
+
 def test_a_full_disk_leaves_no_part_of_a_copy(tmp_path, project, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
