@@ -272,8 +272,6 @@ def guard(folder: Path) -> list[str]:
 def snapshot(folder: Path) -> Path:
     """Copies the code into the run's folder, so that later edits do not affect a waiting job. Returns the copy.
 
-    It holds a user's own packages, too: all modules that the project can import from its folder.
-
     Its name is the hash of its content. Equal code is copied once, and a copy is never changed: requeues still need it.
     """
     code = folder / "code" / source_hash()
