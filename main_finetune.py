@@ -399,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             statistics=run.choose_statistics(images),
             rows=summary_rows(args, model, images, val_images),
             settings={"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size},
-            extra={"classes": classes},
+            classes=classes,
             free={"finetune", "eval", "eval_every"},
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
             split_changes_draws=True,

@@ -125,7 +125,7 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
     expected = pretrain(photos, tmp_path / "whole", *flags)
     said = capsys.readouterr().out
     assert "checkpoint-1.pth' (made as " in said and ", width 96, 4 blocks: 52 loaded" in said
-    assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["teacher"]) == 64
+    assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["files"]["teacher"]) == 64
     assert {"loss_feature", "loss_attention"} <= reports(tmp_path / "whole")[0].keys()
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4)
     moved = shutil.copytree(teacher, tmp_path / "moved")
