@@ -106,6 +106,8 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
         ("--slurm parti=P main_pretrain", "sets --partition itself: give --partition"),
         ("--slurm requeue= main_pretrain", "the launcher sets --requeue itself"),
         ("--slurm =3 main_pretrain", "'=3' is not of the form KEY=VALUE"),
+        ("--slurm gresgpu main_pretrain", "'gresgpu' is not of the form KEY=VALUE"),
+        ("--slurm exclusive main_pretrain", "an option without a value is given as KEY="),
         ("--cluster local --slurm gres=gpu:1 main_pretrain", "--slurm gres=gpu:1 needs --cluster slurm, got local"),
         ("main_train", "invalid choice: 'main_train'"),
         ("--nodes 0 main_pretrain", "must be at least 1"),
