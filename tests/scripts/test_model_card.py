@@ -3,7 +3,7 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from scripts.model_card import model_card
+from scripts.parts.model_card import model_card
 
 SETTINGS = {
     "model": "mae_vit_micro_patch4",

@@ -14,8 +14,9 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import submitit_launch
-from scripts import reproduce_table, table_results
-from scripts.paper_tables import TABLES, Row, Table
+from scripts import reproduce_table
+from scripts.parts import table_results
+from scripts.parts.paper_tables import TABLES, Row, Table
 from scripts.profile_pretrain import COLUMNS
 from tests.runs import refused
 from util.tables import write_csv

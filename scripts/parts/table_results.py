@@ -19,8 +19,8 @@ import submitit_launch
 from downstream.recipes import DOWNSTREAM_RECIPES
 from prmim import SpatialAggregation
 from recipes import FINETUNE_RECIPES, RECIPES
-from scripts.paper_tables import TABLES, Row, Table
-from scripts.table_runs import DOWNSTREAM, Run, describe_state, is_finished, is_test_set, runs_of
+from scripts.parts.paper_tables import TABLES, Row, Table
+from scripts.parts.table_runs import DOWNSTREAM, Run, describe_state, is_finished, is_test_set, runs_of
 from util import costs
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
