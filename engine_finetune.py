@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from util import collectives
+from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.run.evaluation import evaluation_batches
@@ -76,14 +77,14 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager],
     columns: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Returns {"top1", "top5", "loss", "num_images"} of `num_images` images over all ranks. Accuracies are in percent.
+    """Returns `accuracies` in percent, "loss" and "num_images" of `num_images` images over all ranks.
 
     batches: this rank's share of the images. columns: evaluate on these logits only. A label is then a position in this
     list. `top1_unrestricted` is the accuracy among all logits. RuntimeError if the number of images seen is not
     `num_images`. FloatingPointError if the logits are not finite.
     """
     device = normalize.mean.device
-    sums, own_count, was_training = torch.zeros(5, dtype=torch.float64, device=device), 0, model.training
+    sums, own_count, was_training = torch.zeros(6, dtype=torch.float64, device=device), 0, model.training
     ids = None if columns is None else torch.as_tensor(columns, device=device)
     model.eval()
     for imgs, labels in batches:
@@ -100,16 +101,18 @@ def evaluate(
         ]
         sums[:4] += torch.stack([c.double() for c in counts])
         own_count += len(labels)
+        sums[5] += chosen.shape[1] * len(labels)  # as a sum over images: a rank without images does not know it
     model.train(was_training)
     sums[4] = own_count
-    top1, top5, unrestricted, loss, count = collectives.all_reduce_sum(sums).tolist()
+    top1, top5, unrestricted, loss, count, classes = collectives.all_reduce_sum(sums).tolist()
     if count != num_images:
         raise RuntimeError(f"{count:.0f} images were evaluated instead of {num_images}")
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"the logits are not finite (loss {loss}): try --precision fp32, and check --mean and --std"
         )
-    result = {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "num_images": num_images}
+    result = accuracies(100 * top1 / count, 100 * top5 / count, num_classes=round(classes / count))
+    result |= {"loss": loss / count, "num_images": num_images}
     return result if ids is None else result | {"top1_unrestricted": 100 * unrestricted / count}
 
 

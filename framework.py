@@ -1,5 +1,6 @@
 """The contract of a pre-training framework, and what the frameworks that predict pixels share."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,19 @@ class Framework(nn.Module):
     shared_visible: bool = False  # whether all images of a batch have the same visible tokens
     throws: bool = True  # whether the framework can throw tokens
     flags: tuple[Flag, ...] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
+        super().__init_subclass__(**options)
+        taken = set(dir(cls))
+        for base in cls.mro():
+            taken.update(inspect.get_annotations(base))  # attributes that the constructor sets
+        for flag in cls.flags:
+            if flag.name in taken:
+                raise ValueError(
+                    f"the flag --{flag.name} of {cls.__name__} has the name of a method or attribute of the class: "
+                    "give the flag another name"
+                )
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from encoders.kinds import PLAIN, VIT_FACTORIES
 from encoders.load import build, fit, load_encoder, read
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
+from util.accuracy import accuracy_text
 from util.data.datasets import stack
 from util.data.images import check_classes, check_splits
 from util.data.open import open_everywhere
@@ -339,9 +340,7 @@ def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def describe_scores(scores: Mapping[str, Any]) -> str:
     """Returns the scores of an evaluation in one line."""
-    return (
-        f"top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} % on {count_of(int(scores['num_images']), 'image')}"
-    )
+    return f"{accuracy_text(scores)} on {count_of(int(scores['num_images']), 'image')}"
 
 
 def evaluate_model(
@@ -399,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             statistics=run.choose_statistics(images),
             rows=summary_rows(args, model, images, val_images),
             settings={"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size},
-            extra={"classes": classes},
+            classes=classes,
             free={"finetune", "eval", "eval_every"},
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
             split_changes_draws=True,
@@ -432,9 +431,10 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     sizes = args.batch_size or 64, num_workers(args, process)
     result = evaluate_model(model.to(process.device), images, transform, normalize, autocast, sizes)
     session.print(*images.notes, *note_on_size(args.dataset, images))
-    line = "top-1 {top1:.3f} %, top-5 {top5:.3f} %, loss {loss:.4f} on {num_images} images".format_map(result.scores)
+    scores = result.scores
+    line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
     session.finish(result, line, {"step": meta.get("step"), "checkpoint": args.resume})
-    return result.scores
+    return scores
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     settings = {**weights.settings, **weights.pixels, **(moved or {})}
     model = build_model(settings)
     for flag, file in model.named_files().items():
-        if meta.get(flag, file.fingerprint) != file.fingerprint:
+        if meta.get("files", {}).get(flag, file.fingerprint) != file.fingerprint:
             raise ValueError(f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(path)!r}")
     fit(model, weights, "all")
     if settings.get("mean"):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from framework import Framework
+from util.accuracy import accuracy_text
 from util.addressed import BANK, addressed_uniform
 from util.collectives import run_on_rank0
 from util.data.datasets import AddressedDataset
@@ -187,7 +188,7 @@ class Monitor:
                     on_chunk=self.run.alive,
                 ).values()
                 if (name, scaling) == ("mean", "z"):
-                    found |= {"knn_top1": best["top1"], "knn_top5": best["top5"]}
+                    found |= {f"knn_{measure}": value for measure, value in best.items()}
                 else:
                     found[f"knn_{name}_{scaling}_top1"] = best["top1"]
         return found
@@ -195,8 +196,7 @@ class Monitor:
 
 def describe(scalars: Mapping[str, float]) -> str:
     """Returns the accuracies of one evaluation in words."""
-    text = f"kNN top-1 {scalars['knn_top1']:.2f} %, top-5 {scalars['knn_top5']:.2f} % (raw "
-    text += f"{scalars['knn_mean_raw_top1']:.2f} %"
+    text = f"kNN {accuracy_text(scalars, prefix='knn_')} (raw {scalars['knn_mean_raw_top1']:.2f} %"
     if "knn_cls_z_top1" in scalars:
         text += f"; class token {scalars['knn_cls_z_top1']:.2f} %, raw {scalars['knn_cls_raw_top1']:.2f} %"
     return text + ")"

@@ -168,13 +168,18 @@ def get_args_parser() -> Parser:
 
 
 def site_options(given: Sequence[str]) -> dict[str, Any]:
-    """Returns --slurm as {option of sbatch: value, or True without one}; ValueError if the launcher sets the option."""
+    """Returns --slurm as {option of sbatch: value, or True without one}. ValueError if the launcher sets the option.
+
+    Which options there are is not checked: it depends on the site, whose plugins add their own.
+    """
     options: dict[str, Any] = {}
     for text in given:
-        key, _, value = text.partition("=")
+        key, equals, value = text.partition("=")
         key = key.lstrip("-").replace("_", "-")
-        if not key:
-            raise ValueError(f"--slurm {text!r} is not of the form KEY=VALUE")
+        if not (key and equals):
+            raise ValueError(
+                f"--slurm {text!r} is not of the form KEY=VALUE; an option without a value is given as KEY="
+            )
         for name in (*FLAG_OF_OPTION, *FIXED_OPTIONS):
             if name.startswith(key):  # sbatch accepts abbreviations
                 instead = f": give {FLAG_OF_OPTION[name]}" if name in FLAG_OF_OPTION else ""

@@ -343,7 +343,8 @@ def _check_cls_tokens(found: Tensors, own: Mapping[str, torch.Tensor], what: str
         number = found["cls_token"].shape[1]
         raise CheckpointError(
             f"{what} holds an encoder with {count_of(number, 'class token')}, this {name} has "
-            f"{own['cls_token'].shape[1]}: give --num_cls_tokens {number} where there is such a flag"
+            f"{own['cls_token'].shape[1]}: --num_cls_tokens {number} of main_pretrain.py and main_finetune.py makes "
+            "a model that fits"
         )
 
 

@@ -52,9 +52,9 @@ from encoders.load import Weights, build, read
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors, rename_prefixes
 from main_pretrain import load_run, own_flags
-from scripts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
-from scripts.model_card import model_card
-from scripts.timm_models import (
+from scripts.parts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
+from scripts.parts.model_card import model_card
+from scripts.parts.timm_models import (
     data_config,
     is_classifier,
     largest_difference,
@@ -64,7 +64,12 @@ from scripts.timm_models import (
     timm_arguments,
     timm_weights,
 )
-from scripts.transformers_models import processor_config, transformers_class, transformers_config, transformers_names
+from scripts.parts.transformers_models import (
+    processor_config,
+    transformers_class,
+    transformers_config,
+    transformers_names,
+)
 from util.atomic import filled_folder, replaced_file
 from util.code_version import code_version
 from util.data.pixel_format import RGB8, PixelFormat

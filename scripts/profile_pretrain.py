@@ -4,7 +4,7 @@
     python scripts/profile_pretrain.py --table ablation --batch_size 256 --csv cost.csv --markdown cost.md
     python scripts/profile_pretrain.py cifar10_mae cifar10 --data_path data/cifar10 --batch_size 128
     python scripts/profile_pretrain.py --table ablation --against reference --plot cost.svg
-    python scripts/profile_pretrain.py mae_vit_base_800ep --predict H200 --gpus 8  # without a GPU: scripts/predict.py
+    python scripts/profile_pretrain.py mae_vit_base_800ep --predict H200 --gpus 8  # needs no GPU
 
 parameters   trained parameters, in 10^6
 GMAC         multiply-adds of the forward pass of one image, counted by torch, without TEC's frozen teacher
@@ -12,7 +12,7 @@ saved MB     memory that autograd saves for the backward pass of one image, in 1
              Measured as the difference between batches of 4 and 2, so weights do not count
 peak MB      peak memory of the tensors of the first timed step, without those of the other recipes. CUDA only
 ms a step    median over the rounds. Each round times every recipe once, in rotating order
-x reference  speed relative to MAE's step as the reference computes it (tools/reference_mae.py), with --against
+x reference  speed relative to MAE's step as the reference computes it (scripts/parts/reference_mae.py), with --against
 
 A step is a training step of main_pretrain.py: bytes to floats, forward, backward, gradient norm, AdamW, running sums
 for the log. Its batch stays on the device, so data loading is not measured. Ratios are relative to the recipe of the
@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine_pretrain import train_one_epoch
 from main_pretrain import build_model, get_args_parser
 from recipes import RECIPES
-from scripts import predict
-from scripts.paper_tables import published_costs
-from tools.reference_mae import SIZES, ReferenceMAE
+from scripts.parts import predict
+from scripts.parts.paper_tables import published_costs
+from scripts.parts.reference_mae import SIZES, ReferenceMAE
 from util import costs
 from util.attention import KERNELS, prefer
 from util.data.datasets import open_images

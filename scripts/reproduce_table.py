@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import main_pretrain
 import submitit_launch
 from downstream.robustness.main_robustness import BENCHMARKS
-from scripts.paper_tables import TABLES, Row
-from scripts.table_results import RECIPES_OF, collect, read_costs
-from scripts.table_runs import Run, is_finished, pending, progress_of, runs_of
+from scripts.parts.paper_tables import TABLES, Row
+from scripts.parts.table_results import RECIPES_OF, collect, read_costs
+from scripts.parts.table_runs import Run, is_finished, pending, progress_of, runs_of
 from util.run.cli import Parser, check_least, run_program, user_errors
 from util.run.flags import split_batch
 

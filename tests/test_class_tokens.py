@@ -207,7 +207,7 @@ def test_encoder_loads_into_the_classifier_and_the_probe(trained):
     classifier = vit_micro_patch4(num_classes=4, num_cls_tokens=3, img_size=64)  # a grid of 16 x 16 tokens
     report = load_encoder(classifier, trained)
     assert report.resized == ["pos_embed"] and torch.equal(classifier.pos_embed[:, :3], encoder.pos_embed[:, :3])
-    with pytest.raises(CheckpointError, match="encoder with 3 class tokens, this .* has 1: give --num_cls_tokens 3"):
+    with pytest.raises(CheckpointError, match="encoder with 3 class tokens, this .* has 1: --num_cls_tokens 3 of"):
         load_encoder(vit_micro_patch4(num_classes=4), trained)
 
 

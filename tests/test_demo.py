@@ -50,4 +50,4 @@ def test_the_weights_are_those_of_the_card():
     path, card = DEMO / "micro.pth", (DEMO / "README.md").read_text()
     assert path.stat().st_size < 5e6 and sha256(path) in card
     meta = meta_of(read_checkpoint(path))
-    assert str(meta["step"]) in card and meta["code"].split()[1].rstrip(",") in card
+    assert str(meta["step"]) in card and meta["origin"]["code"].split()[1].rstrip(",") in card

@@ -179,8 +179,9 @@ def test_top_1_top_5_and_loss_by_hand():
     assert result["loss"] == pytest.approx(sum(expected) / 4)
 
 
-def test_fewer_than_five_classes():
-    assert score([[1.0, 2.0], [1.0, 2.0]], [0, 1])["top5"] == 100
+@pytest.mark.parametrize("classes", [2, 5, 6])
+def test_top_5_of_five_classes_says_nothing_and_is_left_out(classes):
+    assert ("top5" in score([[1.0] * classes] * 3, [0, 1, 0])) == (classes > 5)
 
 
 def test_columns_restrict_the_choice():

@@ -15,7 +15,7 @@ from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTE
 from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTEncoder
 from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import fold_cls_token
-from framework import NoPixels
+from framework import Flag, NoPixels, PixelFramework
 from models_vit import VisionTransformer, ViTEncoder
 from prmim import SpatialAggregation, TokenOrder
 from tests.two_processes import run_in_two_processes
@@ -438,3 +438,9 @@ def test_two_processes_give_the_gradient_of_one(name, variant, gradients_in_ddp)
         for parameter, gradient in expected.items():
             theirs = torch.from_numpy(found[name, variant, parameter])
             torch.testing.assert_close(theirs, gradient, rtol=1e-4, atol=1e-6, msg=parameter)
+
+
+@pytest.mark.parametrize("taken", ["target", "views", "counts"])  # two methods, and an attribute of instances
+def test_a_flag_must_not_hide_a_method_or_attribute(taken):
+    with pytest.raises(ValueError, match=f"the flag --{taken} of Mine has the name of a method or attribute"):
+        type("Mine", (PixelFramework,), {"flags": (Flag(taken, "help"),)})

@@ -83,13 +83,20 @@ def test_no_framework_imports_another_but_those_built_on_mae():
 
 
 def test_scripts_and_tools_are_imported_by_siblings_and_tests_alone():
-    """Tests of speed share the reference's step. The published numbers are those of a script."""
-    other = {"profile_pretrain.py": {"tools"}, "document_tables.py": {"scripts"}, "prediction_check.py": {"scripts"}}
+    """Two tools check what a script predicts, and write the numbers that a script publishes."""
+    other = {"document_tables.py": {"scripts"}, "prediction_check.py": {"scripts"}}
     for path in FILES:
         place = place_of(path)
         if place != "tests":
             allowed = {place} | other.get(path.name, set())
             assert not places(path) & {"scripts", "tools", "tests"} - allowed, path
+
+
+def test_each_file_in_scripts_and_tools_is_a_program():
+    """What programs share is in scripts/parts."""
+    files = {*ROOT.glob("scripts/*.py"), *ROOT.glob("tools/*.py")}
+    for path in files - {ROOT / "scripts" / "__init__.py", ROOT / "tools" / "__init__.py"}:
+        assert '\nif __name__ == "__main__":' in path.read_text(), path
 
 
 def test_help_waits_for_no_slow_library():

@@ -74,7 +74,7 @@ def test_other_frameworks_encoders(labelled, tmp_path, capsys, framework, model,
         message = finetune.refused(
             capsys, labelled, tmp_path / "probe", *own, "--finetune", tmp_path / "pre", "--trainable_blocks", 0
         )
-        assert "unknown global_pool 'token', choose from avg" in message
+        assert "unknown --global_pool 'token', choose from avg" in message
 
 
 def test_learning_happens(tmp_path):
@@ -373,7 +373,7 @@ WEIGHTS_THAT_DO_NOT_FIT = [
         ("--model vit_giant", "invalid choice: 'vit_giant'"),
         ("--trainable_blocks 5", "trainable_blocks must be at least 0 and below the 4 blocks, got 5"),
         ("--trainable_blocks -1", "--trainable_blocks must be at least 0, got -1"),
-        ("--trainable_blocks 0 --global_pool avg", "needs global_pool 'token'"),
+        ("--trainable_blocks 0 --global_pool avg", "needs --global_pool 'token'"),
         (
             "--trainable_blocks 0 --recipe finetune_vit_base",
             "linear probing (0) has recipes of its own, linprobe_vit_base",
@@ -390,7 +390,7 @@ WEIGHTS_THAT_DO_NOT_FIT = [
         ("--layer_decay 0", "--layer_decay must lie in (0, 1], got 0.0"),
         ("--clip_crop", "--clip_crop goes without --aa"),
         ("--crop_pct 2", "crop_pct must lie in (0, 1], got 2.0"),
-        ("--input_size 30", "30 x 30 is not divisible by patch_size 4"),
+        ("--input_size 30", "30 x 30 is not divisible by --patch_size 4"),
         ("--eval", "--eval needs --resume"),
         ("--eval --resume {pretrained}", "holds no classifier (no head.weight): fine-tune the encoder first"),
         ("--eval --resume {tmp}/ten.pth", "has 10 classes, the data 2"),

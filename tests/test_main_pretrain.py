@@ -124,7 +124,7 @@ def test_tec_trains_and_resumes_with_its_teacher(photos, tmp_path, capsys, teach
     expected = pretrain(photos, tmp_path / "whole", *flags)
     said = capsys.readouterr().out
     assert "checkpoint-1.pth' (made as " in said and ", width 96, 4 blocks: 52 loaded" in said
-    assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["teacher"]) == 64
+    assert not any("teacher" in name for name in expected["model"]) and len(expected["meta"]["files"]["teacher"]) == 64
     assert {"loss_feature", "loss_attention"} <= reports(tmp_path / "whole")[0].keys()
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4)
     moved = shutil.copytree(teacher, tmp_path / "moved")
@@ -358,11 +358,11 @@ TEC = "--model tec_vit_micro_patch4"
         ("--data_path {tmp}/fake --max_bad_fraction 0", "1.jpg' is not a readable image"),
         ("--data_path {tmp}/fake/1.jpg", "1.jpg' is not a folder"),
         ("--dataset cifar10 --data_path {tmp}/empty", "cifar10 is not in --data_path"),
-        ("--input_size 30", "30 x 30 is not divisible by patch_size 4; the nearest size that is: 32 x 32"),
+        ("--input_size 30", "30 x 30 is not divisible by --patch_size 4; the nearest size that is: 32 x 32"),
         ("--input_size 32 32 32", "--input_size takes one or two numbers, got [32, 32, 32]"),
-        ("--patch_size 0", "not divisible by patch_size 0"),
-        ("--throw_ratio 0.75", "got throw_ratio 0.75 and mask_ratio 0.75"),
-        ("--mask_ratio 1.5", "got throw_ratio 0.5 and mask_ratio 1.5"),
+        ("--patch_size 0", "not divisible by --patch_size 0"),
+        ("--throw_ratio 0.75", "got --throw_ratio 0.75 and --mask_ratio 0.75"),
+        ("--mask_ratio 1.5", "got --throw_ratio 0.5 and --mask_ratio 1.5"),
         ("--mask_ratio 0.99", "leaves none of 64 tokens visible: lower it"),
         ("--input_size 4", "leaves none of 1 token visible: lower it, or use larger images, smaller patches or "),
         ("--model mae_vit_giant", "invalid choice: 'mae_vit_giant'"),

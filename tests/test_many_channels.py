@@ -386,4 +386,4 @@ def test_squares_are_recorded_as_one_number(labelled, tmp_path, capsys):
     message = finetune.refused(capsys, labelled, tmp_path / "new", "--input_size", 32, 48, 64)
     assert "--input_size takes one or two numbers, got [32, 48, 64]" in message
     message = finetune.refused(capsys, labelled, tmp_path / "new", "--input_size", 32, 50)
-    assert "img_size 32 x 50 is not divisible by patch_size 4" in message
+    assert "img_size 32 x 50 is not divisible by --patch_size 4" in message

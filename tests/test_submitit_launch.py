@@ -106,6 +106,8 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
         ("--slurm parti=P main_pretrain", "sets --partition itself: give --partition"),
         ("--slurm requeue= main_pretrain", "the launcher sets --requeue itself"),
         ("--slurm =3 main_pretrain", "'=3' is not of the form KEY=VALUE"),
+        ("--slurm gresgpu main_pretrain", "'gresgpu' is not of the form KEY=VALUE"),
+        ("--slurm exclusive main_pretrain", "an option without a value is given as KEY="),
         ("--cluster local --slurm gres=gpu:1 main_pretrain", "--slurm gres=gpu:1 needs --cluster slurm, got local"),
         ("main_train", "invalid choice: 'main_train'"),
         ("--nodes 0 main_pretrain", "must be at least 1"),
@@ -262,6 +264,12 @@ def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     assert (first / "util" / "leaf.py").read_text() == "x = 1\n"  # for the requeues of the first job
     assert sorted((tmp_path / "run" / "code").iterdir()) == sorted([first, second])
     assert code_version.source_hash(second) == second.name == code_version.source_hash(project)
+
+
+def test_a_user_s_own_package_goes_with_the_job(tmp_path, project):
+    (project / "mypkg").mkdir()
+    (project / "mypkg" / "__init__.py").write_text("y = 2\n")
+    assert (submitit_launch.snapshot(tmp_path / "run") / "mypkg" / "__init__.py").read_text() == "y = 2\n"
 
 
 def test_a_full_disk_leaves_no_part_of_a_copy(tmp_path, project, monkeypatch):

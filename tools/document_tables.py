@@ -1,4 +1,4 @@
-"""Writes the published numbers of `scripts/paper_tables.py` into the tables of the documents.
+"""Writes the published numbers of `scripts/parts/paper_tables.py` into the tables of the documents.
 
     python tools/document_tables.py            # names the documents whose tables are out of date
     python tools/document_tables.py --write
@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes import FINETUNE_RECIPES
-from scripts.paper_tables import COUNTED_FLOPS, OTHER_EVALUATION, TABLES, published_costs, published_top1
+from scripts.parts.paper_tables import COUNTED_FLOPS, OTHER_EVALUATION, TABLES, published_costs, published_top1
 from util.run.cli import Parser
 from util.tables import markdown_table
 

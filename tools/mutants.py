@@ -174,8 +174,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "util/run/shard.py": [("return self.buffers[place].copy_(whole, non_blocking=True)", "return whole", SAVING)],
     "util/run/resume.py": [
         ("(machine_flags - fixed_flags)", "machine_flags", RULES),
-        ("if before.get(name) != fingerprint:", "if False:", RULES),
-        ("if was_stored != is_stored:", "if False:", RULES),
+        ('if before["files"].get(flag) != fingerprint:', "if False:", RULES),
+        ('if before["pixels"] != now["pixels"]:', "if False:", RULES),
         ("module.drop_prob for module", "True for module", RULES),
         ("if before != total_batch_size:", "if False:", "tests/faults/test_folder.py -k changed_settings"),
     ],

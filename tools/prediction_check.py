@@ -1,4 +1,4 @@
-"""How far the predictions of scripts/predict.py are from steps on this machine.
+"""How far the predictions of scripts/parts/predict.py are from steps on this machine.
 
     OMP_NUM_THREADS=1 python tools/prediction_check.py mae_vit_base_100ep prmim50_vit_base_100ep --batch_size 4
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from main_pretrain import build_model, get_args_parser
 from recipes import RECIPES
 from scripts import profile_pretrain
-from scripts.predict import Device, count_step
+from scripts.parts.predict import Device, count_step
 from util import costs
 from util.run.cli import Parser, check_least, check_recipe, parse_with_recipe, run_program, user_errors
 

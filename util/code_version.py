@@ -3,18 +3,44 @@
 import functools
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("util", "encoders", "frameworks", "downstream")
+NOT_OF_A_RUN = ("scripts", "tests", "tools")  # no run imports them
 RECORD = "code_version.json"  # in copies of the code, which have no git repository
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
-    """The source files of a training run, sorted: the modules of the top level and of PACKAGES."""
-    return sorted([*root.glob("*.py"), *(path for name in PACKAGES for path in (root / name).rglob("*.py"))])
+    """The source files of a training run, sorted: the modules and packages in `root`, a user's own ones included.
+
+    A package is a folder that holds a .py file itself. Folders of data, results and virtual environments do not.
+    """
+    files = [path for path in root.glob("*.py") if path.is_file()]
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name not in NOT_OF_A_RUN:
+            files += _files_of_package(folder)
+    return sorted(files)
+
+
+def _files_of_package(folder: Path) -> list[Path]:
+    """The .py files of a package and its subpackages; none if the folder is no package."""
+    if folder.name.startswith("."):
+        return []
+    try:
+        with os.scandir(folder) as entries:  # a folder of a million images is listed, but no file is asked for more
+            found = list(entries)
+    except PermissionError:  # it cannot be imported, either
+        return []
+    files = [folder / entry.name for entry in found if entry.name.endswith(".py") and entry.is_file()]
+    if not files:
+        return []
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):  # a link may lead back
+            files += _files_of_package(folder / entry.name)
+    return files
 
 
 def source_hash(root: Path = ROOT) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from util import collectives
+from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset
 from util.data.transforms import Normalize
 from util.knn import MOST_SIMILARITIES, Moments, best_of, nearest, rank_of_label, unit_rows, votes_of
@@ -121,7 +122,7 @@ def knn_accuracy(
     leave_one_out: bool = False,
     on_chunk: Callable[[], None] | None = None,
 ) -> dict[int, dict[str, float]]:
-    """Returns {k: {"top1", "top5"}} in percent, of the queries of all ranks against the bank of all ranks.
+    """Returns {k: `accuracies`} in percent, of the queries of all ranks against the bank of all ranks.
 
     name: of the feature. moments: of the bank, to standardise each channel. leave_one_out: queries are images of the
     bank and are not their own neighbours. on_chunk: called now and then. All ranks must call it.
@@ -143,6 +144,8 @@ def knn_accuracy(
         for k in ks:
             ranks = rank_of_label(votes_of(similarities[:, :k], their_labels[:, :k], num_classes), labels[part])
             hits[k] += torch.stack([(ranks < 1).sum(), (ranks < 5).sum()])
-    return {
-        k: dict(zip(("top1", "top5"), (100 * x.double() / len(wanted)).tolist(), strict=True)) for k, x in hits.items()
-    }
+    scores = {}
+    for k, counts in hits.items():
+        top1, top5 = (100 * counts.double() / len(wanted)).tolist()
+        scores[k] = accuracies(top1, top5, num_classes)
+    return scores

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, open_encoder, open_timm_model
 from util import collectives
+from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
 from util.data.images import Images, check_splits
 from util.data.open import open_everywhere
@@ -347,7 +348,8 @@ class Probing:
             self.print(f"stopped by {stop.name or 'a signal to another process'}; the same command trains them anew")
             return None
         selection = self.score_heads(probes, self.images, self.held_out)
-        accuracies = self.score_heads(probes, self.val_images, range(len(self.val_images)))
+        scores = self.score_heads(probes, self.val_images, range(len(self.val_images)))
+        num_classes = len(self.images.classes)
         chosen, everything = [], []
         for name, grid in probes.grids.items():
             block, feature, probe = name.split()
@@ -357,13 +359,17 @@ class Probing:
                 for (lr, weight_decay), score in zip(grid.grid, selection[name][:, 0].tolist(), strict=True)
             ]
             best = max(range(len(rows)), key=lambda i: rows[i]["held_out_top1"])
-            chosen.append(rows[best] | dict(zip(("top1", "top5"), accuracies[name][best].tolist(), strict=True)))
+            top1, top5 = scores[name][best].tolist()
+            chosen.append(rows[best] | accuracies(top1, top5, num_classes))
             everything += rows
         return {"chosen": chosen, "held_out": everything}
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the results as a table."""
+    measures = {"top1": "top-1, %", "top5": "top-5, %"}
+    if "top5" not in rows[0]:  # few classes
+        del measures["top5"]
     cells = []
     for row in rows:
         if row["probe"] == "knn":
@@ -371,8 +377,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
         else:
             setting = f"lr {row['lr']:g}, wd {row['weight_decay']:g}"
         block = row["block"] or "last"
-        cells.append([row["probe"], block, row["feature"], setting, f"{row['top1']:.2f}", f"{row['top5']:.2f}"])
-    titles = ["probe", "block", "feature", "setting", "top-1, %", "top-5, %"]
+        cells.append([row["probe"], block, row["feature"], setting, *(f"{row[name]:.2f}" for name in measures)])
+    titles = ["probe", "block", "feature", "setting", *measures.values()]
     return markdown_table(titles, cells, left=4, pad=True)
 
 

@@ -206,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             rows=summary_rows(args, model, images, val_images),
             schedule=partial(schedule_by_iterations, learning_rate=rate),
             settings={"patch_size": model.patch_size},
-            extra={"class_names": classes[0], "class_colors": classes[1].tolist()},
+            classes=classes[0],
+            class_colors=classes[1].tolist(),
             free=FREE_FLAGS,
             fixed=FIXED_FLAGS,
             split_changes_draws=True,
@@ -256,8 +257,8 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     """Evaluates the model at --resume on the validation split and returns the scores."""
     check_least(args, 0, "num_workers num_pictures")
     model, args, meta = load_segmenter(args, given)
-    if "class_names" in meta and "class_names" not in given:
-        classes = meta["class_names"], np.array(meta["class_colors"], np.uint8)
+    if meta.get("classes") and "class_names" not in given:
+        classes = meta["classes"], np.array(meta["class_colors"], np.uint8)
     else:
         classes = read_classes(args.class_names, args.num_classes)
     images, device = open_split(args, "val"), session.process.device

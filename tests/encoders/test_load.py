@@ -13,7 +13,7 @@ from encoders.models_swin import swin_micro_patch4_window4
 from frameworks.models_simmim_pr import simmim_vit_micro_patch4
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import VisionTransformer, ViTEncoder
-from scripts.transformers_models import transformers_class, transformers_config, transformers_names
+from scripts.parts.transformers_models import transformers_class, transformers_config, transformers_names
 from tests.runs import PLAIN, evaluate, finetune
 from util.run.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 

@@ -40,6 +40,18 @@ def test_other_validation_images_are_refused(labelled, tmp_path, capsys):
     finetune(tmp_path / "data", tmp_path / "out", "--aa", "none", "--allow_changes")
 
 
+def test_another_optimizer_starts_without_the_state_of_the_former_one(labelled, tmp_path, capsys):
+    flags = ("--aa", "none", "--optimizer")
+    finetune(labelled, tmp_path / "out", *flags, "lars", "--max_steps", 2)
+    message = finetune.refused(capsys, labelled, tmp_path / "out", *flags, "adamw")
+    said = "the optimizer was LARS and now is AdamW: it starts without the state of the former one"
+    assert said in message and "accept it by --allow_changes" in message
+    content = finetune(labelled, tmp_path / "out", *flags, "adamw", "--allow_changes")
+    assert f"warning: {said}" in capsys.readouterr().out and content["meta"]["step"] == 6
+    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in content["optimizer"]["state"].values())
+    assert {int(state["step"]) for state in content["optimizer"]["state"].values()} == {6 - 2}
+
+
 @pytest.mark.fault(
     "U12",
     "--finetune base, base/ or ../x/base after the run has begun",
@@ -126,9 +138,9 @@ def test_test_stands_in_for_val(labelled, tmp_path, record_property):
     (tmp_path / "data" / "Train" / "cat" / "._0.jpg").write_bytes(b"not an image at all")
     content = finetune(tmp_path / "data", tmp_path / "out", *PLAIN, "--epochs", 1, "--warmup_epochs", 0)
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert content["meta"]["num_images"] == 24 and "ignored: 1 hidden path (cat/._0.jpg)" in log
+    assert content["meta"]["data"]["num_images"] == 24 and "ignored: 1 hidden path (cat/._0.jpg)" in log
     assert "test/ is read as val, because there is no val" in log
     assert json.loads((tmp_path / "out" / "results.json").read_text())["last"]["val_num_images"] == 7
     content = pretrain(tmp_path / "data", tmp_path / "pre", "--max_steps", 1)
-    assert content["meta"]["num_images"] == 24
+    assert content["meta"]["data"]["num_images"] == 24
     record_property("measured", "24 images trained on, 7 evaluated on")

@@ -38,16 +38,15 @@ def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsy
     pretrain(photos, tmp_path / "first", *MICRO, "--max_steps", 3)
     flags = ("--resume", tmp_path / "first", *MICRO)  # a folder: its newest good checkpoint
     expected = pretrain(photos, tmp_path / "whole", *flags)
-    assert read_record(tmp_path / "whole" / "checkpoint-6.pth")["started_from"] == str(
-        tmp_path / "first" / "checkpoint-3.pth"
-    )
+    origin = read_record(tmp_path / "whole" / "checkpoint-6.pth")["origin"]
+    assert origin["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 5)
     capsys.readouterr()
     content = pretrain(photos, tmp_path / "parts", *flags)
     assert "checkpoint-5.pth at step 5" in (out := capsys.readouterr().out) and "is not used" not in out
     assert_same_state(content, expected)
     assert [r["step"] for r in reports(tmp_path / "parts")] == [4, 5, 6]
-    assert content["meta"]["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
+    assert content["meta"]["origin"]["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
 
 
 @pytest.mark.fault(
@@ -349,9 +348,11 @@ def test_a_bar_on_a_terminal_without_a_width(tmp_path):
 def test_a_record_says_where_it_comes_from(photos, tmp_path):
     pretrain(photos, tmp_path / "out", *MICRO, "--save_every", 1)
     record = json.loads((tmp_path / "out" / "checkpoint-6.json").read_text())
-    assert record["keep"] is True and record["meta"]["hosts"] == [os.uname().nodename]
-    assert record["meta"]["command"].startswith("main_pretrain.py --model mae_vit_micro_patch4 --batch_size 8 ")
-    assert re.fullmatch(r"(commit [0-9a-f]{12}( \+ changes)?, )?files [0-9a-f]{12}", record["meta"]["code"])
+    assert record["keep"] is True and record["meta"]["origin"]["hosts"] == [os.uname().nodename]
+    assert record["meta"]["origin"]["command"].startswith(
+        "main_pretrain.py --model mae_vit_micro_patch4 --batch_size 8 "
+    )
+    assert re.fullmatch(r"(commit [0-9a-f]{12}( \+ changes)?, )?files [0-9a-f]{12}", record["meta"]["origin"]["code"])
 
 
 def test_other_code_is_told_on_resume(photos, tmp_path, capsys, monkeypatch):

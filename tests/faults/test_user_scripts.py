@@ -15,10 +15,10 @@ from PIL import Image
 
 import models_mae_pr
 from scripts import visualize
+from scripts.parts.reference_mae import ReferenceMAE
 from tests.runs import finetune, pretrain
 from tests.runs import refused as refused_main
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
-from tools.reference_mae import ReferenceMAE
 from util import pictures
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 

@@ -18,7 +18,8 @@ import main_finetune
 import main_pretrain
 from downstream.probe.models import open_encoder
 from encoders.load import load_encoder, load_model
-from scripts import export, timm_models
+from scripts import export
+from scripts.parts import timm_models
 from tests.patches import StandIn
 from tests.scripts.test_export import CLOSE, refused, run
 from tests.scripts.test_export import shake as shake_parts

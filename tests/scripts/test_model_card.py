@@ -3,7 +3,7 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from scripts.model_card import model_card
+from scripts.parts.model_card import model_card
 
 SETTINGS = {
     "model": "mae_vit_micro_patch4",
@@ -27,9 +27,8 @@ META = {
     "step": 20,
     "epoch": 5.0,
     "settings": SETTINGS,
-    "num_images": 1234,
-    "data": "f1f1f1",
-    "code": "commit abc, files def",
+    "data": {"num_images": 1234, "fingerprint": "f1f1f1"},
+    "origin": {"code": "commit abc, files def"},
     "torch": "2.15.0",
 }
 TUNED = {
@@ -37,8 +36,7 @@ TUNED = {
     "program": "main_finetune.py",
     "settings": {"model": "vit_micro_patch4", "epochs": 10, "total_batch_size": 8, "nb_classes": 2, "mixup": 0.8},
     "classes": ["cat", "dog"],
-    "num_val_images": 77,
-    "val_data": "e2e2e2",
+    "val_data": {"num_images": 77, "fingerprint": "e2e2e2"},
     "encoder": {"path": "/home/me/out/checkpoint-9.pth", "sha256": "c3c3", "step": 9},
 }
 
@@ -107,6 +105,7 @@ def test_scores_in_the_checkpoint_come_first(tmp_path):
     (tmp_path / "results.json").write_text("{")
     found = rows(card({**TUNED, "val": {"top1": 70.0, "top5": 90.0}}, tmp_path), "Evaluation")
     assert (found["top-1"], found["top-5"]) == ("70.00 %", "90.00 %")
+    assert "top-5" not in card({**TUNED, "val": {"top1": 70.0}}, tmp_path)  # of few classes
     assert "## Evaluation" not in card(TUNED, tmp_path)  # the file of results is damaged
 
 

@@ -13,7 +13,7 @@ from frameworks import models_simmim_pr as simmim
 from frameworks import models_tec_pr as tec
 from main_pretrain import build_model, get_args_parser
 from recipes import FINETUNE_RECIPES, RECIPES
-from scripts.paper_tables import (
+from scripts.parts.paper_tables import (
     COUNTED_FLOPS,
     OTHER_EVALUATION,
     OTHER_PRETRAINING,
@@ -21,7 +21,7 @@ from scripts.paper_tables import (
     published_costs,
     published_top1,
 )
-from scripts.table_runs import DOWNSTREAM
+from scripts.parts.table_runs import DOWNSTREAM
 from tools import document_tables
 from util.costs import forward_gmac
 from util.run.cli import parse_with_recipe

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from main_pretrain import MODELS, build_model, parse_args
-from scripts import predict, profile_pretrain
-from scripts.predict import BATCHES, Costs, Device, Tally, at_batch, count_step
+from scripts import profile_pretrain
+from scripts.parts import predict
+from scripts.parts.predict import BATCHES, Costs, Device, Tally, at_batch, count_step
 from util import costs
 from util.data.transforms import Normalize
 

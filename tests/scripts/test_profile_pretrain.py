@@ -13,10 +13,10 @@ import main_pretrain
 from framework import Framework
 from models_mae_pr import MaskedAutoencoderViT
 from scripts import profile_pretrain
+from scripts.parts.reference_mae import ReferenceMAE
 from scripts.profile_pretrain import Step, add_ratios, markdown
 from tests.patches import StandIn
 from tests.runs import refused
-from tools.reference_mae import ReferenceMAE
 from util import costs
 from util.costs import saved_bytes
 from util.plots import pyplot

@@ -11,8 +11,9 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import submitit_launch
-from scripts import reproduce_table, table_results
-from scripts.paper_tables import TABLES, Row, Table
+from scripts import reproduce_table
+from scripts.parts import table_results
+from scripts.parts.paper_tables import TABLES, Row, Table
 from scripts.profile_pretrain import COLUMNS
 from tests.runs import refused
 from util.tables import write_csv
@@ -203,11 +204,11 @@ def test_runs_are_collected_into_their_cells(tmp_path, capsys):
         (False, {"lr": 1e-3}, {}, "lr 0.001 instead of 0.0024"),
         (False, {"crop": "padded"}, {}, "crop padded instead of resized"),
         (False, {"pretrained": "old"}, {}, "pretrained old instead of None"),
-        (False, {}, {"num_images": 300}, "num_images 300 instead of 1281167"),
-        (False, {"precision": "fp32", "num_workers": 3, "batch_size": 8}, {"num_images": 1_281_167}, None),
+        (False, {}, {"data": {"num_images": 300}}, "num_images 300 instead of 1281167"),
+        (False, {"precision": "fp32", "num_workers": 3, "batch_size": 8}, {"data": {"num_images": 1_281_167}}, None),
         (True, {"crop_pct": 1.0}, {}, "crop_pct 1.0 instead of None"),
         (True, {"input_size": 384}, {}, "input_size 384 instead of 224"),
-        (True, {}, {"num_val_images": 60}, "num_val_images 60 instead of 50000"),
+        (True, {}, {"val_data": {"num_images": 60}}, "num_val_images 60 instead of 50000"),
         (True, {"nb_classes": 1000, "finetune": "RUN"}, {}, None),
     ],
 )

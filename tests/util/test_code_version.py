@@ -53,3 +53,35 @@ def test_a_renamed_file_changes_the_hash(project):
     before = source_hash(project)
     (project / "main.py").rename(project / "main2.py")
     assert source_hash(project) != before
+
+
+@pytest.mark.parametrize("start", ["__init__.py", "laplacian.py"])  # a package with and without __init__.py
+def test_a_user_s_own_package_belongs_to_the_code(project, start):
+    before = source_hash(project)
+    (project / "mypkg" / "deep").mkdir(parents=True)
+    for name in (start, "deep/loss.py"):
+        (project / "mypkg" / name).write_text("x = 1\n")
+    names = {str(path.relative_to(project)) for path in source_files(project)}
+    assert names == {"main.py", "util/leaf.py", f"mypkg/{start}", "mypkg/deep/loss.py"}
+    assert source_hash(project) != before
+
+
+def test_data_results_environments_and_tests_are_no_code(project):
+    before = source_files(project)
+    for name in (
+        "output/run/code/0123456789ab/main.py",
+        "images/train/cat/walk.py",
+        ".venv/setup.py",
+        "venv/lib/python3.12/site-packages/torch/__init__.py",
+        "tests/test_main.py",
+        "util/__pycache__/leaf.pyc",
+    ):
+        (project / name).parent.mkdir(parents=True)
+        (project / name).touch()
+    assert source_files(project) == before
+
+
+def test_a_link_to_its_own_folder_ends(project):
+    before = source_files(project)
+    (project / "util" / "again").symlink_to(project / "util")
+    assert source_files(project) == before

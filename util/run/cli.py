@@ -3,6 +3,7 @@
 import argparse
 import copy
 import os
+import re
 import select
 import signal
 import sys
@@ -137,6 +138,8 @@ def parse_with_recipe(
             parser.error(f"recipe {name!r} sets {', '.join(unknown)}, which {parser.prog} does not know")
         parser.set_defaults(**recipes[name])
     args = parser.parse_args(argv)
+    if name is not None and "patch_size" in recipes[name].keys() - flags_given(parser, argv):
+        refuse_other_patch(parser, args, recipes[name]["patch_size"])
     scale_warmup(parser, args, argv)
     return args
 
@@ -148,6 +151,20 @@ def check_recipe(parser: argparse.ArgumentParser, name: str, recipes: Iterable[s
         parser.exit()
     if name not in recipes:
         parser.error(f"unknown recipe {name!r}{close_to(name, recipes)} (`list` names all)")
+
+
+def refuse_other_patch(parser: argparse.ArgumentParser, args: argparse.Namespace, patch_size: int) -> None:
+    """Ends the program if `--model` is named for other patches than the recipe's model, and not for `patch_size`.
+
+    patch_size: of the recipe. It wins over the name of the recipe's model, but may not be meant for another one.
+    """
+    named, expected = (re.search(r"_patch(\d+)", model) for model in (args.model, parser.get_default("model")))
+    if named is None or expected is None or named[1] in (expected[1], str(patch_size)):
+        return
+    parser.error(
+        f"recipe {args.recipe!r} sets --patch_size {patch_size}, but --model {args.model} is named for patches of "
+        f"{named[1]}: give --patch_size, too"
+    )
 
 
 def scale_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
@@ -181,6 +198,15 @@ def check_least(args: argparse.Namespace, least: float, names: str) -> None:
             raise ValueError(f"--{name} must be at least {least}, got {value}")
 
 
+def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
+    """Returns the message with `--` before the names of the parser's flags. Errors of a library name its arguments.
+
+    Names without an underscore, such as "model", are words as well and stay as they are.
+    """
+    names = [option[2:] for action in parser._actions for option in action.option_strings if "_" in option]
+    return re.sub(rf"(?<![\w'\"./=-])({'|'.join(names)})(?![\w'\"./=-])", r"--\1", message) if names else message
+
+
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turns an error of the user, or of values that are not finite, into the parser's error of one paragraph."""
@@ -194,7 +220,7 @@ def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         message = str(error)
         if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, os.PathLike)):
             message = f"{str(error.filename)!r}: {error.strerror}"  # without the number of the error
-        parser.error(message)
+        parser.error(with_dashes(message, parser))
 
 
 def run_program(main: Callable[[], object], prog: str) -> None:

@@ -13,7 +13,7 @@ from util.data.images import ImageError
 from util.data.shared_memory import TooLittleMemory
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
-from util.run.cli import TEMPORARY
+from util.run.cli import TEMPORARY, with_dashes
 from util.run.folder import FolderInUse, remove_created
 from util.run.saving import CheckpointSaver
 
@@ -39,6 +39,7 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") 
         owner = f" ({describe_owner(str(error.filename))})" if error.filename else ""
         message += f"{owner}; ask for access, or give another path"
         advice = ""
+    message = with_dashes(message, parser)
     distributed.drain_gloo_threads()
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 

@@ -136,7 +136,8 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
-        began_at = (checkpoint.read_record(path) or {}).get("started_from")
+        record = checkpoint.read_record(path) or {}
+        began_at = record.get("origin", {}).get("started_from")
         known = [path.resolve(), Path(output_dir).resolve()]
         if began_at:
             known += [Path(began_at).resolve(), Path(began_at).resolve().parent]

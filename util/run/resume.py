@@ -31,26 +31,39 @@ class RunRecord:
 
     program: str
     settings: dict[str, Any]  # all flags, resolved
-    data: dict[str, Any]  # counts and fingerprints of the images
+    data: dict[str, Any]  # see `data_facts`
+    val_data: dict[str, Any] | None
+    pixels: str  # their type in the images
     steps_per_epoch: int
     process: Process
+    optimizer: str  # class whose state the checkpoints hold
     origin: dict[str, Any]  # code version, command line, hosts
-    extra: dict[str, Any] = field(default_factory=dict)  # of one main, for example the classes
+    encoder: dict[str, Any] | None = None  # identity of the weights that the run began with
+    classes: list[str] | None = None
+    class_colors: list[list[int]] | None = None
     files: dict[str, str] = field(default_factory=dict)  # {flag: fingerprint} of files that the model reads
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Returns the JSON-able description of the checkpoint after `step` optimizer steps."""
+        """Returns the JSON-able description of the checkpoint after `step` optimizer steps.
+
+        Names that a user chooses, such as flags, are keys of dicts of their own.
+        """
         return {
             "program": self.program,
             "step": step,
             "epoch": step / self.steps_per_epoch,
             "world_size": self.process.world_size,
             "settings": self.settings,
-            **self.data,
+            "data": self.data,
+            "val_data": self.val_data,
+            "pixels": self.pixels,
             "torch": torch.__version__,
-            **self.origin,
-            **self.extra,
-            **self.files,
+            "optimizer": self.optimizer,
+            "origin": self.origin,
+            "encoder": self.encoder,
+            "classes": self.classes,
+            "class_colors": self.class_colors,
+            "files": self.files,
         }
 
 
@@ -60,12 +73,9 @@ def json_settings(*parts: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in merged.items()}
 
 
-def data_facts(images: Any, val_images: Any) -> dict[str, Any]:
-    """Returns what the checkpoints say about the data: counts, fingerprints, and the type of the pixels."""
-    facts = {"num_images": len(images), "data": images.fingerprint(), "pixels": images.pixel_format.dtype}
-    if val_images is not None:
-        facts |= {"num_val_images": len(val_images), "val_data": val_images.fingerprint()}
-    return facts
+def data_facts(images: Any) -> dict[str, Any]:
+    """Returns what the checkpoints say about a data set: the number of images, and a hash of names and labels."""
+    return {"num_images": len(images), "fingerprint": images.fingerprint()}
 
 
 def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
@@ -110,19 +120,24 @@ def restore(
 ) -> list[str]:
     """Loads weights and optimizer state. Returns remarks on what differs from the run so far.
 
+    The state of an optimizer of another class is not loaded: this one starts without any, as in a new run.
+
     split_changes_draws: see `find_notes`. fixed_flags: see `find_changes`. ValueError if settings or data have changed
     in a way that changes results, unless `allow_changes`.
     """
     meta = content["meta"]
     now = record.meta(meta["step"])
-    changes = find_changes(meta, now, machine_flags, fixed_flags, record.files)
+    changes = find_changes(meta, now, machine_flags, fixed_flags)
     notes = find_notes(meta, now, has_drop_path(model), split_changes_draws)
-    record.origin["started_from"] = str(start.resume_path) if start.began_elsewhere else meta.get("started_from")
+    record.origin["started_from"] = meta["origin"].get("started_from")
+    if start.began_elsewhere:
+        record.origin["started_from"] = str(start.resume_path)
     if changes and not allow_changes:
         what = f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}"
         raise ValueError(f"{what}. Undo that, choose another --output_dir, or accept it by --allow_changes")
     checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
-    load_optimizer(optimizer, content["optimizer"])
+    if meta["optimizer"] == record.optimizer:
+        load_optimizer(optimizer, content["optimizer"])
     warnings = [f"warning: {change}" for change in changes]
     return [*warnings, *notes, f"resuming {start.resume_path} at step {meta['step']}"]
 
@@ -146,40 +161,38 @@ def has_drop_path(model: torch.nn.Module) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- rules
 
 
-def find_changes(
-    before: Meta,
-    now: Meta,
-    machine_flags: Set[str],
-    fixed_flags: Set[str] = frozenset(),
-    files: Mapping[str, str] | None = None,
-) -> list[str]:
+def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: Set[str] = frozenset()) -> list[str]:
     """Returns a sentence for each difference between a checkpoint's meta and this start's that changes results.
 
-    machine_flags: flags that may differ. fixed_flags: those of them that may not. files: {flag: fingerprint} of files
-    with weights that the model reads. A setting that only one of the two has is no change. The default of a new flag
-    keeps the former behaviour.
+    machine_flags: flags that may differ. fixed_flags: those of them that may not. A setting that only one of the two
+    has is no change. The default of a new flag keeps the former behaviour.
     """
     was, settings = before["settings"], now["settings"]
     names = sorted(was.keys() & settings.keys() - (machine_flags - fixed_flags))
     changes = [f"--{name} was {was[name]} and now is {settings[name]}" for name in names if was[name] != settings[name]]
-    for what, count, fingerprint, consequence in (
-        ("data", "num_images", "data", "the images would come in another order"),
-        ("validation data", "num_val_images", "val_data", "the accuracies would not be comparable"),
-    ):
-        if any(before.get(key, now.get(key)) != now.get(key) for key in (count, fingerprint)):
-            prints = [str(meta.get(fingerprint, "?"))[:8] for meta in (before, now)]
-            had = f"{before[count]} images (names and labels {prints[0]})"
-            has = f"{now[count]} images (names and labels {prints[1]})"
-            paths = was.get("data_path"), settings.get("data_path")
-            moved = f" (--data_path was {paths[0]} and now is {paths[1]})" if paths[0] != paths[1] else ""
-            changes.append(f"the {what} had {had} and now has {has}: {consequence}{moved}")
-    was_stored, is_stored = (meta.get("pixels", "uint8") for meta in (before, now))
-    if was_stored != is_stored:
-        changes.append(f"the images had pixels of {was_stored} and now have {is_stored}")
-    for name, fingerprint in (files or {}).items():
-        if before.get(name) != fingerprint:
-            changes.append(f"the {name}'s weights have changed")
+    moved = ""
+    if was.get("data_path") != settings.get("data_path"):
+        moved = f" (--data_path was {was.get('data_path')} and now is {settings.get('data_path')})"
+    if before["data"] != now["data"]:
+        difference = f"had {describe_data(before['data'])} and now has {describe_data(now['data'])}"
+        changes.append(f"the data {difference}: the images would come in another order{moved}")
+    if before["val_data"] != now["val_data"]:
+        difference = f"had {describe_data(before['val_data'])} and now has {describe_data(now['val_data'])}"
+        changes.append(f"the validation data {difference}: the accuracies would not be comparable{moved}")
+    if before["pixels"] != now["pixels"]:
+        changes.append(f"the images had pixels of {before['pixels']} and now have {now['pixels']}")
+    if before["optimizer"] != now["optimizer"]:
+        difference = f"was {before['optimizer']} and now is {now['optimizer']}"
+        changes.append(f"the optimizer {difference}: it starts without the state of the former one")
+    for flag, fingerprint in now["files"].items():
+        if before["files"].get(flag) != fingerprint:
+            changes.append(f"the {flag}'s weights have changed")
     return changes
+
+
+def describe_data(facts: Mapping[str, Any]) -> str:
+    """Returns, for example, "24 images (names and labels 01234567)"."""
+    return f"{facts['num_images']} images (names and labels {facts['fingerprint'][:8]})"
 
 
 def find_notes(before: Meta, now: Meta, has_dropout: bool, split_changes_draws: bool) -> list[str]:
@@ -203,9 +216,9 @@ def find_notes(before: Meta, now: Meta, has_dropout: bool, split_changes_draws: 
             draws = "; compiled code draws other random numbers, so drop path differs"
         notes.append(f"note: {', '.join(flags)}: results agree to rounding, not to the last bit{draws}")
     # Only the hash of the files is compared: a commit may change other files.
-    files = [str(meta.get("code", "")).rpartition("files ")[2] for meta in (before, now)]
-    if files[0] not in ("", files[1]):
-        versions = f"{before['code']} then, {now['code']} now"
+    was_code, is_code = before["origin"]["code"], now["origin"]["code"]
+    if was_code.rpartition("files ")[2] != is_code.rpartition("files ")[2]:
+        versions = f"{was_code} then, {is_code} now"
         notes.append(f"note: the code has changed since this checkpoint was written: {versions}")
     return notes
 

@@ -11,7 +11,6 @@ comes between steps (`Periodic`), in the order of its list.
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -36,10 +35,10 @@ from util.data.images import Images
 from util.data.open import data_hint, data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
-from util.data.workers import kill_workers
-from util.run import checkpoint, distributed
+from util.run import checkpoint
 from util.run.checkpoint import read_meta
 from util.run.distributed import precision
+from util.run.ending import end_after_signal, finish_run
 from util.run.errors import refuse_setup_error, refuse_training_error
 from util.run.flags import Plan, RunSchedule, free_flags, make_plan, schedule_by_epochs
 from util.run.folder import Start, enter_folder, join_processes, remove_created, write_json
@@ -235,7 +234,8 @@ class Run:
         val_images: Any = None,
         schedule: Callable[[argparse.Namespace, Plan, int], RunSchedule] = schedule_by_epochs,
         settings: Mapping[str, Any] = NOTHING,
-        extra: Mapping[str, Any] = NOTHING,
+        classes: list[str] | None = None,
+        class_colors: list[list[int]] | None = None,
         files: Mapping[str, str] = NOTHING,
         free: Set[str] = frozenset(),
         fixed: Set[str] = frozenset(),
@@ -244,7 +244,7 @@ class Run:
         """Restores the checkpoint, wraps the model, opens the log, makes loader, loop and saver, writes the summary.
 
         statistics: mean and deviation of each channel. rows: of the summary. schedule: (args, plan, steps per epoch).
-        settings: what follows from model and data, over the flags. extra: further facts for the checkpoints. files:
+        settings: what follows from model and data, over the flags. classes, class_colors: for the checkpoints. files:
         {flag: fingerprint} of files that the model reads. free, fixed: flags that a resumed run may change, and machine
         flags that it may not. split_changes_draws: see `find_notes`.
         """
@@ -258,16 +258,22 @@ class Run:
             own[self.encoder_flag] = self.checkpoint["meta"]["settings"].get(self.encoder_flag)
         merged = json_settings(vars(args), asdict(plan), own, data_settings(images))
         collectives.refuse_differences(files, "model")
-        data = data_facts(images, val_images)
-        extra = {"encoder": self.encoder, **extra}
-        self.record = RunRecord(start.program, merged, data, epoch_steps, process, start.origin, extra, dict(files))
-
-        first_step = 0
-        if self.checkpoint is not None:
-            first_step = self.checkpoint["meta"]["step"]
-            machine = free_flags(plan, free)
-            rules = machine, args.allow_changes, split_changes_draws, frozenset(fixed)
-            self.note(*restore(self.checkpoint, start, self.record, model, optimizer, *rules))
+        self.record = RunRecord(
+            program=start.program,
+            settings=merged,
+            data=data_facts(images),
+            val_data=None if val_images is None else data_facts(val_images),
+            pixels=images.pixel_format.dtype,
+            steps_per_epoch=epoch_steps,
+            process=process,
+            optimizer=type(optimizer).__name__,
+            origin=start.origin,
+            encoder=self.encoder,
+            classes=classes,
+            class_colors=class_colors,
+            files=dict(files),
+        )
+        first_step = self._restore(optimizer, free, fixed, split_changes_draws)
         normalize = Normalize(*statistics, images.pixel_format).to(process.device)
         self._make_loop(optimizer, normalize, transform, first_step)
         how_often = args.save_minutes, args.save_steps
@@ -275,6 +281,26 @@ class Run:
         self.batches = self.open_batches(range(first_step, self.loop.last_step), collate)
         self._announce(self.loop.log, rows)
         self.checkpoint = None  # frees its weights and moments
+
+    def _restore(
+        self, optimizer: torch.optim.Optimizer, free: Set[str], fixed: Set[str], split_changes_draws: bool
+    ) -> int:
+        """Restores model and optimizer from the checkpoint to resume. Returns its step, 0 for a new run."""
+        if self.checkpoint is None:
+            return 0
+        remarks = restore(
+            content=self.checkpoint,
+            start=self.start,
+            record=self.record,
+            model=self.model,
+            optimizer=optimizer,
+            machine_flags=free_flags(self.plan, free),
+            allow_changes=self.args.allow_changes,
+            split_changes_draws=split_changes_draws,
+            fixed_flags=frozenset(fixed),
+        )
+        self.note(*remarks)
+        return self.checkpoint["meta"]["step"]
 
     def _make_loop(
         self,
@@ -452,37 +478,3 @@ class Run:
         finished = checkpoint.list_finished(self.output_dir) if self.process.is_main else []
         lines = [f"  checkpoint   {path}" for path in finished[-1:]]
         return [*lines, f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}"]
-
-
-def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
-    """Prints the summary of a finished run and leaves the process group."""
-    stop.finish()
-    if loop.on_report is not None:
-        loop.on_report()
-    loop.log.info(summary)
-    loop.log.close()
-    distributed.shut_down()
-
-
-def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
-    """Ends a run that a signal has stopped, after its checkpoint is saved.
-
-    Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
-    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too. If an error ahead has stopped the run,
-    all ranks raise it.
-    """
-    errors = [error for error in collectives.gather_objects(stop.error) if error is not None]
-    progress = f"after step {loop.step} of {loop.last_step}"
-    if errors:
-        loop.log.info(f"stopped and saved {progress}, because an error ends the run")
-    else:
-        name = stop.name or "a signal to another process"
-        loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
-    loop.log.close()
-    stop.settle()
-    distributed.shut_down()
-    if errors:
-        raise errors[0]
-    if stop.name == signal.SIGINT.name:
-        kill_workers()  # a program that dies of SIGINT runs no exit handlers
-        raise KeyboardInterrupt

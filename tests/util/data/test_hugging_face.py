@@ -473,7 +473,7 @@ def test_fine_tuning_equals_that_on_the_folder(photos, stored, tmp_path):
     flags = ["--input_size", 32, "--max_steps", 2]
     ours = finetune(stored["saved_splits"], tmp_path / "hf", *flags, *HF)
     assert_same_weights(ours, finetune(tmp_path / "data", tmp_path / "folder", *flags))
-    assert ours["meta"]["classes"] == ["cat", "dog"] and ours["meta"]["num_val_images"] == 24
+    assert ours["meta"]["classes"] == ["cat", "dog"] and ours["meta"]["val_data"]["num_images"] == 24
 
 
 def test_the_output_does_not_lie_in_the_data(stored, capsys):

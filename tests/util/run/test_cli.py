@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from util.run.cli import Parser, flags_given, parse_with_recipe, prepare_file, user_errors
+from util.run.cli import Parser, flags_given, parse_with_recipe, prepare_file, user_errors, with_dashes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -231,3 +231,47 @@ def test_why_a_path_cannot_be_written(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^--csv {str(path)!r}.*{reason}"):
             prepare_file("--csv", path, [".csv", ".md"] if path.suffix == ".txt" else ())
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("mask_unit must divide the grid", "--mask_unit must divide the grid"),
+        ("0 <= throw_ratio < mask_ratio, got mask_ratio 2", "0 <= --throw_ratio < --mask_ratio, got --mask_ratio 2"),
+        ("--mask_unit 3 and no mask_units", "--mask_unit 3 and no mask_units"),
+        ("no image in 'data/mask_unit' of model 'mask_unit'", "no image in 'data/mask_unit' of model 'mask_unit'"),
+        ("the model is too large", "the model is too large"),  # a word
+    ],
+)
+def test_errors_spell_flags_with_dashes(message, said):
+    parser = Parser("x.py")
+    for name in ("mask_unit", "mask_ratio", "throw_ratio", "model"):
+        parser.add_argument(f"--{name}")
+    assert with_dashes(message, parser) == said and with_dashes(message, Parser("y.py")) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (
+            "--model vit_nano_patch4",
+            "recipe 'deep' sets --patch_size 16, but --model vit_nano_patch4 is named for patch",
+        ),
+        ("--model vit_nano_patch4 --patch_size 4", ""),
+        ("--model vit_large_patch16", ""),
+        ("--model vit_giant_patch14", ""),  # as the recipe's own model, whose patches the recipe changes
+        ("--model swin_base", ""),
+        ("", ""),
+    ],
+)
+def test_a_recipe_s_patches_do_not_silently_replace_those_in_a_model_s_name(flags, refusal, capsys):
+    parser = Parser("x.py")
+    parser.add_argument("--recipe")
+    parser.add_argument("--model", default="vit_base_patch16")
+    parser.add_argument("--patch_size", type=int)
+    recipes = {"deep": {"model": "vit_huge_patch14", "patch_size": 16}}
+    try:
+        parse_with_recipe(parser, recipes, ["--recipe", "deep", *flags.split()])
+    except SystemExit:
+        assert refusal
+    assert refusal in capsys.readouterr().err

@@ -1,9 +1,12 @@
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 from timm.layers import DropPath
 from torch import nn
 
 from util.run.flags import MACHINE_FLAGS, PROCESS_FLAGS
-from util.run.resume import SPLIT_FLAGS, find_changes, find_notes, has_drop_path
+from util.run.resume import SPLIT_FLAGS, RunRecord, find_changes, find_notes, has_drop_path
 
 SETTINGS = {
     "lr": 1.0,
@@ -14,11 +17,20 @@ SETTINGS = {
     "data_path": "a",
     "num_workers": 2,
 }
-META = {"settings": SETTINGS, "num_images": 24, "data": "0123456789", "world_size": 1, "code": "files 1"}
+META = {
+    "settings": SETTINGS,
+    "data": {"num_images": 24, "fingerprint": "0123456789"},
+    "val_data": {"num_images": 5, "fingerprint": "abcdefghij"},
+    "pixels": "uint8",
+    "optimizer": "AdamW",
+    "origin": {"code": "files 1"},
+    "world_size": 1,
+    "files": {},
+}
 
 
 def other(**changes):
-    settings = {name: value for name, value in changes.items() if name in SETTINGS or name == "new_flag"}
+    settings = {name: value for name, value in changes.items() if name not in META}
     return META | {"settings": SETTINGS | settings} | {k: v for k, v in changes.items() if k not in settings}
 
 
@@ -29,27 +41,45 @@ def other(**changes):
         ({"lr": 2.0}, ["--lr was 1.0 and now is 2.0"]),
         ({"new_flag": 1}, []),  # a flag that older versions do not have
         ({"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}, []),
-        ({"data": "9876543210"}, ["the data had 24 images (names and labels 01234567) and now has 24 images"]),
-        ({"num_images": 23}, ["the data had 24 images (names and labels 01234567) and now has 23 images"]),
-        ({"teacher": "other"}, ["the teacher's weights have changed"]),
+        (
+            {"data": {"num_images": 24, "fingerprint": "9876543210"}},
+            ["the data had 24 images (names and labels 01234567) and now has 24 images (names and labels 98765432)"],
+        ),
+        (
+            {"data": {"num_images": 23, "fingerprint": "0123456789"}},
+            ["the data had 24 images (names and labels 01234567) and now has 23 images"],
+        ),
+        (
+            {"val_data": {"num_images": 5, "fingerprint": "jihgfedcba"}},
+            ["the validation data had 5 images (names and labels abcdefgh) and now has 5 images"],
+        ),
+        ({"pixels": "uint16"}, ["the images had pixels of uint8 and now have uint16"]),
+        ({"optimizer": "LARS"}, ["the optimizer was AdamW and now is LARS: it starts without the state"]),
+        ({"files": {"teacher": "other"}}, ["the teacher's weights have changed"]),
     ],
 )
 def test_changes_of_results_are_found(changes, said):
-    now = other(**changes)
-    found = find_changes(META, now, MACHINE_FLAGS, files={"teacher": now["teacher"]} if "teacher" in now else {})
+    found = find_changes(META, other(**changes), MACHINE_FLAGS)
     assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
 
-def test_pixels_of_another_type_are_a_change():
-    deep = META | {"pixels": "uint16"}
-    assert find_changes(META, META | {"pixels": "uint8"}, MACHINE_FLAGS) == []  # the default
-    assert find_changes(deep, META, MACHINE_FLAGS) == ["the images had pixels of uint16 and now have uint8"]
-
-
-def test_validation_data_counts_where_both_have_it():
-    now = META | {"num_val_images": 5, "val_data": "x"}
-    assert find_changes(META, now, MACHINE_FLAGS) == []  # a checkpoint of an older version
-    assert "validation data had 5 images" in find_changes(now, now | {"val_data": "y"}, MACHINE_FLAGS)[0]
+@pytest.mark.parametrize("flag", ["step", "data", "settings", "origin"])
+def test_a_flag_that_names_a_file_cannot_overwrite_what_a_checkpoint_says(flag):
+    """A framework chooses the names of its flags."""
+    record = RunRecord(
+        program="main_pretrain.py",
+        settings=SETTINGS,
+        data=META["data"],
+        val_data=None,
+        pixels="uint8",
+        steps_per_epoch=4,
+        process=Namespace(world_size=1),
+        optimizer="AdamW",
+        origin={"code": "files 1"},
+    )
+    expected = record.meta(8)
+    found = replace(record, files={flag: "fingerprint"}).meta(8)
+    assert expected["step"] == 8 and found == expected | {"files": {flag: "fingerprint"}}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +96,7 @@ def test_validation_data_counts_where_both_have_it():
         ({"compile": True}, False, "results agree to rounding, not to the last bit"),
         ({"compile": True}, True, "so drop path differs"),
         ({"device": "cuda"}, True, "--device was cpu and now is cuda"),
-        ({"code": "files 2"}, False, "files 1 then, files 2 now"),
+        ({"origin": {"code": "files 2"}}, False, "files 1 then, files 2 now"),
         ({"num_workers": 5}, True, None),
     ],
 )

@@ -16,7 +16,7 @@ from torch import nn
 
 from encoders.names import Tensors, rename
 from models_mae_pr import MaskedAutoencoderViT
-from scripts.timm_models import is_classifier, num_outputs
+from scripts.parts.timm_models import is_classifier, num_outputs
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import ResizeCenterCrop
 

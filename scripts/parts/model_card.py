@@ -63,8 +63,11 @@ def model_card(
     text = CARD.format(library=library, task=task, name=name, usage=usage, model=table(model))
     text += table(training) if training else "The exported file does not say how it was trained."
     if scores := find_scores(meta, folder):
-        rows = {label: f"{scores[key]:.2f} %" for label, key in (("top-1", "top1"), ("top-5", "top5"))}
-        rows["images"] = f"{meta['num_val_images']}, fingerprint `{meta['val_data']}`"
+        rows = {"top-1": f"{scores['top1']:.2f} %"}
+        if "top5" in scores:
+            rows["top-5"] = f"{scores['top5']:.2f} %"
+        facts = meta["val_data"]
+        rows["images"] = f"{facts['num_images']}, fingerprint `{facts['fingerprint']}`"
         text += f"\n\n## Evaluation\n\n{table(rows)}"
     return f"{text}\n\n## Licence\n\n{LICENCE}\n"
 
@@ -84,7 +87,7 @@ def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequen
         "model": f"`{settings['model']}`",
         "length": f"{meta['step']} steps, {meta['epoch']:.4g} of {settings['epochs']} epochs",
         "total batch": str(settings["total_batch_size"]),
-        "data": f"{meta['num_images']} images, fingerprint `{meta['data']}`",
+        "data": f"{meta['data']['num_images']} images, fingerprint `{meta['data']['fingerprint']}`",
     }
     if meta.get("classes"):
         rows["classes"] = str(len(meta["classes"]))
@@ -97,7 +100,7 @@ def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequen
     if meta.get("encoder"):
         encoder = meta["encoder"]
         rows["pre-trained encoder"] = f"`{Path(encoder['path']).name}`, SHA-256 `{encoder['sha256']}`"
-    return rows | {"code": str(meta.get("code")), "torch": str(meta.get("torch"))}
+    return rows | {"code": meta["origin"]["code"], "torch": meta["torch"]}
 
 
 def flags_text(settings: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -122,7 +125,7 @@ def find_loss(meta: Mapping[str, Any], folder: Path) -> float | None:
 
 
 def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | None:
-    """Returns top-1 and top-5 of a fine-tuned checkpoint in percent, or None.
+    """Returns top-1 and, with more than five classes, top-5 of a fine-tuned checkpoint in percent, or None.
 
     They are those in the checkpoint, or those of the same step in the results.json beside it.
     """
@@ -131,5 +134,5 @@ def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | Non
     results = read_json(folder / "results.json")
     for name in ("last", "best"):
         if name in results and results[name]["step"] == meta.get("step"):
-            return {key: results[name][f"val_{key}"] for key in ("top1", "top5")}
+            return {key.removeprefix("val_"): value for key, value in results[name].items()}
     return None

@@ -19,8 +19,8 @@ import submitit_launch
 from downstream.recipes import DOWNSTREAM_RECIPES
 from prmim import SpatialAggregation
 from recipes import FINETUNE_RECIPES, RECIPES
-from scripts.paper_tables import TABLES, Row, Table
-from scripts.table_runs import DOWNSTREAM, Run, describe_state, is_finished, is_test_set, runs_of
+from scripts.parts.paper_tables import TABLES, Row, Table
+from scripts.parts.table_runs import DOWNSTREAM, Run, describe_state, is_finished, is_test_set, runs_of
 from util import costs
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
@@ -88,9 +88,10 @@ def find_deviations(run: Run) -> list[str]:
     found = [f"{name} {settings[name]} instead of {expected[name]}" for name in changed]
     meta = next(filter(None, map(checkpoint.read_record, reversed(checkpoint.list_checkpoints(run.folder)))), {})
     numbers = NUM_IMAGES.get(run.main, NUM_IMAGES.get(expected.get("dataset", ""), (None, None)))
-    for key, number in zip(("num_images", "num_val_images"), numbers, strict=True):
-        if number is not None and meta.get(key, number) != number:
-            found.append(f"{key} {meta[key]} instead of {number}")
+    for key, name, number in zip(("data", "val_data"), ("num_images", "num_val_images"), numbers, strict=True):
+        facts = meta.get(key)
+        if facts is not None and number is not None and facts["num_images"] != number:
+            found.append(f"{name} {facts['num_images']} instead of {number}")
     encoder = read_json(run.folder / "results.json").get("encoder")
     return [f"{run.name}: {text}" for text in found + (warn_if_unfinished(encoder) if encoder else [])]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.paper_tables import Row, Table
+from scripts.parts.paper_tables import Row, Table
 from util.run import checkpoint
 from util.run.folder import read_json
 from util.text import count_of
