@@ -5,14 +5,14 @@
     model = load_model("output/prmim50_base")  # a run, a file of a release or of timm, a folder of Transformers
     print(load_encoder(model, "mae_pretrain_vit_base.pth"))  # into a model that is there already
 
-`encoders.names` has the key names of each origin, `encoders.kinds` the kinds of encoders. A model may define
+`encoders.names` has the key names of each origin, `encoders.kinds` the kinds of encoders, `encoders.resize` what
+adapts tensors to the model's size. A model may define
 
 new_keys: endings of its parameters that pre-training does not have.
 unused_keys: beginnings of an encoder's parameters that it does not use.
 adapt_weights(tensors): returns the weights under names of its own.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,14 +35,11 @@ from encoders.names import (
     join_registers,
     swap_merging,
 )
-from encoders.rel_pos import resize_bias_table
-from util.lazy import LazyModule
-from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
+from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
+from util.pos_embed import BIAS_TABLE, grid_from_settings
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
-from util.text import count_of, shorten
-
-timm_models = LazyModule("timm.models")
+from util.text import shorten
 
 Part = Literal["all", "encoder", "blocks"]
 
@@ -71,7 +68,7 @@ class Weights:
     def tensors(self) -> Tensors:
         """The weights under the names here, which are those of MAE and timm."""
         weights = self.origin.rename(self.raw)
-        grid = grid_from_settings(self.settings, _patch_size(weights))
+        grid = grid_from_settings(self.settings, patch_size(weights))
         return join_registers(weights, grid)
 
     @property
@@ -270,49 +267,49 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
         checkpoint.load_strict(model, tensors, f"the weights in {label}")
         return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
 
-    model_state = model.state_dict()
-    loses_mlp = CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw)
+    own = model.state_dict()
+    loses_mlp = CLS_TOKEN_MLP in own and is_published_tec(weights.raw)
     if loses_mlp:
-        model_state = drop_prefix(model_state, "cls_token_mlp.")
+        own = drop_prefix(own, "cls_token_mlp.")
         remarks.append("the file is taken for TEC's publication, so the class token is used without its MLP")
 
-    tensors = _copy_shared_bias_table(tensors, model_state)
-    fitting = {key: value for key, value in tensors.items() if key in model_state}
-    if _has_other_classes(weights, fitting, model_state, classes):
-        fitting = drop_prefix(fitting, "head.")
-    _check_cls_tokens(fitting, model_state, label, type(model).__name__)
-    remarks += _fit_patch_embed(fitting, model_state, label, type(model).__name__)
-    resized = _fit_tables(fitting, weights.settings, model_state, model, label)
+    tensors = _copy_shared_bias_table(tensors, own)
+    found = {key: value for key, value in tensors.items() if key in own}
+    if _has_other_classes(weights, found, own, classes):
+        found = drop_prefix(found, "head.")
+    check_cls_tokens(found, own, label, type(model).__name__)
+    remarks += fit_patch_embed(found, own, label, type(model).__name__)
+    resized = fit_tables(found, weights.settings, own, model, label)
     if part == "blocks":
-        for key, value in list(fitting.items()):
-            if value.shape != model_state[key].shape and not _is_of_blocks(key):
-                del fitting[key]
+        for key, value in list(found.items()):
+            if value.shape != own[key].shape and not _is_of_blocks(key):
+                del found[key]
 
-    missing = [key for key in model_state if key not in fitting]
-    starts_norm = "norm.weight" in missing and not weights.origin.has_norm
-    optional: tuple[str, ...] = ("head.", "fc_norm.")
-    if starts_norm:
-        optional = (*optional, "norm.")
+    missing = [key for key in own if key not in found]
+    lacks_norm = "norm.weight" in missing and not weights.origin.has_norm
+    required = _list_required(model, missing, part, lacks_norm)
+    _refuse_misfits(required, checkpoint.list_misshaped(found, own), label, type(model).__name__)
+    _refuse_foreign_parts(model, list(tensors), part, label)
+    checkpoint.check_values(found, f"the weights in {label}")
+
+    if loses_mlp:
+        model.cls_token_mlp = nn.Identity()
+    model.load_state_dict(found, strict=False)
+    if lacks_norm:
+        model.norm.reset_parameters()
+        remarks.append(f"the file, {weights.origin.name}, holds no final norm: norm starts with weight 1 and bias 0")
+    unexpected = [key for key in tensors if key not in found]
+    return LoadReport(list(found), resized, missing, unexpected, remarks)
+
+
+def _list_required(model: nn.Module, missing: Sequence[str], part: Part, lacks_norm: bool) -> list[str]:
+    """Returns those of the `missing` keys without which the model has no encoder."""
+    optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
     required = [key for key in missing if not key.startswith(optional)]
     required = [key for key in required if not key.endswith(getattr(model, "new_keys", ()))]
     if part == "blocks":
         required = [key for key in required if _is_of_blocks(key)]
-    _refuse_misfits(required, checkpoint.list_misshaped(fitting, model_state), label, type(model).__name__)
-
-    expected = [key for key in tensors if not key.startswith(getattr(model, "unused_keys", ()))]
-    # The final norm and the positions of a classifier or of a pre-training model may be others.
-    may_differ = part == "blocks" or hasattr(model, "head")
-    refuse_foreign(model, expected, label, PATCH_KEYS if may_differ else ENCODER_KEYS)
-    checkpoint.check_values(fitting, f"the weights in {label}")
-
-    if loses_mlp:
-        model.cls_token_mlp = nn.Identity()
-    model.load_state_dict(fitting, strict=False)
-    if starts_norm:
-        model.norm.reset_parameters()
-        remarks.append(f"the file, {weights.origin.name}, holds no final norm: norm starts with weight 1 and bias 0")
-    unexpected = [key for key in tensors if key not in fitting]
-    return LoadReport(list(fitting), resized, missing, unexpected, remarks)
+    return required
 
 
 def _refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], label: str, class_name: str) -> None:
@@ -323,6 +320,13 @@ def _refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], label: str
         problems.append(shorten(misshaped, most=6))
     if problems:
         raise CheckpointError(f"{label} does not hold the encoder of this {class_name}: {'; '.join(problems)}")
+
+
+def _refuse_foreign_parts(model: nn.Module, keys: Sequence[str], part: Part, label: str) -> None:
+    expected = [key for key in keys if not key.startswith(getattr(model, "unused_keys", ()))]
+    # The final norm and the positions of a classifier or of a pre-training model may be others.
+    may_differ = part == "blocks" or hasattr(model, "head")
+    refuse_foreign(model, expected, label, PATCH_KEYS if may_differ else ENCODER_KEYS)
 
 
 def refuse_foreign(model: nn.Module, keys: Sequence[str], label: str, prefixes: tuple[str, ...]) -> None:
@@ -388,124 +392,3 @@ def _has_other_classes(weights: Weights, fitting: Tensors, model_state: Tensors,
     if any(fitting[key].shape != model_state[key].shape for key in head_keys):
         return True
     return classes is not None and weights.classes is not None and weights.classes != list(classes)
-
-
-def _check_cls_tokens(fitting: Tensors, model_state: Tensors, label: str, class_name: str) -> None:
-    """Raises CheckpointError if file and model have class tokens, but not as many. class_name: the model's."""
-    if "cls_token" not in fitting or fitting["cls_token"].ndim < 2:
-        return
-    number = fitting["cls_token"].shape[1]
-    model_number = model_state["cls_token"].shape[1]
-    if number != model_number:
-        raise CheckpointError(
-            f"{label} holds an encoder with {count_of(number, 'class token')}, this {class_name} has {model_number}: "
-            f"--num_cls_tokens {number} of main_pretrain.py and main_finetune.py makes a model that fits"
-        )
-
-
-def _fit_patch_embed(fitting: Tensors, model_state: Tensors, label: str, class_name: str) -> list[str]:
-    """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
-
-    Raises CheckpointError for another width, or for other channels than 3. class_name: the model's, for errors.
-    """
-    key = "patch_embed.proj.weight"
-    if key not in fitting or fitting[key].ndim != 4:
-        return []
-    width, channels = fitting[key].shape[:2]
-    model_width, model_channels = model_state[key].shape[:2]
-    if width != model_width:
-        raise CheckpointError(f"{label} holds an encoder of width {width}, this {class_name} has width {model_width}")
-    if channels == model_channels:
-        return []
-    if channels != 3:
-        raise CheckpointError(
-            f"{label} holds an encoder of {channels} channels, this {class_name} is for {model_channels}: only "
-            "encoders of 3 channels can be adapted"
-        )
-    fitting[key] = timm_models.adapt_input_conv(model_channels, fitting[key])
-    return [f"{key} adapted from 3 channels to {model_channels}"]
-
-
-# ----------------------------------------------------------------------------------------------- tables of another size
-
-
-def _patch_size(weights: Tensors) -> int | None:
-    kernel = weights.get("patch_embed.proj.weight")
-    return None if kernel is None else kernel.shape[-1]
-
-
-def _fit_tables(
-    fitting: Tensors, settings: Mapping[str, Any], model_state: Tensors, model: nn.Module, label: str
-) -> list[str]:
-    """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
-    patch_size = settings.get("patch_size") or _patch_size(fitting)  # exports lack the setting
-    grid = grid_from_settings(settings, patch_size)
-    resized = []
-    for key, table in fitting.items():
-        if key == "pos_embed":
-            fitting[key] = _fit_pos_embed(table, grid, model_state[key], tuple(model.grid_size), label)
-        elif key.endswith(BIAS_TABLE):
-            fitting[key] = _fit_bias_table(table, grid, model_state[key], model, label)
-        if fitting[key] is not table:
-            resized.append(key)
-    return resized
-
-
-def _fit_pos_embed(
-    table: torch.Tensor,
-    grid: tuple[int, int] | None,
-    model_table: torch.Tensor,
-    grid_size: tuple[int, int],
-    label: str,
-) -> torch.Tensor:
-    """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
-
-    grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
-    is assumed.
-    """
-    num_cls_rows = model_table.shape[1] - math.prod(grid_size)
-    num_tokens = table.shape[1] - num_cls_rows
-    side = math.isqrt(num_tokens)
-    if grid is None or math.prod(grid) != num_tokens:
-        grid = (side, side)
-    is_rectangle = math.prod(grid) == num_tokens
-    if is_rectangle and grid == grid_size:
-        return table
-    if not is_rectangle or table.shape[2] != model_table.shape[2]:
-        raise CheckpointError(
-            f"pos_embed {list(table.shape)} of {label} cannot be resized to {list(model_table.shape)}: a square grid "
-            "plus class rows is needed"
-        )
-    return resize_pos_embed(table, grid, grid_size)
-
-
-def _fit_bias_table(
-    table: torch.Tensor, grid: tuple[int, int] | None, model_table: torch.Tensor, model: nn.Module, label: str
-) -> torch.Tensor:
-    """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
-
-    The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already. grid: that
-    of a ViT's table, which is assumed to be square if it is None.
-    """
-    num_heads = table.shape[1]
-    model_num_heads = model_table.shape[1]
-    if num_heads != model_num_heads:
-        raise CheckpointError(f"{label} holds a bias table of {num_heads} heads, this model has {model_num_heads}")
-    if hasattr(model, "cls_token"):
-        num_extra = 3
-        source = grid or _square_of(table, num_extra)
-        target = tuple(model.grid_size)
-    else:
-        num_extra = 0
-        source = _square_of(table)
-        target = _square_of(model_table)
-    if source == target:
-        return table
-    return resize_bias_table(table, source, target, num_extra)
-
-
-def _square_of(table: torch.Tensor, num_extra: int = 0) -> tuple[int, int]:
-    """Returns the square grid or window of a bias table, which has (2 side - 1)^2 offsets and `num_extra` rows."""
-    num_offsets_per_axis = round((len(table) - num_extra) ** 0.5)
-    side = (num_offsets_per_axis + 1) // 2
-    return side, side
