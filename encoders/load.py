@@ -267,44 +267,46 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
         checkpoint.load_strict(model, tensors, f"the weights in {label}")
         return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
 
-    own = model.state_dict()
-    loses_mlp = CLS_TOKEN_MLP in own and is_published_tec(weights.raw)
+    model_state = model.state_dict()
+    loses_mlp = CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw)
     if loses_mlp:
-        own = drop_prefix(own, "cls_token_mlp.")
+        model_state = drop_prefix(model_state, "cls_token_mlp.")
         remarks.append("the file is taken for TEC's publication, so the class token is used without its MLP")
 
-    tensors = _copy_shared_bias_table(tensors, own)
-    found = {key: value for key, value in tensors.items() if key in own}
-    if _has_other_classes(weights, found, own, classes):
-        found = drop_prefix(found, "head.")
-    check_cls_tokens(found, own, label, type(model).__name__)
-    remarks += fit_patch_embed(found, own, label, type(model).__name__)
-    resized = fit_tables(found, weights.settings, own, model, label)
+    tensors = _copy_shared_bias_table(tensors, model_state)
+    fitting = {key: value for key, value in tensors.items() if key in model_state}
+    if _has_other_classes(weights, fitting, model_state, classes):
+        fitting = drop_prefix(fitting, "head.")
+    check_cls_tokens(fitting, model_state, label, type(model).__name__)
+    remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
+    resized = fit_tables(fitting, weights.settings, model_state, model, label)
     if part == "blocks":
-        for key, value in list(found.items()):
-            if value.shape != own[key].shape and not _is_of_blocks(key):
-                del found[key]
+        for key, value in list(fitting.items()):
+            if value.shape != model_state[key].shape and not _is_of_blocks(key):
+                del fitting[key]
 
-    missing = [key for key in own if key not in found]
+    missing = [key for key in model_state if key not in fitting]
     lacks_norm = "norm.weight" in missing and not weights.origin.has_norm
     required = _list_required(model, missing, part, lacks_norm)
-    _refuse_misfits(required, checkpoint.list_misshaped(found, own), label, type(model).__name__)
+    _refuse_misfits(required, checkpoint.list_misshaped(fitting, model_state), label, type(model).__name__)
     _refuse_foreign_parts(model, list(tensors), part, label)
-    checkpoint.check_values(found, f"the weights in {label}")
+    checkpoint.check_values(fitting, f"the weights in {label}")
 
     if loses_mlp:
         model.cls_token_mlp = nn.Identity()
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(fitting, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
         remarks.append(f"the file, {weights.origin.name}, holds no final norm: norm starts with weight 1 and bias 0")
-    unexpected = [key for key in tensors if key not in found]
-    return LoadReport(list(found), resized, missing, unexpected, remarks)
+    unexpected = [key for key in tensors if key not in fitting]
+    return LoadReport(list(fitting), resized, missing, unexpected, remarks)
 
 
 def _list_required(model: nn.Module, missing: Sequence[str], part: Part, lacks_norm: bool) -> list[str]:
     """Returns those of the `missing` keys without which the model has no encoder."""
-    optional = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
+    optional: tuple[str, ...] = ("head.", "fc_norm.")
+    if lacks_norm:
+        optional = (*optional, "norm.")
     required = [key for key in missing if not key.startswith(optional)]
     required = [key for key in required if not key.endswith(getattr(model, "new_keys", ()))]
     if part == "blocks":

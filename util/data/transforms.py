@@ -262,10 +262,12 @@ class ResizeCenterCrop:
 
     def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
         """Crops [C, H, W]. Returns [C, *size] of the same type."""
-        resized = covering_size(height_and_width(img.shape[-2:]), self.resized)
-        img = resize(img, resized, reference=self.reference)
-        top, left = (round((side - wanted) / 2) for side, wanted in zip(resized, self.size, strict=True))
-        return img[:, top : top + self.size[0], left : left + self.size[1]].contiguous()
+        height, width = covering_size(height_and_width(img.shape[-2:]), self.resized)
+        img = resize(img, (height, width), reference=self.reference)
+        crop_height, crop_width = self.size
+        top = round((height - crop_height) / 2)
+        left = round((width - crop_width) / 2)
+        return img[:, top : top + crop_height, left : left + crop_width].contiguous()
 
 
 class Squash:
