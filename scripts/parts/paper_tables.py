@@ -298,22 +298,3 @@ COUNTED_FLOPS = {
     "crossmae_prmim50_vit_large": 0.850,
     "crossmae_prmim50_vit_huge": 0.916,
 }
-
-
-def published_top1(pretrain: str) -> str | None:
-    """Returns the ImageNet-1K top-1 of a recipe of pre-training, after its fine-tuning."""
-    for table in TABLES.values():
-        for row in table.rows:
-            if row.pretrain == pretrain and "Top-1" in table.columns:
-                return row.numbers[0]
-    return OTHER_PRETRAINING.get(pretrain, (None,))[0]
-
-
-def published_costs(pretrain: str) -> dict[str, float]:
-    """Returns {flops, memory, time} of a recipe of pre-training, as far as the paper prints them."""
-    for table in TABLES.values():
-        for row in table.rows:
-            if row.pretrain == pretrain and "flops" in table.columns.values():
-                printed = zip(table.columns.values(), row.numbers, strict=True)
-                return {measure: float(number) for measure, number in printed if measure != "top1"}
-    return {}
