@@ -50,8 +50,9 @@ CHECKPOINT, RULES = "tests/util/run/test_checkpoint.py", "tests/util/run/test_re
 LOADING, BIASES = "tests/encoders/test_load.py", "tests/encoders/test_rel_pos.py"
 POSITIONS = "tests/util/test_pos_embed.py"
 SAVING = "tests/util/run/test_saving.py"
-KNN, ROBUSTNESS = "tests/util/test_knn.py", "tests/downstream/robustness -k 'ce or errors'"
+KNN, ROBUSTNESS = "tests/util/evaluate/test_knn.py", "tests/downstream/robustness -k 'ce or errors'"
 SEGMENTATION = "tests/downstream/segmentation/test_engine.py"
+EVALUATION = "tests/util/evaluate/test_loop.py"
 
 # {file: (a text that occurs in it once, what replaces it, the tests that must notice, as pytest takes them)}
 BY_FILE: dict[str, list[tuple[str, str, str]]] = {
@@ -147,7 +148,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             DATA,
         ),
         ("divmod(self.start_micro + part.start,", "divmod(part.start,", "tests/util/data/test_datasets.py"),
-        ("range(rank, num_samples, world_size)", "range(rank, num_samples - 1, world_size)", DATA),
     ],
     "util/data/transforms.py": [
         ("rows * width >= columns * height", "rows * width <= columns * height", CROPS),
@@ -201,12 +201,15 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "engine_finetune.py": [
         ("chosen.topk(min(5, chosen.shape[1]))", "chosen.topk(min(4, chosen.shape[1]))", FINETUNE),
         ("return imgs, targets, 0.0", "return imgs, targets, self.label_smoothing", FINETUNE),
-        ("if count != num_images:", "if count > num_images:", FINETUNE),
+        ("if num_seen != num_images:", "if num_seen > num_images:", FINETUNE),
     ],
-    "util/knn.py": [
+    "util/evaluate/loop.py": [
+        ("np.asarray(indices)[rank::world_size]", "np.asarray(indices)[rank:-1:world_size]", EVALUATION),
+    ],
+    "util/evaluate/knn.py": [
         ("TEMPERATURE = 0.07", "TEMPERATURE = 0.7", KNN),
         ("(classes < labels[:, None])", "(classes > labels[:, None])", KNN),
-        ("query_numbers[:, None] == numbers, -torch.inf", "query_numbers[:, None] == numbers, 0", KNN),
+        ("query_indices[:, None] == indices, -torch.inf", "query_indices[:, None] == indices, 0", KNN),
     ],
     "downstream/segmentation/metrics.py": [
         ("(true + predicted - right)", "(true + predicted)", SEGMENTATION),
@@ -217,7 +220,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "downstream/robustness/main_robustness.py": [
-        ("100 * mean / ALEXNET_ERRORS[c]", "100 * mean", ROBUSTNESS),
+        ("100 * mean / alexnet_error", "100 * mean", ROBUSTNESS),
     ],
 }
 MUTANTS = [Mutant(file, *change) for file, changes in BY_FILE.items() for change in changes]

@@ -12,8 +12,9 @@ from tests.downstream.dense import detect, segment, segment_linear
 from tests.runs import assert_same_state, reports, state
 from util.data import shared_memory
 from util.data.pixel_format import read_header
+from util.evaluate.evaluator import Evaluator
+from util.evaluate.results import RESULTS
 from util.run.checkpoint import newest_checkpoint, save_checkpoint
-from util.run.evaluation import RESULTS, Evaluator
 from util.run.folder import read_json
 
 LOSSES = {segment.measure: ("decode", "aux"), "val_box_ap": ("objectness", "rpn_box", "class", "box", "mask")}
