@@ -1,8 +1,8 @@
 """All published numbers: the tables of "Delving Deeper into Partial Reconstruction in Masked Image Modeling", with the
 recipes whose runs fill each row, and what other papers and releases report for further recipes.
 
-`scripts/reproduce_table.py` runs the rows and writes measured beside published numbers. `tools/document_tables.py`
-writes the tables of the documents. A column is filled by one of these measures:
+`scripts/reproduce_table.py` runs the rows and writes measured beside published numbers. The tables of the documents
+print the same numbers (a test). A column is filled by one of these measures:
 
 top1              top-1 accuracy in percent on the validation images of a fine-tuning recipe
 imagenet_c        mean corruption error of the fine-tuned classifier on ImageNet-C, lower is better

@@ -23,7 +23,7 @@ from util import pictures
 from util.run.checkpoint import newest_checkpoint, read_checkpoint
 
 # These programs need no arguments.
-WORK_ALONE = ("benchmark_saving", "collectives", "demo", "document_tables", "fault_matrix", "mutants", "run_recipes")
+WORK_ALONE = ("demo", "run_recipes")
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_export_names_what_it_does_not_support(runs, tmp_path, refused, run, mes
 
 
 @pytest.mark.fault("U55", "a pre-trained MAE exported to the names of MAE's releases", "equal weights, read back")
-def test_export_to_mae_s_names_and_back(runs, tmp_path, record_property):
+def test_export_to_mae_s_names_and_back(runs, tmp_path):
     done = run_file("scripts/export.py", runs / "mae", "--format", "mae", "--out", "mae.pth", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and "MAE's scripts have no model of this size" in done.stdout
     content = torch.load(tmp_path / "mae.pth", weights_only=True)
@@ -223,7 +223,6 @@ def test_export_to_mae_s_names_and_back(runs, tmp_path, record_property):
     model.load_official(content)
     ours = read_checkpoint(newest_checkpoint(runs / "mae")[0])["model"]
     assert all(torch.equal(value, ours[name]) for name, value in model.state_dict().items())
-    record_property("measured", f"{len(ours)} tensors, all equal")
 
 
 @pytest.mark.fault("U63", "PR-MIM's decoder exported to the names of MAE's releases", "refused: it has no aggregation")
