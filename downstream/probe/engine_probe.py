@@ -21,7 +21,7 @@ from util.data.images import Images
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
-from util.evaluate.loop import evaluation_batches
+from util.evaluate.loop import EvalContext, evaluation_batches
 from util.evaluate.moments import moments_of_all
 from util.evaluate.session import Session
 from util.run.flags import split_batch
@@ -102,6 +102,43 @@ class Probes(nn.Module):
             else:
                 logits[name] = grid(patches)
         return logits
+
+
+def encode(
+    encoder: FrozenEncoder, batch: Sequence[torch.Tensor], context: EvalContext
+) -> tuple[dict[int, Tokens], torch.Tensor]:
+    """Returns (the encoder's tokens by block, labels). batch: images as they are stored, and labels."""
+    imgs, labels = batch
+    imgs = imgs.to(context.device, non_blocking=True)
+    labels = labels.to(context.device, non_blocking=True)
+    with context.autocast():
+        return encoder(context.normalize(imgs)), labels
+
+
+def update_heads(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    encoder: FrozenEncoder,
+    stream: Iterator[Any],
+    accum_iter: int,
+    context: EvalContext,
+) -> torch.Tensor:
+    """Makes an optimizer step of all heads. Returns their mean loss in its last micro-batch.
+
+    model: Probes, as they are or in DDP. stream: of micro-batches.
+    """
+    for micro in range(accum_iter):
+        tokens, labels = encode(encoder, next(stream), context)
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = micro == accum_iter - 1
+        losses = []
+        for logits in model(tokens).values():  # [G, B, C]
+            losses.append(F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits))))
+        loss_of_grids = torch.stack(losses)
+        (loss_of_grids.sum() / accum_iter).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss_of_grids.detach().mean()
 
 
 class Probing:
@@ -219,7 +256,7 @@ class Probing:
         for step in range(args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * rate_at(step, args.steps)
-            loss = self.update(model, optimizer, stream)
+            loss = update_heads(model, optimizer, self.encoder, stream, self.accum_iter, self.context)
             if (step + 1) % max(1, args.steps // 20) == 0:
                 progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
                 self.session.print(f"{progress}, {time.monotonic() - begin:.0f} s")
@@ -254,29 +291,6 @@ class Probing:
             batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(img_size) * self.context.batch_size,
         )
 
-    def update(self, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Iterator[Any]) -> torch.Tensor:
-        """Makes an optimizer step of all heads. Returns their mean loss in its last micro-batch."""
-        for micro in range(self.accum_iter):
-            tokens, labels = self.encode(next(stream))
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = micro == self.accum_iter - 1
-            losses = []
-            for logits in model(tokens).values():  # [G, B, C]
-                losses.append(F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits))))
-            loss_of_grids = torch.stack(losses)
-            (loss_of_grids.sum() / self.accum_iter).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss_of_grids.detach().mean()
-
-    def encode(self, batch: Sequence[torch.Tensor]) -> tuple[dict[int, Tokens], torch.Tensor]:
-        """Returns (the encoder's tokens by block, labels) of images as they are stored, and labels."""
-        imgs, labels = batch
-        imgs = imgs.to(self.context.device, non_blocking=True)
-        labels = labels.to(self.context.device, non_blocking=True)
-        with self.context.autocast():
-            return self.encoder(self.context.normalize(imgs)), labels
-
     @torch.no_grad()
     def score_heads(
         self, probes: Probes, images: Images, indices: Sequence[int] | np.ndarray
@@ -290,7 +304,7 @@ class Probing:
         for name in probes.grids:
             counts[name] = torch.zeros(len(GRID), 3, dtype=torch.float64, device=self.context.device)
         for batch in evaluation_batches(self.whole_images(images), indices, self.context):
-            tokens, labels = self.encode(batch)
+            tokens, labels = encode(self.encoder, batch, self.context)
             for name, logits in probes(tokens).items():
                 is_finite = logits.isfinite().all(dim=2)  # [G, B]
                 top5 = logits.topk(min(5, logits.shape[2])).indices

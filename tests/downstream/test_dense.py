@@ -105,6 +105,18 @@ def test_an_evaluation_in_two_processes_is_that_of_one(dense, tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (("--shard",), "--eval does not support --shard: leave it out"),
+        (("--batch_size", 0), "--batch_size must be at least 1, got 0"),
+    ],
+)
+def test_an_evaluation_refuses_flags_that_it_cannot_follow(dense, capsys, flag, message):
+    program, data, folder = dense
+    assert message in program.refuses_to_evaluate(capsys, data, folder, *flag)
+
+
 def test_an_evaluation_is_refused_if_its_images_do_not_fit_into_shared_memory(dense, capsys, monkeypatch):
     program, data, folder = dense
     monkeypatch.setattr(shared_memory, "free_bytes", lambda: 1000)
