@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch.nn import functional as F
 from util import collectives
 from util.accuracy import accuracies
 from util.data.datasets import AddressedDataset
-from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run.evaluation import evaluation_batches
+from util.data.transforms import ResizeCenterCrop
+from util.evaluate.loop import EvalContext, evaluation_batches, with_equal_passes
 from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs [B, C, H, W], labels int64 [B])
@@ -73,8 +72,7 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
     num_images: int,
-    normalize: Normalize,
-    autocast: Callable[[], AbstractContextManager],
+    context: EvalContext,
     columns: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Returns `accuracies` in percent, "loss" and "num_images" of `num_images` images over all ranks.
@@ -83,54 +81,59 @@ def evaluate(
     list. `top1_unrestricted` is the accuracy among all logits. RuntimeError if the number of images seen is not
     `num_images`. FloatingPointError if the logits are not finite.
     """
-    device = normalize.mean.device
-    sums, own_count, was_training = torch.zeros(6, dtype=torch.float64, device=device), 0, model.training
-    ids = None if columns is None else torch.as_tensor(columns, device=device)
+    device = context.device
+    column_ids = None if columns is None else torch.as_tensor(columns, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # hits among 1 and 5, hits among all logits, loss
+    num_seen = 0
+    num_logits = 0  # of all images: a rank without images does not know the number of classes
+    was_training = model.training
     model.eval()
     for imgs, labels in batches:
-        imgs, labels = imgs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with autocast():
-            logits = model(normalize(imgs)).float()
-        chosen = logits if ids is None else logits[:, ids]
+        imgs = imgs.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with context.autocast():
+            logits = model(context.normalize(imgs)).float()
+        chosen = logits
+        true_ids = labels
+        if column_ids is not None:
+            chosen = logits[:, column_ids]
+            true_ids = column_ids[labels]
         top5 = chosen.topk(min(5, chosen.shape[1])).indices
-        counts = [
+        batch_sums = [
             (chosen.argmax(dim=1) == labels).sum(),
             (top5 == labels[:, None]).sum(),
-            (logits.argmax(dim=1) == (labels if ids is None else ids[labels])).sum(),
+            (logits.argmax(dim=1) == true_ids).sum(),
             F.cross_entropy(chosen, labels, reduction="sum"),
         ]
-        sums[:4] += torch.stack([c.double() for c in counts])
-        own_count += len(labels)
-        sums[5] += chosen.shape[1] * len(labels)  # as a sum over images: a rank without images does not know it
+        sums += torch.stack([value.double() for value in batch_sums])
+        num_seen += len(labels)
+        num_logits += chosen.numel()
     model.train(was_training)
-    sums[4] = own_count
-    top1, top5, unrestricted, loss, count, classes = collectives.all_reduce_sum(sums).tolist()
-    if count != num_images:
-        raise RuntimeError(f"{count:.0f} images were evaluated instead of {num_images}")
+    sums = torch.cat([sums, sums.new_tensor([num_seen, num_logits])])
+    top1, top5, unrestricted, loss, num_seen, num_logits = collectives.all_reduce_sum(sums).tolist()
+    if num_seen != num_images:
+        raise RuntimeError(f"{num_seen:.0f} images were evaluated instead of {num_images}")
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"the logits are not finite (loss {loss}): try --precision fp32, and check --mean and --std"
         )
-    result = accuracies(100 * top1 / count, 100 * top5 / count, num_classes=round(classes / count))
-    result |= {"loss": loss / count, "num_images": num_images}
-    return result if ids is None else result | {"top1_unrestricted": 100 * unrestricted / count}
+    scores = accuracies(100 * top1 / num_seen, 100 * top5 / num_seen, num_classes=round(num_logits / num_seen))
+    scores["loss"] = loss / num_seen
+    scores["num_images"] = num_images
+    if columns is not None:
+        scores["top1_unrestricted"] = 100 * unrestricted / num_seen
+    return scores
 
 
 def evaluate_images(
     model: nn.Module,
     images: Any,
     transform: ResizeCenterCrop,
-    normalize: Normalize,
-    autocast: Callable[[], AbstractContextManager],
-    batch_size: int,
-    num_workers: int,
+    context: EvalContext,
     columns: Sequence[int] | None = None,
-    on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """Calls `evaluate` on all of `images`, which the ranks share. `on_batch` is called before each batch."""
-    dataset, everything = AddressedDataset(images, transform), range(len(images))
-    sizes = batch_size, num_workers
-    shown = evaluation_batches(
-        dataset, everything, model, model, autocast, normalize.mean.device, *sizes, on_batch=on_batch
-    )
-    return evaluate(model, shown, len(images), normalize, autocast, columns)
+    """Calls `evaluate` on all of `images`, which the ranks share."""
+    dataset = AddressedDataset(images, transform)
+    loaded = evaluation_batches(dataset, range(len(images)), context)
+    loaded = with_equal_passes(loaded, dataset, len(images), model, model, context)
+    return evaluate(model, loaded, len(images), context, columns)

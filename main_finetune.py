@@ -11,7 +11,6 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,15 @@ from util.data.images import check_classes, check_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import normalizer
-from util.data.transforms import FinetuneAugment, Normalize, RandomResizedCropFlip, ResizeCenterCrop
+from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop
+from util.evaluate.evaluator import Evaluator
+from util.evaluate.loop import EvalContext
+from util.evaluate.results import Evaluation
+from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.distributed import precision
-from util.run.evaluation import Evaluation, Evaluator, Session, session_of_eval
 from util.run.flags import (
     Plan,
     add_data_flags,
@@ -46,7 +47,6 @@ from util.run.flags import (
     add_run_flags,
     check_least,
     check_same,
-    num_workers,
 )
 from util.run.run import Run
 from util.text import count_of
@@ -343,24 +343,15 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     return f"{accuracy_text(scores)} on {count_of(int(scores['num_images']), 'image')}"
 
 
-def evaluate_model(
-    model: nn.Module,
-    images: Any,
-    transform: ResizeCenterCrop,
-    normalize: Normalize,
-    autocast: Callable[[], AbstractContextManager],
-    sizes: tuple[int, int],
-    alive: Callable[[], None] | None = None,
-) -> Evaluation:
-    """Evaluates a model on all ranks. sizes: batch size and number of workers."""
-    return Evaluation(evaluate_images(model, images, transform, normalize, autocast, *sizes, on_batch=alive))
+def evaluate_model(model: nn.Module, images: Any, view: ResizeCenterCrop, context: EvalContext) -> Evaluation:
+    """Evaluates a model on all ranks."""
+    return Evaluation(evaluate_images(model, images, view, context))
 
 
 def make_evaluator(run: Run, model: nn.Module, images: Any) -> Evaluator:
     """Returns the evaluation of a run on `images`."""
     view = ResizeCenterCrop(model.img_size, run.args.crop_pct, run.args.loader == "reference")
-    numbers = run.loop.normalize, run.loop.autocast, (run.plan.batch_size, run.plan.num_workers)
-    return Evaluator(run, partial(evaluate_model, model, images, view, *numbers), describe_scores, best_by="top1")
+    return Evaluator(run, partial(evaluate_model, model, images, view), describe_scores, best_by="top1")
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
@@ -410,30 +401,23 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
     """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
-    process = session.process
-    if args.shard:
-        raise ValueError("--eval does not support --shard: leave it out")
-    check_least(args, 1, "batch_size")
-    check_least(args, 0, "num_workers")
     model, settings, meta = load_classifier(args.resume, args)
     names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
-    transform = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
+    view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
-    normalize = normalizer(settings, images.pixel_format).to(process.device)
+    context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
     if meta.get("classes"):
         check_classes(meta["classes"], images.classes, "the checkpoint", "the data")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
-    autocast = precision(args.precision, process.device).autocast
-    sizes = args.batch_size or 64, num_workers(args, process)
-    result = evaluate_model(model.to(process.device), images, transform, normalize, autocast, sizes)
+    result = evaluate_model(model.to(context.device), images, view, context)
     session.print(*images.notes, *note_on_size(args.dataset, images))
     scores = result.scores
     line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
-    session.finish(result, line, {"step": meta.get("step"), "checkpoint": args.resume})
+    session.finish(result, line, args.resume, meta.get("step"))
     return scores
 
 

@@ -23,12 +23,15 @@ from util.data.datasets import AddressedDataset
 from util.data.images import Images, check_splits, evenly_spaced, has_one_label
 from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
-from util.features import Features, class_feature, extract_features, forward_blocks, knn_accuracy, moments_of_all
+from util.evaluate.evaluator import context_of_run
+from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
+from util.evaluate.knn import KnnProtocol, knn_accuracy
+from util.evaluate.moments import Moments, moments_of_all
 from util.run.flags import check_least
 from util.run.run import Run
 from util.text import count_of
 
-MOST_QUERIES = 10_000
+MAX_QUERIES = 10_000
 NEIGHBOURS = 20
 FLAGS = {"knn_every", "knn_train"}  # they may change between two starts of a run
 
@@ -45,13 +48,17 @@ def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
 
     imgs: normalised images [B, C, H, W]. Returns {"mean": mean of the patch tokens [B, D], "cls": class token [B, D]},
     both after the encoder's final norm. Encoders without a class token return "mean" alone. For several class tokens
-    see `util.features.class_feature`.
+    see `util.evaluate.features.class_feature`.
     """
-    P, depth = getattr(model, "num_cls_tokens", 0), len(getattr(model, "blocks", ()))
-    x, outputs = forward_blocks(model, imgs, [depth] if P > 1 else [])  # [B, P + N, D]
+    num_cls_tokens = getattr(model, "num_cls_tokens", 0)
+    last = len(getattr(model, "blocks", ()))
+    # Several class tokens are read before the final norm.
+    x, outputs = forward_blocks(model, imgs, [last] if num_cls_tokens > 1 else [])  # [B, P + N, D]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    features = {"mean": x[:, P:].mean(dim=1)}
-    return features | {"cls": class_feature(x, outputs.get(depth), P)} if P else features
+    features = {"mean": x[:, num_cls_tokens:].mean(dim=1)}
+    if num_cls_tokens:
+        features["cls"] = class_feature(x, outputs.get(last), num_cls_tokens)
+    return features
 
 
 def bank_images(num_images: int, num_wanted: int, seed: int) -> np.ndarray:
@@ -64,8 +71,10 @@ def missing_classes(images: Images) -> str:
     """Returns why the training images cannot be classified, or "" if each has a class."""
     if len(images.classes) < 2 or has_one_label(images):
         return "the training images have fewer than two classes"
-    missing = int(((images.labels < 0) | (images.labels >= len(images.classes))).sum())
-    return f"{missing} of {count_of(len(images), 'training image')} have no class" if missing else ""
+    has_none = (images.labels < 0) | (images.labels >= len(images.classes))
+    if not has_none.any():
+        return ""
+    return f"{has_none.sum()} of {count_of(len(images), 'training image')} have no class"
 
 
 def open_val_images(args: argparse.Namespace, images: Images) -> Images:
@@ -128,23 +137,22 @@ class Monitor:
 
     def perform(self) -> None:
         """Measures the encoder and logs the result. FloatingPointError if features are not finite at the end."""
-        loop, begin = self.run.loop, time.perf_counter()
-        bank = self.extract(self.images, self.bank)
+        loop = self.run.loop
+        begin = time.perf_counter()
         scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
+        bank = self.extract(self.images, self.bank)
         moments = {name: moments_of_all(x) for name, x in bank.values.items()}
         # Features whose squares overflow in float32 have no cosine similarity.
         is_finite = all(bool(m.gram.trace().float().isfinite()) for m in moments.values())
-        line = "the features of the encoder are not finite, so kNN and RankMe are missing"
         if is_finite:
-            line = ""
             if self.num_classes:
                 scalars |= self.accuracies(bank, moments)
-                line = describe(scalars) + "; "
-            scalars |= {"rankme": moments["mean"].rankme(), "rankme_centred": moments["mean"].rankme(centred=True)}
-            line += f"RankMe {scalars['rankme']:.1f}, centred {scalars['rankme_centred']:.1f}"
+            scalars["rankme"] = moments["mean"].rankme()
+            scalars["rankme_centred"] = moments["mean"].rankme(centred=True)
         else:
             scalars["rankme"] = None
         scalars["knn_seconds"] = time.perf_counter() - begin
+        line = describe(scalars)
         when = f"after epoch {scalars['epoch']}" if loop.step else "before training"
         loop.log.report(loop.step, scalars, f"{when}: {line}; {scalars['knn_seconds']:.1f} s", line)
         if loop.step == loop.last_step and not is_finite:
@@ -152,50 +160,46 @@ class Monitor:
 
     def extract(self, images: Images, indices: np.ndarray) -> Features:
         """Encodes this rank's share of the images `indices`. Unreadable ones are replaced as in training."""
-        args, plan, loop = self.run.args, self.run.plan, self.run.loop
+        args = self.run.args
         view = ResizeCenterCrop(self.model.img_size, reference=args.loader == "reference")
         dataset = AddressedDataset(images, view, replace=args.max_bad_fraction > 0)
-        return extract_features(
-            partial(encode, self.model),
-            dataset,
-            indices,
-            self.model,
-            loop.normalize,
-            loop.autocast,
-            plan.batch_size,
-            plan.num_workers,
-            on_batch=self.run.alive,
-        )
+        return extract_features(partial(encode, self.model), self.model, dataset, indices, context_of_run(self.run))
 
-    def accuracies(self, bank: Features, moments: Mapping[str, Any]) -> dict[str, float]:
+    def queries(self, bank: Features) -> Features:
+        """Returns the features that are classified: of val/, or of images of the bank if there is none."""
+        if self.val_images is not None:
+            return self.extract(self.val_images, evenly_spaced(len(self.val_images), MAX_QUERIES))
+        indices = self.bank[evenly_spaced(len(self.bank), MAX_QUERIES)]
+        return bank.take(torch.isin(bank.indices, bank.indices.new_tensor(indices)))
+
+    def accuracies(self, bank: Features, moments: Mapping[str, Moments]) -> dict[str, float]:
         """Returns the kNN accuracies by their names in the log. The headline is the mean of the patch tokens, z."""
-        if self.val_images is None:
-            numbers = self.bank[evenly_spaced(len(self.bank), MOST_QUERIES)]
-            queries = bank.take(torch.isin(bank.numbers, bank.numbers.new_tensor(numbers)))
-        else:
-            queries = self.extract(self.val_images, evenly_spaced(len(self.val_images), MOST_QUERIES))
-        found: dict[str, float] = {}
+        queries = self.queries(bank)
+        protocol = KnnProtocol(self.num_classes, (NEIGHBOURS,), leave_one_out=self.val_images is None)
+        scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):
-                (best,) = knn_accuracy(
-                    bank,
-                    queries,
-                    name,
-                    self.num_classes,
-                    (NEIGHBOURS,),
-                    statistics,
-                    leave_one_out=self.val_images is None,
-                    on_chunk=self.run.alive,
-                ).values()
+                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.run.heartbeat)[NEIGHBOURS]
                 if (name, scaling) == ("mean", "z"):
-                    found |= {f"knn_{measure}": value for measure, value in best.items()}
+                    for measure, value in scores.items():
+                        scalars[f"knn_{measure}"] = value
                 else:
-                    found[f"knn_{name}_{scaling}_top1"] = best["top1"]
-        return found
+                    scalars[f"knn_{name}_{scaling}_top1"] = scores["top1"]
+        return scalars
 
 
-def describe(scalars: Mapping[str, float]) -> str:
-    """Returns the accuracies of one evaluation in words."""
+def describe(scalars: Mapping[str, Any]) -> str:
+    """Returns one evaluation in words."""
+    if scalars["rankme"] is None:
+        return "the features of the encoder are not finite, so kNN and RankMe are missing"
+    text = f"RankMe {scalars['rankme']:.1f}, centred {scalars['rankme_centred']:.1f}"
+    if "knn_top1" in scalars:
+        text = f"{describe_accuracies(scalars)}; {text}"
+    return text
+
+
+def describe_accuracies(scalars: Mapping[str, float]) -> str:
+    """Returns the kNN accuracies of one evaluation in words."""
     text = f"kNN {accuracy_text(scalars, prefix='knn_')} (raw {scalars['knn_mean_raw_top1']:.2f} %"
     if "knn_cls_z_top1" in scalars:
         text += f"; class token {scalars['knn_cls_z_top1']:.2f} %, raw {scalars['knn_cls_raw_top1']:.2f} %"
@@ -204,10 +208,12 @@ def describe(scalars: Mapping[str, float]) -> str:
 
 def summary_lines(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns lines for the end of a run: the first and the last evaluation in its log."""
-    found = [report for report in history if report.get("rankme") is not None]
+    evaluations = [report for report in history if report.get("rankme") is not None]
     lines = []
-    for report in found[:1] + found[1:][-1:]:
+    for report in evaluations[:1] + evaluations[1:][-1:]:
+        text = f"RankMe {report['rankme']:.1f}"
+        if "knn_top1" in report:
+            text = f"top-1 {report['knn_top1']:.2f} %, {text}"
         when = f"after epoch {report['epoch']}" if report["step"] else "before training"
-        accuracy = f"top-1 {report['knn_top1']:.2f} %, " if "knn_top1" in report else ""
-        lines.append(f"  kNN          {accuracy}RankMe {report['rankme']:.1f} {when}")
+        lines.append(f"  kNN          {text} {when}")
     return lines

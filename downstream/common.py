@@ -1,17 +1,12 @@
-"""What the programs for dense tasks share: flags, schedules that count iterations, splits, images one by one."""
+"""What the programs for dense tasks share: flags, schedules that count iterations, splits."""
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
 import models_vit
 from util import collectives
-from util.data.datasets import AddressedDataset, batches, every_image_once
-from util.data.images import ImageFiles
 from util.data.transforms import Size
 from util.run.cli import Parser
 from util.run.flags import (
@@ -181,26 +176,3 @@ def scaled_size(size: Size, longest: float, shortest: float = float("inf")) -> S
     """Returns an image's size after it is scaled, with its aspect ratio kept, until a side has its bound."""
     factor = min(longest / max(size), shortest / min(size))
     return max(1, int(size[0] * factor + 0.5)), max(1, int(size[1] * factor + 0.5))
-
-
-def each_image(
-    images: ImageFiles,
-    transform: Callable[..., Any],
-    collate: Callable[[Sequence[Any]], Any],
-    num_workers: int,
-    pin_memory: bool,
-    alive: Callable[[], None],
-    most_bytes: int,
-) -> Iterator[tuple[int, Any]]:
-    """Yields (its number, a batch of it alone) of each image of this rank's share. `alive` is called before each.
-
-    most_bytes: of such a batch.
-    """
-    rank, world_size = collectives.rank_and_world_size()
-    addresses = every_image_once(len(images), 1, rank, world_size)
-    dataset = AddressedDataset(images, transform)
-    loaded = batches(dataset, addresses, collate, num_workers, pin_memory, batch_bytes=most_bytes)
-    bar = tqdm(loaded, total=len(addresses), unit="image", leave=False, disable=rank != 0 or not sys.stderr.isatty())
-    for batch, [(_, index)] in zip(bar, addresses, strict=True):
-        alive()
-        yield index, batch

@@ -120,9 +120,9 @@ def compute_maps(
     bad = torch.zeros((), device=device)
     model.eval()
     for first in range(0, share, batch_size):
-        loop.reached(DATA)
+        loop.heartbeat(DATA)
         imgs = next(stream)[0].to(device, non_blocking=True)
-        loop.reached(FORWARD)
+        loop.heartbeat(FORWARD)
         with loop.autocast():
             attention = model.cls_attention(loop.normalize(imgs))
         found = gather_on_rank0(mean_over_heads(attention).half())

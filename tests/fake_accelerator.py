@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from downstream.detection import engine_detection
 from downstream.detection.data import PadAndStack
 from downstream.detection.models import Detector
-from downstream.probe.main_probe import Probes, Probing
+from downstream.probe.engine_probe import Probes, update_heads
 from downstream.probe.models import FrozenEncoder
 from downstream.segmentation import engine_segmentation
 from downstream.segmentation.models import UPerNet
@@ -32,7 +32,8 @@ from tests.loops import a_driver
 from tests.reads import reads
 from tests.util.run.test_shard import CLASSIFIERS, batches_of, make
 from util.data.transforms import Normalize
-from util.run.distributed import Process, precision
+from util.evaluate.loop import EvalContext
+from util.run.distributed import precision
 
 DEVICE = "fakegpu"
 SMALL = dict(img_size=64, patch_size=4, embed_dim=64, depth=4, num_heads=2)
@@ -149,16 +150,9 @@ def probing():
     heads = Probes(encoder, ("linear", "attentive"), 5).to(device)
     groups = [group for grid in heads.grids.values() for group in grid.parameter_groups(1.0)]
     optimizer = torch.optim.AdamW(groups, fused=True)
-    probe = object.__new__(Probing)  # without data
-    probe.process, probe.encoder, probe.normalize, probe.accum_iter = (
-        Process(device),
-        encoder,
-        Normalize().to(device),
-        2,
-    )
-    probe.autocast = precision("bf16", device).autocast
+    context = EvalContext(Normalize().to(device), precision("bf16", device).autocast, batch_size=4, num_workers=0)
     batches = iter([*batches_of("ViT", network, 0, 4)])
-    return heads.parameters(), optimizer, lambda step: probe.update(heads, optimizer, batches)
+    return heads.parameters(), optimizer, lambda step: update_heads(heads, optimizer, encoder, batches, 2, context)
 
 
 def check(name, fault=None):

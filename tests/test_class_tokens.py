@@ -19,7 +19,7 @@ from tests.runs import assert_same_state, finetune, pretrain
 from tests.slow_mae import slow_loss
 from tests.test_models_mae_pr import SIZES, official_state_dict, orders, perturbed
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
-from util.features import class_feature
+from util.evaluate.features import class_feature
 from util.run.checkpoint import CheckpointError, read_checkpoint
 
 PIXIO = ["--num_cls_tokens", "3", "--learned_pos_embed", "--mask_unit", "2"]

@@ -1,4 +1,5 @@
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.loops import a_driver
 from tests.reads import reads
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
-from util.run.distributed import precision
+from util.evaluate.loop import EvalContext
 
 CLASSES = 6
 
@@ -145,6 +146,9 @@ def test_a_step_never_waits_for_the_gpu(name):
 # ------------------------------------------------------------------------------------------------------ evaluation
 
 
+CONTEXT = EvalContext(Normalize(), nullcontext, batch_size=2, num_workers=0)
+
+
 class KnownLogits(nn.Module):
     """Logits by the value of an image's first pixel."""
 
@@ -163,8 +167,7 @@ def score(table, labels, indices=None, batch_size=2, **options):
         (torch.stack(imgs[i : i + batch_size]), torch.tensor([labels[j] for j in own[i : i + batch_size]]))
         for i in range(0, len(own), batch_size)
     ]
-    autocast = precision("fp32", torch.device("cpu"))[1]
-    return evaluate(KnownLogits(table), stream, len(labels), Normalize(), autocast, **options)
+    return evaluate(KnownLogits(table), stream, len(labels), CONTEXT, **options)
 
 
 # Image 0 is right, 1 is second best, 2 is worst of six (not in the top 5), 3 is right.
@@ -198,8 +201,8 @@ def test_a_wrong_count_is_an_error():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training):
-    model, autocast = Classifier(0.5).train(training), precision("fp32", torch.device("cpu"))[1]
-    results = [evaluate(model, [a_batch()], 8, Normalize(), autocast) for _ in range(2)]
+    model = Classifier(0.5).train(training)
+    results = [evaluate(model, [a_batch()], 8, CONTEXT) for _ in range(2)]
     assert results[0] == results[1]
     assert model.training is training and model.dropout.training is training
 

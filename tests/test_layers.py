@@ -34,6 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "downstream": {"util", *MODELS, "main_finetune", "engine_finetune"},
 }
 
+# A folder in util -> what else of util it may import. The files beside the folders are leaves.
+ALLOWED_IN_UTIL = {"": set(), "data": {""}, "run": {"", "data"}, "evaluate": {"", "data", "run"}}
+EXCEPTIONS = {"costs.py": {"data"}}  # it measures the data's side of a step, too
+
 
 def imports(path):
     """The modules that a file imports, with dots."""
@@ -69,9 +73,14 @@ def test_recipes_import_nothing():
     assert not imports(ROOT / "recipes.py") and not imports(ROOT / "downstream" / "recipes.py")
 
 
-def test_data_knows_no_run():
-    for path in (ROOT / "util" / "data").glob("*.py"):
-        assert not any(module.startswith("util.run") for module in imports(path)), path
+@pytest.mark.parametrize("folder", sorted(ALLOWED_IN_UTIL))
+def test_data_knows_no_run_and_a_run_no_evaluation(folder):
+    names = {path.parent.name for path in (ROOT / "util").glob("*/__init__.py")}
+    assert names | {""} == ALLOWED_IN_UTIL.keys()
+    for path in (ROOT / "util" / folder).glob("*.py"):
+        ours = [module.split(".")[1] for module in imports(path) if module.startswith("util.")]
+        others = {name if name in names else "" for name in ours} - {folder}
+        assert others <= ALLOWED_IN_UTIL[folder] | EXCEPTIONS.get(path.name, set()), path
 
 
 def test_no_framework_imports_another_but_those_built_on_mae():

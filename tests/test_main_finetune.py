@@ -18,7 +18,8 @@ from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, r
 from tests.warm import run_by_torchrun
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.run import checkpoint, evaluation
+from util.evaluate import evaluator
+from util.run import checkpoint
 from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 from util.run.saving import CheckpointSaver
 
@@ -116,7 +117,7 @@ def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, undisturbed
     save_checkpoint: the thread dies while it writes the best weights, so that they are missing beside the results.
     """
     whole = undisturbed_run(finetune, labelled)
-    owners = {"write": CheckpointSaver, "save_checkpoint": checkpoint, "write_json": evaluation}
+    owners = {"write": CheckpointSaver, "save_checkpoint": checkpoint, "write_json": evaluator}
     owner, of_best = owners.get(where, main_finetune), where in ("write", "save_checkpoint")
     original, save = getattr(owner, where), CheckpointSaver.save
 

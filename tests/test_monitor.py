@@ -16,12 +16,15 @@ import monitor
 from tests.conftest import write_photo
 from tests.runs import assert_same_state, pretrain, reports
 from tests.two_processes import run_in_two_processes
-from tests.util.test_knn import mean_and_std, slow_ranking, slow_rankme
+from tests.util.evaluate.test_knn import mean_and_std, slow_ranking, slow_rankme
 from tests.warm import run_by_torchrun
 from util.costs import count_gmac, forward_gmac
 from util.data.datasets import AddressedDataset, open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
-from util.features import Features, extract_features, knn_accuracy, moments_of_all
+from util.evaluate.features import Features, extract_features
+from util.evaluate.knn import KnnProtocol, knn_accuracy
+from util.evaluate.loop import EvalContext
+from util.evaluate.moments import moments_of_all
 from util.run.checkpoint import newest_checkpoint
 from util.run.run import Run
 
@@ -157,7 +160,7 @@ def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tm
 
 def test_the_watchdog_hears_every_batch(data, tmp_path, monkeypatch):
     heard = []
-    monkeypatch.setattr(Run, "alive", lambda self: heard.append(self.loop.step))
+    monkeypatch.setattr(Run, "heartbeat", lambda self: heard.append(self.loop.step))
     pretrain(data, tmp_path, *KNN, "--max_steps", 1)
     assert heard == [0] * (3 + 2 + 4)  # batches of 24 and of 10 images, and four searches
 
@@ -275,7 +278,8 @@ def _scores(rank, world_size=2):
             for x, n in ((bank, torch.arange(73)), (queries, numbers))
         ]
         moments = moments_of_all(shares[0].values["mean"])
-        scores = knn_accuracy(*shares, "mean", 6, (1, 5, 20, 80), moments, leave_one_out=name == "loo")
+        protocol = KnnProtocol(6, (1, 5, 20, 80), leave_one_out=name == "loo")
+        scores = knn_accuracy(*shares, "mean", protocol, moments)
         found |= {f"{name} {k} {top}": value for k, both in scores.items() for top, value in both.items()}
         found[f"{name} rankme"] = moments.rankme(centred=True)
     return found
@@ -298,15 +302,16 @@ def _score_few_images(rank, folder, num_bank, num_queries):
     def encode(imgs):
         return {"first": network(imgs.flatten(1)), "second": imgs.mean(dim=(2, 3))}
 
+    context = EvalContext(Normalize(), nullcontext, batch_size=4, num_workers=0)
     bank, queries = (
-        extract_features(encode, dataset, indices, network, Normalize(), nullcontext, 4, 0)
+        extract_features(encode, network, dataset, indices, context)
         for indices in (np.arange(3, 3 + num_bank), np.arange(23 - num_queries, 23))
     )
     found = {"share": len(bank.labels), "features": [*bank.values]}
     for name, x in bank.values.items():
         moments = moments_of_all(x)
         found |= {f"{name} mean": moments.mean, f"{name} gram": moments.gram}
-        scores = knn_accuracy(bank, queries, name, 2, (1, 20), moments)
+        scores = knn_accuracy(bank, queries, name, KnnProtocol(2, (1, 20)), moments)
         found |= {f"{name} {k} {top}": value for k, both in scores.items() for top, value in both.items()}
     return found
 

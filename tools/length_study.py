@@ -35,8 +35,10 @@ from util.data.datasets import AddressedDataset, open_images
 from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
-from util.features import Features, extract_features, knn_accuracy
-from util.knn import Moments
+from util.evaluate.features import Features, extract_features
+from util.evaluate.knn import KnnProtocol, knn_accuracy
+from util.evaluate.loop import EvalContext
+from util.evaluate.moments import Moments
 from util.run.cli import Parser
 
 Flags = dict[str, object]
@@ -179,13 +181,14 @@ def evaluate_frozen(row: Row, data_path: Path, folder: Path) -> None:
         indices = np.arange(len(images))
         if split == "train":
             indices = first_of_each_class(images.labels, BANK_PER_CLASS)
-        features[split] = extract_features(
-            encoder.vectors, AddressedDataset(images, view), indices, encoder, normalize, nullcontext, 32, 0
-        )
+        context = EvalContext(normalize, nullcontext, batch_size=32, num_workers=0)
+        dataset = AddressedDataset(images, view)
+        features[split] = extract_features(encoder.vectors, encoder, dataset, indices, context)
     name = f"{encoder.depth} mean"
     num_classes = len(images.classes)
+    protocol = KnnProtocol(num_classes, (NEIGHBOURS,))
     moments = Moments.of(features["train"].values[name])
-    knn = knn_accuracy(features["train"], features["val"], name, num_classes, (NEIGHBOURS,), moments)
+    knn = knn_accuracy(features["train"], features["val"], name, protocol, moments)
     row.knn = knn[NEIGHBOURS]["top1"]
     row.ridge = ridge_accuracy(features["train"], features["val"], name, num_classes)
 

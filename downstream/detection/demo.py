@@ -25,8 +25,8 @@ from downstream.demo import cut, read_photos, train_demo
 from downstream.detection import main_detection
 from downstream.detection.masks import encode_mask
 from downstream.detection.metrics import average_precision
+from util.evaluate.results import RESULTS
 from util.run.cli import run_program
-from util.run.evaluation import RESULTS
 from util.run.folder import read_json
 
 BACKGROUNDS = ("gravel.png", "grass.png")

@@ -31,10 +31,10 @@ from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import Weights, fit, load_encoder, read
 from util.data.images import check_splits
 from util.data.statistics import normalizer
+from util.evaluate.evaluator import Evaluator
+from util.evaluate.session import Session, session_of_eval
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.distributed import precision
-from util.run.evaluation import Evaluator, Session, session_of_eval
-from util.run.flags import Plan, check_least, check_same, num_workers
+from util.run.flags import Plan, check_least, check_same
 from util.run.run import Run
 from util.text import count_of, shorten
 
@@ -202,9 +202,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             free=FREE_FLAGS,
             fixed=FIXED_FLAGS,
         )
-        numbers = run.loop.normalize, run.loop.autocast, run.plan.num_workers
-        scored = partial(evaluate, model, val_images, val_masks, args.num_pictures, *numbers)
-        evaluator = Evaluator(run, scored, describe_scores, picture_name=PICTURE)
+        evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
+        evaluator = Evaluator(run, evaluate_val, describe_scores, picture_name=PICTURE)
         return run.train(train_iterations, [evaluator], lambda: evaluator.summary(f"a detector on {args.model}"))
 
 
@@ -243,7 +242,6 @@ def load_detector(weights: Weights, stored: Mapping[str, Any], images: CocoImage
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation images and returns the scores."""
-    check_least(args, 0, "num_workers num_pictures")
     coco_masks()
     weights, stored = read_detector(args, given)
     images = open_split(args, "val", stored["in_chans"])
@@ -251,11 +249,9 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     if args.masks and not model.roi_heads.has_mask():
         raise ValueError(f"--masks, but the model at {args.resume!r} has no mask head: leave it out")
     masks = model.roi_heads.has_mask() and choose_masks(args.masks, images)
-    device, num_pictures = session.process.device, 0 if session.output_dir is None else args.num_pictures
-    numbers = normalizer(stored, images.pixel_format).to(device), precision(args.precision, device).autocast
-    result = evaluate(model.to(device), images, masks, num_pictures, *numbers, num_workers(args, session.process))
-    origin = {"step": weights.meta.get("step"), "checkpoint": args.resume}
-    session.finish(result, describe_scores(result.scores), origin, PICTURE)
+    context = session.make_context(args, normalizer(stored, images.pixel_format), batch_size=1)
+    result = evaluate(model.to(context.device), images, masks, session.num_pictures(args), context)
+    session.finish(result, describe_scores(result.scores), args.resume, weights.meta.get("step"), PICTURE)
     return result.scores
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from encoders.load import ENCODER_KEYS, build, read, refuse_foreign
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import known_statistics
-from util.features import class_feature, forward_blocks
+from util.evaluate.features import class_feature, forward_blocks
 from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.resume import identify_encoder, warn_if_unfinished
@@ -38,7 +38,7 @@ class FrozenEncoder(nn.Module):
 
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
     num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens, see
-    `util.features.class_feature`.
+    `util.evaluate.features.class_feature`.
     sha256: of the weights. pixel_settings: see `util.run.checkpoint.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final

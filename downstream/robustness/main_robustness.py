@@ -11,8 +11,7 @@ same command again continues after the last set (or corruption and severity) tha
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,12 @@ from util.data.images import FolderImages, check_classes, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import check_statistics
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize, ResizeCenterCrop
+from util.evaluate.loop import EvalContext
+from util.evaluate.results import EvaluatedModel, ResultsFile
+from util.evaluate.session import evaluation_session
 from util.lazy import LazyModule
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
-from util.run.evaluation import ResultsFile, evaluation_session
-from util.run.flags import check_least, num_workers
 from util.run.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
@@ -123,6 +123,16 @@ def imagenet_wnids() -> list[str]:
     return sorted(timm_data.ImageNetInfo().label_names())
 
 
+def set_of(part_name: str) -> str:
+    """Returns the set of a part: of "imagenet_c/fog/3" it is "imagenet_c"."""
+    return part_name.partition("/")[0]
+
+
+def corruption_parts(corruption: str) -> list[str]:
+    """Returns the names of the parts of one corruption of ImageNet-C, in the order of their severity."""
+    return [f"imagenet_c/{corruption}/{severity}" for severity in SEVERITIES]
+
+
 @dataclass(frozen=True)
 class Part:
     """What is evaluated and saved at once: a set, or one severity of one corruption."""
@@ -133,19 +143,21 @@ class Part:
     num_classes: int = 0
 
     @property
-    def flag(self) -> str:
-        """The flag that names the set."""
-        return self.name.partition("/")[0]
+    def set_name(self) -> str:
+        """The name of the set in BENCHMARKS, and of its flag."""
+        return set_of(self.name)
 
     @property
     def benchmark(self) -> Benchmark:
         """The published set."""
-        return BENCHMARKS[self.flag]
+        return BENCHMARKS[self.set_name]
 
     @property
     def incomplete(self) -> bool:
         """Whether images or classes are missing."""
-        return (self.num_images, self.num_classes) != (self.benchmark.num_images, self.benchmark.num_classes)
+        has_all_images = self.num_images == self.benchmark.num_images
+        has_all_classes = self.num_classes == self.benchmark.num_classes
+        return not (has_all_images and has_all_classes)
 
     def __str__(self) -> str:
         return f"{self.num_images} images of {self.num_classes} classes in {self.folder!r}"
@@ -155,52 +167,65 @@ class Part:
         try:
             return FolderImages(self.folder, "", labelled=True)
         except ValueError as error:
-            raise ValueError(str(error).replace("--data_path", f"--{self.flag}")) from error
+            raise ValueError(str(error).replace("--data_path", f"--{self.set_name}")) from error
 
 
 def find_parts(args: argparse.Namespace, wnids: list[str]) -> list[Part]:
     """Returns all parts that the flags ask for. ValueError if one of them differs from the published set."""
-    given = {name: Path(getattr(args, name)) for name in BENCHMARKS if getattr(args, name) is not None}
-    if not given:
+    roots = {name: Path(getattr(args, name)) for name in BENCHMARKS if getattr(args, name) is not None}
+    if not roots:
         flags = ", ".join(f"--{name}" for name in BENCHMARKS)
         raise ValueError(f"nothing to evaluate on: give at least one of {flags}")
     parts = []
-    for name, root in given.items():
-        if not root.is_dir():
-            raise ValueError(f"--{name} {str(root)!r} is not a folder")
-        folders = {name: root}
-        if name == "imagenet":
-            folders = {name: root / "val"}
-        elif name == "imagenet_c":
-            folders = {f"{name}/{c}/{s}": root / c / str(s) for c in ALEXNET_ERRORS for s in SEVERITIES}
-        missing = [str(folder.relative_to(root)) for folder in folders.values() if not folder.is_dir()]
-        if missing:
-            raise ValueError(
-                f"--{name} {str(root)!r} lacks {len(missing)} of its {len(folders)} folders: {shorten(missing, 5)}"
-            )
-        parts += [Part(part, str(folder.resolve())) for part, folder in folders.items()]
+    for name, root in roots.items():
+        for part_name, folder in find_folders(name, root).items():
+            parts.append(Part(part_name, str(folder.resolve())))
     return [check_part(part, wnids, args.allow_incomplete) for part in parts]
+
+
+def find_folders(set_name: str, root: Path) -> dict[str, Path]:
+    """Returns {name of a part: its folder} of a set. ValueError if a folder is missing. root: the flag's value."""
+    if not root.is_dir():
+        raise ValueError(f"--{set_name} {str(root)!r} is not a folder")
+    folders = {set_name: root}
+    if set_name == "imagenet":
+        folders = {set_name: root / "val"}
+    elif set_name == "imagenet_c":
+        folders = {}
+        for corruption in ALEXNET_ERRORS:
+            for name in corruption_parts(corruption):
+                folders[name] = root / name.removeprefix("imagenet_c/")
+    missing = [str(folder.relative_to(root)) for folder in folders.values() if not folder.is_dir()]
+    if missing:
+        raise ValueError(
+            f"--{set_name} {str(root)!r} lacks {len(missing)} of its {len(folders)} folders: {shorten(missing, 5)}"
+        )
+    return folders
 
 
 def check_part(part: Part, wnids: list[str], allow_incomplete: bool) -> Part:
     """Returns the part with its numbers of images and classes. ValueError if they are not the published ones."""
-    official, what = part.benchmark, f"--{part.flag} {part.folder!r}"
+    published = part.benchmark
+    given = f"--{part.set_name} {part.folder!r}"
     images = part.open()
     refuse_single_class(images, "val")
     images.num_checked = 200  # there are many parts
     images.check()
-    if unknown := sorted(set(images.classes) - set(wnids)):
-        raise ValueError(f"{what} has {len(unknown)} folders that are no class of ImageNet-1k: {shorten(unknown, 5)}")
+    unknown = sorted(set(images.classes) - set(wnids))
+    if unknown:
+        raise ValueError(f"{given} has {len(unknown)} folders that are no class of ImageNet-1k: {shorten(unknown, 5)}")
     part = replace(part, num_images=len(images), num_classes=len(images.classes))
-    if part.num_classes > official.num_classes:
-        raise ValueError(f"{what} has {part.num_classes} class folders, {official.title} has {official.num_classes}")
+    if part.num_classes > published.num_classes:
+        raise ValueError(f"{given} has {part.num_classes} class folders, {published.title} has {published.num_classes}")
     if part.incomplete and not allow_incomplete:
-        absent = sorted(set(wnids) - set(images.classes)) if official.num_classes == len(wnids) else []
-        missing = f" (missing: {shorten(absent, 5)})" if absent else ""
+        missing = ""
+        absent = sorted(set(wnids) - set(images.classes))
+        if absent and published.num_classes == len(wnids):
+            missing = f" (missing: {shorten(absent, 5)})"
         raise ValueError(
-            f"{what} has {part.num_images} images of {part.num_classes} classes, {official.title} has "
-            f"{official.num_images} of {official.num_classes}{missing}; --allow_incomplete scores it anyway and marks "
-            f"the result"
+            f"{given} has {part.num_images} images of {part.num_classes} classes, {published.title} has "
+            f"{published.num_images} of {published.num_classes}{missing}; --allow_incomplete scores it anyway and "
+            "marks the result"
         )
     return part
 
@@ -211,70 +236,86 @@ def corruption_errors(errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     CE_c = mean_s E_cs / AlexNet's mean_s E_cs. mCE is the mean over the 15 corruptions (Hendrycks and Dietterich,
     ICLR 2019).
     """
-    means = {c: sum(errors[c]) / len(errors[c]) for c in ALEXNET_ERRORS}
-    ce = {c: 100 * mean / ALEXNET_ERRORS[c] for c, mean in means.items()}
+    means = {}
+    ce = {}
+    for corruption, alexnet_error in ALEXNET_ERRORS.items():
+        mean = sum(errors[corruption]) / len(errors[corruption])
+        means[corruption] = mean
+        ce[corruption] = 100 * mean / alexnet_error
     return {
         "mce": sum(ce.values()) / len(ce),
         "mean_error": 100 * sum(means.values()) / len(means),
         "ce": ce,
-        "errors": {c: 100 * mean for c, mean in means.items()},
+        "errors": {corruption: 100 * mean for corruption, mean in means.items()},
     }
 
 
 def summarise(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns {benchmark: its published figure and others}. ImageNet-C is included once all its parts are there."""
     summary: dict[str, dict[str, Any]] = {}
-    for flag, benchmark in BENCHMARKS.items():
-        own = {name: r for name, r in parts.items() if name.partition("/")[0] == flag}
-        if flag == "imagenet_c":
-            names = {c: [f"{flag}/{c}/{s}" for s in SEVERITIES] for c in ALEXNET_ERRORS}
-            if len(own) < sum(map(len, names.values())):
-                continue
-            figures = corruption_errors({c: [1 - own[name]["top1"] / 100 for name in names[c]] for c in names})
-        elif own:
-            figures = {name: value for name, value in own[flag].items() if name.startswith("top1")}
-        else:
-            continue
-        summary[flag] = {
-            "title": benchmark.title,
-            "published_protocol": benchmark.protocol,
-            **figures,
-            "num_classes": min(r["num_classes"] for r in own.values()),
-            "official_num_classes": benchmark.num_classes,
-            "num_images": sum(r["num_images"] for r in own.values()),
-            "official_num_images": benchmark.num_images * len(own),
-            "incomplete": any(r["incomplete"] for r in own.values()),
-        }
+    for set_name, benchmark in BENCHMARKS.items():
+        results = {name: result for name, result in parts.items() if set_of(name) == set_name}
+        figures = published_figures(set_name, results)
+        if figures:
+            summary[set_name] = {
+                "title": benchmark.title,
+                "published_protocol": benchmark.protocol,
+                **figures,
+                "num_classes": min(result["num_classes"] for result in results.values()),
+                "official_num_classes": benchmark.num_classes,
+                "num_images": sum(result["num_images"] for result in results.values()),
+                "official_num_images": benchmark.num_images * len(results),
+                "incomplete": any(result["incomplete"] for result in results.values()),
+            }
     return summary
+
+
+def published_figures(set_name: str, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of a set that papers report; none if a part is missing. results: of its parts, by name."""
+    if not results:
+        return {}
+    if set_name != "imagenet_c":
+        return {name: value for name, value in results[set_name].items() if name.startswith("top1")}
+    errors: dict[str, list[float]] = {}
+    for corruption in ALEXNET_ERRORS:
+        names = corruption_parts(corruption)
+        if not results.keys() >= set(names):
+            return {}
+        errors[corruption] = [1 - results[name]["top1"] / 100 for name in names]
+    return corruption_errors(errors)
 
 
 def report(summary: Mapping[str, dict[str, Any]], num_classes: int) -> str:
     """Returns the tables in Markdown. num_classes: of the classifier."""
     rows: list[list[Any]] = []
-    corruptions: list[list[Any]] = []
-    for flag, s in summary.items():
-        images, classes = str(s["num_images"]), f"{s['num_classes']} of {s['official_num_classes']} classes"
-        if s["incomplete"]:
-            images += f" of {s['official_num_images']}, {classes}: INCOMPLETE"
-        if flag == "imagenet_c":
-            rows.append([s["title"], "mCE, AlexNet's is 100", s["mce"], images])
-            rows.append([s["title"], "mean error, un-normalised", s["mean_error"], images])
-            corruptions = [[c, s["ce"][c], s["errors"][c]] for c in s["ce"]]
-            corruptions.append(["mean", s["mce"], s["mean_error"]])
-        elif "top1_unrestricted" in s:
-            rows.append([s["title"], f"top-1 among its {s['num_classes']} classes", s["top1"], images])
-            rows.append([s["title"], f"top-1 among all {num_classes} classes", s["top1_unrestricted"], images])
+    for entry in summary.values():
+        title = entry["title"]
+        images = str(entry["num_images"])
+        if entry["incomplete"]:
+            classes = f"{entry['num_classes']} of {entry['official_num_classes']} classes"
+            images = f"{images} of {entry['official_num_images']}, {classes}: INCOMPLETE"
+        if "mce" in entry:
+            rows.append([title, "mCE, AlexNet's is 100", entry["mce"], images])
+            rows.append([title, "mean error, un-normalised", entry["mean_error"], images])
+        elif "top1_unrestricted" in entry:
+            rows.append([title, f"top-1 among its {entry['num_classes']} classes", entry["top1"], images])
+            rows.append([title, f"top-1 among all {num_classes} classes", entry["top1_unrestricted"], images])
         else:
-            rows.append([s["title"], "top-1", s["top1"], images])
+            rows.append([title, "top-1", entry["top1"], images])
     text = results_table(["set", "metric", "%", "images"], rows)
-    if corruptions:
+    if "imagenet_c" in summary:
+        entry = summary["imagenet_c"]
+        corruptions = [[corruption, entry["ce"][corruption], entry["errors"][corruption]] for corruption in entry["ce"]]
+        corruptions.append(["mean", entry["mce"], entry["mean_error"]])
         text += "\n" + results_table(["ImageNet-C", "CE, %", "mean error, %"], corruptions)
     return text
 
 
 def results_table(titles: list[str], rows: list[list[Any]]) -> str:
     """Returns a Markdown table. Floats get two digits."""
-    cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = []
+    for row in rows:
+        cells.append([f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row])
     return markdown_table(titles, cells, pad=True) + "\n"
 
 
@@ -294,80 +335,78 @@ def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) 
 
 
 def evaluate_part(
-    part: Part,
-    model: nn.Module,
-    wnids: list[str],
-    settings: Mapping[str, Any],
-    normalize: Normalize,
-    autocast: Callable[[], AbstractContextManager],
-    sizes: tuple[int, int],
+    part: Part, model: nn.Module, wnids: list[str], settings: Mapping[str, Any], context: EvalContext
 ) -> dict[str, Any]:
-    """Returns the part's entry in the results: top-1 in percent by the published protocol, and others.
-
-    sizes: batch size and number of workers.
-    """
+    """Returns the part's entry in the results: top-1 in percent by the published protocol, and others."""
     images = part.open()
     # ImageNet-C was resized and cropped before it was corrupted: resizing it again would blur what is measured.
-    view = ResizeCenterCrop(settings["input_size"], 1.0 if part.flag == "imagenet_c" else settings["crop_pct"])
-    columns = None if images.classes == wnids else [wnids.index(wnid) for wnid in images.classes]
-    result = evaluate_images(model, images, view, normalize, autocast, *sizes, columns=columns)
+    crop_pct = 1.0 if part.set_name == "imagenet_c" else settings["crop_pct"]
+    view = ResizeCenterCrop(settings["input_size"], crop_pct)
+    columns = None
+    if images.classes != wnids:
+        columns = [wnids.index(wnid) for wnid in images.classes]
+    scores = evaluate_images(model, images, view, context, columns)
     if part.benchmark.restricted:
-        figures = {name: result[name] for name in ("top1", "top1_unrestricted")}
+        figures = {name: scores[name] for name in ("top1", "top1_unrestricted")}
     else:  # if class folders are missing, their logits still compete, and label i is not logit i
-        figures = {"top1": result.get("top1_unrestricted", result["top1"])}
-    numbers = {"num_images": part.num_images, "num_classes": part.num_classes, "incomplete": part.incomplete}
-    return {**figures, **numbers, "source": str(part)}
-
-
-def settings_of(found: Mapping[str, Any], precision_name: str) -> dict[str, Any]:
-    """Returns everything that the results depend on, beside weights and images. found: settings of the classifier."""
-    ResizeCenterCrop(found["input_size"], found["crop_pct"])  # ValueError now rather than later
+        figures = {"top1": scores.get("top1_unrestricted", scores["top1"])}
     return {
-        "input_size": found["input_size"],
-        "crop_pct": found["crop_pct"],
-        "mean": list(found["mean"] or IMAGENET_MEAN),
-        "std": list(found["std"] or IMAGENET_STD),
-        "precision": precision_name,
+        **figures,
+        "num_images": part.num_images,
+        "num_classes": part.num_classes,
+        "incomplete": part.incomplete,
+        "source": str(part),
     }
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if a flag is out of range."""
-    check_least(args, 1, "batch_size")
-    check_least(args, 0, "num_workers")
+def settings_of(classifier: Mapping[str, Any], precision_name: str) -> dict[str, Any]:
+    """Returns everything that the results depend on, beside weights and images. classifier: its settings."""
+    ResizeCenterCrop(classifier["input_size"], classifier["crop_pct"])  # ValueError now rather than later
+    return {
+        "input_size": classifier["input_size"],
+        "crop_pct": classifier["crop_pct"],
+        "mean": list(classifier["mean"] or IMAGENET_MEAN),
+        "std": list(classifier["std"] or IMAGENET_STD),
+        "precision": precision_name,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Checks all sets that the flags name, then evaluates what is not done yet."""
     parser, args = parse_args(argv)
-    with evaluation_session(parser, args, args.output_dir, check_flags) as session:
-        process, output_dir, wnids = session.process, Path(args.output_dir), imagenet_wnids()
-        origin: Any = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
-        model, found = load_wnid_classifier(origin["path"], args, wnids)
-        name, autocast, _ = precision(args.precision, process.device)
-        settings = settings_of(found, name)
-        session.print(
-            f"{origin['path']}, {name} on {count_of(process.world_size, 'process')}; checking the images first"
-        )
+    with evaluation_session(parser, args, args.output_dir) as session:
+        process = session.process
+        wnids = imagenet_wnids()
+        weights: Any = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
+        model, classifier_settings = load_wnid_classifier(weights["path"], args, wnids)
+        precision_name = precision(args.precision, process.device).name
+        settings = settings_of(classifier_settings, precision_name)
+        where = f"{precision_name} on {count_of(process.world_size, 'process')}"
+        session.print(f"{weights['path']}, {where}; checking the images first")
         parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
-        what = {"checkpoint": origin["path"], "sha256": origin["sha256"], "settings": settings}
-        sources = {part.name: str(part) for part in parts}
-        results = ResultsFile(output_dir / RESULTS, what, lambda done: {"summary": summarise(done)}, sources)
-        missing = results.missing(sources)
+        results = ResultsFile(
+            Path(args.output_dir) / RESULTS,
+            EvaluatedModel(weights["path"], weights["sha256"], settings),
+            lambda parts: {"summary": summarise(parts)},
+            sources={part.name: str(part) for part in parts},
+        )
+        missing = results.missing([part.name for part in parts])
         model = model.to(process.device)
         check_statistics(settings["mean"], settings["std"], RGB8)
-        normalize = Normalize(settings["mean"], settings["std"]).to(process.device)
-        sizes = args.batch_size, num_workers(args, process)
-        for part in (part for part in parts if part.name in missing):
-            start = time.perf_counter()
-            result = evaluate_part(part, model, wnids, settings, normalize, autocast, sizes)
+        context = session.make_context(args, Normalize(settings["mean"], settings["std"]), args.batch_size)
+        for part in parts:
+            if part.name not in missing:
+                continue
+            begin = time.perf_counter()
+            result = evaluate_part(part, model, wnids, settings, context)
             results.add(part.name, result)
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - begin
             session.print(f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s")
         if process.is_main:
             text = report(results.content["summary"], len(wnids))
-            results.path.with_suffix(".md").write_text(text)
-            session.print(f"\n{text}\nwritten to {results.path} and {results.path.with_suffix('.md')}")
+            table_path = results.path.with_suffix(".md")
+            table_path.write_text(text)
+            session.print(f"\n{text}\nwritten to {results.path} and {table_path}")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from downstream.demo import cut, read_photos, train_demo
 from downstream.segmentation import main_segmentation
 from downstream.segmentation.data import LabelValues, SegmentationImages
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
+from util.evaluate.results import RESULTS
 from util.run.cli import run_program
-from util.run.evaluation import RESULTS
 from util.run.folder import read_json
 
 PHOTOS = ("brick.png", "grass.png", "gravel.png", "coins.png", "chelsea.png", "coffee.png")

@@ -1,30 +1,52 @@
 """The training loop of segmentation, slide inference and evaluation. It knows batches and logits, but no model."""
 
-import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from downstream.common import each_image
 from downstream.pictures import as_picture, default_colors, panel
 from downstream.segmentation.data import IGNORE, ResizeForEvaluation, SegmentationImages, stack_pairs
 from downstream.segmentation.metrics import count_pixels, segmentation_scores
 from util import collectives
-from util.data.transforms import Normalize, Size
+from util.data.datasets import AddressedDataset
+from util.data.transforms import Size
+from util.evaluate.loop import EvalContext, evaluation_batches
+from util.evaluate.results import Evaluation
 from util.pictures import table
-from util.run.evaluation import Evaluation
 from util.run.loop import TrainLoop
 
 Batch = Sequence[torch.Tensor]  # (imgs uint8 [B, C, H, W], labels uint8 [B, H, W])
 LOSS_WEIGHTS = {"decode": 1.0, "aux": 0.4}
 MAX_WINDOWS = 8  # of an image in one batch
+
+
+class ClassList(NamedTuple):
+    """The classes of the labels."""
+
+    names: list[str]
+    colors: np.ndarray  # uint8 [K, 3]
+
+
+@dataclass(frozen=True)
+class SlideView:
+    """How an image is shown to the model: scaled to `image_scale` (long, short), window by window."""
+
+    image_scale: Sequence[int]
+    stride: int  # pixels from one window to the next
+
+
+class Prediction(NamedTuple):
+    """An image of a picture."""
+
+    img: np.ndarray  # uint8 [h, w, 3]
+    truth: np.ndarray  # uint8 [H, W]
+    predicted: np.ndarray  # int64 [H, W]
 
 
 def segmentation_losses(
@@ -90,17 +112,19 @@ def slide_logits(
     """
     height, width = img.shape[-2:]
     img = F.pad(img, (0, max(0, window[1] - width), 0, max(0, window[0] - height)))
-    boxes = [
-        (slice(top, top + window[0]), slice(left, left + window[1]))
-        for top in window_starts(img.shape[-2], window[0], stride)
-        for left in window_starts(img.shape[-1], window[1], stride)
-    ]
-    total = count = torch.zeros(img.shape[-2:], device=img.device)
+    padded_height, padded_width = img.shape[-2:]
+    boxes = []
+    for top in window_starts(padded_height, window[0], stride):
+        for left in window_starts(padded_width, window[1], stride):
+            boxes.append((slice(top, top + window[0]), slice(left, left + window[1])))
+    count = torch.zeros(padded_height, padded_width, device=img.device)
+    total = count  # it has a channel for each class once there are logits
     for first in range(0, len(boxes), MAX_WINDOWS):
         batch = boxes[first : first + MAX_WINDOWS]
-        logits = predict(torch.stack([img[:, rows, columns] for rows, columns in batch])).float()
+        windows = torch.stack([img[:, rows, columns] for rows, columns in batch])
+        logits = predict(windows).float()
         if first == 0:
-            total = count.new_zeros(logits.shape[1], *img.shape[-2:])
+            total = count.new_zeros(logits.shape[1], padded_height, padded_width)
         for (rows, columns), values in zip(batch, logits, strict=True):
             total[:, rows, columns] += resize_logits(values, window)
             count[rows, columns] += 1
@@ -116,81 +140,94 @@ def resize_logits(logits: torch.Tensor, size: Size) -> torch.Tensor:
 def evaluate(
     model: nn.Module,
     images: SegmentationImages,
-    args: argparse.Namespace,
-    classes: tuple[list[str], np.ndarray],
-    normalize: Normalize,
-    autocast: Callable[[], AbstractContextManager],
-    num_workers: int,
-    alive: Callable[[], None] = lambda: None,
+    classes: ClassList,
+    view: SlideView,
+    num_pictures: int,
+    context: EvalContext,
 ) -> Evaluation:
-    """Evaluates a model on the images, which the ranks share, with the flags' classes, scale and stride.
+    """Evaluates a model on the images, which the ranks share.
 
-    classes: (names, colours uint8 [K, 3]). `alive` is called before each image. Logits are resized to the labels, so
-    that each pixel of a label file counts once. FloatingPointError if logits are not finite.
+    Logits are resized to the labels, so that each pixel of a label file counts once. num_pictures: images of each rank
+    that may be shown; rank 0 draws its own. FloatingPointError if logits are not finite.
     """
-    device, was_training = normalize.mean.device, model.training
-    counts = torch.zeros(args.num_classes, args.num_classes, dtype=torch.int64, device=device)
+    device = context.device
+    num_classes = len(classes.names)
+    counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
     num_bad = torch.zeros((), dtype=torch.int64, device=device)
-    pictures: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    predictions: list[Prediction] = []
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        with autocast():
+        with context.autocast():
             return model(windows)["decode"]
 
+    dataset = AddressedDataset(images, ResizeForEvaluation(view.image_scale))
+    largest = (view.image_scale[0], view.image_scale[1])
+    was_training = model.training
     model.eval()
-    transform, is_gpu = ResizeForEvaluation(args.image_scale), device.type == "cuda"
-    most_bytes = images.pixel_format.pixel_bytes * math.prod(args.image_scale)
-    for _, (imgs, labels) in each_image(images, transform, stack_pairs, num_workers, is_gpu, alive, most_bytes):
+    for imgs, labels in evaluation_batches(
+        dataset, range(len(images)), context.one_by_one(), stack_pairs, largest=largest
+    ):
         truth = labels[0].to(device, non_blocking=True)
-        img = normalize(imgs.to(device, non_blocking=True))[0]
-        logits = slide_logits(predict, img, model.img_size, args.stride)
+        img = context.normalize(imgs.to(device, non_blocking=True))[0]
+        logits = slide_logits(predict, img, model.img_size, view.stride)
         num_bad += ~logits.isfinite().all()
         predicted = resize_logits(logits, tuple(truth.shape)).argmax(dim=0)
-        counts += count_pixels(predicted, truth, args.num_classes)
-        if len(pictures) < args.num_pictures:
-            pictures.append((as_picture(img, normalize), labels[0].numpy(), predicted.cpu().numpy()))
+        counts += count_pixels(predicted, truth, num_classes)
+        if len(predictions) < num_pictures:
+            shown = as_picture(img, context.normalize)
+            predictions.append(Prediction(shown, labels[0].numpy(), predicted.cpu().numpy()))
     model.train(was_training)
     if bad := collectives.all_reduce_sum(num_bad).item():
         raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")
-    found = segmentation_scores(collectives.all_reduce_sum(counts))
-    scores = {name: found[name] for name in ("miou", "macc", "aacc")} | {"num_images": len(images)}
-    is_main = collectives.rank_and_world_size()[0] == 0
-    picture = draw_predictions(pictures, classes[1]) if pictures and is_main else None
-    return Evaluation(scores, name_scores(found, classes[0]), picture)
+    measures = segmentation_scores(collectives.all_reduce_sum(counts))
+    scores = {name: measures[name] for name in ("miou", "macc", "aacc")}
+    scores["num_images"] = len(images)
+    rank, _ = collectives.rank_and_world_size()
+    picture = None
+    if predictions and rank == 0:
+        picture = draw_predictions(predictions, classes.colors)
+    return Evaluation(scores, name_scores(measures, classes.names), picture)
 
 
 def name_scores(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns {"iou": {class: value}, "acc": {class: value}}. Classes of one name are told apart by their number."""
-    unique = [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names)]
+    unique = []
+    for k, name in enumerate(names):
+        unique.append(name if names.count(name) == 1 else f"{name} ({k})")
     return {key: dict(zip(unique, scores[key], strict=True)) for key in ("iou", "acc")}
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
 
 
-def read_classes(path: str | Path | None, num_classes: int) -> tuple[list[str], np.ndarray]:
-    """Returns (names, colours uint8 [K, 3]) of the classes from a text file; numbers and default colours without one.
+def read_classes(path: str | Path | None, num_classes: int) -> ClassList:
+    """Reads the classes from a text file. Without one, they have numbers for names, and default colours.
 
     A line is `name`, or `R G B name`, in the order of the classes. ValueError if the file has another number of lines.
     """
-    names, colors = [str(k) for k in range(num_classes)], default_colors(num_classes)
+    names = [str(k) for k in range(num_classes)]
+    colors = default_colors(num_classes)
     if path is None:
-        return names, colors
+        return ClassList(names, colors)
     if not Path(path).is_file():
         raise ValueError(f"--class_names {str(path)!r} does not exist: give a text file with a line for each class")
     lines = [line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(lines) != num_classes:
         raise ValueError(f"--class_names {str(path)!r} names {len(lines)} classes, but there are {num_classes}")
     for k, words in enumerate(lines):
-        if len(words) > 3 and all(word.isdigit() and int(word) < 256 for word in words[:3]):
-            colors[k], words = [int(word) for word in words[:3]], words[3:]
+        has_color = len(words) > 3 and all(word.isdigit() and int(word) < 256 for word in words[:3])
+        if has_color:
+            colors[k] = [int(word) for word in words[:3]]
+            words = words[3:]
         names[k] = " ".join(words)
-    return names, colors
+    return ClassList(names, colors)
 
 
-def draw_predictions(pictures: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], colors: np.ndarray) -> np.ndarray:
-    """Draws a row of image, truth (black: ignored) and prediction for each picture. Returns uint8 [H, W, 3]."""
+def draw_predictions(predictions: Sequence[Prediction], colors: np.ndarray) -> np.ndarray:
+    """Draws a row of image, truth (black: ignored) and prediction for each image. Returns uint8 [H, W, 3]."""
     palette = np.zeros((256, 3), np.uint8)
     palette[: len(colors)] = colors
-    rows = [[panel(img), panel(palette[truth]), panel(palette[predicted])] for img, truth, predicted in pictures]
+    rows = []
+    for img, truth, predicted in predictions:
+        rows.append([panel(img), panel(palette[truth]), panel(palette[predicted])])
     return table(rows, ["image", "truth", "prediction"])

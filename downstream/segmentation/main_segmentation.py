@@ -25,19 +25,25 @@ from downstream import common
 from downstream.common import LinearDecay, schedule_by_iterations
 from downstream.recipes import LINEAR_DEFAULTS, SEGMENTATION_RECIPES, UPERNET_DEFAULTS
 from downstream.segmentation.data import NO_CLASS, LabelValues, SegmentationAugment, SegmentationImages, stack_pairs
-from downstream.segmentation.engine_segmentation import evaluate, read_classes, train_iterations
+from downstream.segmentation.engine_segmentation import (
+    ClassList,
+    SlideView,
+    evaluate,
+    read_classes,
+    train_iterations,
+)
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from downstream.segmentation.released import infer_settings, is_mmsegmentation, mmsegmentation_names
 from encoders.load import fit, load_encoder, read
 from util import collectives
 from util.data.images import ImageError, check_splits
 from util.data.statistics import normalizer
+from util.evaluate.evaluator import Evaluator
+from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.distributed import precision
-from util.run.evaluation import Evaluator, Session, session_of_eval
-from util.run.flags import Plan, check_least, check_same, num_workers
+from util.run.flags import Plan, check_least, check_same
 from util.run.run import Run
 from util.text import count_of
 
@@ -177,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         with session_of_eval(parser, args, given, "this program or of mmsegmentation") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
-        process, classes = run.process, read_classes(args.class_names, args.num_classes)
+        process = run.process
+        classes = read_classes(args.class_names, args.num_classes)
         images, val_images = open_split(args, "train"), open_split(args, "val")
         check_splits(images, val_images)
 
@@ -206,15 +213,15 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             rows=summary_rows(args, model, images, val_images),
             schedule=partial(schedule_by_iterations, learning_rate=rate),
             settings={"patch_size": model.patch_size},
-            classes=classes[0],
-            class_colors=classes[1].tolist(),
+            classes=classes.names,
+            class_colors=classes.colors.tolist(),
             free=FREE_FLAGS,
             fixed=FIXED_FLAGS,
             split_changes_draws=True,
         )
-        numbers = run.loop.normalize, run.loop.autocast, run.plan.num_workers
-        scored = partial(evaluate, model, val_images, args, classes, *numbers)
-        evaluator = Evaluator(run, scored, describe_scores, picture_name=PICTURE)
+        view = SlideView(args.image_scale, args.stride)
+        evaluate_val = partial(evaluate, model, val_images, classes, view, args.num_pictures)
+        evaluator = Evaluator(run, evaluate_val, describe_scores, picture_name=PICTURE)
         train = partial(train_iterations, mean_over_valid=args.mean_over_valid)
         return run.train(train, [evaluator], lambda: evaluator.summary(f"{args.head} on {args.model}"))
 
@@ -255,20 +262,18 @@ def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    check_least(args, 0, "num_workers num_pictures")
     model, args, meta = load_segmenter(args, given)
     if meta.get("classes") and "class_names" not in given:
-        classes = meta["classes"], np.array(meta["class_colors"], np.uint8)
+        classes = ClassList(meta["classes"], np.array(meta["class_colors"], np.uint8))
     else:
         classes = read_classes(args.class_names, args.num_classes)
-    images, device = open_split(args, "val"), session.process.device
-    if session.output_dir is None:
-        args.num_pictures = 0
+    images = open_split(args, "val")
     pixels = {**checkpoint.pixel_settings(meta), "mean": args.mean, "std": args.std}
-    numbers = normalizer(pixels, images.pixel_format).to(device), precision(args.precision, device).autocast
-    result = evaluate(model.to(device), images, args, classes, *numbers, num_workers(args, session.process))
-    origin = {"step": meta.get("step"), "checkpoint": args.resume}
-    session.finish(result, describe_scores(result.scores), origin, PICTURE)
+    context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
+    model = model.to(context.device)
+    view = SlideView(args.image_scale, args.stride)
+    result = evaluate(model, images, classes, view, session.num_pictures(args), context)
+    session.finish(result, describe_scores(result.scores), args.resume, meta.get("step"), PICTURE)
     return {**result.scores, **result.details}
 
 

@@ -12,8 +12,9 @@ from tests.downstream.dense import detect, segment, segment_linear
 from tests.runs import assert_same_state, reports, state
 from util.data import shared_memory
 from util.data.pixel_format import read_header
+from util.evaluate.evaluator import Evaluator
+from util.evaluate.results import RESULTS
 from util.run.checkpoint import newest_checkpoint, save_checkpoint
-from util.run.evaluation import RESULTS, Evaluator
 from util.run.folder import read_json
 
 LOSSES = {segment.measure: ("decode", "aux"), "val_box_ap": ("objectness", "rpn_box", "class", "box", "mask")}
@@ -102,6 +103,18 @@ def test_an_evaluation_in_two_processes_is_that_of_one(dense, tmp_path, capsys):
     message = program.refuses_to_evaluate(capsys, data, folder, "--output_dir", tmp_path / "file")
     assert "cannot be written to" in message
     assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (("--shard",), "--eval does not support --shard: leave it out"),
+        (("--batch_size", 0), "--batch_size must be at least 1, got 0"),
+    ],
+)
+def test_an_evaluation_refuses_flags_that_it_cannot_follow(dense, capsys, flag, message):
+    program, data, folder = dense
+    assert message in program.refuses_to_evaluate(capsys, data, folder, *flag)
 
 
 def test_an_evaluation_is_refused_if_its_images_do_not_fit_into_shared_memory(dense, capsys, monkeypatch):

@@ -192,12 +192,6 @@ def steps_per_epoch(num_samples: int, total_batch: int, world_size: int = 1) -> 
     return num_samples // total_batch
 
 
-def every_image_once(num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[Address]]:
-    """Returns this process's batches for an evaluation. Together the processes see each image exactly once."""
-    own = range(rank, num_samples, world_size)
-    return [[(0, i) for i in own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
-
-
 def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates samples without a mask. Returns (imgs [B, C, H, W], labels int64 [B])."""
     imgs, labels, _ = zip(*samples, strict=True)

@@ -180,9 +180,9 @@ class TrainLoop:
 
         Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
         """
-        self.reached(DATA, micro)
+        self.heartbeat(DATA, micro)
         batch = self.clock.next(batches)
-        self.reached(FORWARD, micro)
+        self.heartbeat(FORWARD, micro)
         self.seed_draws(self.step, micro)
         return [part.to(self.device, non_blocking=True) if torch.is_tensor(part) else part for part in batch]
 
@@ -204,7 +204,7 @@ class TrainLoop:
 
         The gradient of a loss that is not finite is NaN, so that all ranks skip the step.
         """
-        self.reached(BACKWARD, micro)
+        self.heartbeat(BACKWARD, micro)
         for name, loss in losses.items():
             self.losses[name] = self.losses.get(name, 0) + loss.detach() / self.accum_iter
         total: Any = sum(losses.values()) / self.accum_iter
@@ -232,7 +232,7 @@ class TrainLoop:
         """Counts the step and reports if it is time."""
         self.meter.add(self.losses, grad_norm)
         self.clock.num_steps += 1
-        self.reached(BETWEEN, self.accum_iter - 1)
+        self.heartbeat(BETWEEN, self.accum_iter - 1)
         self.step += 1
         self.log.advance()
         if self.watchdog is not None and self.step == self.first_step + 3:
@@ -310,10 +310,10 @@ class TrainLoop:
         where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
         return f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}", values
 
-    def reached(self, phase: int, micro: int = 0) -> None:
+    def heartbeat(self, phase: int, micro: int = 0) -> None:
         """Tells the watchdog that this process is alive."""
         if self.watchdog is not None:
-            self.watchdog.reached(self.step, len(PHASES) * micro + phase)
+            self.watchdog.heartbeat(self.step, len(PHASES) * micro + phase)
 
 
 def _total(means: dict[str, float | None]) -> float | None:

@@ -461,9 +461,9 @@ class Run:
         epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
         return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Tells the watchdog that this process works, for example once per batch of an evaluation."""
-        self.watchdog.reached(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
+        self.watchdog.heartbeat(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
 
     def progress(self) -> str:
         """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""

@@ -134,7 +134,7 @@ def first_timeout(dist_timeout: float, compiles: bool) -> float:
 
 
 class Watchdog(threading.Thread):
-    """Context manager: ends this process if `reached` is not called for `limit` seconds after its first call.
+    """Context manager: ends this process if `heartbeat` is not called for `limit` seconds after its first call.
 
     `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. store: shared by all
     `world_size` processes; None for a single process.
@@ -151,7 +151,7 @@ class Watchdog(threading.Thread):
         self.since: float | None = None
         self.stopped = threading.Event()
 
-    def reached(self, step: int, phase: int) -> None:
+    def heartbeat(self, step: int, phase: int) -> None:
         """Tells that this process entered a phase of an optimizer step. Cheap: three assignments."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
 
@@ -197,11 +197,11 @@ class Watchdog(threading.Thread):
                 self._end_process(pulse)
         faulthandler.cancel_dump_traceback_later()
 
-    def _write_note(self, heartbeat: str | None = None) -> None:
-        """Publishes step, phase, heartbeat (default: the time) and host of this process."""
+    def _write_note(self, beat: str | None = None) -> None:
+        """Publishes step, phase, beat (default: the time) and host of this process."""
         if self.store is not None:
             with suppress(RuntimeError):  # the process that keeps the store is gone or stopped
-                note = f"{self.step} {self.phase} {heartbeat or time.time()} {socket.gethostname()}"
+                note = f"{self.step} {self.phase} {beat or time.time()} {socket.gethostname()}"
                 self.store.set(f"watchdog/{self.rank}", note)
 
     def _end_process(self, pulse: float) -> None:
@@ -240,14 +240,14 @@ class Watchdog(threading.Thread):
         return f"{own}; furthest behind is {', '.join(behind)}, {_describe(*last)}"
 
     def _read_note(self, rank: int, pulse: float) -> tuple[int, int, str, str] | None:
-        """Returns (step, phase, heartbeat, host) of a process, or None if the store does not have it."""
+        """Returns (step, phase, beat, host) of a process, or None if the store does not have it."""
         assert self.store is not None
         try:
             self.store.wait([f"watchdog/{rank}"], timedelta(seconds=max(1.0, pulse)))
-            step, phase, heartbeat, host = self.store.get(f"watchdog/{rank}").decode().split()
+            step, phase, beat, host = self.store.get(f"watchdog/{rank}").decode().split()
         except RuntimeError:
             return None
-        return int(step), int(phase), heartbeat, host
+        return int(step), int(phase), beat, host
 
 
 @contextmanager

@@ -23,20 +23,19 @@ from downstream.detection.data import (
     crop_mask,
 )
 from downstream.detection.engine_detection import (
-    PANEL,
     detect_all,
-    detections_in_image,
-    draw_objects,
     pad_with_zeros,
-    paste_masks,
     split_targets,
 )
 from downstream.detection.masks import decode_mask, encode_mask
 from downstream.detection.metrics import average_precision
+from downstream.detection.objects import DetectedObject, detections_in_image, paste_masks
+from downstream.detection.pictures import PANEL, draw_objects
 from util import collectives
 from util.data.datasets import AddressedDataset
 from util.data.images import ImageError
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from util.evaluate.loop import EvalContext
 
 # ------------------------------------------------------------------------------------------------------- annotations
 
@@ -394,8 +393,8 @@ class Recogniser(torch.nn.Module):
 def test_processes_share_the_images_of_an_evaluation(tmp_path, monkeypatch, world_size):
     """What all ranks find together are the detections of one process, in its order."""
     images = open_split(write_coco(tmp_path, "val", 5), "val", False)
-    normalize, rest = Normalize(IMAGENET_MEAN, IMAGENET_STD), (nullcontext, 0)
-    expected, pictures = detect_all(Recogniser(), images, 2, normalize, *rest)
+    context = EvalContext(Normalize(IMAGENET_MEAN, IMAGENET_STD), nullcontext, batch_size=1, num_workers=0)
+    expected, pictures = detect_all(Recogniser(), images, 2, context)
     assert len({(r["score"], r["bbox"][0]) for r in expected}) == len(expected) == 5 and len(pictures) == 2
     parts = []
     monkeypatch.setattr(collectives, "run_everywhere", lambda check: check())
@@ -403,7 +402,7 @@ def test_processes_share_the_images_of_an_evaluation(tmp_path, monkeypatch, worl
         for rank in range(world_size):
             monkeypatch.setattr(collectives, "rank_and_world_size", lambda rank=rank: (rank, world_size))
             monkeypatch.setattr(collectives, "gather_objects", lambda part, last=last: collect(parts, part, last))
-            found, _ = detect_all(Recogniser(), images, 0, normalize, *rest)
+            found, _ = detect_all(Recogniser(), images, 0, context)
             assert (found == expected) == last
 
 
@@ -411,7 +410,11 @@ def test_a_picture_shows_the_objects_and_their_names():
     """Outlines hide no pixel inside an object, and names stand outside of its box and of each other."""
     img, mask, scale = np.full((64, 64, 3), 128, np.uint8), np.zeros((64, 64), bool), PANEL // 64
     mask[20:40, 20:40] = True
-    objects = [([20, 20, 40, 40], 1, 0.75, mask), ([20, 46, 40, 60], 2, 0.5, None), ([0, 0, 10, 10], 2, 1.0, None)]
+    objects = [
+        DetectedObject([20, 20, 40, 40], 1, 0.75, mask),
+        DetectedObject([20, 46, 40, 60], 2, 0.5, None),
+        DetectedObject([0, 0, 10, 10], 2, None, None),
+    ]
     drawn = draw_objects(img, objects, ["cup", "rocket"])
     assert drawn.shape == (PANEL, PANEL, 3)
     changed = (drawn != 128).any(axis=2)
@@ -419,7 +422,7 @@ def test_a_picture_shows_the_objects_and_their_names():
     assert not changed[inside, inside].any() and not changed[47 * scale : 59 * scale, inside].any()
     assert not changed[10 * scale + 19 : 20 * scale - 19].any()  # between the name below one box and above the next
     assert changed[20 * scale - 10, 20 * scale + 2] and changed[46 * scale - 10, 20 * scale + 2]
-    narrow = draw_objects(img[:, :48], [([20, 20, 40, 40], 1, 0.75, mask[:, :48])], ["cup"])
+    narrow = draw_objects(img[:, :48], [DetectedObject([20, 20, 40, 40], 1, 0.75, mask[:, :48])], ["cup"])
     assert (narrow[:, 48 * scale :] == 255).all() and (narrow[20 * scale + 1, 20 * scale : 40 * scale] != 128).any()
 
 

@@ -17,7 +17,7 @@ from downstream.detection.models import Detector
 from tests.downstream.dense import detect
 from tests.downstream.detection.coco import write_coco
 from tests.runs import assert_same_state, reports, state
-from util.run.evaluation import RESULTS
+from util.evaluate.results import RESULTS
 from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import find_changes

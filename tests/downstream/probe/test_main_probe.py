@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 
 import main_pretrain
-from downstream.probe import main_probe
-from downstream.probe.main_probe import GRID, rate_at, split_held_out
+from downstream.probe import engine_probe, main_probe
+from downstream.probe.engine_probe import GRID, rate_at, split_held_out
 from downstream.probe.models import FrozenEncoder
 from tests.locks import held_by_another_process
 from tests.runs import refused
-from tests.util.test_knn import mean_and_std, slow_ranking
+from tests.util.evaluate.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
 from util.data import shared_memory
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
@@ -101,15 +101,15 @@ def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path,
 
 
 def test_the_held_out_tenth_never_trains(encoder, data, tmp_path, monkeypatch):
-    loads, getitem = [], main_probe.AddressedDataset.__getitem__
+    loads, getitem = [], engine_probe.AddressedDataset.__getitem__
 
     def note(self, address):
         images, i = self.images, address[1]
-        is_subset = isinstance(images, main_probe.ImageSubset)
+        is_subset = isinstance(images, engine_probe.ImageSubset)
         loads.append((type(self.transform), len(images), int(images.indices[i]) if is_subset else i))
         return getitem(self, address)
 
-    monkeypatch.setattr(main_probe.AddressedDataset, "__getitem__", note)
+    monkeypatch.setattr(engine_probe.AddressedDataset, "__getitem__", note)
     probe(encoder, data, tmp_path, "--probes", "linear")
     training, held_out = split_held_out(24)
     assert len(held_out) == 2 and sorted([*training, *held_out]) == list(range(24))
@@ -134,7 +134,7 @@ def test_the_schedule_warms_up_linearly_and_ends_at_zero():
 def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys, monkeypatch):
     content = probe(encoder, data, tmp_path / "out", "--probes", "knn")
     with monkeypatch.context() as patch:
-        patch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
+        patch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
         assert probe(encoder, data, tmp_path / "out", "--probes", "knn") == content
     assert "already holds 1 of 1 part: knn" in capsys.readouterr().out
     message = fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn", "--blocks", 3)
@@ -174,7 +174,7 @@ def test_errors_are_one_paragraph_before_anything_is_computed(
     flags,
     message,
 ):
-    monkeypatch.setattr(main_probe, "extract_features", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(engine_probe, "extract_features", lambda *_: pytest.fail("computed"))
     words = [word.format(data=data, tmp=tmp_path) for word in flags.split()]
     assert message in fails(capsys, encoder, data, tmp_path / "out", *words)
     assert not (tmp_path / "out" / "probe.json").exists()
@@ -200,7 +200,7 @@ def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path,
 
 def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_path, capsys, monkeypatch):
     """First one head of each grid has diverged, then all of them have."""
-    train_heads, diverged = main_probe.Probing.train_heads, slice(3, 4)
+    train_heads, diverged = engine_probe.Probing.train_heads, slice(3, 4)
 
     def diverging(self, *how):
         finished = train_heads(self, *how)
@@ -209,7 +209,7 @@ def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_pat
             head.weight.data[:] = torch.nan
         return finished
 
-    monkeypatch.setattr(main_probe.Probing, "train_heads", diverging)
+    monkeypatch.setattr(engine_probe.Probing, "train_heads", diverging)
     content = probe(encoder, data, tmp_path / "one", "--probes", "linear")
     scores = [head["held_out_top1"] for head in content["held_out"] if head["feature"] == "mean"]
     assert scores[3] == 0 and max(scores) > 0
@@ -220,20 +220,20 @@ def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_pat
 
 
 def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(main_probe.StopSignal, "agreed", lambda stop: True)
+    monkeypatch.setattr(engine_probe.StopSignal, "agreed", lambda stop: True)
     words = command(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
     assert main_probe.main(words) is False
     kept = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert list(kept["parts"]) == ["knn"]
     monkeypatch.undo()
-    monkeypatch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
+    monkeypatch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
     content = probe(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
     assert list(content["parts"]) == ["knn", "heads"] and content["results"][: len(kept["results"])] == kept["results"]
 
 
 def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, monkeypatch):
     with held_by_another_process(tmp_path / "out") as message, monkeypatch.context() as patch:
-        patch.setattr(main_probe.Probing, "knn", lambda self: pytest.fail("computed"))
+        patch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed"))
         assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
     probe(encoder, data, tmp_path / "out", "--probes", "knn")  # a lock goes with its process
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.runs import refused
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize, ResizeCenterCrop
+from util.evaluate.loop import EvalContext
 from util.run import distributed
 from util.run.checkpoint import save_checkpoint
 from util.run.cli import Parser
@@ -186,9 +188,8 @@ def test_top1_against_a_hand_computed_case(tmp_path, name, figures):
         Image.new("RGB", (32, 32), (20 * level,) * 3).save(tmp_path / WNIDS[i] / "0.png")
     part = main_robustness.check_part(Part(name, str(tmp_path)), WNIDS, True)
     settings, as_they_are = dict(input_size=32, crop_pct=1.0), Normalize((0.0,) * 3, (1 / 255,) * 3)
-    result = main_robustness.evaluate_part(
-        part, ChoosesByBrightness(), WNIDS, settings, as_they_are, lambda: torch.autocast("cpu", enabled=False), (64, 0)
-    )
+    context = EvalContext(as_they_are, nullcontext, batch_size=64, num_workers=0)
+    result = main_robustness.evaluate_part(part, ChoosesByBrightness(), WNIDS, settings, context)
     assert {key: value for key, value in result.items() if key.startswith("top1")} == figures
     assert result["incomplete"] and (result["num_images"], result["num_classes"]) == (4, 4)
 

@@ -19,7 +19,7 @@ from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.downstream.segmentation.test_models import randomise
 from tests.runs import reports, state
-from util.run.evaluation import RESULTS
+from util.evaluate.results import RESULTS
 from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import find_changes

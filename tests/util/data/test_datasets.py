@@ -21,7 +21,6 @@ from util.data.datasets import (
     AddressedDataset,
     StepBatchSampler,
     batches,
-    every_image_once,
     open_images,
     stack,
     steps_per_epoch,
@@ -225,7 +224,7 @@ def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photo
 @pytest.mark.parametrize(("old", "num_workers", "expected"), [(True, 2, [0]), (True, 0, []), (False, 2, [])])
 def test_threads_settle_before_workers_are_forked(photos, monkeypatch, old, num_workers, expected):
     """Else a worker can hang at its start on an old Python."""
-    sampler = every_image_once(24, 8, 0, 1)
+    sampler = [[(0, 8 * batch + i) for i in range(8)] for batch in range(3)]
     loader = batches(
         AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2)), sampler, stack, num_workers, False
     )
@@ -316,13 +315,6 @@ def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, me
     write_inaturalist(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         open_images("inat19", tmp_path, "val")
-
-
-@pytest.mark.parametrize(("num", "batch_size", "world_size"), [(10, 4, 1), (10, 4, 3), (2, 4, 3), (16, 4, 2)])
-def test_an_evaluation_sees_every_image_once(num, batch_size, world_size):
-    shares = [every_image_once(num, batch_size, rank, world_size) for rank in range(world_size)]
-    assert sorted(i for share in shares for batch in share for _, i in batch) == list(range(num))
-    assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
 
 
 @pytest.mark.parametrize(("batch_bytes", "expected"), [(0, 4), (2**33, 1)])

@@ -67,7 +67,7 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
 
 
 def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(photos, tmp_path, monkeypatch):
-    events, begin_step, alive = [], TrainLoop.begin_step, Run.alive
+    events, begin_step, heartbeat = [], TrainLoop.begin_step, Run.heartbeat
 
     def note(what, watchdog):
         if events[-1:] != [(what, watchdog.limit)]:
@@ -75,7 +75,7 @@ def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(
 
     monkeypatch.setattr(Framework, "compile", lambda model, **options: None)
     monkeypatch.setattr(TrainLoop, "begin_step", lambda loop, n: (note("step", loop.watchdog), begin_step(loop, n)))
-    monkeypatch.setattr(Run, "alive", lambda run: (note("kNN", run.watchdog), alive(run)))
+    monkeypatch.setattr(Run, "heartbeat", lambda run: (note("kNN", run.watchdog), heartbeat(run)))
     pretrain(photos, tmp_path / "out", "--compile", "--epochs", 3, "--knn_every", 1, "--picture_every", 0)
     assert events == [
         ("kNN", 3600),

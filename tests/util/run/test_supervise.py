@@ -135,7 +135,7 @@ def test_what_may_compile_has_more_time():
 @pytest.mark.parametrize(("first", "ends"), [(0.2, True), (3600, False)])
 def test_the_watchdog_ends_a_process_without_progress(codes, capfd, first, ends):
     with Watchdog(timeout=0.1, first=first) as watchdog:
-        watchdog.reached(2, supervise.BETWEEN)
+        watchdog.heartbeat(2, supervise.BETWEEN)
         if ends:
             wait_until(lambda: codes)
         else:

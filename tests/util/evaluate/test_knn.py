@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from util.knn import Moments, best_of, nearest, rank_of_label, unit_rows, votes_of
+from util.evaluate.knn import best_of, nearest, rank_of_label, unit_rows, votes_of
+from util.evaluate.moments import Moments
 
 
 def slow_ranking(bank, labels, query, num_classes, k, moments=None, without=None):

@@ -1,0 +1,87 @@
+"""The objects of an image, as a model detects them or as they are annotated."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from downstream.detection.data import CocoImages
+from downstream.detection.masks import decode_mask, encode_mask
+from util.data.transforms import Size
+
+MASKS_AT_ONCE = 16  # that are pasted together
+
+
+class DetectedObject(NamedTuple):
+    """An object of an image."""
+
+    box: list[float]  # (x1, y1, x2, y2) in pixels of the image
+    label: int  # from 1
+    score: float | None  # None: annotated
+    mask: np.ndarray | None  # bool [H, W] of the image
+
+
+def paste_masks(masks: torch.Tensor, boxes: torch.Tensor, size: Size) -> np.ndarray:
+    """Returns masks [n, s, s] of probabilities inside their boxes [n, 4] as masks of the image, bool [n, *size].
+
+    Pixels take the bilinear value at their centre, and are set from 0.5 on, as in detectron2.
+    """
+    height, width = size
+    rows = torch.arange(height, device=boxes.device) + 0.5
+    columns = torch.arange(width, device=boxes.device) + 0.5
+    pasted = [np.zeros((0, height, width), bool)]
+    for probabilities, box in zip(masks.split(MASKS_AT_ONCE), boxes.split(MASKS_AT_ONCE), strict=True):
+        x1, y1, x2, y2 = box[:, :, None].unbind(1)  # each [n, 1]
+        x = (columns - x1) / (x2 - x1) * 2 - 1
+        y = (rows - y1) / (y2 - y1) * 2 - 1
+        places = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+        values = F.grid_sample(probabilities[:, None].float(), places, align_corners=False)
+        pasted.append((values[:, 0] >= 0.5).cpu().numpy())
+    return np.concatenate(pasted)
+
+
+def detections_in_image(detections: Mapping[str, torch.Tensor], resized: Size, size: Size) -> list[DetectedObject]:
+    """Returns a model's detections in an image that was resized from `size` to `resized`, in its own pixels."""
+    scale_y = size[0] / resized[0]
+    scale_x = size[1] / resized[1]
+    boxes = detections["boxes"]
+    boxes = boxes * torch.tensor([scale_x, scale_y, scale_x, scale_y], device=boxes.device)
+    masks: Sequence[np.ndarray | None] = [None] * len(boxes)
+    if "masks" in detections:
+        masks = list(paste_masks(detections["masks"], boxes, size))
+    labels = detections["labels"].tolist()
+    scores = detections["scores"].tolist()
+    return [DetectedObject(*values) for values in zip(boxes.tolist(), labels, scores, masks, strict=True)]
+
+
+def annotated_objects(images: CocoImages, index: int) -> list[DetectedObject]:
+    """Returns the annotated objects of an image. Crowds are left out."""
+    height, width = images.sizes[index].tolist()
+    objects = []
+    for annotation in images.annotations(index):
+        if annotation["box"] is None or annotation["crowd"]:
+            continue
+        mask = None
+        if annotation["segmentation"]:
+            mask = decode_mask(annotation["segmentation"], height, width).astype(bool)
+        objects.append(DetectedObject(annotation["box"], annotation["label"], None, mask))
+    return objects
+
+
+def coco_results(objects: Sequence[DetectedObject], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the detections of an image in COCO's format of results."""
+    results = []
+    for detected in objects:
+        x1, y1, x2, y2 = detected.box
+        result: dict[str, Any] = {
+            "image_id": image_id,
+            "category_id": category_ids[detected.label - 1],
+            "score": detected.score,
+            "bbox": [x1, y1, x2 - x1, y2 - y1],
+        }
+        if detected.mask is not None:
+            result["segmentation"] = encode_mask(detected.mask)
+        results.append(result)
+    return results

@@ -1,0 +1,334 @@
+"""kNN and the training of the heads on a frozen encoder, and their scores."""
+
+import argparse
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, Tokens
+from util import collectives
+from util.accuracy import accuracies
+from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
+from util.data.images import Images
+from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
+from util.evaluate.features import Features, extract_features
+from util.evaluate.knn import KnnProtocol, knn_accuracy
+from util.evaluate.loop import EvalContext, evaluation_batches
+from util.evaluate.moments import moments_of_all
+from util.evaluate.session import Session
+from util.run.flags import split_batch
+from util.run.supervise import StopSignal
+from util.text import count_of
+
+NEIGHBOURS = (10, 20, 100, 200)
+LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # for 256 images
+WEIGHT_DECAYS = (5e-4, 1e-3, 5e-2)
+GRID = tuple((lr, weight_decay) for lr in LEARNING_RATES for weight_decay in WEIGHT_DECAYS)
+HELD_OUT = 0.1  # share of the training images
+HELD_OUT_SEED = 42
+WARMUP = 0.1  # share of the steps
+MAX_BATCH_SIZE = 128  # of a process, if no flag gives another
+
+Row = dict[str, Any]  # of the results
+
+
+class ImageSubset:
+    """Some of the images, renumbered from 0."""
+
+    def __init__(self, images: Images, indices: np.ndarray) -> None:
+        self.images = images
+        self.indices = indices
+        self.pixel_format = images.pixel_format
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def load(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, C], label)."""
+        return self.images.load(int(self.indices[i]))
+
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns what `load` does."""
+        return self.load(i)
+
+
+def split_held_out(num_images: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (images to train on, images that select the head), both ascending: nine tenths and one tenth."""
+    order = permutation(HELD_OUT_SEED, 0, num_images)
+    num_held_out = max(1, int(num_images * HELD_OUT))
+    return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+
+
+def rate_at(step: int, num_steps: int) -> float:
+    """Returns the factor on the learning rates: linear warm-up over a tenth of the steps, then half a cosine to 0."""
+    warmup = WARMUP * num_steps
+    if step < warmup:
+        return step / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
+
+
+class Probes(nn.Module):
+    """The grids of heads of all features, by their names: "<block> <feature> <probe>"."""
+
+    def __init__(self, encoder: FrozenEncoder, probes: Sequence[str], num_classes: int) -> None:
+        super().__init__()
+        features = ("mean", "cls") if encoder.num_cls else ("mean",)
+        self.grids = nn.ModuleDict()
+        for block in encoder.blocks:
+            if "linear" in probes:
+                for feature in features:
+                    self.grids[f"{block} {feature} linear"] = HeadGrid(LinearHead, encoder.dim, num_classes, GRID)
+            if "attentive" in probes:
+                self.grids[f"{block} patches attentive"] = HeadGrid(AttentiveHead, encoder.dim, num_classes, GRID)
+
+    def forward(self, tokens: Mapping[int, Tokens]) -> dict[str, torch.Tensor]:
+        """Returns {name: logits [G, B, C]} of what the encoder returns."""
+        logits = {}
+        for name, grid in self.grids.items():
+            block, feature, _ = name.split()
+            cls, patches = tokens[int(block)]
+            if feature == "cls":
+                logits[name] = grid(cls)
+            elif feature == "mean":
+                logits[name] = grid(patches.mean(dim=1))
+            else:
+                logits[name] = grid(patches)
+        return logits
+
+
+def encode(
+    encoder: FrozenEncoder, batch: Sequence[torch.Tensor], context: EvalContext
+) -> tuple[dict[int, Tokens], torch.Tensor]:
+    """Returns (the encoder's tokens by block, labels). batch: images as they are stored, and labels."""
+    imgs, labels = batch
+    imgs = imgs.to(context.device, non_blocking=True)
+    labels = labels.to(context.device, non_blocking=True)
+    with context.autocast():
+        return encoder(context.normalize(imgs)), labels
+
+
+def update_heads(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    encoder: FrozenEncoder,
+    stream: Iterator[Any],
+    accum_iter: int,
+    context: EvalContext,
+) -> torch.Tensor:
+    """Makes an optimizer step of all heads. Returns their mean loss in its last micro-batch.
+
+    model: Probes, as they are or in DDP. stream: of micro-batches.
+    """
+    for micro in range(accum_iter):
+        tokens, labels = encode(encoder, next(stream), context)
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = micro == accum_iter - 1
+        losses = []
+        for logits in model(tokens).values():  # [G, B, C]
+            losses.append(F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits))))
+        loss_of_grids = torch.stack(losses)
+        (loss_of_grids.sum() / accum_iter).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss_of_grids.detach().mean()
+
+
+class Probing:
+    """One frozen encoder, the images it is evaluated on, and how."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        session: Session,
+        encoder: FrozenEncoder,
+        images: Images,
+        val_images: Images,
+        normalize: Normalize,
+    ) -> None:
+        self.args = args
+        self.session = session
+        self.encoder = encoder.to(session.process.device)
+        self.images = images
+        self.val_images = val_images
+        batch_size, self.accum_iter, _ = split_batch(
+            args.batch_size, None, args.total_batch_size, session.process.world_size, MAX_BATCH_SIZE
+        )
+        self.context = session.make_context(args, normalize, batch_size)
+        self.training, self.held_out = split_held_out(len(images))
+        if set(args.probes) - {"knn"} and len(self.training) < args.total_batch_size:
+            raise ValueError(
+                f"nine tenths of the training set are {count_of(len(self.training), 'image')}, fewer than one batch of "
+                f"{args.total_batch_size}: lower --total_batch_size"
+            )
+
+    # -------------------------------------------------------------------------------------------------------- kNN
+
+    def knn(self) -> list[Row]:
+        """Returns the accuracies of all blocks, features, scalings and numbers of neighbours."""
+        ks = sorted({min(k, len(self.images)) for k in NEIGHBOURS})
+        protocol = KnnProtocol(len(self.images.classes), tuple(ks))
+        bank = self.extract(self.images)
+        queries = self.extract(self.val_images)
+        rows = []
+        for name, features in bank.values.items():
+            block, feature = name.split()
+            for scaling, moments in (("raw", None), ("z", moments_of_all(features))):
+                for k, scores in knn_accuracy(bank, queries, name, protocol, moments).items():
+                    row = {"probe": "knn", "block": int(block), "feature": feature, "scaling": scaling, "k": k}
+                    rows.append({**row, **scores})
+        return rows
+
+    def extract(self, images: Images) -> Features:
+        """Encodes this rank's share of the images. FloatingPointError on all ranks if a feature is not finite."""
+        dataset = self.whole_images(images)
+        indices = np.arange(len(images))
+        features = extract_features(self.encoder.vectors, self.encoder, dataset, indices, self.context)
+        for name, x in features.values.items():
+            is_bad = ~x.norm(dim=1).isfinite()  # overflows count, too
+            num_bad = collectives.all_reduce_sum(is_bad.sum()).item()
+            if num_bad:
+                block, feature = name.split()
+                raise FloatingPointError(
+                    f"the encoder's features ({feature}, block {block}) of {num_bad} of {len(images)} images are not "
+                    "finite: try --precision fp32"
+                )
+        return features
+
+    def whole_images(self, images: Images) -> AddressedDataset:
+        """Returns images in the evaluation view. Of the training images, those that cannot be read are replaced."""
+        view = ResizeCenterCrop(self.encoder.img_size, reference=self.args.loader == "reference")
+        return AddressedDataset(images, view, replace=images is self.images and self.args.max_bad_fraction > 0)
+
+    # ------------------------------------------------------------------------------------------------------ heads
+
+    def heads(self) -> dict[str, list[Row]] | None:
+        """Trains the grids of heads. Returns the chosen ones on val/, and all of them on the held-out images.
+
+        None if a signal stopped the training. After Ctrl-C it raises KeyboardInterrupt.
+        """
+        torch.manual_seed(self.args.seed)
+        kinds = [name for name in self.args.probes if name != "knn"]
+        probes = Probes(self.encoder, kinds, len(self.images.classes)).to(self.context.device)
+        with StopSignal(self.context.device) as stop:
+            has_finished = self.train_heads(probes, stop)
+            stop.settle()
+        if stop.name == signal.SIGINT.name:
+            raise KeyboardInterrupt
+        if not has_finished:
+            reason = stop.name or "a signal to another process"
+            self.session.print(f"stopped by {reason}; the same command trains them anew")
+            return None
+        selection = self.score_heads(probes, self.images, self.held_out)
+        scores = self.score_heads(probes, self.val_images, range(len(self.val_images)))
+        chosen = []
+        held_out = []
+        for name, grid in probes.grids.items():
+            rows = held_out_rows(name, grid, selection[name])
+            best = max(range(len(rows)), key=lambda i: rows[i]["held_out_top1"])
+            top1, top5 = scores[name][best].tolist()
+            chosen.append({**rows[best], **accuracies(top1, top5, len(self.images.classes))})
+            held_out += rows
+        return {"chosen": chosen, "held_out": held_out}
+
+    def train_heads(self, probes: Probes, stop: StopSignal) -> bool:
+        """Trains all heads at once on the same augmented images. Returns False if a signal stopped it.
+
+        A head that diverges does not disturb the others: no step is skipped. So this is no `Run`.
+        """
+        args = self.args
+        model: nn.Module = probes
+        if self.session.process.world_size > 1:
+            model = DistributedDataParallel(probes)
+        groups = []
+        for grid in probes.grids.values():
+            groups += grid.parameter_groups(args.total_batch_size / 256)
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        stream = self.training_batches()
+        begin = time.monotonic()
+        for step in range(args.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * rate_at(step, args.steps)
+            loss = update_heads(model, optimizer, self.encoder, stream, self.accum_iter, self.context)
+            if (step + 1) % max(1, args.steps // 20) == 0:
+                progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
+                self.session.print(f"{progress}, {time.monotonic() - begin:.0f} s")
+            if stop.agreed() and step + 1 < args.steps:
+                break
+        stream.close()
+        return step + 1 == args.steps
+
+    def training_batches(self) -> Any:
+        """Returns this rank's batches of all steps: augmented images of the nine tenths. `close()` ends the workers."""
+        args = self.args
+        process = self.session.process
+        img_size = self.encoder.img_size
+        training: Any = ImageSubset(self.images, self.training)
+        crop = RandomResizedCropFlip(img_size, args.seed, args.crop_scale, reference=args.loader == "reference")
+        sampler = StepBatchSampler(
+            num_samples=len(training),
+            batch_size=self.context.batch_size,
+            accum_iter=self.accum_iter,
+            rank=process.rank,
+            world_size=process.world_size,
+            seed=args.seed,
+            start_step=0,
+            end_step=args.steps,
+        )
+        return batches(
+            AddressedDataset(training, crop, replace=args.max_bad_fraction > 0),
+            sampler,
+            stack,
+            self.context.num_workers,
+            pin_memory=self.context.device.type == "cuda",
+            batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(img_size) * self.context.batch_size,
+        )
+
+    @torch.no_grad()
+    def score_heads(
+        self, probes: Probes, images: Images, indices: Sequence[int] | np.ndarray
+    ) -> dict[str, torch.Tensor]:
+        """Returns {name: top-1 and top-5 of each head in percent [G, 2]} of these images in the evaluation view.
+
+        An image counts as an error of the heads whose logits of it are not finite. FloatingPointError on all ranks if
+        there is such an image for each head of a grid.
+        """
+        counts = {}  # {name: hits among 1 and 5, images with logits that are not finite [G, 3]}
+        for name in probes.grids:
+            counts[name] = torch.zeros(len(GRID), 3, dtype=torch.float64, device=self.context.device)
+        for batch in evaluation_batches(self.whole_images(images), indices, self.context):
+            tokens, labels = encode(self.encoder, batch, self.context)
+            for name, logits in probes(tokens).items():
+                is_finite = logits.isfinite().all(dim=2)  # [G, B]
+                top5 = logits.topk(min(5, logits.shape[2])).indices
+                is_hit = (top5 == labels[:, None]) & is_finite[..., None]  # [G, B, 5]
+                counts[name][:, 0] += is_hit[..., 0].sum(dim=1)
+                counts[name][:, 1] += is_hit.any(dim=2).sum(dim=1)
+                counts[name][:, 2] += (~is_finite).sum(dim=1)
+        scores = {}
+        for name, counts_of_grid in counts.items():
+            collectives.all_reduce_sum(counts_of_grid)  # in place
+            if counts_of_grid[:, 2].all():
+                raise FloatingPointError(
+                    f"the logits of all heads ({name}) are not finite: the encoder's features may not be finite, try "
+                    "--precision fp32"
+                )
+            scores[name] = 100 * counts_of_grid[:, :2] / len(indices)
+        return scores
+
+
+def held_out_rows(name: str, grid: HeadGrid, scores: torch.Tensor) -> list[Row]:
+    """Returns a row for each head of a grid. name: of the grid. scores: on the held-out images, in percent [G, 2]."""
+    block, feature, probe = name.split()
+    rows = []
+    for (lr, weight_decay), top1 in zip(grid.grid, scores[:, 0].tolist(), strict=True):
+        row = {"probe": probe, "block": int(block), "feature": feature}
+        rows.append({**row, "lr": lr, "weight_decay": weight_decay, "held_out_top1": top1})
+    return rows

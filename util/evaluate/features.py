@@ -1,0 +1,102 @@
+"""Features of an encoder over all processes. It knows no model.
+
+Each process encodes its share of the images, and keeps what it has encoded.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from util import collectives
+from util.data.datasets import AddressedDataset
+from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
+
+Encode = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+class Features(NamedTuple):
+    """This rank's share of the features of some images, on the device."""
+
+    values: dict[str, torch.Tensor]  # {name of a feature: float32 [n, D]}
+    labels: torch.Tensor  # int64 [n]
+    indices: torch.Tensor  # of the images in the data, int64 [n], ascending
+
+    def take(self, rows: torch.Tensor) -> "Features":
+        """Returns the features of the images at `rows`, a mask [n]."""
+        values = {name: x[rows] for name, x in self.values.items()}
+        return Features(values, self.labels[rows], self.indices[rows])
+
+
+@torch.no_grad()
+def extract_features(
+    encode: Encode,
+    model: nn.Module,
+    dataset: AddressedDataset,
+    indices: Sequence[int] | np.ndarray,
+    context: EvalContext,
+) -> Features:
+    """Encodes this rank's share of the images `indices`, which ascend. All ranks must call it.
+
+    encode: turns normalised images [B, C, H, W] into {name: features [B, D]}. model: its network, which is put into
+    eval mode for the time being. A rank without images has features [0, D].
+    """
+    device = context.device
+    features: dict[str, list[torch.Tensor]] = {}
+    labels = [torch.empty(0, dtype=torch.int64, device=device)]
+    was_training = model.training
+    model.eval()
+    loaded = evaluation_batches(dataset, indices, context)
+    for imgs, targets in with_equal_passes(loaded, dataset, len(indices), model, encode, context):
+        with context.autocast():
+            encoded = encode(context.normalize(imgs.to(device, non_blocking=True)))
+        for name, x in encoded.items():
+            features.setdefault(name, []).append(x.float())
+        labels.append(targets.to(device, non_blocking=True))
+    model.train(was_training)
+    share = torch.as_tensor(share_of_rank(indices), device=device)
+    return Features(_join(features, device), torch.cat(labels), share)
+
+
+def _join(features: Mapping[str, list[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Joins the batches of each feature. A rank without images learns names and sizes from the others."""
+    dims = {name: batches[0].shape[1] for name, batches in features.items()}
+    for dims_of_rank in collectives.gather_objects(dims):
+        dims = dims or dims_of_rank
+    joined = {}
+    for name, dim in dims.items():
+        joined[name] = torch.cat([torch.empty(0, dim, device=device), *features.get(name, [])])
+    return joined
+
+
+def forward_blocks(
+    network: nn.Module, imgs: torch.Tensor, blocks: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Returns (`network.forward_features(imgs)`, {block: its output before the final norm}). Blocks count from 1."""
+    outputs: dict[int, torch.Tensor] = {}
+
+    def keep(block: int) -> Callable[..., None]:
+        return lambda module, args, output: outputs.update({block: output})
+
+    hooks = [network.blocks[block - 1].register_forward_hook(keep(block)) for block in blocks]
+    try:
+        return network.forward_features(imgs), outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def class_feature(x: torch.Tensor, before_norm: torch.Tensor | None, num_cls_tokens: int) -> torch.Tensor:
+    """Returns the class feature of each image [B, D]: one token after the norm, or the mean of several before the norm.
+
+    The latter is Pixio's (arXiv 2512.15715).
+
+    x, before_norm: tokens [B, T, D] after and before the final norm. The latter may be None for a single class token;
+    otherwise None means that the network has no such output, and `x` is read.
+    """
+    if num_cls_tokens == 1:
+        return x[:, 0]
+    tokens = x if before_norm is None else before_norm
+    return tokens[:, :num_cls_tokens].to(x.dtype).mean(dim=1)

@@ -1,0 +1,108 @@
+"""The evaluation loop: its context, and the batches of images, which the ranks share."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from util import collectives
+from util.data.datasets import AddressedDataset, batches, stack
+from util.data.transforms import Normalize, Size
+from util.run import shard
+from util.run.shard import Autocast
+
+
+def no_heartbeat() -> None:
+    """The heartbeat of a program that no watchdog watches."""
+
+
+@dataclass(frozen=True)
+class EvalContext:
+    """How this process evaluates a model, whatever the model and the images are.
+
+    normalize: turns images as stored into normalised float images. It is on the device of the model.
+    autocast: context manager for the forward pass.
+    heartbeat: called before each batch, so that a run's watchdog knows that this process works.
+    """
+
+    normalize: Normalize
+    autocast: Autocast
+    batch_size: int
+    num_workers: int
+    heartbeat: Callable[[], None] = no_heartbeat
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.normalize.mean.device
+
+    def one_by_one(self) -> "EvalContext":
+        """Returns the same context with one image in a batch."""
+        return replace(self, batch_size=1)
+
+
+def share_of_rank(indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns this rank's share of the images, in their order: rank r of W takes number r, r + W, r + 2 W, ..."""
+    rank, world_size = collectives.rank_and_world_size()
+    return np.asarray(indices)[rank::world_size]
+
+
+def evaluation_batches(
+    dataset: AddressedDataset,
+    indices: Sequence[int] | np.ndarray,
+    context: EvalContext,
+    collate: Callable[[Sequence[Any]], Any] = stack,
+    largest: Size | None = None,
+) -> Iterator[Any]:
+    """Yields this rank's share of the images in batches on the CPU: (imgs [B, C, H, W] as stored, labels int64 [B]).
+
+    All ranks must iterate. collate: makes a batch of samples. largest: height and width of the largest image in a batch
+    (default: the size of the transform's results).
+    """
+    share = share_of_rank(indices)
+    addresses = []
+    for first in range(0, len(share), context.batch_size):
+        addresses.append([(0, int(i)) for i in share[first : first + context.batch_size]])
+    height, width = dataset.transform.size if largest is None else largest
+    loaded = batches(
+        dataset,
+        addresses,
+        collate,
+        context.num_workers,
+        pin_memory=context.device.type == "cuda",
+        batch_bytes=dataset.images.pixel_format.pixel_bytes * height * width * context.batch_size,
+    )
+    rank, _ = collectives.rank_and_world_size()
+    is_shown = rank == 0 and sys.stderr.isatty()
+    for batch in tqdm(loaded, total=len(addresses), unit="batch", leave=False, disable=not is_shown):
+        context.heartbeat()
+        yield batch
+
+
+def with_equal_passes(
+    loaded: Iterable[Any],
+    dataset: AddressedDataset,
+    num_images: int,
+    model: nn.Module,
+    forward: Callable[[torch.Tensor], Any],
+    context: EvalContext,
+) -> Iterator[Any]:
+    """Yields the batches `loaded`. If `model` is sharded, it then runs `forward` on blank images on ranks with fewer.
+
+    A sharded forward pass needs all ranks. loaded: of `evaluation_batches`. num_images: of all ranks. forward: what the
+    caller runs once per batch.
+    """
+    if not shard.is_sharded(model):
+        yield from loaded
+        return
+    _, world_size = collectives.rank_and_world_size()
+    largest_share = math.ceil(num_images / world_size)
+    num_passes = math.ceil(largest_share / context.batch_size)
+    blank = torch.zeros(1, dataset.images.pixel_format.channels, *dataset.transform.size, device=context.device)
+    yield from shard.pad_forward_passes(loaded, num_passes, forward, blank, context.autocast)

@@ -1,0 +1,66 @@
+"""Moments of features, and their effective rank (RankMe)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from util import collectives
+
+RANK_EPS = 1e-7
+
+
+@dataclass
+class Moments:
+    """Number, sum and Gram matrix of feature vectors, in float64. They are additive over batches and processes."""
+
+    count: torch.Tensor  # scalar
+    total: torch.Tensor  # [D]
+    gram: torch.Tensor  # [D, D]
+
+    @classmethod
+    def of(cls, features: torch.Tensor, rows: int = 1 << 16) -> "Moments":
+        """Returns the moments of features [n, D]. `rows` of them are converted to float64 at once."""
+        dim = features.shape[1]
+        count = torch.tensor(float(len(features)), dtype=torch.float64, device=features.device)
+        total = count.new_zeros(dim)
+        gram = count.new_zeros(dim, dim)
+        for chunk in features.split(rows):
+            chunk = chunk.double()
+            total += chunk.sum(dim=0)
+            gram += chunk.T @ chunk
+        return cls(count, total, gram)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Mean of each channel [D]."""
+        return self.total / self.count
+
+    @property
+    def std(self) -> torch.Tensor:
+        """Standard deviation of each channel [D], of the whole population."""
+        variance = self.gram.diagonal() / self.count - self.mean.square()
+        return variance.clamp_min(0).sqrt()
+
+    def rankme(self, centred: bool = False) -> float:
+        """Returns RankMe (Garrido et al., ICML 2023): the exponential of the entropy of the singular values' shares.
+
+        It lies between 1 and min(n, D). The features are not normalised. centred: subtract their mean first, because a
+        large mean hides all other directions. The squared singular values are the eigenvalues of the Gram matrix.
+        """
+        gram = self.gram
+        if centred:
+            gram = gram - self.count * self.mean.outer(self.mean)
+        max_rank = min(int(self.count), len(gram))
+        singular_values = torch.linalg.eigvalsh(gram)[-max_rank:].clamp_min(0).sqrt()
+        shares = singular_values / singular_values.sum() + RANK_EPS
+        entropy = -(shares * shares.log()).sum()
+        return min(float(max_rank), torch.exp(entropy).item())  # RANK_EPS lifts it a little
+
+
+def moments_of_all(features: torch.Tensor) -> Moments:
+    """Returns the moments of the features of all ranks. features: this rank's share [n, D]."""
+    moments = Moments.of(features)
+    collectives.all_reduce_sum(moments.count)  # in place
+    collectives.all_reduce_sum(moments.total)
+    collectives.all_reduce_sum(moments.gram)
+    return moments

@@ -1,0 +1,121 @@
+"""Results of evaluations, and the files that hold them.
+
+A results file is JSON that is replaced in one step. A run overwrites results.json at each evaluation. The file of a
+program with many parts grows by each finished part, and the same command continues after the last of them.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from util import collectives
+from util.code_version import code_version
+from util.run.folder import write_json, write_progress
+from util.text import count_of, shorten
+
+RESULTS = "results.json"
+
+
+class Evaluation(NamedTuple):
+    """The result of one evaluation."""
+
+    scores: dict[str, float]  # for the log and the results file
+    details: Mapping[str, Any] = {}  # for the results file alone
+    picture: np.ndarray | None = None  # uint8 [H, W, 3], on rank 0 alone
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The weights that results belong to, and the settings that they depend on."""
+
+    checkpoint: str
+    sha256: str
+    settings: Mapping[str, Any]
+
+
+class ResultsFile:
+    """The results of a program in parts, of which each is saved once it is finished. All ranks hold the same.
+
+    summarise: returns further entries of the file, which follow from the parts. sources: {part: its data}, for parts
+    whose data may change. ValueError if the file holds results of another model or of other data.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: EvaluatedModel,
+        summarise: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        sources: Mapping[str, str] = {},
+    ) -> None:
+        self.path = path
+        self.model = model
+        self.summarise = summarise
+        self.settings: dict[str, Any] = json.loads(json.dumps(model.settings))  # as the file holds them
+        self.parts: dict[str, Any] = collectives.run_on_rank0(lambda: self._read(sources))
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {
+            "checkpoint": self.model.checkpoint,
+            "sha256": self.model.sha256,
+            "settings": self.settings,
+            "code": code_version(),
+            **self.summarise(self.parts),
+            "parts": self.parts,
+        }
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Returns those of the parts that are not there yet. Rank 0 prints which are."""
+        present = [name for name in names if name in self.parts]
+        if present and _is_main():
+            print(f"{self.path} already holds {len(present)} of {count_of(len(names), 'part')}: {shorten(present, 5)}")
+        return [name for name in names if name not in present]
+
+    def add(self, name: str, result: Any) -> None:
+        """Adds a finished part, and rank 0 writes the file."""
+        self.parts[name] = result
+        if _is_main():
+            write_json(self.path, self.content)
+            write_progress(self.path.parent, len(self.parts))
+
+    def _read(self, sources: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the parts that an earlier start has finished."""
+        if not self.path.exists():
+            return {}
+        try:
+            content = json.loads(self.path.read_text())
+            parts = content["parts"]
+            before = {"checkpoint": content["sha256"], **content["settings"]}
+            now = {"checkpoint": self.model.sha256, **self.settings}
+            for name in sources:
+                if name in parts:
+                    before[name] = parts[name]["source"]
+                    now[name] = sources[name]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{str(self.path)!r} is no result of this program ({error!r}); choose another --output_dir"
+            ) from error
+        if changes := describe_changes(before, now):
+            raise ValueError(
+                f"{str(self.path)!r} holds other results ({changes}); choose another --output_dir, or remove it"
+            )
+        return parts
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns the first differences of two dicts, such as "crop_pct was None and now is 1.0"; "" if there are none."""
+    changes = []
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            changes.append(f"{name} was {before.get(name)} and now is {now.get(name)}")
+    return "; ".join(changes[:3])[:400]
+
+
+def _is_main() -> bool:
+    rank, _ = collectives.rank_and_world_size()
+    return rank == 0

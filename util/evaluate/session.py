@@ -1,0 +1,108 @@
+"""The life of a program that evaluates without training, and of `--eval` of a training program."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from util.code_version import code_version
+from util.data.transforms import Normalize
+from util.evaluate.loop import EvalContext
+from util.evaluate.results import RESULTS, Evaluation
+from util.pictures import save
+from util.run import distributed
+from util.run.errors import exit_on_setup_errors
+from util.run.flags import check_least, num_workers
+from util.run.folder import lock_folder, refuse_different_starts, write_json
+
+
+class Session(NamedTuple):
+    """One process of a program that evaluates without training."""
+
+    process: distributed.Process
+    output_dir: Path | None
+
+    def print(self, *lines: str) -> None:
+        """Prints lines on rank 0."""
+        if self.process.is_main:
+            for line in lines:
+                print(line, flush=True)
+
+    def make_context(self, args: argparse.Namespace, normalize: Normalize, batch_size: int) -> EvalContext:
+        """Returns the context of an evaluation on this process's device, with the flags' precision and workers."""
+        device = self.process.device
+        return EvalContext(
+            normalize=normalize.to(device),
+            autocast=distributed.precision(args.precision, device).autocast,
+            batch_size=batch_size,
+            num_workers=num_workers(args, self.process),
+        )
+
+    def num_pictures(self, args: argparse.Namespace) -> int:
+        """Returns how many images are shown: none if there is no folder to write the picture to."""
+        return 0 if self.output_dir is None else args.num_pictures
+
+    def finish(self, result: Evaluation, line: str, checkpoint: str, step: int | None, picture_name: str = "") -> None:
+        """Prints scores in one line, and writes them and the picture to the output folder.
+
+        checkpoint, step: of the weights, for results.json.
+        """
+        self.print(line)
+        if self.output_dir is None or not self.process.is_main:
+            return
+        last = {"step": step, **{f"val_{name}": value for name, value in result.scores.items()}}
+        content = {"last": last, "details": result.details, "checkpoint": checkpoint, "code": code_version()}
+        write_json(self.output_dir / RESULTS, content)
+        self.print(f"all scores: {self.output_dir / RESULTS}")
+        if result.picture is not None:
+            save(result.picture, self.output_dir / picture_name)
+            self.print(f"pictures: {self.output_dir / picture_name}")
+
+
+@contextmanager
+def evaluation_session(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    output_dir: str | Path | None,
+    check: Callable[[argparse.Namespace], None] | None = None,
+) -> Iterator[Session]:
+    """Joins the processes, and takes the output folder if there is one. Errors of the user end the program.
+
+    check: refuses the program's own flags before the folder is touched.
+    """
+    lock = None
+    with exit_on_setup_errors(parser) as created:
+        # The other ranks wait while rank 0 counts up to four million files.
+        process = distributed.init_process(args.device, timeout_minutes=240)
+        check_least(args, 1, "batch_size")
+        check_least(args, 0, "num_workers num_pictures")
+        if check is not None:
+            check(args)
+        refuse_different_starts(args)
+        try:
+            if output_dir is not None:
+                output_dir, lock = lock_folder(output_dir, created)
+            yield Session(process, output_dir)
+        finally:
+            if lock is not None:
+                lock.file.close()
+        distributed.shut_down()
+
+
+def session_of_eval(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, given: set[str], origins: str
+) -> AbstractContextManager[Session]:
+    """Returns the session of `--eval` of a training program, whose output folder is used only if it is named.
+
+    given: names of the flags that were set explicitly. origins: whose models can be evaluated, for messages.
+    """
+    if args.resume in ("auto", "none"):
+        parser.error(f"--eval needs --resume: a checkpoint of {origins}, or a run's folder")
+    if args.shard:
+        parser.error("--eval does not support --shard: leave it out")
+    if "output_dir" not in given:
+        return evaluation_session(parser, args, None)
+    if (Path(args.output_dir) / "settings.json").exists():
+        parser.error(f"--output_dir {args.output_dir} holds a run, whose results --eval would replace: choose another")
+    return evaluation_session(parser, args, args.output_dir)
