@@ -32,7 +32,7 @@ from util.lazy import LazyModule
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
 from util.run.evaluation import ResultsFile, evaluation_session
-from util.run.flags import check_least, num_workers
+from util.run.flags import num_workers
 from util.run.resume import find_encoder
 from util.tables import markdown_table
 from util.text import count_of, shorten
@@ -104,10 +104,28 @@ def get_args_parser() -> Parser:
     data("--std", type=float, nargs=3, help="pixel deviation (default: the checkpoint's, else ImageNet's)")
 
     run = parser.add_argument_group("run").add_argument
-    run("--output_dir", default="output/robustness", help="folder for robustness.json and robustness.md")
-    run("--batch_size", type=int, default=64, help="images per process and batch")
-    run("--num_workers", type=int, help="loader processes per process (default: its share of the cores, at most 16)")
-    run("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    run(
+        "--output_dir",
+        changes="nothing",
+        default="output/robustness",
+        help="folder for robustness.json and robustness.md",
+    )
+    run("--batch_size", changes="rounding", type=int, default=64, at_least=1, help="images per process and batch")
+    run(
+        "--num_workers",
+        changes="nothing",
+        per_process=True,
+        type=int,
+        at_least=0,
+        help="loader processes per process (default: its share of the cores, at most 16)",
+    )
+    run(
+        "--device",
+        changes="rounding",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU if there is one",
+    )
     run("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU")
     return parser
 
@@ -331,16 +349,10 @@ def settings_of(found: Mapping[str, Any], precision_name: str) -> dict[str, Any]
     }
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if a flag is out of range."""
-    check_least(args, 1, "batch_size")
-    check_least(args, 0, "num_workers")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Checks all sets that the flags name, then evaluates what is not done yet."""
     parser, args = parse_args(argv)
-    with evaluation_session(parser, args, args.output_dir, check_flags) as session:
+    with evaluation_session(parser, args, args.output_dir) as session:
         process, output_dir, wnids = session.process, Path(args.output_dir), imagenet_wnids()
         origin: Any = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
         model, found = load_wnid_classifier(origin["path"], args, wnids)

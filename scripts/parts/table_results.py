@@ -24,14 +24,13 @@ from scripts.parts.table_runs import DOWNSTREAM, Run, describe_state, is_finishe
 from util import costs
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run import checkpoint
-from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import warn_if_unfinished
 from util.tables import markdown_table, read_csv, write_csv
 
 RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
-# Flags that do not change results, beside those of the machine. --finetune names a run, whose state is looked up.
-FREE = {"precision", "eval", "eval_every", "finetune", "nb_classes"}
+# Flags that are not compared with the recipe, although they may change results.
+FREE = {"precision", "nb_classes", "batch_size", "accum_iter"}
 # What flags mean that are not set, on the data of the paper.
 UNSET = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "masks": True, "pretrain_size": 224}
 # Training and validation images of the data sets of the paper, by --dataset or by the program that reads them.
@@ -82,8 +81,10 @@ def find_deviations(run: Run) -> list[str]:
     if not settings:
         return []
     recipe, expected = RECIPES_OF[run.main][run.recipe], settings_of(run.main, run.recipe)
-    free = MACHINE_FLAGS | FREE | getattr(importlib.import_module(submitit_launch.MAINS[run.main]), "FREE_FLAGS", set())
-    names = [name for name in expected if name in recipe or name not in free - {"pretrained"}]
+    changes = importlib.import_module(submitit_launch.MAINS[run.main]).get_args_parser().changes
+    changes["pretrained"] = "results"  # a path of the recipe; --finetune names a run, whose state is looked up
+    compared = {name for name, change in changes.items() if change == "results"} - FREE
+    names = [name for name in expected if name in recipe or name in compared]
     changed = [name for name in names if settings.get(name, expected[name]) != expected[name]]
     found = [f"{name} {settings[name]} instead of {expected[name]}" for name in changed]
     meta = next(filter(None, map(checkpoint.read_record, reversed(checkpoint.list_checkpoints(run.folder)))), {})

@@ -23,6 +23,7 @@ from util.code_version import code_version
 from util.data.datasets import AddressedDataset, batches, every_image_once, stack
 from util.pictures import save
 from util.run import checkpoint, distributed, shard
+from util.run.cli import Parser
 from util.run.errors import exit_on_setup_errors
 from util.run.folder import lock_folder, read_json, refuse_different_starts, write_json, write_progress
 from util.run.run import Run
@@ -222,7 +223,7 @@ class Session(NamedTuple):
 
 @contextmanager
 def evaluation_session(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     args: argparse.Namespace,
     output_dir: str | Path | None,
     check: Callable[[argparse.Namespace], None] | None = None,
@@ -237,7 +238,7 @@ def evaluation_session(
         process = distributed.init_process(args.device, timeout_minutes=240)
         if check is not None:
             check(args)
-        refuse_different_starts(args)
+        refuse_different_starts(parser, args)
         try:
             if output_dir is not None:
                 output_dir, lock = lock_folder(output_dir, created)
@@ -249,9 +250,7 @@ def evaluation_session(
 
 
 @contextmanager
-def session_of_eval(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, given: set[str], origins: str
-) -> Iterator[Session]:
+def session_of_eval(parser: Parser, args: argparse.Namespace, given: set[str], origins: str) -> Iterator[Session]:
     """The session of `--eval` of a training program, whose output folder is used only if it is named.
 
     given: names of the flags that were set explicitly. origins: whose models can be evaluated, for messages.
