@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from encoders.models_swin import SwinSizes
 from models_vit import ViTSizes, unpatchify
 from prmim import MaskCollator, Method, SpatialAggregation, TokenCounts, TokenOrder, TokenOrderSampler, count_visible
 from util.run.checkpoint import load_strict
+
+if TYPE_CHECKING:
+    from util.run.cli import Change
 
 
 class Arguments(Method, total=False):
@@ -49,9 +52,9 @@ class MAEArguments(ViTTokenArguments, total=False):
 class Flag:
     """A command-line flag of a framework: an argument of its constructor, and an attribute of the model that holds it.
 
-    type: `bool` makes a switch. required: whether a run needs it. names_file: its attribute has `source`, the path or
-    name; `fingerprint`, which checkpoints record, because files may move but must not change; and `origin`, a sentence
-    for the log.
+    type: `bool` makes a switch. required: whether a run needs it. changes: what another value changes, see
+    `util.run.cli.Change`. names_file: its attribute has `source`, the path or name; `fingerprint`, which checkpoints
+    record, because files may move but must not change; and `origin`, a sentence for the log.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Flag:
     choices: tuple[str, ...] | None = None
     required: bool = False
     names_file: bool = False
+    changes: "Change" = "results"
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Framework(nn.Module):
     patch_size: int  # side of a patch in pixels
     grid_size: tuple[int, int]  # (rows, columns) of the tokens that are masked
     counts: TokenCounts
-    shared_visible: bool = False  # whether all images of a batch have the same visible tokens
+    shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
     throws: bool = True  # whether the framework can throw tokens
     flags: tuple[Flag, ...] = ()
 

@@ -38,14 +38,13 @@ from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
-from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
+from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
     add_data_flags,
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
-    check_least,
     check_same,
 )
 from util.run.run import Run
@@ -66,37 +65,32 @@ IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (10
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
-    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from recipes.py, or `list` them; explicit flags win")
-    flag("--eval", action=boolean, default=False, help="only evaluate the classifier at --resume on val/")
-
-    model = parser.add_argument_group("model").add_argument
-    model("--model", default="vit_base_patch16", choices=MODELS, help="encoder and size")
-    model("--finetune", help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)")
-    model("--first_release_merging", action=boolean, default=False, help="--finetune is one of GreenMIM's public files")
-    help_text = "image side in pixels, or height and width (default: the model's)"
-    model("--input_size", type=int, nargs="+", help=help_text)
-    model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
-    model(
-        "--trainable_blocks",
-        type=int,
-        help="train the head and this many last blocks; 0: linear probing (default: all)",
+    boolean = argparse.BooleanOptionalAction
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        changes="nothing",  # by itself: the values that it sets are compared
+        help="set defaults from recipes.py, or `list` them; explicit flags win",
     )
-    model("--global_pool", choices=("avg", "token"), help="input of the head (default: avg; token for linear probing)")
-    help_text = "train the position table; off (TEC): keep it as it was pre-trained"
-    model("--train_pos_embed", action=boolean, default=True, help=help_text)
-    help_text = "train the MLP on TEC's class token; off: fold it into the token"
-    model("--cls_token_mlp", action=boolean, default=False, help=help_text)
-    model("--num_cls_tokens", type=int, default=1, help="class tokens of the pre-trained encoder")
-    model("--drop_path", type=float, help="drop path rate of the last block; it grows linearly from 0")
-    model("--nb_classes", type=int, help="number of classes (default: inferred from the data; error on mismatch)")
+    parser.add_argument(
+        "--eval",
+        changes="nothing",
+        action=boolean,
+        default=False,
+        help="only evaluate the classifier at --resume on val/",
+    )
 
+    add_model_flags(parser.add_argument_group("model"))
     add_optimisation_flags(parser.add_argument_group("optimisation"))
     tuning = parser.add_argument_group("optimisation of fine-tuning").add_argument
     tuning("--optimizer", choices=("adamw", "lars"), help="default: adamw; lars for linear probing")
     tuning("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before it")
-    help_text = "give the class token the first layer's learning rate; off (TEC): the head's"
-    tuning("--cls_token_layer_decay", action=boolean, default=True, help=help_text)
+    tuning(
+        "--cls_token_layer_decay",
+        action=boolean,
+        default=True,
+        help="give the class token the first layer's learning rate; off (TEC): the head's",
+    )
 
     data = parser.add_argument_group("data")
     add_data_flags(data)
@@ -105,7 +99,12 @@ def get_args_parser() -> Parser:
 
     evaluation = parser.add_argument_group("evaluation").add_argument
     evaluation(
-        "--eval_every", type=int, default=1, help="epochs between evaluations; the last epoch is always evaluated"
+        "--eval_every",
+        changes="nothing",
+        type=int,
+        default=1,
+        at_least=1,
+        help="epochs between evaluations; the last epoch is always evaluated",
     )
     evaluation(
         "--crop_pct", type=float, help="val images are resized to input_size / crop_pct (default: .875; 1 above 224 px)"
@@ -116,22 +115,86 @@ def get_args_parser() -> Parser:
     return parser
 
 
-def add_augmentation_flags(group: argparse._ArgumentGroup) -> None:
+def add_model_flags(group: FlagGroup) -> None:
+    """Adds the classifier, its first weights, and which of its parts are trained."""
+    model = group.add_argument
+    boolean = argparse.BooleanOptionalAction
+    model("--model", default="vit_base_patch16", choices=MODELS, help="encoder and size")
+    model(
+        "--finetune",
+        changes="nothing",  # the path: the identity of the first weights is compared
+        help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
+    )
+    model("--first_release_merging", action=boolean, default=False, help="--finetune is one of GreenMIM's public files")
+    model("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
+    model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
+    model(
+        "--trainable_blocks",
+        type=int,
+        at_least=0,
+        help="train the head and this many last blocks; 0: linear probing (default: all)",
+    )
+    model("--global_pool", choices=("avg", "token"), help="input of the head (default: avg; token for linear probing)")
+    model(
+        "--train_pos_embed",
+        action=boolean,
+        default=True,
+        help="train the position table; off (TEC): keep it as it was pre-trained",
+    )
+    model(
+        "--cls_token_mlp",
+        action=boolean,
+        default=False,
+        help="train the MLP on TEC's class token; off: fold it into the token",
+    )
+    model("--num_cls_tokens", type=int, default=1, at_least=1, help="class tokens of the pre-trained encoder")
+    model(
+        "--drop_path",
+        type=float,
+        at_least=0,
+        at_most=1,
+        help="drop path rate of the last block; it grows linearly from 0",
+    )
+    model(
+        "--nb_classes",
+        type=int,
+        at_least=1,
+        help="number of classes (default: inferred from the data; error on mismatch)",
+    )
+
+
+def add_augmentation_flags(group: FlagGroup) -> None:
     """Adds RandAugment, random erasing, mixup and cutmix, label smoothing."""
     flag = group.add_argument
     flag("--aa", help="timm's RandAugment policy, or none")
-    flag("--color_jitter", type=float, help="strength of colour jitter; not with --aa")
-    flag("--smoothing", type=float, help="label smoothing")
-    flag("--reprob", type=float, help="probability of random erasing")
+    flag("--color_jitter", type=float, at_least=0, help="strength of colour jitter; not with --aa")
+    flag("--smoothing", type=float, at_least=0, at_most=1, help="label smoothing")
+    flag("--reprob", type=float, at_least=0, at_most=1, help="probability of random erasing")
     flag("--remode", default="pixel", choices=("pixel", "rand", "const"), help="content of the erased box")
-    flag("--recount", type=int, default=1, help="largest number of erased boxes; each image draws from 1 to it")
-    flag("--mixup", type=float, help="alpha of mixup; 0: off")
-    flag("--cutmix", type=float, help="alpha of cutmix; 0: off")
-    flag("--mixup_prob", type=float, default=1.0, help="probability that a batch is mixed")
-    flag("--mixup_switch_prob", type=float, default=0.5, help="probability of cutmix if both are on")
+    flag(
+        "--recount",
+        type=int,
+        default=1,
+        at_least=1,
+        help="largest number of erased boxes; each image draws from 1 to it",
+    )
+    flag("--mixup", type=float, at_least=0, help="alpha of mixup; 0: off")
+    flag("--cutmix", type=float, at_least=0, help="alpha of cutmix; 0: off")
+    flag("--mixup_prob", type=float, default=1.0, at_least=0, at_most=1, help="probability that a batch is mixed")
+    flag(
+        "--mixup_switch_prob",
+        type=float,
+        default=0.5,
+        at_least=0,
+        at_most=1,
+        help="probability of cutmix if both are on",
+    )
     flag("--mixup_mode", default="batch", choices=("batch", "pair", "elem"), help="what shares one mixing ratio")
-    help_text = "one try per crop, clipped to the image: MAE's linear probing; not with --aa"
-    flag("--clip_crop", action=argparse.BooleanOptionalAction, help=help_text)
+    flag(
+        "--clip_crop",
+        action=argparse.BooleanOptionalAction,
+        help="one try per crop, clipped to the image: MAE's linear probing; not with --aa",
+    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
@@ -165,15 +228,8 @@ def plain_size(size: Sequence[int]) -> int | list[int]:
 
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
-    """ValueError if a flag of fine-tuning, or a pair of flags, is out of range."""
+    """ValueError if flags of fine-tuning do not go together."""
     batch_size = plan.batch_size
-    check_least(
-        args, 0, "trainable_blocks drop_path smoothing reprob mixup cutmix mixup_prob mixup_switch_prob color_jitter"
-    )
-    check_least(args, 1, "nb_classes recount eval_every num_cls_tokens")
-    for name in ("drop_path", "smoothing", "reprob", "mixup_prob", "mixup_switch_prob"):
-        if getattr(args, name) > 1:
-            raise ValueError(f"--{name} must be at most 1, got {getattr(args, name)}")
     if not 0 < args.layer_decay <= 1:
         raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
     if args.clip_crop and (args.aa or args.color_jitter):
@@ -390,7 +446,6 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
             rows=summary_rows(args, model, images, val_images),
             settings={"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size},
             classes=classes,
-            free={"finetune", "eval", "eval_every"},
             # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
             split_changes_draws=True,
         )

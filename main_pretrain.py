@@ -39,15 +39,8 @@ from util.data.open import open_everywhere
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.lazy import LazyModule
 from util.run import shard
-from util.run.cli import Parser, parse_with_recipe, run_program
-from util.run.flags import (
-    Plan,
-    add_data_flags,
-    add_optimisation_flags,
-    add_pixel_flags,
-    add_run_flags,
-    check_least,
-)
+from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
+from util.run.flags import Plan, add_data_flags, add_optimisation_flags, add_pixel_flags, add_run_flags
 from util.run.resume import has_drop_path
 from util.run.run import Periodic, Run
 from util.text import count_of
@@ -67,9 +60,6 @@ FRAMEWORKS = (
 FRAMEWORK_OF = {name: module for module in FRAMEWORKS for name in module.__all__ if name.islower()}
 MODELS = {name: getattr(module, name) for name, module in FRAMEWORK_OF.items()}
 CLASS_OF = {name: factory.func for name, factory in MODELS.items()}
-# Frameworks' flags that name files, such as a teacher's. A file may move, so its content is compared, not its path.
-PATH_FLAGS = {flag.name for model in CLASS_OF.values() for flag in model.flags if flag.names_file}
-FREE_FLAGS = {"picture_every", "pretrained"} | PATH_FLAGS | monitor.FLAGS  # may differ between two starts of a run
 PROGRAM = "main_pretrain.py"
 BLR = 1.5e-4  # of MAE, for a total batch of 4096 and 800 epochs
 
@@ -88,16 +78,55 @@ def own_flags() -> dict[Flag, list[str]]:
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser(PROGRAM, description=__doc__)
-    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--recipe", metavar="NAME", help="set defaults from recipes.py, or `list` them; explicit flags win")
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        changes="nothing",  # by itself: the values that it sets are compared
+        help="set defaults from recipes.py, or `list` them; explicit flags win",
+    )
 
-    method = parser.add_argument_group("model and method").add_argument
+    add_method_flags(parser.add_argument_group("model and method"))
+    add_framework_flags(parser)
+    attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
+
+    optimisation = parser.add_argument_group("optimisation")
+    add_optimisation_flags(optimisation)
+    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
+
+    add_image_flags(parser.add_argument_group("data"))
+    run = parser.add_argument_group("run")
+    add_run_flags(run)
+    run.add_argument(
+        "--picture_every",
+        changes="nothing",
+        type=int,
+        default=10,
+        at_least=0,
+        help="epochs between pictures in TensorBoard; 0: none",
+    )
+    monitor.add_flags(run)
+    parser.set_defaults(warmup_epochs=40, blr=BLR, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
+    return parser
+
+
+def add_method_flags(group: FlagGroup) -> None:
+    """Adds the model, its first weights and what PR-MIM does with it."""
+    method = group.add_argument
+    boolean = argparse.BooleanOptionalAction
     method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
     method("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
     method("--patch_size", type=int, help="patch side in pixels (default: the model's)")
-    help_text = "drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)"
-    method("--drop_path", type=float, help=help_text)
-    method("--pretrained", help="start from these weights: a checkpoint or a run's folder (default: random weights)")
+    method(
+        "--drop_path",
+        type=float,
+        at_least=0,
+        help="drop path rate of the encoder's last block; it grows linearly from 0 (default: the model's)",
+    )
+    method(
+        "--pretrained",
+        changes="nothing",  # the path: the identity of the first weights is compared
+        help="start from these weights: a checkpoint or a run's folder (default: random weights)",
+    )
     method("--mask_ratio", type=float, default=0.75, help="share of all tokens that are masked")
     method(
         "--throw_ratio", type=float, default=0.5, help="share of all tokens that are thrown; 0: the original framework"
@@ -117,40 +146,48 @@ def get_args_parser() -> Parser:
         "--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="tokens the aggregation replaces"
     )
     method("--norm_pix_loss", action=boolean, default=True, help="normalise the target pixels of each patch")
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for own, families in own_flags().items():
-        title = f"only for {', '.join(families)} models"
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        how: dict[str, Any] = {"action": boolean} if own.type is bool else {"type": own.type, "choices": own.choices}
-        groups[title].add_argument(f"--{own.name}", help=own.help, **how)
 
-    attention_phases.add_flags(parser.add_argument_group("only for --sampling attention"))
 
-    optimisation = parser.add_argument_group("optimisation")
-    add_optimisation_flags(optimisation)
-    optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
-    data = parser.add_argument_group("data")
+def add_image_flags(data: FlagGroup) -> None:
+    """Adds data source, channels and augmentation."""
     add_data_flags(data)
     add_pixel_flags(data)
-    help_text = "resized: a random resized crop, as in MAE; padded: MFF's"
-    data.add_argument("--crop", default="resized", choices=("resized", "padded"), help=help_text)
-    data.add_argument("--hflip", action=boolean, default=True, help="mirror half of the images at random")
+    data.add_argument(
+        "--crop",
+        default="resized",
+        choices=("resized", "padded"),
+        help="resized: a random resized crop, as in MAE; padded: MFF's",
+    )
+    data.add_argument(
+        "--hflip", action=argparse.BooleanOptionalAction, default=True, help="mirror half of the images at random"
+    )
     data.add_argument(
         "--interpolation", default="bicubic", choices=("bicubic", "bilinear"), help="interpolation of the crop"
     )
-    run = parser.add_argument_group("run")
-    add_run_flags(run)
-    run.add_argument("--picture_every", type=int, default=10, help="epochs between pictures in TensorBoard; 0: none")
-    monitor.add_flags(run)
-    parser.set_defaults(warmup_epochs=40, blr=BLR, min_lr=0.0, crop_scale=(0.2, 1.0), output_dir="output/pretrain")
-    return parser
+
+
+def add_framework_flags(parser: Parser) -> None:
+    """Adds the flags of some frameworks only, in a group for each set of frameworks that share flags."""
+    groups: dict[str, FlagGroup] = {}
+    for flag, families in own_flags().items():
+        title = f"only for {', '.join(families)} models"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        kind: dict[str, Any] = {"type": flag.type, "choices": flag.choices}
+        if flag.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        groups[title].add_argument(
+            f"--{flag.name}", changes=flag.changes, per_process=flag.names_file, help=flag.help, **kind
+        )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     """Returns (parser, flags). A recipe sets defaults; explicit flags win."""
     parser = get_args_parser()
-    return parser, parse_with_recipe(parser, RECIPES, argv)
+    args = parse_with_recipe(parser, RECIPES, argv)
+    if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
+        parser.set_changes(batch_size="results")
+    return parser, args
 
 
 def check_own_flags(settings: Mapping[str, Any]) -> None:
@@ -167,7 +204,7 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     """
     name = settings["model"]
     if not read_files:
-        settings = {**settings, **dict.fromkeys(PATH_FLAGS)}
+        settings = {**settings, **{flag.name: None for flag in CLASS_OF[name].flags if flag.names_file}}
     names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
     options = {option: settings[option] for option in names} | {"in_chans": settings.get("in_chans", 3)}
     for flag, families in own_flags().items():
@@ -355,7 +392,6 @@ class Pictures:
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if drop path is out of range, or if a flag that the framework needs is missing."""
-    check_least(args, 0, "drop_path")
     if args.drop_path is not None and args.drop_path >= 1:
         raise ValueError(f"--drop_path must be below 1, got {args.drop_path}")
     check_own_flags(vars(args))
@@ -364,7 +400,7 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
 def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
-    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, path_flags=PATH_FLAGS) as run:
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.build_device)
         run.note(*attention_phases.check_sampling(args, model), *(file.origin for file in model.named_files().values()))
@@ -390,9 +426,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             files={
                 flag: file.fingerprint for flag, file in model.named_files().items() if file.fingerprint is not None
             },
-            free=FREE_FLAGS,
             # All images of a micro-batch may share one visible set. Drop path draws by micro-batch and rank.
-            fixed={"batch_size"} if model.shared_visible else set(),
             split_changes_draws=model.shared_visible or has_drop_path(model),
         )
         between: list[Periodic] = [CompiledShapes(run, model, collator), Pictures(run, model, images), observer]

@@ -27,20 +27,33 @@ from util.evaluate.evaluator import context_of_run
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.moments import Moments, moments_of_all
-from util.run.flags import check_least
+from util.run.cli import FlagGroup
 from util.run.run import Run
 from util.text import count_of
 
 MAX_QUERIES = 10_000
 NEIGHBOURS = 20
-FLAGS = {"knn_every", "knn_train"}  # they may change between two starts of a run
 
 
-def add_flags(group: argparse._ArgumentGroup) -> None:
+def add_flags(group: FlagGroup) -> None:
     """Adds the flags of the evaluation."""
     flag = group.add_argument
-    flag("--knn_every", type=int, default=0, help="epochs between kNN accuracies and RankMe of the encoder; 0: none")
-    flag("--knn_train", type=int, default=50_000, help="number of training images that serve as neighbours; 0: all")
+    flag(
+        "--knn_every",
+        changes="nothing",
+        type=int,
+        default=0,
+        at_least=0,
+        help="epochs between kNN accuracies and RankMe of the encoder; 0: none",
+    )
+    flag(
+        "--knn_train",
+        changes="nothing",
+        type=int,
+        default=50_000,
+        at_least=0,
+        help="number of training images that serve as neighbours; 0: all",
+    )
 
 
 def encode(model: Framework, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -92,8 +105,8 @@ class Monitor:
     """Evaluates the encoder before the first step, after every `--knn_every` epochs and at the end of the schedule.
 
     Unless all training images have classes, it computes RankMe alone, which needs no labels. Without validation images
-    each query is an image of the bank, without itself as a neighbour. A note says what applies. ValueError if a flag is
-    out of range, or if the validation images are unusable or have other classes.
+    each query is an image of the bank, without itself as a neighbour. A note says what applies. ValueError if the
+    validation images are unusable or have other classes.
     """
 
     run: Run
@@ -104,7 +117,6 @@ class Monitor:
 
     def __post_init__(self) -> None:
         args = self.run.args
-        check_least(args, 0, "knn_every knn_train")
         if not args.knn_every:
             return
         self.bank = bank_images(len(self.images), args.knn_train, args.seed)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import models_vit
 from util import collectives
 from util.data.transforms import Size
-from util.run.cli import Parser
+from util.run.cli import FlagGroup, Parser
 from util.run.flags import (
     Plan,
     RunSchedule,
@@ -17,7 +17,6 @@ from util.run.flags import (
     add_pixel_flags,
     add_run_flags,
     add_update_flags,
-    check_least,
 )
 from util.text import count_of
 
@@ -25,9 +24,7 @@ from util.text import count_of
 SIZES: dict[str, dict[str, Any]] = {
     name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()
 }
-# Flags that a resumed run may change, beside those of the machine; `epochs` follows from data and --num_iters.
-FREE_FLAGS = frozenset(("finetune", "eval", "eval_every", "num_pictures", "epochs"))
-Groups = Mapping[str, argparse._ArgumentGroup]
+Groups = Mapping[str, FlagGroup]
 
 
 # ------------------------------------------------------------------------------------------------------------- flags
@@ -35,50 +32,97 @@ Groups = Mapping[str, argparse._ArgumentGroup]
 
 def make_parser(program: str, description: str | None, defaults: Mapping[str, object]) -> tuple[Parser, Groups]:
     """Returns the parser of the flags that all dense tasks have, and its groups, to which a task adds its own."""
-    parser, boolean = Parser(program, description=description), argparse.BooleanOptionalAction
-    flag = parser.add_argument
-    flag("--recipe", metavar="NAME", help="set defaults from downstream/recipes.py, or `list` them; explicit flags win")
-    flag("--eval", action=boolean, default=False, help="only evaluate the model at --resume on the validation images")
+    parser = Parser(program, description=description)
+    boolean = argparse.BooleanOptionalAction
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        changes="nothing",  # by itself: the values that it sets are compared
+        help="set defaults from downstream/recipes.py, or `list` them; explicit flags win",
+    )
+    parser.add_argument(
+        "--eval",
+        changes="nothing",
+        action=boolean,
+        default=False,
+        help="only evaluate the model at --resume on the validation images",
+    )
     names = ("model", "optimisation", "data", "augmentation", "evaluation", "run")
     groups = {name: parser.add_argument_group(name) for name in names}
 
-    model = groups["model"].add_argument
-    model("--model", default="vit_base_patch16", choices=SIZES, help="size of the encoder")
-    model("--finetune", help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)")
-    model("--patch_size", type=int, help="patch side in pixels (default: the model's)")
-    model("--decoder_channels", type=int, help="width of the decoder and its heads")
-    model("--drop_path", type=float, help="drop path rate of the last block; it grows linearly from 0")
-
+    add_model_flags(groups["model"])
     add_batch_flags(groups["optimisation"])
-    optimisation = groups["optimisation"].add_argument
-    optimisation("--num_iters", type=int, help="length of the schedule in optimizer steps")
-    help_text = "optimizer steps of linear warm-up; if not given and longer than --num_iters, it is scaled with it"
-    optimisation("--warmup_iters", type=int, help=help_text)
-    optimisation("--lr", type=float, help="learning rate of the head at the total batch size; it is not scaled")
-    help_text = "factor on the learning rate from each layer to the one before"
-    optimisation("--layer_decay", type=float, help=help_text)
+    add_iteration_flags(groups["optimisation"])
     add_update_flags(groups["optimisation"])
 
     add_pixel_flags(groups["data"])
     add_loading_flags(groups["data"])
     evaluation = groups["evaluation"].add_argument
-    evaluation("--eval_every", type=int, help="iterations between evaluations; the last one is always evaluated")
-    evaluation("--num_pictures", type=int, default=4, help="validation images in the picture of each evaluation")
+    evaluation(
+        "--eval_every",
+        changes="nothing",
+        type=int,
+        at_least=1,
+        help="iterations between evaluations; the last one is always evaluated",
+    )
+    evaluation(
+        "--num_pictures",
+        changes="nothing",
+        type=int,
+        default=4,
+        at_least=0,
+        help="validation images in the picture of each evaluation",
+    )
     add_run_flags(groups["run"], unit="iterations")
+    parser.set_changes(epochs="nothing")  # it follows from the data and --num_iters
     # By default every image must be readable. Shared code reads `dataset`, `loader` and `min_lr`.
     parser.set_defaults(max_bad_fraction=0.0, dataset="folder", loader="fast", min_lr=0.0)
     parser.set_defaults(**defaults)
     return parser, groups
 
 
+def add_model_flags(group: FlagGroup) -> None:
+    """Adds the encoder, its first weights, and the width of the decoder."""
+    model = group.add_argument
+    model("--model", default="vit_base_patch16", choices=SIZES, help="size of the encoder")
+    model(
+        "--finetune",
+        changes="nothing",  # the path: the identity of the first weights is compared
+        help="pre-trained encoder: a checkpoint or a run's folder (default: train from scratch)",
+    )
+    model("--patch_size", type=int, at_least=1, help="patch side in pixels (default: the model's)")
+    model("--decoder_channels", type=int, at_least=1, help="width of the decoder and its heads")
+    model(
+        "--drop_path",
+        type=float,
+        at_least=0,
+        at_most=1,
+        help="drop path rate of the last block; it grows linearly from 0",
+    )
+
+
+def add_iteration_flags(group: FlagGroup) -> None:
+    """Adds the length of a schedule in iterations, and its learning rate."""
+    optimisation = group.add_argument
+    optimisation("--num_iters", type=int, at_least=1, help="length of the schedule in optimizer steps")
+    optimisation(
+        "--warmup_iters",
+        type=int,
+        help="optimizer steps of linear warm-up; if not given and longer than --num_iters, it is scaled with it",
+    )
+    optimisation(
+        "--lr",
+        type=float,
+        at_least=0,
+        help="learning rate of the head at the total batch size; it is not scaled",
+    )
+    optimisation("--layer_decay", type=float, help="factor on the learning rate from each layer to the one before")
+
+
 def check_shared_flags(args: argparse.Namespace, task: str) -> None:
     """ValueError if a flag of all dense tasks, or a pair of them, is out of range. task: for messages."""
-    check_least(args, 1, "num_iters eval_every decoder_channels patch_size input_size")
-    check_least(args, 0, "drop_path num_pictures")
     if not 0 <= args.warmup_iters <= args.num_iters:
         raise ValueError(f"--warmup_iters {args.warmup_iters} must lie between 0 and --num_iters {args.num_iters}")
-    if args.drop_path > 1:
-        raise ValueError(f"--drop_path must be at most 1, got {args.drop_path}")
     if not 0 < args.layer_decay <= 1:
         raise ValueError(f"--layer_decay must lie in (0, 1], got {args.layer_decay}")
     for name in ("shard", "compile"):
@@ -140,11 +184,16 @@ def schedule_by_iterations(
 ) -> RunSchedule:
     """Returns the schedule of a run whose flags count iterations."""
     epochs = args.num_iters / steps_per_epoch
-    summary = f"{count_of(args.num_iters, 'iteration')}, {epochs:.4g} epochs of "
-    summary += f"{count_of(steps_per_epoch, 'step')}, {args.warmup_iters} of warm-up, peak learning rate {plan.lr:.4g}"
-    pauses = (args.eval_every, args.save_every)
+    length = f"{count_of(args.num_iters, 'iteration')}, {epochs:.4g} epochs of {count_of(steps_per_epoch, 'step')}"
     return RunSchedule(
-        steps_per_epoch, args.num_iters, args.save_every, learning_rate, summary, pauses, epochs, "iteration"
+        steps_per_epoch=steps_per_epoch,
+        num_steps=args.num_iters,
+        keep_every=args.save_every,
+        learning_rate=learning_rate,
+        summary=f"{length}, {args.warmup_iters} of warm-up, peak learning rate {plan.lr:.4g}",
+        pauses=(args.eval_every, args.save_every),
+        epochs=epochs,
+        unit="iteration",
     )
 
 

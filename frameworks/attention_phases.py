@@ -22,7 +22,7 @@ from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
 from util.data.datasets import AddressedDataset, batches, stack
 from util.data.images import Images
 from util.data.transforms import Squash
-from util.run.flags import check_least
+from util.run.cli import FlagGroup
 from util.run.loop import TrainLoop
 from util.run.run import Run
 from util.run.supervise import DATA, FORWARD
@@ -31,7 +31,7 @@ from util.text import count_of
 DEFAULTS = {"attention_start": 40, "attention_every": 40, "attention_crop": "view"}
 
 
-def add_flags(group: argparse._ArgumentGroup) -> None:
+def add_flags(group: FlagGroup) -> None:
     """Adds the flags of sampling by attention."""
     flag = group.add_argument
     start, every, crop = DEFAULTS.values()
@@ -39,12 +39,14 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         "--attention_start",
         type=int,
         default=start,
+        at_least=0,
         help="no maps are made before the end of this epoch (epochs count from 0)",
     )
     flag(
         "--attention_every",
         type=int,
         default=every,
+        at_least=1,
         help="maps are made after every epoch whose number is a multiple of this",
     )
     flag(
@@ -73,8 +75,6 @@ def check_sampling(args: argparse.Namespace, model: Framework) -> list[str]:
             raise ValueError(f"{args.model} draws its tokens by attention: set --sampling attention")
         unused = [f"--{flag}" for flag, default in DEFAULTS.items() if getattr(args, flag) != default]
         return [f"note: without --sampling attention, {', '.join(unused)} has no effect"] if unused else []
-    check_least(args, 0, "attention_start")
-    check_least(args, 1, "attention_every")
     if not hasattr(model, "cls_attention"):
         raise ValueError(
             f"--sampling attention needs a class token that attends to all patches, which {args.model} does not have: "

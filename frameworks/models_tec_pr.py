@@ -48,6 +48,7 @@ FLAGS = (
         "MAE), the folder of a run, or the name of a timm model",
         required=True,
         names_file=True,
+        changes="nothing",  # the path, while checkpoints record what is in the file
     ),
     Flag("att_topk", "number of patches whose attention is predicted (default: 9, for iBOT; use 15 for MAE)", int),
     Flag(

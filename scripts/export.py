@@ -51,7 +51,7 @@ from encoders.kinds import PLAIN, find_factory
 from encoders.load import Weights, build, read
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors, rename_prefixes
-from main_pretrain import load_run, own_flags
+from main_pretrain import load_run
 from scripts.parts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
 from scripts.parts.model_card import model_card
 from scripts.parts.timm_models import (
@@ -281,9 +281,9 @@ def write_card(
 
     location: where the library will find the model; its last part is the title.
     """
-    source, flags = Path(weights.path), [flag.name for flag in own_flags()]
+    source = Path(weights.path)
     name = Path(location.rpartition(":")[2]).name
-    card = model_card(name, rows, weights.meta, source.parent, flags, library, usage, is_classifier(model))
+    card = model_card(name, rows, weights.meta, source.parent, library, usage, is_classifier(model))
     (folder / CARD).write_text(card)
     record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
     hashes = {file.name: checkpoint.sha256(file) for file in sorted(folder.iterdir())}

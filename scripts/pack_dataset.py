@@ -45,7 +45,7 @@ from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, repair_c
 from util.data.tars import INDEX, TarImages, find_tars, write_index
 from util.data.workers import ignore_in_worker
 from util.run.checkpoint import sha256
-from util.run.cli import Parser, check_least, run_program, user_errors
+from util.run.cli import Parser, run_program, user_errors
 from util.text import count_of
 
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
@@ -260,10 +260,12 @@ def main(argv: list[str] | None = None) -> None:
     flag = parser.add_argument
     what = "SOURCE (class folders, or train/ and val/ with class folders) and DESTINATION"
     flag("folders", nargs="+", metavar="FOLDER", help=what)
-    flag("--shard_mb", type=int, default=1000, help="megabytes of files in a shard")
-    flag("--quality", type=int, help="encode again as JPEG of this quality (default: keep the files' bytes)")
-    flag("--in_chans", type=int, default=3, help="channels of the images")
-    flag("--workers", type=int, default=available_cores(), help="processes")
+    flag("--shard_mb", type=int, default=1000, at_least=1, help="megabytes of files in a shard")
+    flag(
+        "--quality", type=int, at_least=1, help="encode again as JPEG of this quality (default: keep the files' bytes)"
+    )
+    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
+    flag("--workers", type=int, default=available_cores(), at_least=1, help="processes")
     what = "compare DESTINATION with its hashes and, if given, with SOURCE"
     flag("--verify", action=argparse.BooleanOptionalAction, default=False, help=what)
     args = parser.parse_args(argv)
@@ -273,7 +275,6 @@ def main(argv: list[str] | None = None) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that workers end, too
     try:
         with user_errors(parser):
-            check_least(args, 1, "shard_mb workers in_chans quality")
             for split in find_splits(source or destination):
                 folder = Path(destination) / split
                 name = "train" if split == "." else split

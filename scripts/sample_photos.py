@@ -23,7 +23,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from util.run.cli import Parser, check_least, run_program, user_errors
+from util.run.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
 PHOTOS = (
@@ -118,14 +118,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("sample_photos.py", description=__doc__)
     flag = parser.add_argument
     flag("output_dir", type=Path, help="create train/ and val/ in this folder")
-    flag("--num_train", type=int, default=100, help="crops per photograph in train/")
-    flag("--num_val", type=int, default=30, help="crops per photograph in val/")
+    flag("--num_train", type=int, default=100, at_least=1, help="crops per photograph in train/")
+    flag("--num_val", type=int, default=30, at_least=1, help="crops per photograph in val/")
     what = "smallest and largest side of a crop, as shares of the shorter side of its region"
     flag("--crop_sides", type=float, nargs=2, default=(0.6, 1.0), metavar=("LOW", "HIGH"), help=what)
     flag("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
     args = parser.parse_args(argv)
     with user_errors(parser):
-        check_least(args, 1, "num_train num_val")
         write_photos(**vars(args))
     print(f"crops of {len(PHOTOS)} photographs: {args.output_dir}/train and {args.output_dir}/val")
 

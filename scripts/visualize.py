@@ -31,7 +31,7 @@ from util.data.datasets import open_images
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
 from util.data.statistics import normalizer
-from util.run.cli import Parser, check_least, prepare_file, run_program, user_errors
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 
 
 def draw_patterns(
@@ -88,8 +88,8 @@ def get_args_parser() -> Parser:
     flag("--images", help=what)
     what = "write the reconstructions to this picture (default: a new reconstruction.png)"
     flag("--out", type=Path, help=what)
-    flag("--rows", type=int, default=8, help="number of images to draw, evenly spaced")
-    flag("--max_images", type=int, default=1000, help="most images to measure, evenly spaced")
+    flag("--rows", type=int, default=8, at_least=1, help="number of images to draw, evenly spaced")
+    flag("--max_images", type=int, default=1000, at_least=1, help="most images to measure, evenly spaced")
     flag("--teacher", help="the teacher of a TEC model, if it has moved since the run")
     flag("--patterns", type=Path, help="write the sampling patterns to this picture")
     return parser
@@ -105,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out.exists():
             parser.error(f"{str(args.out)!r} exists already: give --out")
     with user_errors(parser):
-        check_least(args, 1, "rows max_images")
         for flag, path in (("--patterns", args.patterns), ("--out", args.out if args.run else None)):
             if path:
                 pictures.check_suffix(path)

@@ -13,7 +13,7 @@ from recipes import FINETUNE_RECIPES, RECIPES
 from tests.gmac import forward_gmac
 from util.run.cli import parse_with_recipe
 from util.run.distributed import Process
-from util.run.flags import MACHINE_FLAGS, make_plan
+from util.run.flags import make_plan
 
 # {throw_ratio: numbers of visible, retained and thrown tokens} for 196 tokens and mask ratio .75.
 COUNTS = {0.0: (49, 147, 0), 0.25: (49, 98, 49), 0.4: (49, 69, 78), 0.5: (49, 49, 98), 0.65: (49, 20, 127)}
@@ -443,4 +443,3 @@ def test_flags_are_frozen():
     """Users' scripts depend on these names: a removal or renaming must be deliberate."""
     flags = {action.dest for action in get_args_parser()._actions} - {"help"}
     assert flags == set(FLAGS.split())
-    assert flags >= MACHINE_FLAGS

@@ -33,8 +33,8 @@ from util.data.images import check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
-from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.flags import Plan, check_least, check_same
+from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
+from util.run.flags import Plan, check_same
 from util.run.run import Run
 from util.text import count_of, shorten
 
@@ -43,39 +43,84 @@ PICTURE = "detections.png"
 # Settings that describe a trained model. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("model", "input_size", "patch_size", "in_chans", "pretrain_size", "window_size", "decoder_channels")
 SPLITS = {split: (f"annotations/instances_{split}2017.json", f"{split}2017") for split in ("train", "val")}
-# `categories` follow from the data, which are compared by themselves.
-FREE_FLAGS = common.FREE_FLAGS | {"categories", *(f"{split}_{name}" for split in SPLITS for name in ("json", "images"))}
-# Boxes are sampled, and losses are averaged, for the micro-batch of a process. The number of processes and --accum_iter
-# may change: a step is the mean over all micro-batches.
-FIXED_FLAGS = frozenset(("batch_size",))
 
 
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     defaults = dict(output_dir="output/detection", save_every=50_000, **MASK_RCNN_DEFAULTS)
     parser, groups = common.make_parser(PROGRAM, __doc__, defaults)
+    # Boxes are sampled, and losses are averaged, for the micro-batch of a process. The number of processes and
+    # --accum_iter may change: a step is the mean over all micro-batches.
+    parser.set_changes(batch_size="results")
+    parser.set_changes(categories="nothing")  # they follow from the data, which are compared by themselves
 
     model = groups["model"].add_argument
-    model("--input_size", type=int, help="side of a training crop, and longer side in evaluation, in pixels")
-    help_text = "side of the images of pre-training (default: the model's); other position tables are resized to it"
-    model("--pretrain_size", type=int, help=help_text)
-    model("--window_size", type=int, help="side of an attention window in patches")
-    help_text = "train and evaluate a mask head (default: if the objects have segmentations)"
-    model("--masks", action=argparse.BooleanOptionalAction, help=help_text)
+    model(
+        "--input_size",
+        type=int,
+        at_least=1,
+        help="side of a training crop, and longer side in evaluation, in pixels",
+    )
+    model(
+        "--pretrain_size",
+        type=int,
+        at_least=1,
+        help="side of the images of pre-training (default: the model's); other position tables are resized to it",
+    )
+    model("--window_size", type=int, at_least=1, help="side of an attention window in patches")
+    model(
+        "--masks",
+        action=argparse.BooleanOptionalAction,
+        help="train and evaluate a mask head (default: if the objects have segmentations)",
+    )
 
     optimisation = groups["optimisation"].add_argument
-    optimisation("--num_rois", type=int, help="boxes of an image that are sampled for the losses of the heads")
-    help_text = "shares of --num_iters after which the rate is divided by 10"
-    optimisation("--lr_drops", type=float, nargs="*", help=help_text)
+    optimisation(
+        "--num_rois",
+        type=int,
+        at_least=1,
+        help="boxes of an image that are sampled for the losses of the heads",
+    )
+    optimisation(
+        "--lr_drops", type=float, nargs="*", help="shares of --num_iters after which the rate is divided by 10"
+    )
 
-    data = groups["data"].add_argument
-    data("--data_path", default="data", help="folder to which the next four paths are relative")
-    for split, (json_path, images) in SPLITS.items():
-        data(f"--{split}_json", default=json_path, metavar="FILE", help=f"annotations of the {split} images")
-        data(f"--{split}_images", default=images, metavar="DIR", help=f"folder of the {split} images")
-    help_text = "range of the random factor of large-scale jitter"
-    groups["augmentation"].add_argument("--scale_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help=help_text)
+    add_data_flags(groups["data"])
+    groups["augmentation"].add_argument(
+        "--scale_range",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="range of the random factor of large-scale jitter",
+    )
     return parser
+
+
+def add_data_flags(group: FlagGroup) -> None:
+    """Adds the paths of annotations and images."""
+    data = group.add_argument
+    data(
+        "--data_path",
+        changes="nothing",  # data may move: names and labels of the images are compared
+        per_process=True,
+        default="data",
+        help="folder to which the next four paths are relative",
+    )
+    for split, (json_path, images) in SPLITS.items():
+        data(
+            f"--{split}_json",
+            default=json_path,
+            metavar="FILE",
+            changes="nothing",
+            help=f"annotations of the {split} images",
+        )
+        data(
+            f"--{split}_images",
+            default=images,
+            metavar="DIR",
+            changes="nothing",
+            help=f"folder of the {split} images",
+        )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
@@ -88,7 +133,6 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if a flag of detection, or a pair of them, is out of range, or if a library is missing."""
     common.check_shared_flags(args, "detection")
     common.check_range(args, "scale_range")
-    check_least(args, 1, "window_size num_rois pretrain_size")
     if not all(0 < share <= 1 for share in args.lr_drops):
         raise ValueError(f"--lr_drops must be shares in (0, 1], got {args.lr_drops}")
     if args.max_bad_fraction:
@@ -199,8 +243,6 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             rows=summary_rows(args, model, masks, images, val_images),
             schedule=partial(schedule_by_iterations, learning_rate=rate),
             settings={**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size},
-            free=FREE_FLAGS,
-            fixed=FIXED_FLAGS,
         )
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
         evaluator = Evaluator(run, evaluate_val, describe_scores, picture_name=PICTURE)

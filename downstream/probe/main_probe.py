@@ -29,7 +29,7 @@ from util.evaluate.session import evaluation_session
 from util.run import flags
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
-from util.run.flags import add_data_flags, check_least
+from util.run.flags import add_data_flags
 from util.run.folder import refuse_output_inside_data
 from util.tables import markdown_table
 
@@ -44,20 +44,32 @@ def get_args_parser() -> Parser:
     flag = parser.add_argument
     flag("encoder", nargs="?", help="a run's folder, or a checkpoint of this project, MAE or timm")
     flag("--timm", metavar="NAME", help="a model of timm, with its pre-trained weights or those of the file given")
-    flag("--input_size", type=int, help="image side in pixels (default: the encoder's)")
+    flag("--input_size", type=int, at_least=1, help="image side in pixels (default: the encoder's)")
 
     protocol = parser.add_argument_group("protocol").add_argument
     protocol("--probes", nargs="+", default=PROBES, choices=PROBES, help="what is evaluated")
     protocol("--blocks", type=int, nargs="+", help="blocks whose outputs are evaluated, from 1 (default: the last)")
-    protocol("--steps", type=int, default=12_500, help="optimizer steps of the heads")
-    protocol("--total_batch_size", type=int, default=1024, help="images per step over all processes")
-    protocol("--seed", type=int, default=0, help="seed of first weights, shuffling and augmentation")
+    protocol("--steps", type=int, default=12_500, at_least=1, help="optimizer steps of the heads")
+    protocol("--total_batch_size", type=int, default=1024, at_least=1, help="images per step over all processes")
+    protocol("--seed", type=int, default=0, at_least=0, help="seed of first weights, shuffling and augmentation")
     add_data_flags(parser.add_argument_group("data"))
 
     run = parser.add_argument_group("run").add_argument
-    run("--output_dir", default="output/probe", help=f"folder for {RESULTS}")
-    run("--batch_size", type=int, help="images per process and micro-batch (default: at most 128)")
-    run("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    run("--output_dir", changes="nothing", default="output/probe", help=f"folder for {RESULTS}")
+    run(
+        "--batch_size",
+        changes="split",
+        type=int,
+        at_least=1,
+        help="images per process and micro-batch (default: at most 128)",
+    )
+    run(
+        "--device",
+        changes="rounding",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU if there is one",
+    )
     run("--precision", default="auto", choices=("auto", *PRECISIONS), help="of the encoder; heads have float32")
     parser.set_defaults(crop_scale=(0.08, 1.0))
     return parser
@@ -72,7 +84,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag, or a pair of flags, is out of range."""
     flags.check_flags(args)
-    check_least(args, 1, "steps input_size")
     if args.encoder is None and args.timm is None:
         raise ValueError("nothing to evaluate: give a checkpoint, a run's folder, or --timm NAME")
     refuse_output_inside_data(args)

@@ -104,10 +104,28 @@ def get_args_parser() -> Parser:
     data("--std", type=float, nargs=3, help="pixel deviation (default: the checkpoint's, else ImageNet's)")
 
     run = parser.add_argument_group("run").add_argument
-    run("--output_dir", default="output/robustness", help="folder for robustness.json and robustness.md")
-    run("--batch_size", type=int, default=64, help="images per process and batch")
-    run("--num_workers", type=int, help="loader processes per process (default: its share of the cores, at most 16)")
-    run("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    run(
+        "--output_dir",
+        changes="nothing",
+        default="output/robustness",
+        help="folder for robustness.json and robustness.md",
+    )
+    run("--batch_size", changes="rounding", type=int, default=64, at_least=1, help="images per process and batch")
+    run(
+        "--num_workers",
+        changes="nothing",
+        per_process=True,
+        type=int,
+        at_least=0,
+        help="loader processes per process (default: its share of the cores, at most 16)",
+    )
+    run(
+        "--device",
+        changes="rounding",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU if there is one",
+    )
     run("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, fp32 on a CPU")
     return parser
 

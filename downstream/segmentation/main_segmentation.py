@@ -43,7 +43,7 @@ from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
 from util.run import checkpoint
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
-from util.run.flags import Plan, check_least, check_same
+from util.run.flags import Plan, check_same
 from util.run.run import Run
 from util.text import count_of
 
@@ -55,43 +55,63 @@ ADE20K_CLASSES = 150
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
 DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std")
-FREE_FLAGS = common.FREE_FLAGS | {"class_names"}
-# BatchNorm sees a micro-batch of all processes. With the same total batch, that size is the same if this flag is.
-FIXED_FLAGS = frozenset(("accum_iter",))
 
 
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     defaults = dict(output_dir="output/segmentation", decoder_channels=768, save_every=40_000, **UPERNET_DEFAULTS)
     parser, groups = common.make_parser(PROGRAM, __doc__, defaults)
+    # BatchNorm sees a micro-batch of all processes. With the same total batch, that size is the same if this flag is.
+    parser.set_changes(accum_iter="results")
     boolean = argparse.BooleanOptionalAction
 
     model = groups["model"].add_argument
     model("--head", choices=HEADS, help="linear: one layer on the frozen encoder")
-    model("--input_size", type=int, help="side of a crop and of a window in pixels")
+    model("--input_size", type=int, at_least=1, help="side of a crop and of a window in pixels")
 
     optimisation = groups["optimisation"].add_argument
-    optimisation("--min_lr", type=float, help="learning rate at the end of the schedule")
-    help_text = "divide the loss by the number of labelled pixels; off, as in mmsegmentation: of all pixels"
-    optimisation("--mean_over_valid", action=boolean, help=help_text)
+    optimisation("--min_lr", type=float, at_least=0, help="learning rate at the end of the schedule")
+    optimisation(
+        "--mean_over_valid",
+        action=boolean,
+        help="divide the loss by the number of labelled pixels; off, as in mmsegmentation: of all pixels",
+    )
 
     data = groups["data"].add_argument
-    help_text = "folder with images/ and annotations/, each with training/ and validation/"
-    data("--data_path", default="data", help=help_text)
+    data(
+        "--data_path",
+        changes="nothing",  # data may move: names and labels of the images are compared
+        per_process=True,
+        default="data",
+        help="folder with images/ and annotations/, each with training/ and validation/",
+    )
     data("--num_classes", type=int, help="number of classes in the label files")
     data("--ignore_index", type=int, default=255, help="value of pixels without a class in the label files")
-    help_text = "the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K"
-    data("--reduce_zero_label", action=boolean, default=False, help=help_text)
-    help_text = "text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)"
-    data("--class_names", metavar="FILE", help=help_text)
+    data(
+        "--reduce_zero_label",
+        action=boolean,
+        default=False,
+        help="the value 0 marks pixels without a class, and the classes begin at 1, as in ADE20K",
+    )
+    data(
+        "--class_names",
+        metavar="FILE",
+        changes="nothing",
+        help="text file with a line `name` or `R G B name` for each class (default with --eval: the checkpoint's)",
+    )
 
     augmentation = groups["augmentation"].add_argument
-    text = "longest and shortest side to which an image is scaled"
-    augmentation("--image_scale", type=int, nargs=2, metavar=("LONG", "SHORT"), help=text)
+    augmentation(
+        "--image_scale",
+        type=int,
+        nargs=2,
+        metavar=("LONG", "SHORT"),
+        help="longest and shortest side to which an image is scaled",
+    )
     augmentation("--ratio_range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="random factor on --image_scale")
     augmentation("--cat_max_ratio", type=float, help="largest share of one class in a crop, if 10 tries find one")
     augmentation("--photometric", action=boolean, help="distort the colours")
-    groups["evaluation"].add_argument("--stride", type=int, help="pixels from one window to the next")
+    groups["evaluation"].add_argument("--stride", type=int, at_least=1, help="pixels from one window to the next")
     return parser
 
 
@@ -131,7 +151,6 @@ def check_data_flags(args: argparse.Namespace) -> None:
     """ValueError if a flag that describes data and evaluation is out of range or missing."""
     if args.num_classes is None:
         raise ValueError("--num_classes is needed: the number of classes in the label files; recipes of ADE20K set it")
-    check_least(args, 1, "in_chans input_size stride")
     if args.stride > args.input_size:
         raise ValueError(f"--stride {args.stride} must be at most --input_size {args.input_size}: windows leave gaps")
     if not args.image_scale[0] >= args.image_scale[1] >= 1:
@@ -215,8 +234,6 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             settings={"patch_size": model.patch_size},
             classes=classes.names,
             class_colors=classes.colors.tolist(),
-            free=FREE_FLAGS,
-            fixed=FIXED_FLAGS,
             split_changes_draws=True,
         )
         view = SlideView(args.image_scale, args.stride)

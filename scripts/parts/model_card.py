@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import main_finetune
+import main_pretrain
 from util.run.folder import read_json, read_reports
 from util.tables import markdown_table
 
-# Settings that the card names as flags, beside those that belong to one framework.
-METHOD_FLAGS = ["mask_ratio", "throw_ratio", "progressive", "sampling"]
-METHOD_FLAGS += ["aggregation", "kernel_size", "applies_to", "norm_pix_loss"]
-FINETUNE_FLAGS = ["trainable_blocks", "global_pool", "optimizer", "layer_decay", "drop_path", "aa", "color_jitter"]
-FINETUNE_FLAGS += ["smoothing", "reprob", "mixup", "cutmix"]
-SCHEDULE_FLAGS = ["lr", "min_lr", "warmup_epochs", "weight_decay", "betas"]
-SCHEDULE_FLAGS += ["clip_grad", "crop_scale", "seed", "precision"]
+PARSERS = {
+    main_pretrain.PROGRAM: main_pretrain.get_args_parser,
+    main_finetune.PROGRAM: main_finetune.get_args_parser,
+}
 CARD = """---
 library_name: {library}
 pipeline_tag: {task}
@@ -47,7 +46,6 @@ def model_card(
     model: Mapping[str, str],
     meta: Mapping[str, Any],
     folder: Path,
-    framework_flags: Sequence[str],
     library: str,
     usage: str,
     is_classifier: bool,
@@ -55,11 +53,11 @@ def model_card(
     """Returns the text of the card.
 
     name: title of the card. model: rows that describe the model. meta: what the checkpoint says about its run, or {}.
-    folder: where the checkpoint lies. framework_flags: names of settings that belong to frameworks. library, usage: the
-    one that loads the weights, and Python code for it. is_classifier: whether the model is one, and not an encoder.
+    folder: where the checkpoint lies. library, usage: the one that loads the weights, and Python code for it.
+    is_classifier: whether the model is one, and not an encoder.
     """
     task = "image-classification" if is_classifier else "image-feature-extraction"
-    training = training_rows(meta, folder, framework_flags)
+    training = training_rows(meta, folder)
     text = CARD.format(library=library, task=task, name=name, usage=usage, model=table(model))
     text += table(training) if training else "The exported file does not say how it was trained."
     if scores := find_scores(meta, folder):
@@ -76,8 +74,11 @@ def table(rows: Mapping[str, str]) -> str:
     return markdown_table(["", ""], rows.items(), left=2)
 
 
-def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequence[str]) -> dict[str, str]:
-    """Returns what is known about the training, {name: text}. Empty for files of other projects."""
+def training_rows(meta: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Returns what is known about the training, {name: text}. Empty for files of other projects.
+
+    Its flags are those that change results.
+    """
     if not meta.get("settings") or "step" not in meta:
         return {}
     settings = meta["settings"]
@@ -91,9 +92,10 @@ def training_rows(meta: Mapping[str, Any], folder: Path, framework_flags: Sequen
     }
     if meta.get("classes"):
         rows["classes"] = str(len(meta["classes"]))
-    own, common = (METHOD_FLAGS, framework_flags) if "mask_ratio" in settings else (FINETUNE_FLAGS, ())
-    rows["method" if "mask_ratio" in settings else "fine-tuning"] = flags_text(settings, (*own, *common))
-    rows["optimisation"] = flags_text(settings, SCHEDULE_FLAGS)
+    changes = PARSERS[meta["program"]]().changes
+    rows["flags"] = flags_text(settings, [name for name, change in changes.items() if change == "results"])
+    for flag, fingerprint in meta["files"].items():
+        rows[flag] = f"`{Path(settings[flag]).name}`, fingerprint `{fingerprint}`"
     loss = find_loss(meta, folder)
     if loss is not None:
         rows["loss at the end"] = f"{loss:.4f}"

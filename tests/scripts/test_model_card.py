@@ -28,12 +28,14 @@ META = {
     "epoch": 5.0,
     "settings": SETTINGS,
     "data": {"num_images": 1234, "fingerprint": "f1f1f1"},
+    "files": {"teacher": "a1a1"},
     "origin": {"code": "commit abc, files def"},
     "torch": "2.15.0",
 }
 TUNED = {
     **META,
     "program": "main_finetune.py",
+    "files": {},
     "settings": {"model": "vit_micro_patch4", "epochs": 10, "total_batch_size": 8, "nb_classes": 2, "mixup": 0.8},
     "classes": ["cat", "dog"],
     "val_data": {"num_images": 77, "fingerprint": "e2e2e2"},
@@ -41,9 +43,9 @@ TUNED = {
 }
 
 
-def card(meta, folder, flags=("decoder_depth", "teacher", "att_tau")):
+def card(meta, folder):
     is_classifier = "classes" in meta
-    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, flags, "timm", "import timm", is_classifier)
+    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, "timm", "import timm", is_classifier)
     assert "/home/me" not in text
     return text
 
@@ -74,9 +76,9 @@ def test_what_a_pretrained_encoder_says(tmp_path):
         "length": "20 steps, 5 of 10 epochs",
         "total batch": "256",
         "data": "1234 images, fingerprint `f1f1f1`",
-        "method": "`--mask_ratio 0.75 --throw_ratio 0.5 --progressive --no-norm_pix_loss --decoder_depth 4 "
-        "--teacher dino.pth`",
-        "optimisation": "`--lr 0.001 --betas 0.9 0.95`",
+        "flags": "`--model mae_vit_micro_patch4 --mask_ratio 0.75 --throw_ratio 0.5 --progressive --no-norm_pix_loss "
+        "--decoder_depth 4 --total_batch_size 256 --epochs 10 --lr 0.001 --betas 0.9 0.95`",
+        "teacher": "`dino.pth`, fingerprint `a1a1`",
         "loss at the end": "0.0500",
         "code": "commit abc, files def",
         "torch": "2.15.0",
@@ -87,7 +89,7 @@ def test_what_a_classifier_says(tmp_path):
     text = card(TUNED, tmp_path)
     assert ModelCard(text).data.pipeline_tag == "image-classification"
     training = rows(text, "Training")
-    assert training["classes"] == "2" and training["fine-tuning"] == "`--mixup 0.8`" and training["recipe"] == "none"
+    assert training["classes"] == "2" and "--mixup 0.8" in training["flags"] and training["recipe"] == "none"
     assert training["pre-trained encoder"] == "`checkpoint-9.pth`, SHA-256 `c3c3`"
     assert "loss at the end" not in training and "## Evaluation" not in text
 

@@ -12,8 +12,9 @@ from util.evaluate.loop import EvalContext
 from util.evaluate.results import RESULTS, Evaluation
 from util.pictures import save
 from util.run import distributed
+from util.run.cli import Parser
 from util.run.errors import exit_on_setup_errors
-from util.run.flags import check_least, num_workers
+from util.run.flags import num_workers
 from util.run.folder import lock_folder, refuse_different_starts, write_json
 
 
@@ -62,7 +63,7 @@ class Session(NamedTuple):
 
 @contextmanager
 def evaluation_session(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     args: argparse.Namespace,
     output_dir: str | Path | None,
     check: Callable[[argparse.Namespace], None] | None = None,
@@ -75,11 +76,9 @@ def evaluation_session(
     with exit_on_setup_errors(parser) as created:
         # The other ranks wait while rank 0 counts up to four million files.
         process = distributed.init_process(args.device, timeout_minutes=240)
-        check_least(args, 1, "batch_size")
-        check_least(args, 0, "num_workers num_pictures")
         if check is not None:
             check(args)
-        refuse_different_starts(args)
+        refuse_different_starts(parser, args)
         try:
             if output_dir is not None:
                 output_dir, lock = lock_folder(output_dir, created)
@@ -91,7 +90,7 @@ def evaluation_session(
 
 
 def session_of_eval(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, given: set[str], origins: str
+    parser: Parser, args: argparse.Namespace, given: set[str], origins: str
 ) -> AbstractContextManager[Session]:
     """Returns the session of `--eval` of a training program, whose output folder is used only if it is named.
 

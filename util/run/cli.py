@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import math
 import os
 import re
 import select
@@ -9,8 +10,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from util.text import close_to
 
@@ -19,6 +21,9 @@ LONG_CHOICES = 50  # characters
 FINAL = (2, 3, 4)
 TEMPORARY = 75  # exit code (EX_TEMPFAIL): the same command may succeed later
 PROGRESS = ".progress"  # file in the output folder that says how far the run is
+# What another value of a flag changes. "rounding": results still agree to rounding. "split": how the total batch is
+# split over processes and micro-batches; each step has the same images.
+Change = Literal["nothing", "rounding", "split", "results"]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -31,14 +36,17 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _format_action(self, action: argparse.Action) -> str:
         notes = []
         if _has_long_choices(action):
-            flag, choices = (action.option_strings or [action.dest])[0], list(action.choices or ())
-            names = f"one of {', '.join(map(str, choices))}"
-            notes.append(names if len(choices) <= 12 else f"`{flag} list` names all {len(choices)}")
+            choices = list(action.choices or ())
+            if len(choices) <= 12:
+                notes.append(f"one of {', '.join(map(str, choices))}")
+            else:
+                notes.append(f"`{_flag_of(action)} list` names all {len(choices)}")
         default = action.default
-        is_set = default is not argparse.SUPPRESS and default is not None and default not in ((), [])
+        if isinstance(default, (list, tuple)):
+            default = " ".join(map(str, default))
+        is_set = default is not None and default not in (argparse.SUPPRESS, "")
         if is_set and "default" not in (action.help or ""):
-            shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-            notes.append(f"default: {shown}")
+            notes.append(f"default: {default}")
         if notes:
             note = "; ".join(notes).replace("%", "%%")
             action = copy.copy(action)
@@ -56,11 +64,107 @@ def _has_long_choices(action: argparse.Action) -> bool:
     return action.choices is not None and len(",".join(map(str, action.choices))) > LONG_CHOICES
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with `HelpFormatter` and with errors of one paragraph, without the usage before it."""
+def _flag_of(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else action.dest
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """What a flag means to the programs that read it, and which numbers it takes."""
+
+    changes: Change = "results"
+    per_process: bool = False
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+
+    def objection(self, value: Any) -> str | None:
+        """Returns what is wrong with a value of the flag, or None."""
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        for number in numbers:
+            if isinstance(number, float) and not math.isfinite(number):
+                return "must be finite"
+        if value is None:
+            return None
+        if self.at_least is not None and value < self.at_least:
+            return f"must be at least {self.at_least}"
+        if self.at_most is not None and value > self.at_most:
+            return f"must be at most {self.at_most}"
+        if self.above is not None and value <= self.above:
+            return f"must be above {self.above}"
+        return None
+
+
+class FlagContainer(argparse._ActionsContainer):
+    """A parser, or a group of it, whose flags say what they change and which numbers they take."""
+
+    rules: dict[str, FlagRule]  # of all flags of the parser, by `dest`
+
+    def add_argument(
+        self,
+        *names: str,
+        changes: Change = "results",
+        per_process: bool = False,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        above: float | None = None,
+        **options: Any,
+    ) -> argparse.Action:
+        """Adds a flag, as argparse does.
+
+        changes: what another value changes: see `Change`. A resumed run may have other values than before, unless they
+        change results.
+        per_process: whether the processes of one start may have different values, such as paths of their node.
+        at_least, at_most, above: bounds of its number.
+        """
+        action = super().add_argument(*names, **options)
+        self.rules[action.dest] = FlagRule(changes, per_process, at_least, at_most, above)
+        return action
+
+
+class FlagGroup(FlagContainer, argparse._ArgumentGroup):
+    """A titled group of flags."""
+
+    def __init__(self, container: FlagContainer, *args: Any, **options: Any) -> None:
+        self.rules = container.rules
+        super().__init__(container, *args, **options)
+
+
+class Parser(FlagContainer, argparse.ArgumentParser):
+    """An ArgumentParser with `HelpFormatter`, rules of flags, and errors of one paragraph without the usage."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self.rules = {}
         super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+
+    def add_argument_group(self, *args: Any, **options: Any) -> FlagGroup:
+        """Adds a group, whose flags have rules as well."""
+        group = FlagGroup(self, *args, **options)
+        self._action_groups.append(group)
+        return group
+
+    @property
+    def changes(self) -> dict[str, Change]:
+        """What each flag changes, by `dest`."""
+        return {name: rule.changes for name, rule in self.rules.items()}
+
+    def set_changes(self, **changes: Change) -> None:
+        """Replaces what flags change, as `set_defaults` replaces defaults, for a program or model that differs.
+
+        As there, a name may be that of a setting that is no flag.
+        """
+        for name, change in changes.items():
+            self.rules[name] = replace(self.rules.get(name, FlagRule()), changes=change)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses `args`. A number outside the bounds of its flag ends the program, also that of a recipe."""
+        parsed = super().parse_args(args, namespace)
+        for name, rule in self.rules.items():
+            value = getattr(parsed, name, None)
+            objection = rule.objection(value)
+            if objection is not None:
+                self.error(f"--{name} {objection}, got {value}")
+        return parsed
 
     def format_help(self) -> str:
         """Returns the help. If there are many flags, the usage names positional arguments only."""
@@ -82,9 +186,8 @@ class Parser(argparse.ArgumentParser):
         if value == "list":
             print("\n".join(choices))
             self.exit()
-        flag = (action.option_strings or [action.dest])[0]
         raise argparse.ArgumentError(
-            action, f"invalid choice: {value!r}{close_to(value, choices)} (`{flag} list` names all)"
+            action, f"invalid choice: {value!r}{close_to(value, choices)} (`{_flag_of(action)} list` names all)"
         )
 
     def error(self, message: str) -> NoReturn:
@@ -119,7 +222,9 @@ def stop_torchrun(message: str) -> None:
 def expand_home(word: str) -> str:
     """Returns a word of a command line in which a `~` at the start, or after `NAME=`, is the user's home."""
     name, equals, value = word.partition("=")
-    return name + equals + os.path.expanduser(value) if equals and "/" not in name else os.path.expanduser(word)
+    if equals and "/" not in name:
+        return name + equals + os.path.expanduser(value)
+    return os.path.expanduser(word)
 
 
 def parse_with_recipe(
@@ -158,7 +263,8 @@ def refuse_other_patch(parser: argparse.ArgumentParser, args: argparse.Namespace
 
     patch_size: of the recipe. It wins over the name of the recipe's model, but may not be meant for another one.
     """
-    named, expected = (re.search(r"_patch(\d+)", model) for model in (args.model, parser.get_default("model")))
+    named = re.search(r"_patch(\d+)", args.model)
+    expected = re.search(r"_patch(\d+)", parser.get_default("model"))
     if named is None or expected is None or named[1] in (expected[1], str(patch_size)):
         return
     parser.error(
@@ -203,8 +309,10 @@ def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
 
     Names without an underscore, such as "model", are words as well and stay as they are.
     """
-    names = [option[2:] for action in parser._actions for option in action.option_strings if "_" in option]
-    return re.sub(rf"(?<![\w'\"./=-])({'|'.join(names)})(?![\w'\"./=-])", r"--\1", message) if names else message
+    names = [option[2:] for option in parser._option_string_actions if "_" in option]
+    if not names:
+        return message
+    return re.sub(rf"(?<![\w'\"./=-])({'|'.join(names)})(?![\w'\"./=-])", r"--\1", message)
 
 
 @contextmanager
@@ -274,12 +382,13 @@ def prepare_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> 
         return
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"{flag} {str(path)!r} must end in {' or '.join(suffixes)}")
+    refusal = f"{flag} {str(path)!r} cannot be written"
     folder = path.resolve().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        reason = "it is a folder" if path.is_dir() else "permission denied"
-        is_writable = not path.is_dir() and os.access(path if path.exists() else folder, os.W_OK)
     except OSError as error:
-        is_writable, reason = False, f"the folder {str(folder)!r} cannot be made: {error.strerror}"
-    if not is_writable:
-        raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
+        raise ValueError(f"{refusal}: the folder {str(folder)!r} cannot be made: {error.strerror}") from error
+    if path.is_dir():
+        raise ValueError(f"{refusal}: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{refusal}: permission denied")

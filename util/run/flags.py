@@ -1,7 +1,6 @@
 """The flags that the training mains share: definitions, checks, and the values that follow from them."""
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,118 +9,285 @@ from util.attention import KERNELS
 from util.data.datasets import DATASETS, cores_per_process
 from util.data.folders import DEFAULT_PATH
 from util.lr_sched import SCHEDULES, Schedule
-from util.run.cli import check_least
+from util.run.cli import Change, FlagGroup, Parser
 from util.run.distributed import PRECISIONS, Process, precision
 from util.text import count_of
 
-# Flags that may differ between two starts of one run: they do not change what it computes.
-MACHINE_FLAGS = frozenset(
-    (
-        *("recipe", "batch_size", "accum_iter", "num_workers", "data_path", "output_dir", "resume", "device"),
-        *("attention", "compile", "recompute", "shard", "max_steps", "save_every", "save_minutes", "save_steps"),
-        *("print_freq", "allow_changes", "max_bad_fraction", "dist_timeout", "image_column", "label_column"),
-    )
-)
-# Flags that may differ between the processes of one start: paths and resources of a node.
-PROCESS_FLAGS = frozenset(("num_workers", "data_path"))
 
-
-def add_optimisation_flags(group: argparse._ArgumentGroup) -> None:
+def add_optimisation_flags(group: FlagGroup) -> None:
     """Adds batch split, epochs, learning rate and its schedule, weight decay, seed."""
     add_batch_flags(group)
     add_epoch_flags(group)
     add_update_flags(group)
 
 
-def add_batch_flags(group: argparse._ArgumentGroup) -> None:
+def add_batch_flags(group: FlagGroup) -> None:
     """Adds the split of the total batch over processes and micro-batches."""
     flag = group.add_argument
-    what = "default: 64; with --total_batch_size the largest that divides a process's share, up to 64, or 512 for a "
-    flag("--batch_size", type=int, help=f"images per process and micro-batch ({what}linear probe)")
-    flag("--accum_iter", type=int, help="micro-batches per step (default: 1, or what --total_batch_size needs)")
-    flag("--total_batch_size", type=int, help="images per step over all processes; --accum_iter follows from it")
+    flag(
+        "--batch_size",
+        changes="split",
+        type=int,
+        at_least=1,
+        help="images per process and micro-batch (default: 64; with --total_batch_size the largest that divides a "
+        "process's share, up to 64, or 512 for a linear probe)",
+    )
+    flag(
+        "--accum_iter",
+        changes="split",
+        type=int,
+        at_least=1,
+        help="micro-batches per step (default: 1, or what --total_batch_size needs)",
+    )
+    flag(
+        "--total_batch_size",
+        type=int,
+        at_least=1,
+        help="images per step over all processes; --accum_iter follows from it",
+    )
 
 
-def add_epoch_flags(group: argparse._ArgumentGroup) -> None:
+def add_epoch_flags(group: FlagGroup) -> None:
     """Adds the length of a schedule in epochs, and its learning rate."""
     flag = group.add_argument
-    flag("--epochs", type=int, default=100, help="length of the schedule")
-    what = "if not given and longer than --epochs, it is scaled with the schedule"
-    flag("--warmup_epochs", type=float, help=f"epochs of linear warm-up; {what}")
-    flag("--blr", type=float, help="base learning rate: lr = blr * total batch size / 256")
-    flag("--lr", type=float, help="absolute learning rate, instead of --blr")
-    flag("--min_lr", type=float, help="learning rate at the end of the schedule")
-    flag("--warmup_lr", type=float, default=0.0, help="learning rate at the start of the warm-up")
-    what = "schedule of the framework's release: see util/lr_sched.py"
-    flag("--lr_schedule", default="mae", choices=SCHEDULES, help=what)
-    what = "for simmim_steps: epochs after which the rate falls tenfold"
-    flag("--lr_steps", type=float, nargs="*", default=(), help=what)
+    flag("--epochs", type=int, default=100, at_least=1, help="length of the schedule")
+    flag(
+        "--warmup_epochs",
+        type=float,
+        help="epochs of linear warm-up; if not given and longer than --epochs, it is scaled with the schedule",
+    )
+    flag("--blr", type=float, at_least=0, help="base learning rate: lr = blr * total batch size / 256")
+    flag("--lr", type=float, at_least=0, help="absolute learning rate, instead of --blr")
+    flag("--min_lr", type=float, at_least=0, help="learning rate at the end of the schedule")
+    flag("--warmup_lr", type=float, default=0.0, at_least=0, help="learning rate at the start of the warm-up")
+    flag(
+        "--lr_schedule",
+        default="mae",
+        choices=SCHEDULES,
+        help="schedule of the framework's release: see util/lr_sched.py",
+    )
+    flag(
+        "--lr_steps",
+        type=float,
+        nargs="*",
+        default=(),
+        help="for simmim_steps: epochs after which the rate falls tenfold",
+    )
 
 
-def add_update_flags(group: argparse._ArgumentGroup) -> None:
+def add_update_flags(group: FlagGroup) -> None:
     """Adds clipping, weight decay and seed."""
     flag = group.add_argument
-    flag("--clip_grad", type=float, help="bound on the norm of the gradient (default: no bound)")
-    flag("--weight_decay", type=float, default=0.05, help="weight decay of matrices; biases and norms have none")
-    flag("--seed", type=int, default=0, help="seed of initial weights, shuffling, augmentation and masks")
+    flag("--clip_grad", type=float, above=0, help="bound on the norm of the gradient (default: no bound)")
+    flag(
+        "--weight_decay",
+        type=float,
+        default=0.05,
+        at_least=0,
+        help="weight decay of matrices; biases and norms have none",
+    )
+    flag(
+        "--seed",
+        type=int,
+        default=0,
+        at_least=0,
+        help="seed of initial weights, shuffling, augmentation and masks",
+    )
 
 
-def add_data_flags(group: argparse._ArgumentGroup) -> None:
+def add_data_flags(group: FlagGroup) -> None:
     """Adds data source, decoding, random crop, workers."""
     flag = group.add_argument
-    what = "kind of data; folder: image folders or tar shards; hf: Hugging Face datasets"
-    flag("--dataset", default="folder", choices=DATASETS, help=what)
-    what = "root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub"
-    flag("--data_path", default=DEFAULT_PATH, help=what)
-    flag("--image_column", help="only for hf: column of the images (default: the only one)")
-    flag("--label_column", help="only for hf: column of the classes (default: label, or the only ClassLabel)")
-    what = "reference: decode and resize by Pillow, as torchvision"
-    flag("--loader", default="fast", choices=("fast", "reference"), help=what)
+    flag(
+        "--dataset",
+        default="folder",
+        choices=DATASETS,
+        help="kind of data; folder: image folders or tar shards; hf: Hugging Face datasets",
+    )
+    flag(
+        "--data_path",
+        changes="nothing",  # data may move: names and labels of the images are compared
+        per_process=True,
+        default=DEFAULT_PATH,
+        help="root of the data; CIFAR is downloaded to it if it is not there; for hf also a name on the Hub",
+    )
+    flag("--image_column", changes="nothing", help="only for hf: column of the images (default: the only one)")
+    flag(
+        "--label_column",
+        changes="nothing",
+        help="only for hf: column of the classes (default: label, or the only ClassLabel)",
+    )
+    flag(
+        "--loader",
+        default="fast",
+        choices=("fast", "reference"),
+        help="reference: decode and resize by Pillow, as torchvision",
+    )
     flag("--crop_scale", type=float, nargs=2, help="smallest and largest area of the random crop")
     add_loading_flags(group)
 
 
-def add_pixel_flags(group: argparse._ArgumentGroup) -> None:
+def add_pixel_flags(group: FlagGroup) -> None:
     """Adds channels of the images, and the statistics that normalise them."""
     flag = group.add_argument
-    flag("--in_chans", type=int, default=3, help="channels of the images; with 3 they become RGB")
-    default = "default: those of the checkpoint that the run starts from, ImageNet's for 8-bit RGB, or the data's"
-    flag("--mean", type=float, nargs="+", help=f"mean of each channel, a fraction of the full range ({default})")
-    flag("--std", type=float, nargs="+", help="deviation of each channel, in the unit of --mean (default: as --mean)")
+    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images; with 3 they become RGB")
+    flag(
+        "--mean",
+        type=float,
+        nargs="+",
+        help="mean of each channel, a fraction of the full range (default: those of the checkpoint that the run starts "
+        "from, ImageNet's for 8-bit RGB, or the data's)",
+    )
+    flag(
+        "--std",
+        type=float,
+        nargs="+",
+        help="deviation of each channel, in the unit of --mean (default: as --mean)",
+    )
 
 
-def add_loading_flags(group: argparse._ArgumentGroup) -> None:
+def add_loading_flags(group: FlagGroup) -> None:
     """Adds unreadable images and workers."""
-    what = "share of training images that may be unreadable; each is replaced by another image"
-    group.add_argument("--max_bad_fraction", type=float, default=0.01, help=what)
-    what = "default: the process's share of the CPU cores minus one, from 1 to 16"
-    group.add_argument("--num_workers", type=int, help=f"DataLoader workers per process ({what})")
+    flag = group.add_argument
+    flag(
+        "--max_bad_fraction",
+        changes="nothing",
+        type=float,
+        default=0.01,
+        help="share of training images that may be unreadable; each is replaced by another image",
+    )
+    flag(
+        "--num_workers",
+        changes="nothing",
+        per_process=True,
+        type=int,
+        at_least=0,
+        help="DataLoader workers per process (default: the process's share of the CPU cores minus one, from 1 to 16)",
+    )
 
 
-def add_run_flags(group: argparse._ArgumentGroup, unit: str = "epochs") -> None:
+def add_run_flags(group: FlagGroup, unit: str = "epochs") -> None:
     """Adds output folder, resuming, device, precision, memory, saving, reports. unit: of --save_every."""
-    flag, boolean = group.add_argument, argparse.BooleanOptionalAction
-    flag("--output_dir", help="folder of the run: checkpoints, logs, settings; the same command resumes the run in it")
-    what = "where a new run starts: a checkpoint or a run's folder; not used if --output_dir holds checkpoints"
-    flag("--resume", default="auto", help=what)
-    what = "resume although changed settings or data change the results"
-    flag("--allow_changes", action=boolean, default=False, help=what)
-    flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
-    what = "auto: bf16 or fp16 on a GPU, fp32 on a CPU"
-    flag("--precision", default="auto", choices=("auto", *PRECISIONS), help=what)
-    flag("--attention", default="auto", choices=("auto", *KERNELS), help="attention kernel that is tried first")
-    flag("--compile", action=boolean, default=False, help="compile the model by torch.compile")
-    flag("--dist_timeout", type=float, default=600, help="seconds without progress after which a process ends")
-    what = "recompute blocks in the backward pass: less memory, more time"
-    flag("--recompute", action=boolean, default=False, help=what)
-    flag("--shard", action=boolean, default=False, help="shard parameters, gradients and optimizer state (FSDP2)")
-    flag("--max_steps", type=int, help="save and end after this step of the run (default: at the end of the schedule)")
-    what = f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay"
-    flag("--save_every", type=int, default=20, help=what)
-    what = "minutes between checkpoints, written at a report while training continues; 0: none"
-    flag("--save_minutes", type=float, default=5.0, help=what)
-    flag("--save_steps", type=int, default=0, help="steps between checkpoints, besides; 0: none")
-    flag("--print_freq", type=int, default=20, help="steps between reports")
+    add_folder_flags(group)
+    add_device_flags(group)
+    add_saving_flags(group, unit)
+    group.add_argument(
+        "--print_freq", changes="nothing", type=int, default=20, at_least=1, help="steps between reports"
+    )
+
+
+def add_folder_flags(group: FlagGroup) -> None:
+    """Adds output folder and resuming."""
+    flag = group.add_argument
+    flag(
+        "--output_dir",
+        changes="nothing",
+        help="folder of the run: checkpoints, logs, settings; the same command resumes the run in it",
+    )
+    flag(
+        "--resume",
+        changes="nothing",
+        default="auto",
+        help="where a new run starts: a checkpoint or a run's folder; not used if --output_dir holds checkpoints",
+    )
+    flag(
+        "--allow_changes",
+        changes="nothing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="resume although changed settings or data change the results",
+    )
+
+
+def add_device_flags(group: FlagGroup) -> None:
+    """Adds how the model is computed: device, precision, kernels, memory."""
+    flag = group.add_argument
+    boolean = argparse.BooleanOptionalAction
+    flag(
+        "--device",
+        changes="rounding",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU if there is one",
+    )
+    flag(
+        "--precision",
+        default="auto",
+        choices=("auto", *PRECISIONS),
+        help="auto: bf16 or fp16 on a GPU, fp32 on a CPU",
+    )
+    flag(
+        "--attention",
+        changes="rounding",
+        default="auto",
+        choices=("auto", *KERNELS),
+        help="attention kernel that is tried first",
+    )
+    flag(
+        "--compile",
+        changes="rounding",
+        action=boolean,
+        default=False,
+        help="compile the model by torch.compile",
+    )
+    flag(
+        "--dist_timeout",
+        changes="nothing",
+        type=float,
+        default=600,
+        above=0,
+        help="seconds without progress after which a process ends",
+    )
+    flag(
+        "--recompute",
+        changes="nothing",
+        action=boolean,
+        default=False,
+        help="recompute blocks in the backward pass: less memory, more time",
+    )
+    flag(
+        "--shard",
+        changes="rounding",  # or results: see `changes_of_flags`
+        action=boolean,
+        default=False,
+        help="shard parameters, gradients and optimizer state (FSDP2)",
+    )
+
+
+def add_saving_flags(group: FlagGroup, unit: str) -> None:
+    """Adds the end of this start, and how often it saves. unit: of --save_every."""
+    flag = group.add_argument
+    flag(
+        "--max_steps",
+        changes="nothing",
+        type=int,
+        at_least=1,
+        help="save and end after this step of the run (default: at the end of the schedule)",
+    )
+    flag(
+        "--save_every",
+        changes="nothing",
+        type=int,
+        default=20,
+        at_least=1,
+        help=f"checkpoints at multiples of this many {unit} are never deleted; of the others the last two stay",
+    )
+    flag(
+        "--save_minutes",
+        changes="nothing",
+        type=float,
+        default=5.0,
+        at_least=0,
+        help="minutes between checkpoints, written at a report while training continues; 0: none",
+    )
+    flag(
+        "--save_steps",
+        changes="nothing",
+        type=int,
+        default=0,
+        at_least=0,
+        help="steps between checkpoints, besides; 0: none",
+    )
 
 
 @dataclass(frozen=True)
@@ -163,39 +329,44 @@ class RunSchedule:
     learning_rate: Callable[..., float]  # (step, lr_scale) -> rate of that step, counted from 0
     summary: str  # one line for the log
     pauses: tuple[int, ...]  # at the multiples of these steps something may be due
-    epochs: float  # by which other programs see how far a run is
+    epochs: float  # length of the schedule, recorded with the run
     unit: str = "epoch"  # of --eval_every, or "iteration"
 
 
 def schedule_by_epochs(args: argparse.Namespace, plan: Plan, steps_per_epoch: int) -> RunSchedule:
     """Returns the schedule of a run whose flags count epochs."""
-    rates = dict(lr=plan.lr, min_lr=args.min_lr, warmup_lr=args.warmup_lr, lr_steps=tuple(args.lr_steps))
-    learning_rate = Schedule(args.lr_schedule, steps_per_epoch, args.epochs, args.warmup_epochs, **rates)
-    summary = f"{count_of(args.epochs, 'epoch')} of {count_of(steps_per_epoch, 'step')}, "
-    summary += f"{args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}"
-    num_steps, keep_every = args.epochs * steps_per_epoch, args.save_every * steps_per_epoch
-    return RunSchedule(steps_per_epoch, num_steps, keep_every, learning_rate, summary, (steps_per_epoch,), args.epochs)
+    learning_rate = Schedule(
+        args.lr_schedule,
+        steps_per_epoch,
+        args.epochs,
+        args.warmup_epochs,
+        lr=plan.lr,
+        min_lr=args.min_lr,
+        warmup_lr=args.warmup_lr,
+        lr_steps=tuple(args.lr_steps),
+    )
+    length = f"{count_of(args.epochs, 'epoch')} of {count_of(steps_per_epoch, 'step')}"
+    return RunSchedule(
+        steps_per_epoch=steps_per_epoch,
+        num_steps=args.epochs * steps_per_epoch,
+        keep_every=args.save_every * steps_per_epoch,
+        learning_rate=learning_rate,
+        summary=f"{length}, {args.warmup_epochs:g} of warm-up, peak learning rate {plan.lr:.4g}",
+        pauses=(steps_per_epoch,),
+        epochs=args.epochs,
+    )
 
 
-def free_flags(plan: Plan, more: Iterable[str] = ()) -> frozenset[str]:
-    """Returns the flags that may differ between two starts of a run: MACHINE_FLAGS and `more`."""
-    free = MACHINE_FLAGS.union(more)
-    # On GPUs sharded blocks also round their norms to bfloat16.
-    return free - {"shard"} if plan.precision == "bf16" and plan.device == "cuda" else free
+def changes_of_flags(parser: Parser, plan: Plan) -> dict[str, Change]:
+    """Returns what each flag changes in a run, by name."""
+    changes = parser.changes
+    if plan.precision == "bf16" and plan.device == "cuda":
+        changes["shard"] = "results"  # on GPUs sharded blocks also round their norms to bfloat16
+    return changes
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """ValueError if a flag, or a pair of them, is out of range."""
-    for name, value in vars(args).items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(v, float) and not math.isfinite(v) for v in values):
-            raise ValueError(f"--{name} must be finite, got {value}")
-    check_least(args, 1, "batch_size epochs print_freq save_every accum_iter total_batch_size max_steps in_chans")
-    check_least(args, 0, "num_workers save_minutes save_steps picture_every seed weight_decay min_lr blr lr warmup_lr")
-    for name in ("dist_timeout", "clip_grad"):
-        value = getattr(args, name, None)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name} must be above 0, got {value}")
+    """ValueError if flags do not go together. The parser has checked the range of each number."""
     if not 0 <= args.max_bad_fraction < 1:
         raise ValueError(f"--max_bad_fraction must lie in [0, 1), got {args.max_bad_fraction}")
     if "crop_scale" in args and not 0 < args.crop_scale[0] <= args.crop_scale[1] <= 1:

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run import checkpoint, distributed
 from util.run.checkpoint import CheckpointError
-from util.run.cli import PROGRESS
-from util.run.flags import PROCESS_FLAGS
+from util.run.cli import PROGRESS, Parser
 from util.run.supervise import first_timeout
 from util.text import shorten
 
@@ -219,14 +218,11 @@ class Start:
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
 
 
-def join_processes(args: argparse.Namespace, path_flags: Set[str] = frozenset()) -> distributed.Process:
-    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch.
-
-    path_flags: further flags that may differ, because they name files of a node.
-    """
+def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
+    """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
     minutes = max(30, first_timeout(args.dist_timeout, args.compile) / 60 + 5)  # the watchdog comes first
     process = distributed.init_process(args.device, minutes, max(60, args.dist_timeout))
-    refuse_different_starts(args, PROCESS_FLAGS | path_flags)
+    refuse_different_starts(parser, args)
     return process
 
 
@@ -312,10 +308,15 @@ def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Pa
     return collectives.run_on_rank0(create_and_lock), lock
 
 
-def refuse_different_starts(args: argparse.Namespace, process_flags: Set[str] = PROCESS_FLAGS) -> None:
-    """ValueError on all ranks if code, torch or flags differ between them. Flags in `process_flags` may differ."""
-    flags = {f"--{name}": value for name, value in vars(args).items() if name not in process_flags}
-    collectives.refuse_differences(flags | {"code": source_hash(), "torch": torch.__version__}, "flags and code")
+def refuse_different_starts(parser: Parser, args: argparse.Namespace) -> None:
+    """ValueError on all ranks if code, torch or flags differ between them, apart from flags of a process."""
+    compared = {}
+    for name, value in vars(args).items():
+        if name not in parser.rules or not parser.rules[name].per_process:
+            compared[f"--{name}"] = value
+    compared["code"] = source_hash()
+    compared["torch"] = torch.__version__
+    collectives.refuse_differences(compared, "flags and code")
 
 
 def refuse_output_inside_data(args: argparse.Namespace) -> None:

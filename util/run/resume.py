@@ -1,10 +1,10 @@
 """Resuming: reads the checkpoint of a run, refuses what would change its results, restores its state.
 
-A changed setting that changes results is refused, unless --allow_changes is given. Machine flags may change. If one of
-them affects rounding or random draws, a note says so.
+Each flag says at its definition what it changes. One that changes results may not differ between two starts of a run,
+unless --allow_changes is given. If others affect rounding or random draws, a note says so.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ import torch
 
 from util.lazy import LazyModule
 from util.run import checkpoint
+from util.run.cli import Change
 from util.run.distributed import Process
 from util.run.folder import Start
 
 timm_layers = LazyModule("timm.layers")
 
 Meta = Mapping[str, Any]
-# Flags that split the total batch. Each step sees the same images with any split.
-SPLIT_FLAGS = ("batch_size", "accum_iter")
-# Machine flags that change results by rounding errors.
-ROUNDING_FLAGS = ("attention", "compile", "device", "shard")
+Changes = Mapping[str, Change]  # what each flag changes, by name
 
 
 @dataclass
@@ -69,8 +67,11 @@ class RunRecord:
 
 def json_settings(*parts: dict[str, Any]) -> dict[str, Any]:
     """Merges dicts of settings. Later dicts override earlier ones. Tuples become lists, as after reading JSON."""
-    merged = {name: value for part in parts for name, value in part.items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in merged.items()}
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged[name] = list(value) if isinstance(value, tuple) else value
+    return merged
 
 
 def data_facts(images: Any) -> dict[str, Any]:
@@ -94,17 +95,26 @@ def read_run(start: Start, total_batch_size: int) -> dict[str, Any] | None:
             f"{path!r} holds weights but no run to resume; --resume takes a checkpoint of this program"
         )
     meta = content["meta"]
-    theirs = meta["program"]
-    if theirs != start.program and start.began_elsewhere:
-        hint = "; to fine-tune it, give it as --finetune" if theirs == "main_pretrain.py" else ""
-        raise ValueError(f"--resume {path} is a run of {theirs}, not of {start.program}{hint}")
-    if theirs != start.program:
-        raise ValueError(f"{str(start.output_dir)!r} holds a run of {theirs}; choose another --output_dir")
-    before = meta["settings"]["total_batch_size"]
-    if before != total_batch_size:
-        what = f"the run's total batch was {before} and now is {total_batch_size}"
-        raise ValueError(f"{what}, but the schedule counts steps: give --total_batch_size {before}")
+    program = meta["program"]
+    if program != start.program:
+        raise ValueError(other_program(program, start))
+    total_before = meta["settings"]["total_batch_size"]
+    if total_before != total_batch_size:
+        raise ValueError(
+            f"the run's total batch was {total_before} and now is {total_batch_size}, but the schedule counts steps: "
+            f"give --total_batch_size {total_before}"
+        )
     return content
+
+
+def other_program(program: str, start: Start) -> str:
+    """Returns the error that the checkpoint belongs to a run of another program."""
+    if not start.began_elsewhere:
+        return f"{str(start.output_dir)!r} holds a run of {program}; choose another --output_dir"
+    message = f"--resume {start.resume_path} is a run of {program}, not of {start.program}"
+    if program == "main_pretrain.py":
+        message += "; to fine-tune it, give it as --finetune"
+    return message
 
 
 def restore(
@@ -113,28 +123,29 @@ def restore(
     record: RunRecord,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    machine_flags: frozenset[str],
+    flag_changes: Changes,
     allow_changes: bool,
     split_changes_draws: bool,
-    fixed_flags: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Loads weights and optimizer state. Returns remarks on what differs from the run so far.
 
     The state of an optimizer of another class is not loaded: this one starts without any, as in a new run.
 
-    split_changes_draws: see `find_notes`. fixed_flags: see `find_changes`. ValueError if settings or data have changed
-    in a way that changes results, unless `allow_changes`.
+    split_changes_draws: see `find_notes`. ValueError if settings or data have changed in a way that changes results,
+    unless `allow_changes`.
     """
     meta = content["meta"]
     now = record.meta(meta["step"])
-    changes = find_changes(meta, now, machine_flags, fixed_flags)
-    notes = find_notes(meta, now, has_drop_path(model), split_changes_draws)
+    changes = find_changes(meta, now, flag_changes)
+    notes = find_notes(meta, now, flag_changes, has_drop_path(model), split_changes_draws)
     record.origin["started_from"] = meta["origin"].get("started_from")
     if start.began_elsewhere:
         record.origin["started_from"] = str(start.resume_path)
     if changes and not allow_changes:
-        what = f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}"
-        raise ValueError(f"{what}. Undo that, choose another --output_dir, or accept it by --allow_changes")
+        raise ValueError(
+            f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
+            "Undo that, choose another --output_dir, or accept it by --allow_changes"
+        )
     checkpoint.load_strict(model, content["model"], "the checkpoint's weights")
     if meta["optimizer"] == record.optimizer:
         load_optimizer(optimizer, content["optimizer"])
@@ -161,15 +172,16 @@ def has_drop_path(model: torch.nn.Module) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- rules
 
 
-def find_changes(before: Meta, now: Meta, machine_flags: Set[str], fixed_flags: Set[str] = frozenset()) -> list[str]:
+def find_changes(before: Meta, now: Meta, flag_changes: Changes) -> list[str]:
     """Returns a sentence for each difference between a checkpoint's meta and this start's that changes results.
 
-    machine_flags: flags that may differ. fixed_flags: those of them that may not. A setting that only one of the two
-    has is no change. The default of a new flag keeps the former behaviour.
+    A setting that only one of the two has is no change: the default of a new flag keeps the former behaviour. A setting
+    of which nothing is said changes results.
     """
-    was, settings = before["settings"], now["settings"]
-    names = sorted(was.keys() & settings.keys() - (machine_flags - fixed_flags))
-    changes = [f"--{name} was {was[name]} and now is {settings[name]}" for name in names if was[name] != settings[name]]
+    was = before["settings"]
+    settings = now["settings"]
+    names = changed_names("results", flag_changes, was, settings)
+    changes = [f"--{describe_change(name, was, settings)}" for name in names]
     moved = ""
     if was.get("data_path") != settings.get("data_path"):
         moved = f" (--data_path was {was.get('data_path')} and now is {settings.get('data_path')})"
@@ -195,26 +207,46 @@ def describe_data(facts: Mapping[str, Any]) -> str:
     return f"{facts['num_images']} images (names and labels {facts['fingerprint'][:8]})"
 
 
-def find_notes(before: Meta, now: Meta, has_dropout: bool, split_changes_draws: bool) -> list[str]:
+def changed_names(change: Change, flag_changes: Changes, was: Meta, settings: Meta) -> list[str]:
+    """Returns the sorted names of settings with another value, of those that change `change`."""
+    names = []
+    for name in sorted(was.keys() & settings.keys()):
+        if flag_changes.get(name, "results") == change and was[name] != settings[name]:
+            names.append(name)
+    return names
+
+
+def describe_change(name: str, was: Meta, settings: Meta) -> str:
+    return f"{name} was {was[name]} and now is {settings[name]}"
+
+
+def find_notes(
+    before: Meta, now: Meta, flag_changes: Changes, has_dropout: bool, split_changes_draws: bool
+) -> list[str]:
     """Returns a note for each difference that is allowed and may affect rounding, random draws or the code.
 
     has_dropout: whether the model draws random numbers in its forward pass. split_changes_draws: whether random draws
     or statistics depend on how the total batch is split.
     """
-    was, settings, notes = before["settings"], now["settings"], []
-    split = {name: (was[name], settings[name]) for name in sorted(SPLIT_FLAGS)}
-    split["world_size"] = before["world_size"], now["world_size"]
-    changed = [f"{name} was {old} and now is {new}" for name, (old, new) in split.items() if old != new]
-    if changed:
-        draws = "; random draws and statistics within a step differ" if split_changes_draws else ""
-        notes.append(f"note: each step has the same images, but is split otherwise ({', '.join(changed)}){draws}")
-    known = [name for name in ROUNDING_FLAGS if name in was and name in settings]
-    flags = [f"--{name} was {was[name]} and now is {settings[name]}" for name in known if was[name] != settings[name]]
-    if flags:
-        draws = ""
+    was = before["settings"]
+    settings = now["settings"]
+    notes = []
+    names = changed_names("split", flag_changes, was, settings)
+    split = [describe_change(name, was, settings) for name in names]
+    if before["world_size"] != now["world_size"]:
+        split.append(describe_change("world_size", before, now))
+    if split:
+        note = f"note: each step has the same images, but is split otherwise ({', '.join(split)})"
+        if split_changes_draws:
+            note += "; random draws and statistics within a step differ"
+        notes.append(note)
+    names = changed_names("rounding", flag_changes, was, settings)
+    rounding = [f"--{describe_change(name, was, settings)}" for name in names]
+    if rounding:
+        note = f"note: {', '.join(rounding)}: results agree to rounding, not to the last bit"
         if has_dropout and was.get("compile") != settings.get("compile"):
-            draws = "; compiled code draws other random numbers, so drop path differs"
-        notes.append(f"note: {', '.join(flags)}: results agree to rounding, not to the last bit{draws}")
+            note += "; compiled code draws other random numbers, so drop path differs"
+        notes.append(note)
     # Only the hash of the files is compared: a commit may change other files.
     was_code, is_code = before["origin"]["code"], now["origin"]["code"]
     if was_code.rpartition("files ")[2] != is_code.rpartition("files ")[2]:
@@ -271,19 +303,41 @@ def resume_encoder(
     If the pre-training run has saved newer checkpoints since, an unfinished fine-tuning run keeps its first encoder and
     ignores them. A finished run is refused instead, because its results would look like those of the newer checkpoint.
     """
-    before = meta["encoder"] or {"path": None}
-    found = before if before["path"] else None
-    if now is None or now["sha256"] == before.get("sha256"):
-        return found, []
-    was, new = Path(before["path"]).resolve() if before["path"] else None, Path(now["path"]).resolve()
+    first = meta["encoder"]
+    if first is not None and first["path"] is None:
+        first = None
+    if now is None or (first is not None and now["sha256"] == first["sha256"]):
+        return first, []
     is_over = meta["epoch"] >= meta["settings"]["epochs"]
-    has_grown = None not in (before.get("step"), now.get("step")) and before["step"] < now["step"]
-    if was is not None and was.parent == new.parent and has_grown and not is_over:
-        return found, [f"warning: this run continues from {was}; {new}, which is newer, is ignored"]
-    holder, advice = repr(str(start.output_dir)), "choose another --output_dir"
+    if first is not None and not is_over and is_newer_save(now, first):
+        old = Path(first["path"]).resolve()
+        new = Path(now["path"]).resolve()
+        return first, [f"warning: this run continues from {old}; {new}, which is newer, is ignored"]
+    raise ValueError(other_encoder(first, now, is_over, start, flag))
+
+
+def is_newer_save(now: dict[str, Any], first: dict[str, Any]) -> bool:
+    """Whether the encoder `now` is a later checkpoint of the run that has saved `first`."""
+    if Path(now["path"]).resolve().parent != Path(first["path"]).resolve().parent:
+        return False
+    if now.get("step") is None or first.get("step") is None:
+        return False
+    return first["step"] < now["step"]
+
+
+def other_encoder(first: dict[str, Any] | None, now: dict[str, Any], is_over: bool, start: Start, flag: str) -> str:
+    """Returns the error that a run began with the encoder `first`, and not with the one that `flag` names `now`."""
+    new = Path(now["path"]).resolve()
+    if first is None:
+        began_with = f"training from scratch, not of {str(new)!r}"
+    elif Path(first["path"]).resolve() == new:
+        began_with = f"an earlier {str(new)!r}, which has changed since"
+    else:
+        began_with = f"{str(Path(first['path']).resolve())!r}, not of {str(new)!r}"
+    holder = repr(str(start.output_dir))
+    advice = "choose another --output_dir"
     if start.began_elsewhere:
         holder = f"--resume {str(start.resume_path)!r}"
         advice = f"--resume and --{flag} exclude each other unless the run began with that encoder: leave one out"
-    origin = "training from scratch" if was is None else repr(str(was))
-    other = f"an earlier {str(new)!r}, which has changed since" if was == new else f"{origin}, not of {str(new)!r}"
-    raise ValueError(f"{holder} holds {'the results' if is_over else 'a run'} of {other}; {advice}")
+    held = "the results" if is_over else "a run"
+    return f"{holder} holds {held} of {began_with}; {advice}"

@@ -12,7 +12,7 @@ comes between steps (`Periodic`), in the order of its list.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -37,10 +37,11 @@ from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
 from util.run import checkpoint
 from util.run.checkpoint import read_meta
+from util.run.cli import Parser
 from util.run.distributed import precision
 from util.run.ending import end_after_signal, finish_run
 from util.run.errors import refuse_setup_error, refuse_training_error
-from util.run.flags import Plan, RunSchedule, free_flags, make_plan, schedule_by_epochs
+from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan, schedule_by_epochs
 from util.run.folder import Start, enter_folder, join_processes, remove_created, write_json
 from util.run.logging import RunLog, print_line
 from util.run.loop import TrainLoop
@@ -96,7 +97,7 @@ class Run:
     watchdog: Watchdog
     batches: Generator[Any, None, None]  # of all remaining steps; no worker runs before the first one is taken
 
-    def __init__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, plan: Plan, start: Start) -> None:
+    def __init__(self, parser: Parser, args: argparse.Namespace, plan: Plan, start: Start) -> None:
         self.parser, self.args, self.plan, self.start = parser, args, plan, start
         self.process, self.output_dir = start.process, start.output_dir
         self.checkpoint: dict[str, Any] | None = None  # the content to resume from, until `open` has restored it
@@ -113,24 +114,23 @@ class Run:
     def begin(
         cls,
         program: str,
-        parser: argparse.ArgumentParser,
+        parser: Parser,
         args: argparse.Namespace,
         argv: Sequence[str] | None = None,
         *,
         check: Callable[[argparse.Namespace, Plan], None] | None = None,
-        path_flags: Set[str] = frozenset(),
         default_batch_size: int = 64,
     ) -> Iterator["Run"]:
         """Joins the processes, checks the flags, takes the folder and reads the checkpoint to resume from.
 
         Errors of the user inside this context end the program with one paragraph and an exit code (`util.run.errors`).
-        check: refuses the program's own flags before the folder is touched. path_flags: flags that may differ between
-        ranks. default_batch_size: of a micro-batch, if only the total is given.
+        check: refuses the program's own flags before the folder is touched. default_batch_size: of a micro-batch, if
+        only the total is given.
         """
         run: Run | None = None
         created: list[Path] = []  # by this start, removed if it fails
         try:
-            process = join_processes(args, path_flags)
+            process = join_processes(parser, args)
             plan = make_plan(args, process, default_batch_size)
             if check is not None:
                 check(args, plan)
@@ -237,16 +237,13 @@ class Run:
         classes: list[str] | None = None,
         class_colors: list[list[int]] | None = None,
         files: Mapping[str, str] = NOTHING,
-        free: Set[str] = frozenset(),
-        fixed: Set[str] = frozenset(),
         split_changes_draws: bool = False,
     ) -> None:
         """Restores the checkpoint, wraps the model, opens the log, makes loader, loop and saver, writes the summary.
 
         statistics: mean and deviation of each channel. rows: of the summary. schedule: (args, plan, steps per epoch).
         settings: what follows from model and data, over the flags. classes, class_colors: for the checkpoints. files:
-        {flag: fingerprint} of files that the model reads. free, fixed: flags that a resumed run may change, and machine
-        flags that it may not. split_changes_draws: see `find_notes`.
+        {flag: fingerprint} of files that the model reads. split_changes_draws: see `find_notes`.
         """
         args, plan, start, process = self.args, self.plan, self.start, self.process
         self.model, self.images = model, images
@@ -273,7 +270,7 @@ class Run:
             class_colors=class_colors,
             files=dict(files),
         )
-        first_step = self._restore(optimizer, free, fixed, split_changes_draws)
+        first_step = self._restore(optimizer, split_changes_draws)
         normalize = Normalize(*statistics, images.pixel_format).to(process.device)
         self._make_loop(optimizer, normalize, transform, first_step)
         how_often = args.save_minutes, args.save_steps
@@ -282,9 +279,7 @@ class Run:
         self._announce(self.loop.log, rows)
         self.checkpoint = None  # frees its weights and moments
 
-    def _restore(
-        self, optimizer: torch.optim.Optimizer, free: Set[str], fixed: Set[str], split_changes_draws: bool
-    ) -> int:
+    def _restore(self, optimizer: torch.optim.Optimizer, split_changes_draws: bool) -> int:
         """Restores model and optimizer from the checkpoint to resume. Returns its step, 0 for a new run."""
         if self.checkpoint is None:
             return 0
@@ -294,10 +289,9 @@ class Run:
             record=self.record,
             model=self.model,
             optimizer=optimizer,
-            machine_flags=free_flags(self.plan, free),
+            flag_changes=changes_of_flags(self.parser, self.plan),
             allow_changes=self.args.allow_changes,
             split_changes_draws=split_changes_draws,
-            fixed_flags=frozenset(fixed),
         )
         self.note(*remarks)
         return self.checkpoint["meta"]["step"]

@@ -18,7 +18,6 @@ from tests.downstream.dense import detect
 from tests.downstream.detection.coco import write_coco
 from tests.runs import assert_same_state, reports, state
 from util.evaluate.results import RESULTS
-from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import find_changes
 
@@ -41,7 +40,7 @@ def test_a_micro_batch_keeps_its_size_on_resume(shapes, tmp_path, capsys):
     for flags in (("--batch_size", 2), ("--accum_iter", 2)):
         assert "--batch_size was 4 and now is 2" in short.refused(capsys, shapes, tmp_path, *flags)
     now = before | {"settings": before["settings"] | {"accum_iter": 2}, "world_size": 2}
-    assert not find_changes(before, now, MACHINE_FLAGS, main_detection.FIXED_FLAGS)
+    assert not find_changes(before, now, main_detection.get_args_parser().changes)
 
 
 def test_recomputed_activations_change_nothing(shapes, tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ from tests.downstream.segmentation.pairs import write_pairs
 from tests.downstream.segmentation.test_models import randomise
 from tests.runs import reports, state
 from util.evaluate.results import RESULTS
-from util.run.flags import MACHINE_FLAGS
 from util.run.folder import read_json
 from util.run.resume import find_changes
 
@@ -54,7 +53,7 @@ def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
     assert "  pictures  " not in capsys.readouterr().out and not (tmp_path / "predictions.png").exists()
     # Two processes of half the micro-batch see the same images at once.
     now = before | {"settings": before["settings"] | {"batch_size": 1}}
-    assert not find_changes(before, now, MACHINE_FLAGS, main_segmentation.FIXED_FLAGS)
+    assert not find_changes(before, now, main_segmentation.get_args_parser().changes)
 
 
 @pytest.mark.parametrize(("split", "name"), [("training", "train"), ("validation", "val")])

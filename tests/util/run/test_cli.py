@@ -275,3 +275,39 @@ def test_a_recipe_s_patches_do_not_silently_replace_those_in_a_model_s_name(flag
     except SystemExit:
         assert refusal
     assert refusal in capsys.readouterr().err
+
+
+def numbers_parser():
+    parser = Parser("x.py")
+    parser.add_argument("--steps", type=int, at_least=1)
+    group = parser.add_argument_group("of a group")
+    group.add_argument("--share", type=float, at_least=0, at_most=1)
+    group.add_argument("--norm", type=float, above=0)
+    group.add_argument("--betas", type=float, nargs=2)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--share -1", "--share must be at least 0, got -1.0"),
+        ("--share 1.5", "--share must be at most 1, got 1.5"),
+        ("--norm 0", "--norm must be above 0, got 0.0"),
+        ("--norm inf", "--norm must be finite, got inf"),
+        ("--betas 0.9 nan", "--betas must be finite, got [0.9, nan]"),
+    ],
+)
+def test_a_number_outside_the_bounds_of_its_flag_is_refused(flags, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        numbers_parser().parse_args(flags.split())
+    assert f"x.py: error: {said}\n" in capsys.readouterr().err
+
+
+def test_bounds_hold_for_the_values_of_a_recipe_too(capsys):
+    parser = numbers_parser()
+    assert parser.parse_args(["--steps", "1", "--share", "1", "--norm", "1e-9"]).steps == 1
+    parser.set_defaults(steps=0)  # as a recipe does
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([])
+    assert "--steps must be at least 1, got 0" in capsys.readouterr().err

@@ -1,3 +1,4 @@
+import importlib
 from argparse import Namespace
 from dataclasses import replace
 
@@ -5,8 +6,9 @@ import pytest
 from timm.layers import DropPath
 from torch import nn
 
-from util.run.flags import MACHINE_FLAGS, PROCESS_FLAGS
-from util.run.resume import SPLIT_FLAGS, RunRecord, find_changes, find_notes, has_drop_path
+import main_pretrain
+from util.run.flags import Plan, changes_of_flags
+from util.run.resume import RunRecord, find_changes, find_notes, has_drop_path
 
 SETTINGS = {
     "lr": 1.0,
@@ -16,6 +18,15 @@ SETTINGS = {
     "device": "cpu",
     "data_path": "a",
     "num_workers": 2,
+}
+CHANGES = {
+    "lr": "results",
+    "batch_size": "split",
+    "accum_iter": "split",
+    "compile": "rounding",
+    "device": "rounding",
+    "data_path": "nothing",
+    "num_workers": "nothing",
 }
 META = {
     "settings": SETTINGS,
@@ -59,7 +70,7 @@ def other(**changes):
     ],
 )
 def test_changes_of_results_are_found(changes, said):
-    found = find_changes(META, other(**changes), MACHINE_FLAGS)
+    found = find_changes(META, other(**changes), CHANGES)
     assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
 
@@ -102,24 +113,66 @@ def test_a_flag_that_names_a_file_cannot_overwrite_what_a_checkpoint_says(flag):
 )
 def test_allowed_differences_give_notes(changes, draws, said):
     """draws: whether the model draws random numbers, which then depend on the split of the batch."""
-    notes = find_notes(META, other(**changes), has_dropout=draws, split_changes_draws=draws)
+    notes = find_notes(META, other(**changes), CHANGES, has_dropout=draws, split_changes_draws=draws)
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
     assert draws or not any("draws" in note for note in notes)
-
-
-def test_a_fixed_flag_may_not_change_although_others_of_its_kind_may():
-    now = other(batch_size=4, accum_iter=2)
-    assert find_changes(META, now, MACHINE_FLAGS, {"batch_size"}) == ["--batch_size was 8 and now is 4"]
 
 
 def test_drop_path_that_drops_nothing_is_none():
     assert has_drop_path(nn.Sequential(DropPath(0.1))) and not has_drop_path(nn.Sequential(DropPath(0.0)))
 
 
-def test_every_named_flag_exists():
-    """A renamed flag must be renamed in the rules, too."""
-    import main_finetune
-    import main_pretrain
+COMMON = {
+    "nothing": "recipe output_dir resume allow_changes data_path num_workers max_bad_fraction dist_timeout recompute "
+    "max_steps save_every save_minutes save_steps print_freq",
+    "rounding": "attention compile device shard",
+    "split": "accum_iter batch_size",
+}
+IMAGE_COLUMNS = "image_column label_column"
+DENSE = "eval eval_every finetune num_pictures epochs"
+OWN = {
+    "main_pretrain": ("", f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train", ""),
+    "main_pretrain --model greenmim_swin_base_patch4_window7": (
+        "",
+        f"{IMAGE_COLUMNS} pretrained teacher picture_every knn_every knn_train",
+        "batch_size",
+    ),
+    "main_finetune": ("", f"{IMAGE_COLUMNS} eval eval_every finetune", ""),
+    "main_segmentation": ("downstream.segmentation.", f"{DENSE} class_names", "accum_iter"),
+    "main_detection": (
+        "downstream.detection.",
+        f"{DENSE} categories train_json train_images val_json val_images",
+        "batch_size",
+    ),
+}
 
-    flags = [{action.dest for action in main.get_args_parser()._actions} for main in (main_pretrain, main_finetune)]
-    assert MACHINE_FLAGS | PROCESS_FLAGS | set(SPLIT_FLAGS) <= flags[0] | flags[1]
+
+@pytest.mark.parametrize("command", OWN)
+def test_what_flags_change_is_frozen(command):
+    """All others change results. A wrong word lets a run resume with other results, or refuses to resume it.
+
+    OWN: folder of the program, flags that change nothing, and the flag of the split that changes results.
+    """
+    folder, free, fixed = OWN[command]
+    program, *flags = command.split()
+    parser, _ = importlib.import_module(folder + program).parse_args(flags)
+    expected = {name: change for change, names in COMMON.items() for name in names.split()}
+    expected |= dict.fromkeys(free.split(), "nothing")
+    expected.pop(fixed, None)
+    assert {name: change for name, change in parser.changes.items() if change != "results"} == expected
+
+
+def test_nothing_said_means_results():
+    assert find_changes(META, other(lr=2.0), {}) == ["--lr was 1.0 and now is 2.0"]
+
+
+def test_sharding_changes_results_where_it_also_rounds_norms():
+    parser = main_pretrain.get_args_parser()
+    plan = Plan(8, 1, 8, lr=1.0, num_workers=0, device="cuda", precision="fp16")
+    assert changes_of_flags(parser, plan)["shard"] == "rounding"
+    assert changes_of_flags(parser, replace(plan, precision="bf16"))["shard"] == "results"
+
+
+def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
+    rules = main_pretrain.get_args_parser().rules
+    assert {name for name, rule in rules.items() if rule.per_process} == {"data_path", "num_workers", "teacher"}
