@@ -7,14 +7,17 @@
 `scripts/reproduce_table.py` starts the runs and writes the tables.
 """
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import submitit_launch
 from downstream.recipes import DOWNSTREAM_RECIPES
 from recipes import FINETUNE_RECIPES, RECIPES
 from util.run import checkpoint
+from util.run.cli import parse_with_recipe
 from util.run.folder import read_json
 
 RECIPES_OF: dict[str, Any] = {"main_pretrain": RECIPES, "main_finetune": FINETUNE_RECIPES, **DOWNSTREAM_RECIPES}
@@ -77,15 +80,20 @@ class Run:
         return float(read_json(self.folder / "results.json")["last"][f"val_{measure}"])
 
     def changed_settings(self) -> list[str]:
-        """A line for each setting of the recipe that the run does not have."""
+        """A line for each setting with which the run's results differ from those of its recipe alone."""
+        recipes = RECIPES_OF.get(self.main, {})
         settings = read_json(self.folder / "settings.json")
-        recipe = json.loads(json.dumps(RECIPES_OF.get(self.main, {}).get(self.recipe, {})))
-        free = {"dataset", "batch_size", "accum_iter"}
-        return [
-            f"{self.name}: {name} {settings[name]} instead of {value}"
-            for name, value in recipe.items()
-            if name not in free and settings.get(name, value) != value
-        ]
+        if self.recipe not in recipes or not settings:
+            return []
+        parser = importlib.import_module(submitit_launch.MAINS[self.main]).get_args_parser()
+        expected = vars(parse_with_recipe(parser, recipes, ["--recipe", self.recipe]))
+        lines = []
+        for name, value in json.loads(json.dumps(expected, default=str)).items():
+            is_compared = name in recipes[self.recipe] or parser.changes.get(name) == "results"
+            is_derived = value is None or name in ("dataset", "precision")  # from the data, the model or the machine
+            if is_compared and not is_derived and settings.get(name, value) != value:
+                lines.append(f"{self.name}: {name} {settings[name]} instead of {value}")
+        return lines
 
 
 def run_of(measure: str, pretrain: str, recipe: str, root: Path) -> Run:

@@ -179,6 +179,7 @@ def test_runs_are_collected_into_their_cells(tmp_path, capsys):
     [
         ({"blr": 1e-3}, "blr 0.001 instead of 0.00015"),
         ({"epochs": 100}, "epochs 100 instead of 400"),
+        ({"kernel_size": 9}, "kernel_size 9 instead of 7"),  # a default, which the recipe does not set
         ({"throw_ratio": 0.25}, "throw_ratio 0.25 instead of 0.5"),
         ({"precision": "fp32", "num_workers": 3, "batch_size": 8}, None),
     ],
