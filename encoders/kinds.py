@@ -15,8 +15,12 @@ from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import Tensors
 from util.pos_embed import BIAS_TABLE, grid_from_settings
 
-_VIT_SIZES = {name: getattr(models_vit, name).keywords for name in models_vit.__all__ if name.islower()}
-VIT_FACTORIES = {(size["embed_dim"], size["depth"]): (name, size) for name, size in _VIT_SIZES.items()}
+# {(width, depth): (name of a factory of `models_vit`, its sizes)}
+VIT_FACTORIES: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+for _name in models_vit.__all__:
+    if _name.islower():
+        _sizes = getattr(models_vit, _name).keywords
+        VIT_FACTORIES[_sizes["embed_dim"], _sizes["depth"]] = (_name, _sizes)
 
 
 class Kind(NamedTuple):
@@ -34,25 +38,25 @@ class Kind(NamedTuple):
 
 def read_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Infers the sizes of a ViT with a position table. No weight shows the number of heads; see `find_factory`."""
-    needed = [
-        "patch_embed.proj.weight",
-        "pos_embed",
-        "cls_token",
-        "blocks.0.mlp.fc1.weight",
-        "blocks.0.attn.qkv.weight",
-    ]
-    kernel, table, cls_token = need(weights, needed, what)[:3]
-    num_cls_tokens = cls_token.shape[1]
+    kernel, table, cls_token, _, _ = need(
+        weights,
+        ["patch_embed.proj.weight", "pos_embed", "cls_token", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"],
+        what,
+    )
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3] or table.ndim != 3:
         shapes = f"patch_embed.proj.weight is {list(kernel.shape)}, pos_embed {list(table.shape)}"
         raise ValueError(f"{what} holds no encoder of a known kind: {shapes}")
+    num_cls_tokens = cls_token.shape[1]
     grid = read_grid(settings, kernel.shape[2], table.shape[1] - num_cls_tokens, what)
     sizes = common_sizes(weights, grid, "blocks.0")
-    depth = count_blocks(weights)
-    num_heads = settings.get("num_heads") or find_factory(sizes["embed_dim"], depth, what)[1]["num_heads"]
+    sizes["depth"] = count_blocks(weights)
+    sizes["num_heads"] = settings.get("num_heads")
+    if not sizes["num_heads"]:
+        _, factory_sizes = find_factory(sizes["embed_dim"], sizes["depth"], what)
+        sizes["num_heads"] = factory_sizes["num_heads"]
     if num_cls_tokens > 1:
         sizes["num_cls_tokens"] = num_cls_tokens
-    return sizes | dict(depth=depth, num_heads=num_heads)
+    return sizes
 
 
 def read_relative_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -62,7 +66,9 @@ def read_relative_sizes(weights: Tensors, settings: Mapping[str, Any], what: str
     side = (math.isqrt(len(table) - 3) + 1) // 2
     grid = grid_from_settings(settings, kernel.shape[2]) or (side, side)
     sizes = common_sizes(weights, grid, "blocks.0")
-    return sizes | dict(depth=count_blocks(weights), num_heads=table.shape[1])
+    sizes["depth"] = count_blocks(weights)
+    sizes["num_heads"] = table.shape[1]
+    return sizes
 
 
 def read_swin_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -73,29 +79,42 @@ def read_swin_sizes(weights: Tensors, settings: Mapping[str, Any], what: str) ->
     kernel, _ = need(weights, ("patch_embed.proj.weight", "layers.0.blocks.0.mlp.fc1.weight"), what)
     grid = grid_from_settings(settings, kernel.shape[2])
     if grid is None:
-        unknown = "its image size and the order of its patch merging are unknown; give a checkpoint of this project"
-        raise ValueError(f"{what} holds a Swin Transformer without the settings of a run: {unknown}")
-    stages = [name for name in weights if name.startswith("layers.")]
-    blocks = {tuple(map(int, name.split(".")[1:4:2])) for name in stages if ".blocks." in name}  # (stage, block)
-    depths = [sum(stage == s for stage, _ in blocks) for s in range(1 + max(blocks)[0])]
-    tables = need(weights, [f"layers.{s}.blocks.0.attn.{BIAS_TABLE}" for s in range(len(depths))], what)
-    return common_sizes(weights, grid, "layers.0.blocks.0") | dict(
-        depths=depths,
-        num_heads=[table.shape[1] for table in tables],
-        window_size=max((math.isqrt(len(table)) + 1) // 2 for table in tables),  # late stages may have smaller windows
-    )
+        raise ValueError(
+            f"{what} holds a Swin Transformer without the settings of a run: its image size and the order of its "
+            "patch merging are unknown; give a checkpoint of this project"
+        )
+    num_stages = count_modules(weights, "layers.")
+    depths = [count_modules(weights, f"layers.{s}.blocks.") for s in range(num_stages)]
+    tables = need(weights, [f"layers.{s}.blocks.0.attn.{BIAS_TABLE}" for s in range(num_stages)], what)
+    most_offsets = max(len(table) for table in tables)  # late stages may have smaller windows
+    sizes = common_sizes(weights, grid, "layers.0.blocks.0")
+    sizes["depths"] = depths
+    sizes["num_heads"] = [table.shape[1] for table in tables]
+    sizes["window_size"] = (math.isqrt(most_offsets) + 1) // 2
+    return sizes
 
 
 def common_sizes(weights: Tensors, grid: tuple[int, int], first_block: str) -> dict[str, Any]:
     """Returns the size arguments that all kinds share."""
     embed_dim, in_chans, patch_size, _ = weights["patch_embed.proj.weight"].shape
-    img_size, hidden = (grid[0] * patch_size, grid[1] * patch_size), len(weights[f"{first_block}.mlp.fc1.weight"])
-    sizes = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim)
-    return sizes | dict(mlp_ratio=hidden / embed_dim)
+    rows, columns = grid
+    return dict(
+        img_size=(rows * patch_size, columns * patch_size),
+        patch_size=patch_size,
+        in_chans=in_chans,
+        embed_dim=embed_dim,
+        mlp_ratio=len(weights[f"{first_block}.mlp.fc1.weight"]) / embed_dim,
+    )
 
 
 def count_blocks(weights: Mapping[str, Any]) -> int:
-    return len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    return count_modules(weights, "blocks.")
+
+
+def count_modules(weights: Mapping[str, Any], prefix: str) -> int:
+    """Returns how many different names follow `prefix`, up to the next dot."""
+    tails = [name.removeprefix(prefix) for name in weights if name.startswith(prefix)]
+    return len({tail.partition(".")[0] for tail in tails})
 
 
 def need(weights: Tensors, names: Sequence[str], what: str) -> list[torch.Tensor]:
@@ -145,4 +164,6 @@ def find_kind(weights: Mapping[str, Any]) -> Kind:
         return SWIN
     if any(name.endswith(BIAS_TABLE) for name in weights):
         return RELATIVE
-    return ABSOLUTE if "blocks.0.attn.q_bias" in weights else PLAIN
+    if "blocks.0.attn.q_bias" in weights:
+        return ABSOLUTE
+    return PLAIN

@@ -5,14 +5,14 @@
     model = load_model("output/prmim50_base")  # a run, a file of a release or of timm, a folder of Transformers
     print(load_encoder(model, "mae_pretrain_vit_base.pth"))  # into a model that is there already
 
-`encoders.names` has the key names of each origin, `encoders.kinds` the kinds of encoders. A model may define
+`encoders.names` has the key names of each origin, `encoders.kinds` the kinds of encoders, `encoders.resize` what
+adapts tensors to the model's size. A model may define
 
 new_keys: endings of its parameters that pre-training does not have.
 unused_keys: beginnings of an encoder's parameters that it does not use.
 adapt_weights(tensors): returns the weights under names of its own.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,20 +28,18 @@ from encoders.names import (
     COMPUTED_KEYS,
     Origin,
     Tensors,
+    drop_prefix,
     find_origin,
     fold_cls_token,
     is_published_tec,
     join_registers,
     swap_merging,
 )
-from encoders.rel_pos import resize_bias_table
-from util.lazy import LazyModule
-from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
+from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
+from util.pos_embed import BIAS_TABLE, grid_from_settings
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError
-from util.text import count_of, shorten
-
-timm_models = LazyModule("timm.models")
+from util.text import shorten
 
 Part = Literal["all", "encoder", "blocks"]
 
@@ -70,14 +68,16 @@ class Weights:
     def tensors(self) -> Tensors:
         """The weights under the names here, which are those of MAE and timm."""
         weights = self.origin.rename(self.raw)
-        kernel = weights.get("patch_embed.proj.weight")
-        return join_registers(weights, None if kernel is None else grid_from_settings(self.settings, kernel.shape[-1]))
+        grid = grid_from_settings(self.settings, patch_size(weights))
+        return join_registers(weights, grid)
 
     @property
     def what(self) -> str:
         """Names the file and its origin in messages."""
-        made_as = self.settings.get("model")
-        return f"{str(self.path)!r} ({f'made as {made_as}' if made_as else self.origin.name})"
+        provenance = self.origin.name
+        if self.settings.get("model"):
+            provenance = f"made as {self.settings['model']}"
+        return f"{str(self.path)!r} ({provenance})"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -90,8 +90,10 @@ class Weights:
     @property
     def num_classes(self) -> int | None:
         """The number of classes of the head, that of a linear probe included. None: no head."""
-        head = self.tensors.get("head.weight", self.tensors.get("head.1.weight"))
-        return None if head is None else len(head)
+        for key in ("head.weight", "head.1.weight"):
+            if key in self.tensors:
+                return len(self.tensors[key])
+        return None
 
     @property
     def pixels(self) -> dict[str, Any]:
@@ -119,15 +121,20 @@ class LoadReport(NamedTuple):
 
     def __str__(self) -> str:
         """Returns one line of counts and names. Unexpected keys are named by their modules, such as `decoder`."""
-        unused = list(dict.fromkeys(key.partition(".")[0] for key in self.unexpected))
-        parts = [f"{len(self.loaded)} loaded"]
-        for keys, what, names in (
-            (self.resized, "resized", self.resized),
-            (self.missing, "missing", self.missing),
-            (self.unexpected, "not used", unused),
-        ):
-            parts.append(f"{len(keys)} {what} ({shorten(names, most=6)})" if names else f"{len(keys)} {what}")
-        return "; ".join([*parts, *self.remarks])
+        unused_modules = list(dict.fromkeys(key.partition(".")[0] for key in self.unexpected))
+        return "; ".join(
+            [
+                f"{len(self.loaded)} loaded",
+                f"{len(self.resized)} resized{_in_brackets(self.resized)}",
+                f"{len(self.missing)} missing{_in_brackets(self.missing)}",
+                f"{len(self.unexpected)} not used{_in_brackets(unused_modules)}",
+                *self.remarks,
+            ]
+        )
+
+
+def _in_brackets(names: Sequence[str]) -> str:
+    return f" ({shorten(names, most=6)})" if names else ""
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -142,7 +149,9 @@ def read(path: str | Path) -> Weights:
     is_verified = Path(path).is_dir()  # by `find_checkpoint_file`
     path = checkpoint.find_checkpoint_file(path)
     contents = [checkpoint.read_checkpoint(file, is_verified) for file in checkpoint.list_shards(path)]
-    raw = {name: value for content in contents for name, value in unwrap(content, path).items()}
+    raw: Tensors = {}
+    for content in contents:
+        raw.update(unwrap(content, path))
     return Weights(path, raw, checkpoint.meta_of(contents[0]))
 
 
@@ -198,26 +207,37 @@ def build(weights: Weights, with_head: bool = True, **sizes: Any) -> tuple[nn.Mo
     with_head: False leaves out the head of a classifier, and the final norm if the file holds none.
     sizes: win over the sizes that were inferred.
     """
-    kind, tensors, sizes = weights.kind, weights.tensors, {**weights.sizes, **sizes}
-    is_classifier = with_head and weights.num_classes is not None
-    if is_classifier:
-        pool = "avg" if kind is SWIN or "fc_norm.weight" in tensors else "token"
-        options = dict(num_classes=weights.num_classes, global_pool=pool, probe="head.1.weight" in tensors)
-        model = kind.classifier(**options, **sizes)
+    kind = weights.kind
+    tensors = weights.tensors
+    sizes = {**weights.sizes, **sizes}
+    part: Part
+    if with_head and weights.num_classes is not None:
+        part = "all"
+        pools_mean = kind is SWIN or "fc_norm.weight" in tensors
+        model = kind.classifier(
+            num_classes=weights.num_classes,
+            global_pool="avg" if pools_mean else "token",
+            probe="head.1.weight" in tensors,
+            **sizes,
+        )
     else:
+        part = "encoder"
         model = kind.encoder(**sizes)
         if not with_head and "norm.weight" not in tensors:
             model.norm = nn.Identity()
     set_norm_eps(model, weights)
-    report = fit(model, weights, "all" if is_classifier else "encoder")
+    report = fit(model, weights, part)
     return model.eval(), report
 
 
 def set_norm_eps(model: nn.Module, weights: Weights) -> None:
     """Gives the LayerNorms of `model` the epsilon that the file's config names."""
+    stored = weights.settings.get("norm_eps")
+    if stored is None:
+        return
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
-            module.eps = weights.settings.get("norm_eps", module.eps)
+            module.eps = stored
 
 
 def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Sequence[str] | None = None) -> LoadReport:
@@ -242,56 +262,89 @@ def fit(model: nn.Module, weights: Weights, part: Part = "encoder", classes: Seq
     unchanged.
     """
     tensors, remarks = _rename_for(model, weights)
-    own, what, name = model.state_dict(), weights.what, type(model).__name__
-    loses_mlp = CLS_TOKEN_MLP in own and is_published_tec(weights.raw)
-    if loses_mlp:
-        own = {key: value for key, value in own.items() if not key.startswith("cls_token_mlp.")}
-        remarks.append("the file is taken for TEC's publication, so the class token is used without its MLP")
+    label = weights.what
     if part == "all":
-        checkpoint.load_strict(model, tensors, f"the weights in {what}")
-        return LoadReport(list(tensors), [], [], [], remarks)
-    tensors = _copy_shared_bias_table(tensors, own)
-    found = {key: value for key, value in tensors.items() if key in own}
-    if _has_other_classes(weights, found, own, classes):
-        found = {key: value for key, value in found.items() if not key.startswith("head.")}
-    _check_cls_tokens(found, own, what, name)
-    remarks += _fit_patch_embed(found, own, what, name)
-    resized = _fit_tables(found, weights.settings, own, model, what)
+        checkpoint.load_strict(model, tensors, f"the weights in {label}")
+        return LoadReport(loaded=list(tensors), resized=[], missing=[], unexpected=[], remarks=remarks)
+
+    model_state = model.state_dict()
+    loses_mlp = CLS_TOKEN_MLP in model_state and is_published_tec(weights.raw)
+    if loses_mlp:
+        model_state = drop_prefix(model_state, "cls_token_mlp.")
+        remarks.append("the file is taken for TEC's publication, so the class token is used without its MLP")
+
+    tensors = _copy_shared_bias_table(tensors, model_state)
+    fitting = {key: value for key, value in tensors.items() if key in model_state}
+    if _has_other_classes(weights, fitting, model_state, classes):
+        fitting = drop_prefix(fitting, "head.")
+    check_cls_tokens(fitting, model_state, label, type(model).__name__)
+    remarks += fit_patch_embed(fitting, model_state, label, type(model).__name__)
+    resized = fit_tables(fitting, weights.settings, model_state, model, label)
     if part == "blocks":
-        found = {key: value for key, value in found.items() if value.shape == own[key].shape or _is_of_blocks(key)}
-    missing = [key for key in own if key not in found]
+        for key, value in list(fitting.items()):
+            if value.shape != model_state[key].shape and not _is_of_blocks(key):
+                del fitting[key]
+
+    missing = [key for key in model_state if key not in fitting]
     lacks_norm = "norm.weight" in missing and not weights.origin.has_norm
-    new = ("head.", "fc_norm.", "norm.") if lacks_norm else ("head.", "fc_norm.")
-    needed = [key for key in missing if not (key.startswith(new) or key.endswith(getattr(model, "new_keys", ())))]
-    needed = [key for key in needed if part == "encoder" or _is_of_blocks(key)]
-    problems = [f"missing: {shorten(needed, most=6)}"] if needed else []
-    if misshaped := checkpoint.list_misshaped(found, own):
-        problems.append(shorten(misshaped, most=6))
-    if problems:
-        raise CheckpointError(f"{what} does not hold the encoder of this {name}: {'; '.join(problems)}")
-    used = [key for key in tensors if not key.startswith(getattr(model, "unused_keys", ()))]
-    # The final norm and the positions of a classifier or of a pre-training model may be others.
-    refuse_foreign(model, used, what, PATCH_KEYS if part == "blocks" or hasattr(model, "head") else ENCODER_KEYS)
-    checkpoint.check_values(found, f"the weights in {what}")
+    required = _list_required(model, missing, part, lacks_norm)
+    _refuse_misfits(required, checkpoint.list_misshaped(fitting, model_state), label, type(model).__name__)
+    _refuse_foreign_parts(model, list(tensors), part, label)
+    checkpoint.check_values(fitting, f"the weights in {label}")
+
     if loses_mlp:
         model.cls_token_mlp = nn.Identity()
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(fitting, strict=False)
     if lacks_norm:
         model.norm.reset_parameters()
         remarks.append(f"the file, {weights.origin.name}, holds no final norm: norm starts with weight 1 and bias 0")
-    return LoadReport(list(found), resized, missing, [key for key in tensors if key not in found], remarks)
+    unexpected = [key for key in tensors if key not in fitting]
+    return LoadReport(list(fitting), resized, missing, unexpected, remarks)
 
 
-def refuse_foreign(model: nn.Module, keys: Sequence[str], what: str, parts: tuple[str, ...]) -> None:
-    """Raises CheckpointError if `keys` of a file belong to parts that `model` lacks: its features would differ.
+def _list_required(model: nn.Module, missing: Sequence[str], part: Part, lacks_norm: bool) -> list[str]:
+    """Returns those of the `missing` keys without which the model has no encoder."""
+    optional: tuple[str, ...] = ("head.", "fc_norm.")
+    if lacks_norm:
+        optional = (*optional, "norm.")
+    required = [key for key in missing if not key.startswith(optional)]
+    required = [key for key in required if not key.endswith(getattr(model, "new_keys", ()))]
+    if part == "blocks":
+        required = [key for key in required if _is_of_blocks(key)]
+    return required
 
-    parts: how the keys of these parts begin.
+
+def _refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], label: str, class_name: str) -> None:
+    problems = []
+    if missing:
+        problems.append(f"missing: {shorten(missing, most=6)}")
+    if misshaped:
+        problems.append(shorten(misshaped, most=6))
+    if problems:
+        raise CheckpointError(f"{label} does not hold the encoder of this {class_name}: {'; '.join(problems)}")
+
+
+def _refuse_foreign_parts(model: nn.Module, keys: Sequence[str], part: Part, label: str) -> None:
+    expected = [key for key in keys if not key.startswith(getattr(model, "unused_keys", ()))]
+    # The final norm and the positions of a classifier or of a pre-training model may be others.
+    may_differ = part == "blocks" or hasattr(model, "head")
+    refuse_foreign(model, expected, label, PATCH_KEYS if may_differ else ENCODER_KEYS)
+
+
+def refuse_foreign(model: nn.Module, keys: Sequence[str], label: str, prefixes: tuple[str, ...]) -> None:
+    """Raises CheckpointError if `model` lacks `keys` that begin with `prefixes`: its features would differ.
+
+    label: names the file in the message.
     """
-    own = model.state_dict()
-    foreign = [k for k in keys if k.startswith(parts) and not k.endswith(COMPUTED_KEYS) and k not in own]
+    model_keys = model.state_dict().keys()
+    foreign = []
+    for key in keys:
+        is_relevant = key.startswith(prefixes) and not key.endswith(COMPUTED_KEYS)
+        if is_relevant and key not in model_keys:
+            foreign.append(key)
     if foreign:
         raise CheckpointError(
-            f"{what} holds another kind of encoder: this {type(model).__name__} has no {shorten(foreign, most=6)}"
+            f"{label} holds another kind of encoder: this {type(model).__name__} has no {shorten(foreign, most=6)}"
         )
 
 
@@ -304,125 +357,40 @@ def _rename_for(model: nn.Module, weights: Weights) -> tuple[Tensors, list[str]]
 
     A pre-training model may have the names of its release: those of which it has more are taken.
     """
-    own, remarks = model.state_dict(), []
-    tensors = max(weights.tensors, weights.raw, key=lambda tensors: len(own.keys() & tensors.keys()))
-    if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in own:
+    remarks = []
+    model_keys = model.state_dict().keys()
+    tensors = weights.tensors
+    if len(model_keys & weights.raw.keys()) > len(model_keys & tensors.keys()):
+        tensors = weights.raw
+    if CLS_TOKEN_MLP in tensors and CLS_TOKEN_MLP not in model_keys:
         tensors = fold_cls_token(tensors)
         remarks.append("the MLP on the class token is folded into the token")
-    eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
-    stored = weights.settings.get("norm_eps")
-    if stored is not None and eps - {stored}:
-        remarks.append(f"the file's config has LayerNorms with eps {stored}, here eps is {', '.join(map(str, eps))}")
+    stored_eps = weights.settings.get("norm_eps")
+    model_eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    if stored_eps is not None and model_eps - {stored_eps}:
+        here = ", ".join(map(str, model_eps))
+        remarks.append(f"the file's config has LayerNorms with eps {stored_eps}, here eps is {here}")
     if hasattr(model, "adapt_weights"):
         tensors = model.adapt_weights(tensors)
     return tensors, remarks
 
 
-def _copy_shared_bias_table(tensors: Tensors, own: Mapping[str, torch.Tensor]) -> Tensors:
+def _copy_shared_bias_table(tensors: Tensors, model_state: Tensors) -> Tensors:
     """Copies the bias table that SimMIM's blocks share in pre-training into each block of the model."""
-    shared = tensors.get(f"rel_pos_bias.{BIAS_TABLE}")
-    if shared is None or f"rel_pos_bias.{BIAS_TABLE}" in own:
+    shared_key = f"rel_pos_bias.{BIAS_TABLE}"
+    if shared_key not in tensors or shared_key in model_state:
         return tensors
-    tensors = {key: value for key, value in tensors.items() if key != f"rel_pos_bias.{BIAS_TABLE}"}
-    copies = {key: shared for key in own if key.endswith(f"attn.{BIAS_TABLE}") and key not in tensors}
-    return tensors | copies
+    copied = dict(tensors)
+    shared = copied.pop(shared_key)
+    for key in model_state:
+        if key.endswith(f"attn.{BIAS_TABLE}"):
+            copied.setdefault(key, shared)
+    return copied
 
 
-def _has_other_classes(
-    weights: Weights, found: Tensors, own: Mapping[str, torch.Tensor], classes: Sequence[str] | None
-) -> bool:
+def _has_other_classes(weights: Weights, fitting: Tensors, model_state: Tensors, classes: Sequence[str] | None) -> bool:
     """Returns whether the file's head is for other classes: it has another shape, or the classes other names."""
-    if any(value.shape != own[key].shape for key, value in found.items() if key.startswith("head.")):
+    head_keys = [key for key in fitting if key.startswith("head.")]
+    if any(fitting[key].shape != model_state[key].shape for key in head_keys):
         return True
     return classes is not None and weights.classes is not None and weights.classes != list(classes)
-
-
-def _check_cls_tokens(found: Tensors, own: Mapping[str, torch.Tensor], what: str, name: str) -> None:
-    """Raises CheckpointError if file and model have class tokens, but not as many. name: the model's class."""
-    if "cls_token" in found and found["cls_token"].shape[1:2] != own["cls_token"].shape[1:2]:
-        number = found["cls_token"].shape[1]
-        raise CheckpointError(
-            f"{what} holds an encoder with {count_of(number, 'class token')}, this {name} has "
-            f"{own['cls_token'].shape[1]}: --num_cls_tokens {number} of main_pretrain.py and main_finetune.py makes "
-            "a model that fits"
-        )
-
-
-def _fit_patch_embed(found: Tensors, own: Mapping[str, torch.Tensor], what: str, name: str) -> list[str]:
-    """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
-
-    Raises CheckpointError for another width, or for other channels than 3. name: the model's class, for errors.
-    """
-    key = "patch_embed.proj.weight"
-    if key not in found or found[key].ndim != 4:
-        return []
-    (width, channels), (own_width, own_channels) = found[key].shape[:2], own[key].shape[:2]
-    if width != own_width:
-        raise CheckpointError(f"{what} holds an encoder of width {width}, this {name} has width {own_width}")
-    if channels == own_channels:
-        return []
-    if channels != 3:
-        sizes = f"holds an encoder of {channels} channels, this {name} is for {own_channels}"
-        raise CheckpointError(f"{what} {sizes}: only encoders of 3 channels can be adapted")
-    found[key] = timm_models.adapt_input_conv(own_channels, found[key])
-    return [f"{key} adapted from 3 channels to {own_channels}"]
-
-
-# ----------------------------------------------------------------------------------------------- tables of another size
-
-
-def _fit_tables(
-    found: Tensors, settings: Mapping[str, Any], own: Mapping[str, torch.Tensor], model: nn.Module, what: str
-) -> list[str]:
-    """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
-    kernel, resized = found.get("patch_embed.proj.weight"), []
-    patch_size = settings.get("patch_size") or (None if kernel is None else kernel.shape[-1])  # exports lack the former
-    grid = grid_from_settings(settings, patch_size)
-    for key, value in found.items():
-        if key == "pos_embed":
-            found[key] = _fit_pos_embed(value, grid, own[key], tuple(model.grid_size), what)
-        elif key.endswith(BIAS_TABLE):
-            found[key] = _fit_bias_table(value, grid, own[key], model, what)
-        if found[key] is not value:
-            resized.append(key)
-    return resized
-
-
-def _fit_pos_embed(
-    table: torch.Tensor, grid: tuple[int, int] | None, own: torch.Tensor, grid_size: tuple[int, int], what: str
-) -> torch.Tensor:
-    """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
-
-    grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
-    is assumed.
-    """
-    num_tokens = table.shape[1] - (own.shape[1] - math.prod(grid_size))
-    side = math.isqrt(num_tokens)
-    square = (side, side) if side * side == num_tokens else None
-    source = grid if grid is not None and math.prod(grid) == num_tokens else square
-    if source == grid_size:
-        return table
-    if source is None or table.shape[2] != own.shape[2]:
-        shapes = f"{list(table.shape)} of {what} cannot be resized to {list(own.shape)}"
-        raise CheckpointError(f"pos_embed {shapes}: a square grid plus class rows is needed")
-    return resize_pos_embed(table, source, grid_size)
-
-
-def _fit_bias_table(
-    table: torch.Tensor, grid: tuple[int, int] | None, own: torch.Tensor, model: nn.Module, what: str
-) -> torch.Tensor:
-    """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
-
-    The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already. grid: that
-    of a ViT's table, which is assumed to be square if it is None.
-    """
-    if table.shape[1] != own.shape[1]:
-        raise CheckpointError(f"{what} holds a bias table of {table.shape[1]} heads, this model has {own.shape[1]}")
-    if hasattr(model, "cls_token"):
-        square = round(((len(table) - 3) ** 0.5 + 1) / 2)
-        source = grid or (square, square)
-        target, num_extra = tuple(model.grid_size), 3
-    else:
-        window, own_window = ((round(len(rows) ** 0.5) + 1) // 2 for rows in (table, own))
-        source, target, num_extra = (window, window), (own_window, own_window), 0
-    return table if source == target else resize_bias_table(table, source, target, num_extra)

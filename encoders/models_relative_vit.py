@@ -43,10 +43,13 @@ def relative_position_index(grid_size: tuple[int, int]) -> torch.Tensor:
     follow, for (query, key) = (class, token), (token, class) and (class, class).
     """
     rows, columns = grid_size
-    offsets = (2 * rows - 1) * (2 * columns - 1)
-    index = torch.full((1 + rows * columns, 1 + rows * columns), offsets)  # (class, token)
+    num_offsets = (2 * rows - 1) * (2 * columns - 1)
+    length = 1 + rows * columns
+    index = torch.empty(length, length, dtype=torch.int64)
     index[1:, 1:] = relative_offset_index(grid_coords(rows, columns), grid_size)
-    index[1:, 0], index[0, 0] = offsets + 1, offsets + 2
+    index[0, 1:] = num_offsets
+    index[1:, 0] = num_offsets + 1
+    index[0, 0] = num_offsets + 2
     return index
 
 
@@ -87,7 +90,10 @@ def lookup_bias(index: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | N
     if mask is not None:
         bias = bias + mask.unsqueeze(-3).to(bias.dtype)
     num_keys = bias.shape[-1]
-    return F.pad(bias, (0, -num_keys % 8))[..., :num_keys] if num_keys % 8 else bias
+    padding = -num_keys % 8
+    if padding:
+        bias = F.pad(bias, (0, padding))[..., :num_keys]
+    return bias
 
 
 class RelativeAttention(nn.Module):
@@ -102,24 +108,31 @@ class RelativeAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
+        self.q_bias = nn.Parameter(torch.zeros(dim))
+        self.v_bias = nn.Parameter(torch.zeros(dim))
         self.proj = nn.Linear(dim, dim)
         if grid_size is not None:
-            own = RelativePositionBias(grid_size, num_heads)
-            self.relative_position_bias_table = own.relative_position_bias_table
-            self.register_buffer("relative_position_index", own.relative_position_index, persistent=False)
+            # Registered here and not in a submodule, because SimMIM's releases have these names.
+            position_bias = RelativePositionBias(grid_size, num_heads)
+            self.relative_position_bias_table = position_bias.relative_position_bias_table
+            self.register_buffer("relative_position_index", position_bias.relative_position_index, persistent=False)
 
     def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Returns queries, keys and values of x [B, T, C], each [B, heads, T, d], and the bias of the logits."""
-        if bias is None and hasattr(self, "relative_position_bias_table"):
-            bias = lookup_bias(self.relative_position_index.unsqueeze(0), self.relative_position_bias_table)
         qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)
-        return q, k, v, None if bias is None else bias.to(q.dtype)
+        if bias is None and hasattr(self, "relative_position_bias_table"):
+            bias = lookup_bias(self.relative_position_index.unsqueeze(0), self.relative_position_bias_table)
+        if bias is not None:
+            bias = bias.to(q.dtype)
+        return q, k, v, bias
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v, bias = self.project(x, bias)
-        out = F.scaled_dot_product_attention(q, k, v) if bias is None else biased_attention(q, k, v, bias)
+        if bias is None:
+            out = F.scaled_dot_product_attention(q, k, v)
+        else:
+            out = biased_attention(q, k, v, bias)
         return self.proj(out.transpose(1, 2).flatten(2))
 
     def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,10 +154,12 @@ class RelativeBlock(nn.Module):
         grid_size: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = layer_norm(dim), layer_norm(dim)
+        self.norm1 = layer_norm(dim)
+        self.norm2 = layer_norm(dim)
         self.attn = RelativeAttention(dim, num_heads, grid_size)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
-        self.gamma_1, self.gamma_2 = (nn.Parameter(torch.full((dim,), init_values)) for _ in range(2))
+        self.gamma_1 = nn.Parameter(torch.full((dim,), init_values))
+        self.gamma_2 = nn.Parameter(torch.full((dim,), init_values))
         self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -186,7 +201,8 @@ class RelativeViTEncoder(PatchEncoder):
         self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
         self.norm = layer_norm(embed_dim)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
-        init_weights_simmim(self, limit=0.02 if shared_bias else 2.0)
+        limit = 0.02 if shared_bias else 2.0
+        init_weights_simmim(self, limit)
 
     def encode(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
@@ -208,7 +224,9 @@ class RelativeViTEncoder(PatchEncoder):
     def start(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
         x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
-        return x, None if self.rel_pos_bias is None else self.rel_pos_bias(ids)
+        if self.rel_pos_bias is None:
+            return x, None
+        return x, self.rel_pos_bias(ids)
 
     def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
         """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
@@ -226,15 +244,16 @@ def init_weights_simmim(encoder: PatchEncoder, limit: float) -> None:
 
     The output layers of block k (from 1) are then divided by sqrt(2 k).
     """
-    for m in encoder.modules():
-        if isinstance(m, (nn.Linear, nn.Conv2d)):
-            nn.init.trunc_normal_(m.weight, std=0.02, a=-limit, b=limit)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)
+    for module in encoder.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            nn.init.trunc_normal_(module.weight, std=0.02, a=-limit, b=limit)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
     nn.init.trunc_normal_(encoder.cls_token, std=0.02, a=-limit, b=limit)
     for number, block in enumerate(encoder.blocks, start=1):
-        for linear in (block.attn.proj, block.mlp.fc2):
-            linear.weight.data.div_((2 * number) ** 0.5)
+        scale = (2 * number) ** 0.5
+        block.attn.proj.weight.data.div_(scale)
+        block.mlp.fc2.weight.data.div_(scale)
 
 
 class RelativeVisionTransformer(Classifier, RelativeViTEncoder):

@@ -10,6 +10,7 @@ an image. Windows do not line up with units, so they become groups of tokens.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypedDict
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 
 from encoders.models_relative_vit import lookup_bias
 from encoders.rel_pos import grid_coords, relative_offset_index
-from encoders.window_groups import WindowGroups, unit_coords
+from encoders.window_groups import GroupedWindows, WindowGroups, unit_coords
 from models_vit import PatchEmbed, check_image_size, check_pool, drop_path_rates, patchify, split_heads
 from util.attention import biased_attention
 from util.lazy import LazyModule
+from util.pos_embed import height_and_width
 
 timm_layers = LazyModule("timm.layers")
 
@@ -64,7 +66,8 @@ class WindowAttention(nn.Module):
     def __init__(self, dim: int, window: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
         index = relative_offset_index(grid_coords(window, window), (window, window))  # [L, L]
         self.register_buffer("relative_position_index", index, persistent=False)
@@ -87,13 +90,12 @@ class WindowAttention(nn.Module):
         B, G, L, _ = qkv.shape
         bias = lookup_bias(index, self.relative_position_bias_table, mask)  # [heads, L, L] or [G, heads, L, L]
         q, k, v = split_heads(qkv, self.num_heads)  # [B, G, heads, L, d] each
-        # All images share the bias. If it differs between groups, groups and heads become one dimension. If all groups
-        # share it, groups and images do.
-        if bias.ndim == 4:
-            (q, k, v), bias = (x.flatten(1, 2) for x in (q, k, v)), bias.flatten(0, 1).unsqueeze(0)
-        else:
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        x = biased_attention(q, k, v, bias.to(q.dtype))
+        if bias.ndim == 4:  # each group has its own bias, which all images share: join groups and heads
+            joined = (1, 2)
+            bias = bias.flatten(0, 1).unsqueeze(0)
+        else:  # all groups of all images share the bias: join images and groups
+            joined = (0, 1)
+        x = biased_attention(q.flatten(*joined), k.flatten(*joined), v.flatten(*joined), bias.to(q.dtype))
         return x.reshape(B, G, self.num_heads, L, -1).transpose(2, 3).flatten(3)
 
 
@@ -111,25 +113,36 @@ class SwinBlock(nn.Module):
         drop_path: float,
     ) -> None:
         super().__init__()
-        self.window, self.shift = window, shift
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.window = window
+        self.shift = shift
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, window, num_heads)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
-        self.register_buffer("attn_mask", shifted_mask(grid_size, window, shift) if shift else None, persistent=False)
+        mask = shifted_mask(grid_size, window, shift) if shift else None
+        self.register_buffer("attn_mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor, groups: WindowGroups | None = None) -> torch.Tensor:
         """Runs the block on dense tokens [B, rows, columns, C] or, with `groups`, on visible tokens [B, T, C]."""
-        y = self.norm1(x)
-        x = x + self.drop_path(self.attend(y) if groups is None else self.attn.among_visible(y, groups))
+        normed = self.norm1(x)
+        if groups is None:
+            attended = self.attend(normed)
+        else:
+            attended = self.attn.among_visible(normed, groups)
+        x = x + self.drop_path(attended)
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Rolls dense tokens [B, rows, columns, C] by the shift, attends inside windows, and rolls them back."""
+        _, rows, columns, _ = x.shape
         if self.shift:
             x = x.roll((-self.shift, -self.shift), dims=(1, 2))
-        x = join_windows(self.attn(cut_windows(x, self.window), self.attn_mask), self.window, x.shape[1:3])
-        return x.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else x
+        windows = self.attn(cut_windows(x, self.window), self.attn_mask)
+        x = join_windows(windows, self.window, (rows, columns))
+        if self.shift:
+            x = x.roll((self.shift, self.shift), dims=(1, 2))
+        return x
 
 
 def cut_windows(x: torch.Tensor, window: int) -> torch.Tensor:
@@ -148,11 +161,12 @@ def join_windows(x: torch.Tensor, window: int, grid_size: tuple[int, int]) -> to
 
 def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> torch.Tensor:
     """Returns a mask [W, L, L] with -100 between tokens that share a window only because of the roll."""
-    parts = []
+    home_windows = []  # (row, column) of the window in which each place would be if nothing were rolled
     for side in grid_size:
         rolled = (torch.arange(side) + shift) % side
-        parts.append((rolled - shift + window) // window)  # the window of each place if nothing were rolled
-    region = parts[0][:, None] * (max(grid_size) + 1) + parts[1]
+        home_windows.append((rolled - shift + window) // window)
+    home_row, home_column = home_windows
+    region = home_row[:, None] * (max(grid_size) + 1) + home_column  # [rows, columns]
     region = cut_windows(region.view(1, *grid_size, 1), window)[0, :, :, 0]  # [W, L]
     return (region[:, :, None] != region[:, None, :]) * -100.0
 
@@ -162,15 +176,16 @@ class PatchMerging(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm, self.reduction = nn.LayerNorm(4 * dim), nn.Linear(4 * dim, 2 * dim, bias=False)
+        self.norm = nn.LayerNorm(4 * dim)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Merges [B, rows, columns, C] into [B, rows / 2, columns / 2, 2 C].
 
         The four neighbours (row, column) are concatenated in the order 00, 10, 01, 11.
         """
-        x = torch.cat([x[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], dim=-1)
-        return self.reduction(self.norm(x))
+        neighbours = [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]]
+        return self.reduction(self.norm(torch.cat(neighbours, dim=-1)))
 
 
 class Stage(nn.Module):
@@ -192,34 +207,42 @@ class Stage(nn.Module):
         downsample: bool,
     ) -> None:
         super().__init__()
-        shift = 0 if min(grid_size) <= window else window // 2  # one window, or one row of windows, is not shifted
-        window = min(window, *grid_size)
-        if any(side % window for side in grid_size):
-            raise ValueError(f"windows of {window} do not divide the stage's {grid_size[0]} x {grid_size[1]} tokens")
-        self.blocks = nn.ModuleList(
-            SwinBlock(dim, grid_size, num_heads, window, shift if i % 2 else 0, mlp_ratio, rate)
-            for i, rate in enumerate(drop_paths)
-        )
-        self.window, self.shifts = window, sorted({block.shift for block in self.blocks})
+        rows, columns = grid_size
+        shift_of_odd = window // 2
+        if min(grid_size) <= window:  # one window, or one row of windows, is not shifted
+            window = min(grid_size)
+            shift_of_odd = 0
+        if rows % window or columns % window:
+            raise ValueError(f"windows of {window} do not divide the stage's {rows} x {columns} tokens")
+        self.window = window
+        self.blocks = nn.ModuleList()
+        for i, drop_path in enumerate(drop_paths):
+            shift = shift_of_odd if i % 2 else 0
+            self.blocks.append(SwinBlock(dim, grid_size, num_heads, window, shift, mlp_ratio, drop_path))
+        self.shifts = sorted({block.shift for block in self.blocks})
         self.downsample = PatchMerging(dim) if downsample else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Runs the stage on dense tokens [B, rows, columns, C]. Merging makes them [B, rows / 2, columns / 2, 2 C]."""
         for block in self.blocks:
             x = block(x)
-        return x if self.downsample is None else self.downsample(x)
+        if self.downsample is not None:
+            x = self.downsample(x)
+        return x
 
     def forward_visible(self, x: torch.Tensor, groups: dict[int, WindowGroups]) -> torch.Tensor:
         """Runs the stage on visible units [B, V, side, side, C], with the window groups of each shift.
 
         Merging makes them [B, V, side / 2, side / 2, 2 C].
         """
-        shape, x = x.shape, x.flatten(1, 3)
+        B, V, side, _, C = x.shape
+        x = x.flatten(1, 3)
         for block in self.blocks:
             x = block(x, groups[block.shift])
-        x = x.view(-1, *shape[2:])  # the merging takes units for images
-        x = x if self.downsample is None else self.downsample(x)
-        return x.unflatten(0, shape[:2])
+        x = x.view(B * V, side, side, C)  # the merging takes units for images
+        if self.downsample is not None:
+            x = self.downsample(x)
+        return x.unflatten(0, (B, V))
 
 
 class SwinEncoder(nn.Module):
@@ -246,24 +269,37 @@ class SwinEncoder(nn.Module):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-        self.img_size = (height, width)
-        self.stride = patch_size * 2 ** (len(depths) - 1)
-        if any(side < self.stride or side % self.stride for side in self.img_size):
-            raise ValueError(f"img_size {self.img_size[0]} x {self.img_size[1]} must be a multiple of {self.stride} px")
-        self.patch_size, self.in_chans, self.embed_dim, self.depths = patch_size, in_chans, embed_dim, tuple(depths)
+        self.img_size = height_and_width(img_size)
+        height, width = self.img_size
+        last = len(depths) - 1
+        self.stride = patch_size * 2**last  # side of a cell of the last stage in pixels
+        if min(height, width) < self.stride or height % self.stride or width % self.stride:
+            raise ValueError(f"img_size {height} x {width} must be a multiple of {self.stride} px")
+        self.patch_size = patch_size
+        self.in_chans = in_chans
+        self.embed_dim = embed_dim
+        self.depths = tuple(depths)
         self.mlp_ratio = mlp_ratio
-        self.grid_size = self.token_grid = (height // patch_size, width // patch_size)
+        self.token_grid = (height // patch_size, width // patch_size)
+        self.grid_size = self.token_grid
         self.unit_grid = (height // self.stride, width // self.stride)  # the cells of the last stage
         self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
-        rates = drop_path_rates(drop_path_rate, sum(depths))
+        rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
+        rows, columns = self.token_grid
         self.layers = nn.ModuleList()
         for s, depth in enumerate(depths):
-            grid_size, first = (self.token_grid[0] >> s, self.token_grid[1] >> s), sum(depths[:s])
-            stage_rates, downsample = rates[first : first + depth], s < len(depths) - 1
-            stage = Stage(embed_dim << s, grid_size, num_heads[s], window_size, mlp_ratio, stage_rates, downsample)
-            self.layers.append(stage)
-        self.num_features = embed_dim << (len(depths) - 1)
+            self.layers.append(
+                Stage(
+                    dim=embed_dim * 2**s,
+                    grid_size=(rows // 2**s, columns // 2**s),
+                    num_heads=num_heads[s],
+                    window=window_size,
+                    mlp_ratio=mlp_ratio,
+                    drop_paths=list(islice(rates, depth)),
+                    downsample=s < last,
+                )
+            )
+        self.num_features = embed_dim * 2**last
         self.norm = nn.LayerNorm(self.num_features)
         self.apply(init_weights)
 
@@ -293,24 +329,29 @@ class SwinEncoder(nn.Module):
             result and is slower.
         """
         grouped = self.grouped_stages(len(units))
-        if len(groupings) not in (0, len(grouped)):
+        if groupings and len(groupings) != len(grouped):
             raise ValueError(f"{len(grouped)} groupings are needed, or none, got {len(groupings)}")
-        x, remaining = tokens, iter(groupings)
+        grouping_of = dict(zip(grouped, groupings, strict=False))
+        x = tokens
         for stage in self.layers:
             side = x.shape[2]
-            coords, groups = unit_coords(units, self.unit_grid[1], side), {}
+            coords = unit_coords(units, self.unit_grid[1], side)
+            groups = {}
             for shift in stage.shifts:
-                grouping = next(remaining, None) if (side, stage.window, shift) in grouped else None
+                grouping = grouping_of.get(GroupedWindows(side, stage.window, shift))
                 groups[shift] = WindowGroups(coords, stage.window, shift, grouping)
             x = stage.forward_visible(x, groups)
         return self.norm(x.flatten(1, 3))
 
-    def grouped_stages(self, num_units: int) -> list[tuple[int, int, int]]:
-        """Returns (tokens per side of a unit, window, shift) where windows are grouped: above two windows of tokens."""
-        sides = [self.stride // self.patch_size >> s for s in range(len(self.layers))]
-        stages = zip(sides, self.layers, strict=True)
-        many = [(side, stage) for side, stage in stages if num_units * side**2 > 2 * stage.window**2]
-        return [(side, stage.window, shift) for side, stage in many for shift in stage.shifts]
+    def grouped_stages(self, num_units: int) -> list[GroupedWindows]:
+        """Returns the stages and shifts whose windows are grouped: those with more tokens than two windows have."""
+        grouped: list[GroupedWindows] = []
+        side = self.stride // self.patch_size  # of a unit, in tokens of the first stage
+        for stage in self.layers:
+            if num_units * side**2 > 2 * stage.window**2:
+                grouped.extend(GroupedWindows(side, stage.window, shift) for shift in stage.shifts)
+            side //= 2
+        return grouped
 
     def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
         """Computes features [B, cells, 8 D] of normalised images [B, C, H, W]."""
@@ -344,7 +385,8 @@ class SwinTransformer(SwinEncoder):
         check_pool(self, global_pool)
         if probe:
             raise ValueError("Swin is fine-tuned as a whole and has no linear probe")
-        self.global_pool, self.head = global_pool, nn.Linear(self.num_features, num_classes)
+        self.global_pool = global_pool
+        self.head = nn.Linear(self.num_features, num_classes)
         init_weights(self.head)
 
     @property
@@ -370,8 +412,10 @@ class SwinTransformer(SwinEncoder):
 
         A stage's merging belongs to its last block.
         """
-        merging = [(rf"^layers\.{s}\.downsample", (s, depth - 1)) for s, depth in enumerate(self.depths)]
-        return {"stem": r"^patch_embed", "blocks": [(r"^layers\.(\d+)\.blocks\.(\d+)", None), *merging]}
+        blocks: list[tuple[str, tuple[int, int] | None]] = [(r"^layers\.(\d+)\.blocks\.(\d+)", None)]
+        for s, depth in enumerate(self.depths):
+            blocks.append((rf"^layers\.{s}\.downsample", (s, depth - 1)))
+        return {"stem": r"^patch_embed", "blocks": blocks}
 
 
 swin_micro_patch4_window4 = partial(SwinTransformer, **MICRO)

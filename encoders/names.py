@@ -34,9 +34,22 @@ def rename_prefixes(weights: Mapping[str, Any], prefixes: Mapping[str, str]) -> 
     """Returns a state dict whose keys begin with the values of `prefixes` where they began with its keys."""
     renamed = {}
     for name, value in weights.items():
-        prefix = next((old for old in prefixes if name.startswith(old)), "")
-        renamed[prefixes.get(prefix, "") + name[len(prefix) :]] = value
+        for old, new in prefixes.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+                break
+        renamed[name] = value
     return renamed
+
+
+def select_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the weights whose names begin with `prefix`, under their names without it."""
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def drop_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the weights whose names do not begin with `prefix`."""
+    return {name: value for name, value in weights.items() if not name.startswith(prefix)}
 
 
 def unchanged(weights: Tensors) -> Tensors:
@@ -61,28 +74,26 @@ _MMPRETRAIN = (
 
 def from_mmpretrain(weights: Tensors) -> Tensors:
     """Returns the backbone, neck and head of an mmpretrain state dict under our names. Other keys are left out."""
-    parts = ("backbone.", "neck.", "head.fc.")
-    return rename({name: value for name, value in weights.items() if name.startswith(parts)}, _MMPRETRAIN)
+    prefixes = ("backbone.", "neck.", "head.fc.")
+    model = {name: value for name, value in weights.items() if name.startswith(prefixes)}
+    return rename(model, _MMPRETRAIN)
 
 
 def from_simmim(weights: Mapping[str, torch.Tensor]) -> Tensors:
     """Returns the encoder of a SimMIM state dict under our names, without buffers that the model computes itself."""
-    return {
-        name.removeprefix("encoder."): value
-        for name, value in weights.items()
-        if name.startswith("encoder.") and not name.endswith(COMPUTED_KEYS)
-    }
+    encoder = select_prefix(weights, "encoder.")
+    return {name: value for name, value in encoder.items() if not name.endswith(COMPUTED_KEYS)}
 
 
 def from_student(weights: Tensors) -> Tensors:
     """Returns the backbone in a training checkpoint of iBOT or DINO."""
-    wrapped = "module.backbone."
-    return {name.removeprefix(wrapped): value for name, value in weights.items() if name.startswith(wrapped)}
+    return select_prefix(weights, "module.backbone.")
 
 
 def from_localmim(weights: Tensors) -> Tensors:
     """Returns a LocalMIM state dict without its norms of inner levels: the last one is the encoder's final norm."""
-    last = max(int(name.split(".")[1]) for name in weights if re.match(r"norm\.\d+\.", name))
+    matches = [re.match(r"norm\.(\d+)\.", name) for name in weights]
+    last = max(int(match[1]) for match in matches if match)
     renamed = rename(weights, [(rf"^norm\.{last}\.", "norm.")])
     return {name: value for name, value in renamed.items() if not re.match(r"norm\.\d+\.", name)}
 
@@ -111,11 +122,18 @@ _TRANSFORMERS = (
 def from_transformers(weights: Tensors) -> Tensors:
     """Returns the weights of Transformers' ViT or ViTMAE under the names of MAE's releases."""
     renamed = rename(weights, _TRANSFORMERS)
-    for key in [key for key in renamed if key.endswith(".attn.q.weight")]:
-        block = key.removesuffix("q.weight")
-        parts = [renamed.pop(f"{block}{part}.weight") for part in "qkv"]
-        biases = [renamed.pop(f"{block}{part}.bias", w.new_zeros(len(w))) for part, w in zip("qkv", parts, strict=True)]
-        renamed[f"{block}qkv.weight"], renamed[f"{block}qkv.bias"] = torch.cat(parts), torch.cat(biases)
+    query_keys = [key for key in renamed if key.endswith(".attn.q.weight")]
+    for key in query_keys:
+        attention = key.removesuffix("q.weight")
+        matrices = []
+        biases = []
+        for letter in "qkv":
+            matrix = renamed.pop(f"{attention}{letter}.weight")
+            no_bias = matrix.new_zeros(len(matrix))  # the file has none if `qkv_bias` is False
+            matrices.append(matrix)
+            biases.append(renamed.pop(f"{attention}{letter}.bias", no_bias))
+        renamed[f"{attention}qkv.weight"] = torch.cat(matrices)
+        renamed[f"{attention}qkv.bias"] = torch.cat(biases)
     return renamed
 
 
@@ -178,20 +196,30 @@ def join_registers(weights: Tensors, grid: tuple[int, int] | None) -> Tensors:
     """
     if not {"cls_token", "reg_token", "pos_embed"} <= weights.keys():
         return weights
-    num_tokens = weights["pos_embed"].shape[1] - 1 - weights["reg_token"].shape[1]
-    if num_tokens < 1 or num_tokens != (math.isqrt(num_tokens) ** 2 if grid is None else math.prod(grid)):
+    registers = weights["reg_token"]
+    num_tokens = weights["pos_embed"].shape[1] - 1 - registers.shape[1]  # if the registers have positions
+    if num_tokens < 1:
         return weights
-    others = {name: value for name, value in weights.items() if name != "reg_token"}
-    return others | {"cls_token": torch.cat([weights["cls_token"], weights["reg_token"]], dim=1)}
+    if grid is None:
+        expected = math.isqrt(num_tokens) ** 2
+    else:
+        expected = math.prod(grid)
+    if num_tokens != expected:
+        return weights
+    joined = drop_prefix(weights, "reg_token")
+    joined["cls_token"] = torch.cat([weights["cls_token"], registers], dim=1)
+    return joined
 
 
 def fold_cls_token(weights: Tensors) -> Tensors:
     """Returns a TEC state dict without the MLP on the class token, which is folded into the token in float64."""
-    mlp = {name: value.double() for name, value in weights.items() if name.startswith("cls_token_mlp.")}
-    hidden = F.linear(weights["cls_token"].double(), mlp[CLS_TOKEN_MLP], mlp["cls_token_mlp.fc1.bias"])
-    folded = F.linear(F.gelu(hidden), mlp["cls_token_mlp.fc2.weight"], mlp["cls_token_mlp.fc2.bias"])
-    others = {name: value for name, value in weights.items() if not name.startswith("cls_token_mlp.")}
-    return others | {"cls_token": folded.to(weights["cls_token"].dtype)}
+    cls_token = weights["cls_token"]
+    mlp = {name: value.double() for name, value in select_prefix(weights, "cls_token_mlp.").items()}
+    hidden = F.linear(cls_token.double(), mlp["fc1.weight"], mlp["fc1.bias"])
+    output = F.linear(F.gelu(hidden), mlp["fc2.weight"], mlp["fc2.bias"])
+    folded = drop_prefix(weights, "cls_token_mlp.")
+    folded["cls_token"] = output.to(cls_token.dtype)
+    return folded
 
 
 def swap_merging(weights: Tensors) -> Tensors:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 
-def grid_coords(rows: int, columns: int) -> torch.Tensor:
+def grid_coords(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
     """Returns the (row, column) of every cell of a grid in raster order, int64 [rows * columns, 2]."""
-    row, column = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
+    row = torch.arange(rows, device=device).repeat_interleave(columns)
+    column = torch.arange(columns, device=device).repeat(rows)
     return torch.stack([row, column], dim=-1)
 
 
@@ -24,7 +25,8 @@ def relative_offset_index(coords: torch.Tensor, grid_size: tuple[int, int]) -> t
     the table belongs to. The index is meaningless for pairs that do not fit into it.
     """
     rows, columns = grid_size
-    down, across = (coords[..., :, None, :] - coords[..., None, :, :]).unbind(-1)  # query less key
+    offsets = coords.unsqueeze(-2) - coords.unsqueeze(-3)  # query less key
+    down, across = offsets.unbind(-1)
     return (down + rows - 1) * (2 * columns - 1) + (across + columns - 1)
 
 
@@ -35,15 +37,17 @@ def resize_bias_table(
 
     The extra rows (of a class token) are kept. Raises ValueError if the table does not belong to `source`.
     """
-    rows, columns = (2 * side - 1 for side in source)  # of offsets
-    if table.shape[0] != rows * columns + num_extra:
-        raise ValueError(f"a bias table of {table.shape[0]} rows does not belong to {rows} x {columns} offsets")
-    offsets, extra = table[: rows * columns], table[rows * columns :]
-    grid = offsets.double().numpy().reshape(rows, columns, -1)  # [rows, columns, heads]
+    rows = 2 * source[0] - 1
+    columns = 2 * source[1] - 1
+    num_offsets = rows * columns
+    if len(table) != num_offsets + num_extra:
+        raise ValueError(f"a bias table of {len(table)} rows does not belong to {rows} x {columns} offsets")
+    num_heads = table.shape[1]
+    grid = table[:num_offsets].double().numpy().reshape(rows, columns, num_heads)
     down = interpolation_matrix(rows, 2 * target[0] - 1)
     across = interpolation_matrix(columns, 2 * target[1] - 1)
-    grid = np.einsum("ij,jkh,lk->ilh", down, grid, across)
-    return torch.cat([torch.from_numpy(grid.reshape(-1, grid.shape[2])).to(table.dtype), extra])
+    resized = np.einsum("ij,jkh,lk->ilh", down, grid, across).reshape(-1, num_heads)
+    return torch.cat([torch.from_numpy(resized).to(table.dtype), table[num_offsets:]])
 
 
 def interpolation_matrix(src: int, dst: int) -> np.ndarray:
@@ -52,9 +56,13 @@ def interpolation_matrix(src: int, dst: int) -> np.ndarray:
     queries = np.clip(np.arange(dst) - dst // 2, x[0], x[-1])
     if src < 4:  # too few points for a cubic spline: take the polynomial through all of them
         powers = np.arange(src)
-        return (queries[:, None] ** powers) @ np.linalg.inv(x[:, None] ** powers)
-    knots = np.concatenate([[x[0]] * 4, x[2:-2], [x[-1]] * 4])  # not-a-knot end conditions
-    return b_splines(queries, knots) @ np.linalg.inv(b_splines(x, knots))
+        basis_at_x = x[:, None] ** powers
+        basis_at_queries = queries[:, None] ** powers
+    else:
+        knots = np.concatenate([[x[0]] * 4, x[2:-2], [x[-1]] * 4])  # not-a-knot end conditions
+        basis_at_x = b_splines(x, knots)
+        basis_at_queries = b_splines(queries, knots)
+    return basis_at_queries @ np.linalg.inv(basis_at_x)
 
 
 def geometric_offsets(src: int, dst: int) -> np.ndarray:
@@ -62,7 +70,9 @@ def geometric_offsets(src: int, dst: int) -> np.ndarray:
 
     The ratio q is found by bisection.
     """
-    n, low, high = src // 2, 1.01, 1.5
+    n = src // 2
+    low = 1.01
+    high = 1.5
     while high - low > 1e-6:
         q = (low + high) / 2
         if (1 - q**n) / (1 - q) > dst // 2:
@@ -76,12 +86,17 @@ def geometric_offsets(src: int, dst: int) -> np.ndarray:
 def b_splines(x: np.ndarray, knots: np.ndarray, degree: int = 3) -> np.ndarray:
     """Returns the values at `x` of all B-splines over `knots` by Cox-de Boor, [len(x), len(knots) - degree - 1]."""
     x = np.asarray(x, float)[:, None]
+    is_inside = (knots[:-1] <= x) & (x < knots[1:])
     last = np.flatnonzero(np.diff(knots))[-1]  # the last interval is closed, all others are half-open
-    is_inside = ((knots[:-1] <= x) & (x < knots[1:])) | ((x == knots[-1]) & (np.arange(len(knots) - 1) == last))
+    is_inside[:, last] |= x[:, 0] == knots[-1]
     basis = is_inside.astype(float)
     for k in range(1, degree + 1):
-        left, right = knots[k:-1] - knots[: -k - 1], knots[k + 1 :] - knots[1:-k]
-        rising = np.divide(x - knots[: -k - 1], left, out=np.zeros((len(x), len(left))), where=left > 0)
-        falling = np.divide(knots[k + 1 :] - x, right, out=np.zeros((len(x), len(right))), where=right > 0)
+        rising = _divide(x - knots[: -k - 1], knots[k:-1] - knots[: -k - 1])
+        falling = _divide(knots[k + 1 :] - x, knots[k + 1 :] - knots[1:-k])
         basis = rising * basis[:, :-1] + falling * basis[:, 1:]
     return basis
+
+
+def _divide(distances: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Returns distances / widths, and 0 where intervals of repeated knots have no width."""
+    return np.divide(distances, widths, out=np.zeros_like(distances), where=widths > 0)

@@ -5,16 +5,14 @@ that attention runs on few groups of equal size. Inside a group, tokens of diffe
 other.
 """
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from encoders.rel_pos import relative_offset_index
-
-if TYPE_CHECKING:
-    from encoders.models_swin import SwinEncoder
+from encoders.rel_pos import grid_coords, relative_offset_index
 
 
 def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[list[int]]:
@@ -27,19 +25,25 @@ def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[l
     """
     if not all(1 <= count <= group_size for count in counts):
         raise ValueError(f"windows must hold from 1 to {group_size} tokens, a group's size; got {list(counts)}")
-    remaining, groups, allowed = list(range(len(counts))), [], (1 << (group_size + 1)) - 1
+    up_to_group_size = (1 << (group_size + 1)) - 1  # bits 0 to group_size
+    remaining = list(range(len(counts)))
+    groups = []
     while remaining:
-        # Bit n of number k is set if some of the first k remaining windows hold n tokens together.
+        # Bit n of reachable[k] is set if some of the first k remaining windows hold n tokens together.
         reachable = [1]
         for window in remaining:
-            reachable.append((reachable[-1] | reachable[-1] << int(counts[window])) & allowed)
-        total = reachable[-1].bit_length() - 1
+            without_window = reachable[-1]
+            with_window = without_window << int(counts[window])
+            reachable.append((without_window | with_window) & up_to_group_size)
+        total = reachable[-1].bit_length() - 1  # tokens in the fullest group
         group: list[int] = []
-        for k in range(len(remaining) - 1, -1, -1):
-            if not reachable[k] >> total & 1:  # the total cannot be reached without this window
-                group.append(remaining.pop(k))
-                total -= int(counts[group[-1]])
-        groups.append(group[::-1])
+        for k in reversed(range(len(remaining))):
+            is_reachable_without = reachable[k] >> total & 1
+            if not is_reachable_without:
+                window = remaining.pop(k)
+                group.insert(0, window)
+                total -= int(counts[window])
+        groups.append(group)
     return groups
 
 
@@ -49,13 +53,13 @@ def group_tokens(windows: Sequence[int] | np.ndarray, group_size: int, capacity:
     windows: the number of each token's window, [T]. capacity: the smallest number of groups. Empty groups follow the
     others, so that groupings for different masks have the same shape.
     """
-    _, homes, counts = np.unique(np.asarray(windows), return_inverse=True, return_counts=True)
-    tokens = np.split(np.argsort(homes, kind="stable"), np.cumsum(counts)[:-1])  # the tokens of each window
+    _, window_ids, counts = np.unique(np.asarray(windows), return_inverse=True, return_counts=True)
+    tokens_by_window = np.split(np.argsort(window_ids, kind="stable"), np.cumsum(counts)[:-1])
     groups = group_windows(counts, group_size)
     grouping = np.full((max(len(groups), capacity), group_size), -1, np.int64)
-    for row, group in zip(grouping, groups, strict=False):
-        members = np.concatenate([tokens[window] for window in group])
-        row[: len(members)] = members
+    for i, group in enumerate(groups):
+        members = np.concatenate([tokens_by_window[window] for window in group])
+        grouping[i, : len(members)] = members
     return grouping
 
 
@@ -69,26 +73,27 @@ class WindowGroups:
     """
 
     def __init__(self, coords: torch.Tensor, window: int, shift: int, groups: torch.Tensor | None = None) -> None:
-        self.ids: torch.Tensor | None = None
-        self.slots: torch.Tensor | None = None
+        self.ids: torch.Tensor | None = None  # [G, g], padded with 0
+        self.slots: torch.Tensor | None = None  # [T], where each token stands among the G * g
+        present: torch.Tensor | None = None  # [G, g], False where a group is padded
         if groups is None:
-            coords, present = coords.unsqueeze(0), None  # [1, T, 2]
+            coords = coords.unsqueeze(0)  # [1, T, 2]
         else:
-            present, T = groups >= 0, len(coords)
-            has_values = type(groups) is torch.Tensor and groups.device.type == "cpu"  # a fake tensor has none
-            if has_values and not torch.compiler.is_compiling() and int(present.sum()) != T:
-                raise ValueError(f"the grouping holds {int(present.sum())} tokens, but {T} are visible")
+            present = groups >= 0
+            num_tokens = len(coords)
+            _check_count(present, num_tokens)
             self.ids = groups.clamp(min=0)
-            ranks = torch.arange(groups.numel(), device=groups.device)
-            home = torch.where(present, groups, T).flatten()  # padding is sent to a place after the last token
-            self.slots = torch.full((T + 1,), -1, device=groups.device).scatter_(0, home, ranks)[:T]
+            positions = torch.arange(groups.numel(), device=groups.device)
+            tokens = torch.where(present, groups, num_tokens).flatten()  # padding becomes one more token
+            slots = torch.full((num_tokens + 1,), -1, device=groups.device).scatter_(0, tokens, positions)
+            self.slots = slots[:num_tokens]
             coords = coords[self.ids]  # [G, g, 2]
-        homes = window_of(coords, window, shift)
-        same = (homes[:, :, None] == homes[:, None]).all(dim=-1)
+        windows = window_of(coords, window, shift)
+        attends = (windows.unsqueeze(2) == windows.unsqueeze(1)).all(dim=-1)  # [G, g, g]
         if present is not None:
-            same = same & present[:, :, None] & present[:, None]
-        self.bias_index = torch.where(same, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
-        self.mask = torch.where(same, 0.0, -100.0)
+            attends = attends & present.unsqueeze(2) & present.unsqueeze(1)
+        self.bias_index = torch.where(attends, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
+        self.mask = torch.where(attends, 0.0, -100.0)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers the tokens [B, T, C] of each group. Returns [B, G, g, C]."""
@@ -98,7 +103,19 @@ class WindowGroups:
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Puts the tokens of all groups [B, G, g, C] back into their order [B, T, C] and drops the padding."""
-        return x.squeeze(1) if self.ids is None else x.flatten(1, 2).index_select(1, self.slots)
+        if self.ids is None:
+            return x.squeeze(1)
+        return x.flatten(1, 2).index_select(1, self.slots)
+
+
+def _check_count(present: torch.Tensor, num_tokens: int) -> None:
+    """Raises ValueError if a grouping misses tokens. On other devices than the CPU the check would cost a sync."""
+    has_values = type(present) is torch.Tensor and present.device.type == "cpu"  # a fake tensor has none
+    if torch.compiler.is_compiling() or not has_values:
+        return
+    num_present = int(present.sum())
+    if num_present != num_tokens:
+        raise ValueError(f"the grouping holds {num_present} tokens, but {num_tokens} are visible")
 
 
 class _Gather(torch.autograd.Function):
@@ -129,10 +146,17 @@ def unit_coords(units: torch.Tensor, columns: int, side: int) -> torch.Tensor:
 
     A unit has side * side tokens. The result has the shape [V * side * side, 2].
     """
-    y, x = units // columns, units % columns
-    corner = side * torch.stack([y, x], dim=-1)  # [V, 2]
-    inside = torch.stack(torch.meshgrid(*[torch.arange(side, device=units.device)] * 2, indexing="ij"), dim=-1)
-    return (corner[:, None, None] + inside).flatten(0, 2)
+    corners = side * torch.stack([units // columns, units % columns], dim=-1)  # [V, 2]
+    inside = grid_coords(side, side, units.device)  # [side * side, 2]
+    return (corners.unsqueeze(1) + inside).flatten(0, 1)
+
+
+class GroupedWindows(NamedTuple):
+    """The windows of one shift in one stage, in tokens. side: of a unit. window: of a window."""
+
+    side: int
+    window: int
+    shift: int
 
 
 class WindowGrouper:
@@ -142,40 +166,52 @@ class WindowGrouper:
     `SwinEncoder.encode_visible` on sorted units. A group has the size of a full window for every mask, so that shapes
     are static. Only the attention itself runs on the padding.
 
-    The number of groups depends on the mask. Plans are padded to the largest number among `samples` random masks. If a
-    mask needs more in any stage, its groupings are padded to a number that no mask can exceed. So there are two shapes.
+    unit_grid: (rows, columns) of all units. stages: those of `SwinEncoder.grouped_stages(num_visible)`.
+
+    The number of groups depends on the mask. Groupings are padded to the largest number among `samples` random masks.
+    If a mask needs more in any stage, they are padded to a number that no mask can exceed. So there are two shapes.
     """
 
-    def __init__(self, encoder: "SwinEncoder", num_visible: int, samples: int = 64) -> None:
-        self.columns, self.stages = encoder.unit_grid[1], encoder.grouped_stages(num_visible)
-        # Any two groups exceed the capacity of one group. Otherwise they would have been merged.
-        tokens = [num_visible * side**2 for side, _, _ in self.stages]
-        self.ceilings = [2 * (T // (window**2 + 1)) + 1 for T, (_, window, _) in zip(tokens, self.stages, strict=True)]
-        rng, num_units = np.random.default_rng(0), encoder.unit_grid[0] * encoder.unit_grid[1]
-        self.capacities = [0] * len(self.stages)
-        if self.stages:
+    def __init__(
+        self, unit_grid: tuple[int, int], num_visible: int, stages: Sequence[GroupedWindows], samples: int = 64
+    ) -> None:
+        self.columns = unit_grid[1]
+        self.stages = stages
+        self.ceilings = []  # the most groups that a mask can need, for each stage and shift
+        for stage in stages:
+            # Any two groups exceed the size of one group. Otherwise they would have been merged.
+            num_tokens = num_visible * stage.side**2
+            self.ceilings.append(2 * (num_tokens // (stage.window**2 + 1)) + 1)
+        self.capacities = [0] * len(stages)
+        if stages:
+            rng = np.random.default_rng(0)
             for _ in range(samples):
-                units = torch.from_numpy(np.sort(rng.permutation(num_units)[:num_visible]))
-                needed = [len(grouping) for grouping in self.group(units, [0] * len(self.stages))]
-                self.capacities = [max(pair) for pair in zip(self.capacities, needed, strict=True)]
+                units = np.sort(rng.permutation(math.prod(unit_grid))[:num_visible])
+                groupings = self.group(torch.from_numpy(units), self.capacities)
+                self.capacities = [len(grouping) for grouping in groupings]  # at least the former capacities
 
     def __call__(self, units: torch.Tensor) -> list[torch.Tensor]:
         groupings = self.group(units, self.capacities)
-        if any(len(grouping) > capacity for grouping, capacity in zip(groupings, self.capacities, strict=True)):
-            groupings = self.group(units, self.ceilings)
-        return groupings
+        if [len(grouping) for grouping in groupings] == self.capacities:
+            return groupings
+        return self.group(units, self.ceilings)
 
     def shapes(self, units: torch.Tensor) -> list[list[torch.Tensor]]:
         """Returns groupings of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
         if not self.stages:
             return []
         largest = self.group(units, self.ceilings)
-        return [[grouping[:n] for grouping, n in zip(largest, self.capacities, strict=True)], largest]
+        usual = [grouping[:capacity] for grouping, capacity in zip(largest, self.capacities, strict=True)]
+        return [usual, largest]
 
     def group(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
         """Returns a grouping for each stage and shift, padded to at least `capacities` groups."""
-        groupings, units = [], units.sort().values  # tokens are numbered in the order in which the encoder takes them
-        for (side, window, shift), capacity in zip(self.stages, capacities, strict=True):
-            y, x = window_of(unit_coords(units, self.columns, side), window, shift).T.numpy()
-            groupings.append(torch.from_numpy(group_tokens(y * (x.max() + 1) + x, window**2, capacity)))
+        units = units.sort().values  # tokens are numbered in the order in which the encoder takes them
+        groupings = []
+        for stage, capacity in zip(self.stages, capacities, strict=True):
+            coords = unit_coords(units, self.columns, stage.side)
+            row, column = window_of(coords, stage.window, stage.shift).T.numpy()
+            windows = row * (column.max() + 1) + column
+            grouping = group_tokens(windows, group_size=stage.window**2, capacity=capacity)
+            groupings.append(torch.from_numpy(grouping))
         return groupings

@@ -26,21 +26,31 @@ def hog(
     implementation.
     """
     height, width = imgs.shape[-2:]
-    if any(cell % cells[0] or height % cell or width % cell for cell in cells):
-        raise ValueError(
-            f"cells must be multiples of the first and divide the image, {height} x {width} px; got {cells}"
-        )
-    horizontal, vertical = _sobel(imgs.to(torch.promote_types(imgs.dtype, torch.float32)))
-    if bias is None:  # the histograms of larger cells are means of those of the smallest
-        finest = _histograms(horizontal, vertical, cells[0], num_bins)
-        histograms = [finest, *(F.avg_pool2d(finest, cell // cells[0]) for cell in cells[1:])]
+    smallest = cells[0]
+    for cell in cells:
+        if cell % smallest or height % cell or width % cell:
+            raise ValueError(
+                f"cells must be multiples of the first and divide the image, {height} x {width} px; got {cells}"
+            )
+    imgs = imgs.to(torch.promote_types(imgs.dtype, torch.float32))
+    horizontal, vertical = _sobel(imgs)
+    histograms = []
+    if bias is None:
+        finest = _histograms(horizontal, vertical, smallest, num_bins)
+        for cell in cells:  # a larger cell's histogram is the mean of those of the smallest cells in it
+            cell_means = F.avg_pool2d(finest, cell // smallest)
+            histograms.append(_normalize_colors(cell_means, num_bins))
     else:
-        histograms = [
-            _histograms(horizontal + shift[0], vertical + shift[1], cell, num_bins)
-            for cell, shift in zip(cells, bias, strict=True)
-        ]
-    # [B, C * bins, h, w], where the bins of a colour are neighbours: each colour is normalised by itself.
-    return [F.normalize(h.unflatten(1, (-1, num_bins)), dim=2, eps=1e-12).flatten(1, 2) for h in histograms]
+        for cell, (horizontal_bias, vertical_bias) in zip(cells, bias, strict=True):
+            cell_means = _histograms(horizontal + horizontal_bias, vertical + vertical_bias, cell, num_bins)
+            histograms.append(_normalize_colors(cell_means, num_bins))
+    return histograms
+
+
+def _normalize_colors(histograms: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Divides the histogram of each colour in [B, C * num_bins, h, w] by its L2 norm."""
+    by_color = histograms.unflatten(1, (-1, num_bins))  # [B, C, bins, h, w]
+    return F.normalize(by_color, dim=2, eps=1e-12).flatten(1, 2)
 
 
 def _sobel(imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,9 +69,13 @@ def _sobel(imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _histograms(horizontal: torch.Tensor, vertical: torch.Tensor, cell: int, num_bins: int) -> torch.Tensor:
     """Returns the mean magnitude of responses [B, C, H, W] per bin and cell, [B, C * num_bins, H / cell, W / cell]."""
     magnitude = (horizontal.square() + vertical.square()).sqrt()
-    bins = (torch.atan2(horizontal, vertical) / math.pi * num_bins).floor().remainder(num_bins)
+    half_turns = torch.atan2(horizontal, vertical) / math.pi  # in [-1, 1]
+    bins = (half_turns * num_bins).floor().remainder(num_bins)
+    means = []
     # One bin at a time: no memory for a one-hot image, and a fixed order of summation, unlike a scatter on a GPU.
-    means = [F.avg_pool2d(torch.where(bins == k, magnitude, 0.0), cell) for k in range(num_bins)]
+    for k in range(num_bins):
+        in_bin = torch.where(bins == k, magnitude, 0.0)
+        means.append(F.avg_pool2d(in_bin, cell))
     return torch.stack(means, dim=2).flatten(1, 2)
 
 
@@ -71,8 +85,12 @@ def orientation_colors(histograms: torch.Tensor, num_bins: int) -> torch.Tensor:
     The hue is the mean orientation over all colours, the brightness is its strength.
     """
     weights = histograms.float().unflatten(1, (-1, num_bins)).mean(dim=1)  # [B, bins, h, w]
-    angles = 2 * math.pi / num_bins * (torch.arange(num_bins, device=weights.device) + 0.5).view(-1, 1, 1)
-    x, y = (weights * angles.cos()).sum(dim=1), (weights * angles.sin()).sum(dim=1)
-    hue, brightness = torch.atan2(y, x), (x.square() + y.square()).sqrt().clamp(max=1)
-    phases = hue.new_tensor([0.0, -2 * math.pi / 3, 2 * math.pi / 3]).view(3, 1, 1)
-    return brightness.unsqueeze(1) * (0.5 + 0.5 * (hue.unsqueeze(1) + phases).cos())
+    bin_centers = torch.arange(num_bins, device=weights.device) + 0.5
+    angles = (2 * math.pi / num_bins * bin_centers).view(-1, 1, 1)
+    x = (weights * angles.cos()).sum(dim=1)
+    y = (weights * angles.sin()).sum(dim=1)
+    hue = torch.atan2(y, x).unsqueeze(1)  # [B, 1, h, w]
+    brightness = (x.square() + y.square()).sqrt().clamp(max=1).unsqueeze(1)
+    third = 2 * math.pi / 3
+    phases = hue.new_tensor([0.0, -third, third]).view(3, 1, 1)
+    return brightness * (0.5 + 0.5 * (hue + phases).cos())

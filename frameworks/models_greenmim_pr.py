@@ -100,7 +100,9 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             if isinstance(module, torch.nn.LayerNorm):
                 module.eps = 1e-6  # only in pre-training: fine-tuning uses Swin's 1e-5
         init_weights(self)  # MAE's initialisation of everything except the bias tables
-        self.grouper = WindowGrouper(self, self.counts.num_visible)
+        self.grouper = WindowGrouper(
+            self.unit_grid, self.counts.num_visible, self.grouped_stages(self.counts.num_visible)
+        )
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.num_features,

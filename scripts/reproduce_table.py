@@ -1,53 +1,52 @@
 """Runs every row of a table of the paper, and writes the table with measured beside published numbers.
 
-    python scripts/reproduce_table.py --list
     python scripts/reproduce_table.py kernels --data_path IMAGENET --dry_run
     python scripts/reproduce_table.py kernels --data_path IMAGENET --nproc_per_node 8
     python scripts/reproduce_table.py schedules --rows "*_large_*" --data_path IMAGENET --launcher slurm -- --nodes 4
     python scripts/reproduce_table.py all --collect --costs cost.csv
 
 A row is a pre-training run, its runs of fine-tuning, segmentation or detection and, for the table of robustness, their
-evaluation. Their folders are ROOT/<recipe>, ROOT/<recipe>/<fine-tuning recipe> and robustness/ below the latter. A run
-that several tables share is one run. A finished run is not started again. The same command resumes everything else.
+evaluation. A run that several tables share is one run. The same command again skips what is finished, and resumes
+everything else.
 
 --launcher torchrun runs one program after the other. With --launcher slurm, submitit_launch.py submits every run at
 once, and a run starts when the run that it needs has finished. A run that is already in the queue is not submitted
 again. Flags after `--` are those of torchrun or of submitit_launch.py.
 
---collect launches nothing. It writes ROOT/<table>.md and ROOT/<table>.csv from the runs that are there. Accuracies are
-those of the last epoch of finished runs. FLOPs are counted. Memory and time are taken from --costs.
+--collect launches nothing. It writes ROOT/<table>.md and ROOT/<table>.csv. Accuracies are those of the last epoch of
+finished runs. FLOPs are counted. Memory and time are taken from --costs.
 """
 
 import argparse
 import importlib
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.run import get_args_parser as torchrun_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_pretrain
 import submitit_launch
 from downstream.robustness.main_robustness import BENCHMARKS
-from scripts.parts.paper_tables import TABLES, Row
-from scripts.parts.table_results import RECIPES_OF, collect, read_costs
-from scripts.parts.table_runs import Run, is_finished, pending, progress_of, runs_of
+from recipes import RECIPES
+from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row
+from scripts.parts.table_runs import RECIPES_OF, Run, run_of
 from util.run.cli import Parser, check_least, run_program, user_errors
-from util.run.flags import split_batch
+from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = list(TABLES["robustness"].columns.values())
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PATHS = {"main_segmentation": "ade_path", "main_detection": "coco_path"}  # flags of their data
+COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrain.py
 
 
 class StoppedError(Exception):
@@ -57,36 +56,47 @@ class StoppedError(Exception):
 # ------------------------------------------------------------------------------------------------------- commands
 
 
+def path_flag(run: Run) -> str:
+    """The flag of this script that names the images of a run."""
+    if run.main == "main_segmentation":
+        return "ade_path"
+    if run.main == "main_detection":
+        return "coco_path"
+    if str(RECIPES_OF[run.main][run.recipe].get("dataset", "")).startswith("inat"):
+        return "inat_path"
+    return "data_path"
+
+
 def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
     """Returns the flags of the run's main. ValueError if a flag of this script is missing."""
+    own_flags = getattr(args, run.main.replace("main_", "") + "_flags")
     if run.main == "main_robustness":
-        if not run.sets:
+        flags = ["--resume", str(run.folder.parent), "--output_dir", str(run.folder)]
+        sets = [name for name in SETS if getattr(args, name) is not None]
+        if not sets:
             raise ValueError(f"the table of robustness needs at least one of {', '.join(f'--{name}' for name in SETS)}")
-        flags = ["--resume", str(run.folder.parent)]
-        for name in run.sets:
+        for name in sets:
             flags += [f"--{name}", getattr(args, name)]
-        return [*flags, "--output_dir", str(run.folder), *args.robustness_flags]
-    recipe = RECIPES_OF[run.main][run.recipe]
-    source = "inat_path" if str(recipe.get("dataset", "")).startswith("inat") else "data_path"
-    source = PATHS.get(run.main, source)
-    if getattr(args, source) is None:
-        raise ValueError(f"{run.name} needs --{source}: the folder of its images")
-    flags = ["--recipe", run.recipe, "--data_path", getattr(args, source), "--output_dir", str(run.folder)]
+        return [*flags, *own_flags]
+    path = getattr(args, path_flag(run))
+    if path is None:
+        raise ValueError(f"{run.name} needs --{path_flag(run)}: the folder of its images")
+    flags = ["--recipe", run.recipe, "--data_path", path, "--output_dir", str(run.folder)]
     if run.needs is not None:
-        own_flags = getattr(args, run.main.replace("main_", "") + "_flags")
-        return [*flags, "--finetune", str(run.needs.folder), *own_flags]
-    if any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[str(recipe["model"])].flags):
+        flags += ["--finetune", str(run.needs.folder)]
+    elif any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[str(RECIPES[run.recipe]["model"])].flags):
         if args.teacher is None:
             raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
         flags += ["--teacher", args.teacher]
-    return [*flags, *args.pretrain_flags]
+    return [*flags, *own_flags]
 
 
 def submission_of(run: Run, args: argparse.Namespace, job_id: str | None) -> list[str]:
     """Returns the arguments of submitit_launch.py. job_id: of the job that the run waits for."""
-    dependency = [] if job_id is None else ["--dependency", f"afterok:{job_id}"]
-    name = ["--name", run.name.replace("/", "-")]
-    return [*name, *dependency, *args.launcher_flags, run.main, *flags_of(run, args)]
+    flags = ["--name", run.name.replace("/", "-")]
+    if job_id is not None:
+        flags += ["--dependency", f"afterok:{job_id}"]
+    return [*flags, *args.launcher_flags, run.main, *flags_of(run, args)]
 
 
 def torchrun_of(run: Run, args: argparse.Namespace) -> list[str]:
@@ -95,36 +105,21 @@ def torchrun_of(run: Run, args: argparse.Namespace) -> list[str]:
 
 
 def check(run: Run, args: argparse.Namespace) -> None:
-    """Parses a run's flags as its main will, and those of the launcher. ValueError or a parser's error if one fails."""
-    if args.launcher == "slurm":
-        launch = submitit_launch.parse_args(submission_of(run, args, "1"))[0]
-        if launch.dry_run:
-            raise ValueError("--dry_run belongs before `--`")
-        processes = launch.nodes * launch.tasks_per_node
-    else:
-        parser = torchrun_parser()
-        parser.prog = "reproduce_table.py"  # in errors; by default it is what has started Python
-        launch = parser.parse_args(torchrun_of(run, args))
-        processes = args.nproc_per_node * int(launch.nnodes.rpartition(":")[2])
-    _, settings = importlib.import_module(submitit_launch.MAINS[run.main]).parse_args(flags_of(run, args))
-    if run.main != "main_robustness":
-        try:
-            split_batch(settings.batch_size, settings.accum_iter, settings.total_batch_size, processes)
-        except ValueError as error:
-            raise ValueError(f"{run.name}: {error}; --{run.main[5:]}_flags passes flags on") from error
-    if run.main == "main_pretrain":
-        main_pretrain.check_own_flags(vars(settings))
+    """Parses a run's flags as its main will, and those of submitit_launch.py: errors come before any run."""
+    if args.launcher == "slurm" and submitit_launch.parse_args(submission_of(run, args, "1"))[0].dry_run:
+        raise ValueError("--dry_run belongs before `--`")
+    importlib.import_module(submitit_launch.MAINS[run.main]).parse_args(flags_of(run, args))
 
 
 def print_commands(runs: Sequence[Run], args: argparse.Namespace) -> None:
     """Prints one command per line. ID_OF_... stands for the number of a SLURM job that is not submitted yet."""
     for run in runs:
+        command = ["torchrun", *torchrun_of(run, args)]
         if args.launcher == "slurm":
-            needed = run.needs if run.needs in runs else None
-            job_id = None if needed is None else f"ID_OF_{needed.name.replace('/', '-')}"
+            job_id = None
+            if run.needs is not None and run.needs in runs:
+                job_id = f"ID_OF_{run.needs.name.replace('/', '-')}"
             command = ["python", os.path.relpath(submitit_launch.__file__), *submission_of(run, args, job_id)]
-        else:
-            command = ["torchrun", *torchrun_of(run, args)]
         print(shlex.join(command))
 
 
@@ -166,16 +161,17 @@ def call(command: Sequence[str]) -> int:
 def run_in_turn(runs: Sequence[Run], args: argparse.Namespace) -> list[str]:
     """Runs the runs one after the other by torchrun. Returns what has gone wrong."""
     problems: list[str] = []
+    failed: set[Run] = set()
     for i, run in enumerate(runs):
-        if problems and args.fail_fast:
-            break
-        if run.needs is not None and not is_finished(run.needs):
+        if run.needs is not None and run.needs in failed:
+            failed.add(run)
             problems.append(f"{run.name} was not started: {run.needs.name} is not finished")
             continue
         print(f"[{i + 1} of {len(runs)}] {run.name}", flush=True)
         code = call([sys.executable, "-m", "torch.distributed.run", *torchrun_of(run, args)])
-        if code or not is_finished(run):
-            problems.append(f"{run.name} ended with exit code {code}; {progress_of(run) or 'nothing was saved'}")
+        if code or not (run.is_finished or run.main == "main_robustness"):
+            failed.add(run)
+            problems.append(f"{run.name} ended with exit code {code}, before its end")
     return problems
 
 
@@ -193,13 +189,81 @@ def queued_job(run: Run) -> str | None:
 
 def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
     """Submits the runs to SLURM. Each waits for the run that it needs."""
-    jobs: dict[Run, str] = {}
+    jobs: dict[Run | None, str] = {}
     for run in runs:
         queued = queued_job(run)
-        if queued is not None:
+        if queued is None:
+            jobs[run] = submitit_launch.main(submission_of(run, args, jobs.get(run.needs))).job_id
+        else:
+            jobs[run] = queued
             print(f"{run.name} is already in the queue: job {queued}")
-        needed = jobs.get(run.needs) if run.needs is not None else None
-        jobs[run] = queued or submitit_launch.main(submission_of(run, args, needed)).job_id
+
+
+# ------------------------------------------------------------------------------------------------------ collecting
+
+
+def without_epochs(recipe: str) -> str:
+    """What recipes that differ only in their schedule have in common: their steps cost the same."""
+    return re.sub(r"_\d+ep$", "", recipe)
+
+
+def read_costs(paths: Sequence[str]) -> list[dict[str, dict[str, Any]]]:
+    """Returns {recipe without epochs: row} of each CSV of scripts/profile_pretrain.py."""
+    text = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
+    files = [read_csv(path, ("recipe", *COST_COLUMNS.values()), text) for path in paths]
+    return [{without_epochs(row["recipe"]): row for row in rows} for rows in files]
+
+
+def measured_cost(name: str, row: Row, measure: str, costs: Sequence[dict[str, dict[str, Any]]]) -> float | None:
+    """Returns the cost of a row relative to the row of the same model that throws nothing, or None."""
+    recipe = without_epochs(row.pretrain)
+    if measure == "flops":
+        if row.throw_ratio == 0:
+            return 1.0
+        # How the thrown tokens are chosen costs nothing.
+        return COUNTED_FLOPS.get(recipe.replace("progressive", "prmim").replace("furthest", "plain"))
+    if measure not in COST_COLUMNS:
+        return None
+    column = COST_COLUMNS[measure]
+    model = RECIPES[row.pretrain]["model"]
+    for other in TABLES[name].rows:
+        baseline = without_epochs(other.pretrain)
+        if other.throw_ratio or RECIPES[other.pretrain]["model"] != model:
+            continue
+        for rows in costs:
+            if recipe in rows and baseline in rows and rows[recipe][column] and rows[baseline][column]:
+                return float(rows[recipe][column] / rows[baseline][column])
+    return None
+
+
+def collect(name: str, rows: Sequence[Row], root: Path, costs: Sequence[dict[str, dict[str, Any]]]) -> str:
+    """Writes ROOT/<table>.csv and ROOT/<table>.md, and returns the latter's text."""
+    table = TABLES[name]
+    lines: list[dict[str, Any]] = []
+    notes: dict[str, None] = {}
+    for row in rows:
+        line: dict[str, Any] = dict(row=row.label, recipe=row.pretrain, epochs=row.epochs, throw_ratio=row.throw_ratio)
+        for (column, measure), published in zip(table.columns.items(), row.numbers, strict=True):
+            line[column] = published.removeprefix("-")
+            line[f"{column} measured"] = measured_cost(name, row, measure, costs)
+            if column in row.finetune:
+                run: Run | None = run_of(measure, row.pretrain, row.finetune[column], root)
+                line[f"{column} measured"] = run.result(measure) if run is not None else None
+                while run is not None:
+                    notes |= dict.fromkeys(run.changed_settings())
+                    run = run.needs
+        lines.append(line)
+    root.mkdir(parents=True, exist_ok=True)
+    titles = list(lines[0])
+    write_csv(root / f"{name}.csv", titles, lines)
+    cells = [[f"{value:.4g}" if isinstance(value, float) else value for value in line.values()] for line in lines]
+    cells = [["" if value is None else value for value in values] for values in cells]
+    text = f"## {table.title}\n\n{markdown_table(titles, cells, left=2)}\n"
+    remarks = [*([table.note] if table.note else []), *notes]
+    if remarks:
+        text += "\n" + "".join(f"- {remark}\n" for remark in remarks)
+    (root / f"{name}.md").write_text(text, encoding="utf-8")
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------------- flags
@@ -208,9 +272,8 @@ def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
 def get_args_parser() -> Parser:
     parser = Parser("reproduce_table.py", description=__doc__)
     group = parser.add_argument_group("what is run").add_argument
-    group("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}, or all")
-    group("--rows", metavar="GLOB", help="only rows whose pre-training recipe matches, such as 'prmim*'")
-    group("--list", action="store_true", help="print the tables and their rows")
+    group("tables", nargs="+", metavar="TABLE", help=f"{', '.join(TABLES)}, or all")
+    group("--rows", metavar="GLOB", default="*", help="only rows whose pre-training recipe matches, such as 'prmim*'")
     group("--dry_run", action="store_true", help="print the commands, one per line, and run nothing")
     group("--collect", action="store_true", help="run nothing, and write the tables")
     group = parser.add_argument_group("data and output").add_argument
@@ -220,8 +283,7 @@ def get_args_parser() -> Parser:
     group("--ade_path", help="ADE20K, as for main_segmentation.py")
     group("--coco_path", help="COCO 2017, as for main_detection.py")
     for name in SETS:
-        what = f"{BENCHMARKS[name].title}, as for downstream/robustness/main_robustness.py"
-        group(f"--{name}", metavar="DIR", help=what)
+        group(f"--{name}", metavar="DIR", help=f"{BENCHMARKS[name].title}, as for main_robustness.py")
     group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
     group("--costs", nargs="+", default=[], metavar="CSV", help="with --collect: files of scripts/profile_pretrain.py")
     group = parser.add_argument_group("how").add_argument
@@ -230,22 +292,23 @@ def get_args_parser() -> Parser:
     for name in ("pretrain", "finetune", "segmentation", "detection", "robustness"):
         text = f'flags of main_{name}.py, as in --{name}_flags "--batch_size 64" or --{name}_flags=--device=cpu'
         group(f"--{name}_flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
-    group("--fail_fast", action="store_true", help="start nothing more after a run has failed")
     return parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
     parser = get_args_parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:end])
-    args.launcher_flags = words[end + 1 :]
-    unknown = [name for name in args.tables if name not in (*TABLES, "all")]
-    if unknown:
-        parser.error(f"unknown table {unknown[0]!r}: give {', '.join(TABLES)}, or all")
-    if not args.tables and not args.list:
-        parser.error(f"give a table ({', '.join(TABLES)}, or all), or --list")
-    if "all" in args.tables or args.list:
+    launcher_flags: list[str] = []
+    if "--" in words:
+        end = words.index("--")
+        launcher_flags = words[end + 1 :]
+        words = words[:end]
+    args = parser.parse_args(words)
+    args.launcher_flags = launcher_flags
+    for name in args.tables:
+        if name not in (*TABLES, "all"):
+            parser.error(f"unknown table {name!r}: give {', '.join(TABLES)}, or all")
+    if "all" in args.tables:
         args.tables = list(TABLES)
     if args.costs and not args.collect:
         parser.error("--costs goes with --collect")
@@ -254,43 +317,37 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
 def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
     """Returns {table: its rows that --rows asks for}. ValueError if there are none."""
-    chosen = {name: list(TABLES[name].rows) for name in dict.fromkeys(args.tables)}
-    if args.rows is None:
-        return chosen
-    known = [row.pretrain for rows in chosen.values() for row in rows]
-    for name, rows in chosen.items():
-        chosen[name] = [row for row in rows if fnmatchcase(row.pretrain, args.rows)]
-    if not any(chosen.values()):
-        raise ValueError(f"--rows {args.rows!r} matches none of {', '.join(dict.fromkeys(known)) or 'no recipes'}")
-    return {name: rows for name, rows in chosen.items() if rows}
+    chosen: dict[str, list[Row]] = {}
+    for name in args.tables:
+        rows = [row for row in TABLES[name].rows if fnmatchcase(row.pretrain, args.rows)]
+        if rows:
+            chosen[name] = rows
+    if not chosen:
+        known = dict.fromkeys(row.pretrain for name in args.tables for row in TABLES[name].rows)
+        raise ValueError(f"--rows {args.rows!r} matches none of {', '.join(known)}")
+    return chosen
 
 
-def check_paths(args: argparse.Namespace) -> None:
-    """ValueError if a folder of images does not exist. Runs that need it may start days later."""
-    for name in ("data_path", "inat_path", *PATHS.values(), *SETS):
-        path = getattr(args, name)
-        if path is not None and not Path(path).exists():
-            raise ValueError(f"--{name} {path!r} does not exist")
-
-
-def find_pending(chosen: Mapping[str, Sequence[Row]], args: argparse.Namespace) -> list[Run]:
+def find_pending(chosen: dict[str, list[Row]], args: argparse.Namespace) -> list[Run]:
     """Returns the runs that are not finished, in order and each once."""
     sets = [name for name in SETS if getattr(args, name) is not None]
     found: dict[Run, None] = {}
     for name, rows in chosen.items():
         for row in rows:
-            for run in runs_of(TABLES[name], row, args.output_dir, sets).values():
-                found |= dict.fromkeys(pending(run))
+            for column, recipe in row.finetune.items():
+                run = run_of(TABLES[name].columns[column], row.pretrain, recipe, args.output_dir)
+                is_evaluated = run.main == "main_robustness" and all(run.result(name) is not None for name in sets)
+                if not (sets and is_evaluated):
+                    found |= dict.fromkeys(run.pending())
     return list(found)
 
 
-def print_list(chosen: Mapping[str, Sequence[Row]]) -> None:
-    for name, rows in chosen.items():
-        print(f"{name}: {TABLES[name].title}")
-        for row in rows:
-            numbers = ", ".join(n for n in row.numbers if n != "-")
-            recipes = ", ".join(dict.fromkeys(row.finetune.values()))
-            print(f"  {row.label:24} {row.throw_ratio:2} %  {row.pretrain}: {recipes}: {numbers}")
+def check_paths(args: argparse.Namespace) -> None:
+    """ValueError if a folder of images does not exist. Runs that need it may start days later."""
+    for name in ("data_path", "inat_path", "ade_path", "coco_path", *SETS):
+        path = getattr(args, name)
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"--{name} {path!r} does not exist")
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
@@ -299,12 +356,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with user_errors(parser):
         check_least(args, 1, "nproc_per_node")
         chosen = select_rows(args)
-        if args.list:
-            print_list(chosen)
-            return True
         if args.collect:
-            files = read_costs(args.costs)
-            print("\n".join(collect(name, rows, args.output_dir, files) for name, rows in chosen.items()), end="")
+            costs = read_costs(args.costs)
+            print("\n".join(collect(name, rows, args.output_dir, costs) for name, rows in chosen.items()), end="")
             return True
         runs = find_pending(chosen, args)
         for run in runs:

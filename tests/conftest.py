@@ -17,33 +17,19 @@ for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_DFL)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--repeats", type=int, default=1, help="of tests of faults that strike at random")
-    parser.addoption("--faults", help="run only the tests of these rows of docs/faults.md: F1,U12")
-
-
 @pytest.fixture
 def monkeypatch():
     with MonkeyPatch.context() as patch:
         yield patch
 
 
-@pytest.fixture
-def repeats(request):
-    return request.config.getoption("--repeats")
-
-
 # Files that wait for other processes come first, so that no worker ends with a long one.
 LONGEST_FILES = ["test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py"]
 
 
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("--faults"):
-        rows = set(config.getoption("--faults").split(","))
-        items[:] = [item for item in items if rows & {mark.args[0] for mark in item.iter_markers("fault")}]
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST_FILES.index(item.path.name) if item.path.name in LONGEST_FILES else 99)
-    for item in items:  # for tools/fault_matrix.py
-        item.user_properties += [("fault", " | ".join(mark.args)) for mark in item.iter_markers("fault")]
+    for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "long" in item.keywords and not os.environ.get("PRMIM_LONG_TESTS"):

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.test_framework_contract import a_batch, build
-from util import costs
 from util.attention import prefer
 
 KINDS = {"addmm": "products", "mm": "products", "convolution": "products"}  # "math" attention has others
@@ -36,6 +35,20 @@ class Types(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+def to_fake(model, device):
+    """Replaces the tensors of a framework and of its teacher by fake ones. Call it in a FakeTensorMode."""
+    teacher = getattr(model, "teacher", None)  # it is no submodule
+    for module in [*model.modules(), *(() if teacher is None else teacher.modules())]:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                if isinstance(tensor, torch.nn.Parameter):
+                    fake = torch.nn.Parameter(fake, tensor.requires_grad)
+                tensors[name] = fake
+
+
 def main(*names):
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_, **__: True
@@ -44,7 +57,7 @@ def main(*names):
         model = build(name)
         batch = a_batch(model)
         with FakeTensorMode() as mode, torch.no_grad():
-            costs.to_fake(model, "cuda")
+            to_fake(model, "cuda")
             inputs = [mode.from_tensor(x).to("cuda") for x in batch]
             with torch.autocast("cuda", torch.bfloat16), Types() as types:
                 losses = model(*inputs)

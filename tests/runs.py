@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +167,10 @@ def steps_lost(text):
 
 def children_of(pid):
     """Process ids, ascending, by Linux's /proc."""
-    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if os.access(path, os.R_OK)]
-    fields = [(int(text.split()[0]), int(text.rpartition(")")[2].split()[1])) for text in stats]
-    return sorted(child for child, parent in fields if parent == pid)
+    children = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # a process that has ended meanwhile
+            text = path.read_text()
+            if int(text.rpartition(")")[2].split()[1]) == pid:
+                children.append(int(text.split()[0]))
+    return sorted(children)

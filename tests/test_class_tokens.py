@@ -14,10 +14,10 @@ from models_mae_pr import MaskedAutoencoderViT
 from models_vit import ViTEncoder, vit_micro_patch4
 from recipes import RECIPES
 from scripts import export
+from tests.gmac import forward_gmac
 from tests.runs import assert_same_state, finetune, pretrain
 from tests.slow_mae import slow_loss
 from tests.test_models_mae_pr import SIZES, official_state_dict, orders, perturbed
-from util.costs import forward_gmac
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.features import class_feature
 from util.run.checkpoint import CheckpointError, read_checkpoint
@@ -163,7 +163,7 @@ def test_multiply_adds_of_pixio_s_recipes(size, full, thrown):
     counted = []
     for name in (f"pixio_vit_{size}", f"pixio_prmim50_vit_{size}"):
         settings = vars(main_pretrain.parse_args(["--recipe", name])[1])
-        counted.append(forward_gmac(settings, main_pretrain.build_model)[0])
+        counted.append(forward_gmac(settings)[0])
     assert counted == pytest.approx([full, thrown], rel=1e-3)
 
 

@@ -83,13 +83,10 @@ def test_no_framework_imports_another_but_those_built_on_mae():
 
 
 def test_scripts_and_tools_are_imported_by_siblings_and_tests_alone():
-    """Two tools check what a script predicts, and write the numbers that a script publishes."""
-    other = {"document_tables.py": {"scripts"}, "prediction_check.py": {"scripts"}}
     for path in FILES:
         place = place_of(path)
         if place != "tests":
-            allowed = {place} | other.get(path.name, set())
-            assert not places(path) & {"scripts", "tools", "tests"} - allowed, path
+            assert not places(path) & {"scripts", "tools", "tests"} - {place}, path
 
 
 def test_each_file_in_scripts_and_tools_is_a_program():

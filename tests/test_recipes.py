@@ -10,7 +10,7 @@ from frameworks.attention_phases import refresh_epochs
 from main_pretrain import build_model, get_args_parser, note_on_micro_batch, note_on_rate
 from prmim import TokenOrder
 from recipes import FINETUNE_RECIPES, RECIPES
-from util.costs import forward_gmac
+from tests.gmac import forward_gmac
 from util.run.cli import parse_with_recipe
 from util.run.distributed import Process
 from util.run.flags import make_plan
@@ -189,7 +189,7 @@ def test_greenmim_trains_as_its_release(recipe):
 def test_cost_of_greenmim(size, width, plain, progressive):
     """Compares with a count by hand. Throwing saves little: it saves in the decoder, a small part of Swin's cost."""
     recipes = [f"greenmim_{arm}swin_{size}_100ep" for arm in ("", "plain50_", "prmim50_")]
-    full, *thrown = (forward_gmac(settings_of(recipe), build_model)[0] for recipe in recipes)
+    full, *thrown = (forward_gmac(settings_of(recipe))[0] for recipe in recipes)
     assert [gmac / full for gmac in thrown] == pytest.approx([plain, progressive], abs=1e-3)
     with torch.device("meta"):
         model = build_model(settings_of(recipes[0]))

@@ -174,7 +174,7 @@ def test_two_nodes_make_one_run(undisturbed):
     "F44", "USR2; preemption (TERM alone); an administrator's requeue", "saved, requeued at the very step; exact"
 )
 @pytest.mark.parametrize("requeue", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_signals_cost_no_step(undisturbed, photos, tmp_path, record_property, requeue):
+def test_signals_cost_no_step(undisturbed, photos, tmp_path, requeue):
     """Before the time limit SLURM sends USR2. A preemption and an administrator's requeue send TERM alone."""
     run = Run(photos, tmp_path / "run")
     run.flags += ["--num_workers", "1"]  # which SLURM sends its signals, too
@@ -188,7 +188,6 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, record_property, re
     assert run.wait_for_the_end() == undisturbed
     said = (run.folder / "jobs" / f"{run.job}_0_log.out").read_text()
     assert re.findall(r"restarted (\d) times", said) == list("0123"[: len(resumed) + 1])
-    record_property("measured", "; ".join(run.told))
 
 
 @pytest.mark.fault(
@@ -199,7 +198,7 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, record_property, re
     "SIGKILL of one process of a job",
     "requeued by the launcher's guard; exact",
 )
-def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, record_property):
+def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
     """A cancelled job has saved and is not requeued. The next one loses a process and is requeued."""
     run = Run(photos, tmp_path / "run")
     run.flags += ["--save_steps", "3"]
@@ -223,7 +222,6 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path, reco
     assert run.wait_for_the_end() == undisturbed and run.stopped()[:1] == [(name, step)]
     shown = subprocess.run(["scontrol", "show", "job", cancelled], capture_output=True, text=True, check=True).stdout
     assert "JobState=CANCELLED" in shown
-    record_property("measured", "; ".join(run.told))
 
 
 @pytest.mark.long
@@ -290,7 +288,7 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     "a node lost: its daemon, its step's keeper and its process killed",
     "requeued; exact",
 )
-def test_a_run_outlives_its_node(undisturbed, photos, tmp_path, record_property):
+def test_a_run_outlives_its_node(undisturbed, photos, tmp_path):
     """SLURM gives the node up some 20 s after its daemon has died, and requeues the job itself."""
     run = Run(photos, tmp_path / "run")
     run.flags += ["--save_steps", "3"]
@@ -305,13 +303,12 @@ def test_a_run_outlives_its_node(undisturbed, photos, tmp_path, record_property)
     subprocess.run(["bash", SCRIPT, "up"], check=True)
     assert before - 5 <= run.resumed("loss of a node", before, begin)
     assert run.wait_for_the_end() == undisturbed and not run.stopped()
-    record_property("measured", "; ".join(run.told))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.fault("F43", "time limits of a minute", "requeued at the very step, as often as it takes; 0 lost")
-def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path, record_property):
+def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path):
     """Jobs of one minute: SLURM looks at the clock each half minute, so that the signal comes early."""
     run = Run(photos, tmp_path / "run", epochs=100)
     run.submit("--timeout_min", "1", "--signal_delay_s", "20")
@@ -320,4 +317,3 @@ def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path, record_property
     assert len(losses) == 1200 and len(stops) >= 2 and {name for name, _ in stops} == {"SIGUSR2"}
     resumed = [int(step) for step in re.findall(r"resuming .+ at step (\d+)", run.text())]
     assert resumed == [step for _, step in stops]
-    record_property("measured", f"1200 steps over {len(stops) + 1} jobs, 0 lost")

@@ -108,22 +108,3 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
     return "cpu (1 thread)" if threads == 1 else f"cpu ({threads} threads)"
-
-
-def to_fake(model: torch.nn.Module, device: str = "cpu") -> int:
-    """Replaces the tensors of a framework and of its teacher by fake ones on a device that need not exist.
-
-    Call it in a FakeTensorMode. Returns their bytes.
-    """
-    total = 0
-    teacher = getattr(model, "teacher", None)  # it is no submodule
-    for module in [*model.modules(), *(() if teacher is None else teacher.modules())]:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                total += fake.untyped_storage().nbytes()
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                tensors[name] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    return total

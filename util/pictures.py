@@ -12,7 +12,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from util.atomic import replaced_file
 
-VISIBLE, RETAINED, THROWN = 0, 1, 2  # states of a token
+# The states of a token.
+VISIBLE = 0
+RETAINED = 1
+THROWN = 2
 # Paul Tol's high-contrast blue and yellow, which colour-blind readers and grey prints distinguish, too.
 COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
 LEGEND = {
@@ -20,8 +23,15 @@ LEGEND = {
     RETAINED: "masked, retained: reconstructed by the decoder's blocks",
     THROWN: "masked, thrown: left out of the decoder's blocks",
 }
-_GAP, _INK, _PAPER, _LINE = 6, (40, 40, 40), (255, 255, 255), (200, 200, 200)
-_SWATCH = 12  # side of a token in a pattern and in the legend, in pixels
+_INK = (40, 40, 40)
+_PAPER = (255, 255, 255)
+_LINE = (200, 200, 200)
+_OUTLINE = (150, 150, 150)
+# In pixels.
+_GAP = 6  # between the panels of a table
+_SWATCH = 12  # side of a token in a pattern and in the legend
+_SWATCH_GAP = 7  # between a swatch and its text
+_ENTRY_GAP = 32  # between the entries of the legend
 
 
 def save(picture: np.ndarray, path: str | os.PathLike[str]) -> None:
@@ -44,19 +54,28 @@ def panel_grid(imgs: torch.Tensor, states: torch.Tensor, panels: dict[str, torch
     imgs: uint8 [B, C, H, W]. states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN. panels: {title: float
     [B, C, H, W] in [0, 1]}. See `as_rgb` for other channels than 3.
     """
-    pixels, grids = as_rgb(imgs).cpu().numpy().transpose(0, 2, 3, 1), states.cpu().numpy()
-    columns = [list(pixels), [paint_tokens(img, grid) for img, grid in zip(pixels, grids, strict=True)]]
+    pixels = _channels_last(imgs)
+    grids = states.cpu().numpy()
+    painted = [paint_tokens(img, grid) for img, grid in zip(pixels, grids, strict=True)]
+    columns = [pixels, np.stack(painted)]
     for panel in panels.values():
-        columns.append(list((as_rgb(panel).float().cpu().numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)))
+        columns.append((_channels_last(panel.float()) * 255).round().astype(np.uint8))
     scale = max(1, math.ceil(112 / pixels.shape[1]))  # small images are enlarged by whole pixels
-    rows = [[panel.repeat(scale, 0).repeat(scale, 1) for panel in row] for row in zip(*columns, strict=True)]
+    columns = [column.repeat(scale, axis=1).repeat(scale, axis=2) for column in columns]
+    rows = [list(row) for row in zip(*columns, strict=True)]
     titles = ["image", "visible, retained, thrown", *panels]
     if len(rows) >= 4 and len(panels) == 1:
-        if len(rows) % 2:
-            rows.append([np.full_like(panel, 255) for panel in rows[0]])
+        if len(rows) % 2 == 1:
+            blank = np.full_like(rows[0][0], 255)
+            rows.append([blank] * len(rows[0]))
         rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]
         titles = titles * 2
     return table(rows, titles)
+
+
+def _channels_last(imgs: torch.Tensor) -> np.ndarray:
+    """Turns images [B, C, H, W] into an array [B, H, W, 3]."""
+    return as_rgb(imgs).cpu().numpy().transpose(0, 2, 3, 1)
 
 
 def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
@@ -73,10 +92,12 @@ def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
 
 def paint_tokens(img: np.ndarray, state: np.ndarray) -> np.ndarray:
     """Returns uint8 [H, W, 3] with flat colours where the tokens' `state` [rows, columns] is retained or thrown."""
-    cells = state.repeat(img.shape[0] // state.shape[0], 0).repeat(img.shape[1] // state.shape[1], 1)
+    token_height = img.shape[0] // state.shape[0]
+    token_width = img.shape[1] // state.shape[1]
+    pixel_state = state.repeat(token_height, axis=0).repeat(token_width, axis=1)
     painted = img.copy()
-    for value, color in COLORS.items():
-        painted[cells == value] = color
+    for token_state, color in COLORS.items():
+        painted[pixel_state == token_state] = color
     return painted
 
 
@@ -85,10 +106,11 @@ def pattern(state: np.ndarray, cell: int = _SWATCH) -> np.ndarray:
 
     Returns uint8 [rows * cell + 1, columns * cell + 1, 3], with lines between the squares.
     """
-    rows, columns = np.array(state.shape) * cell
-    picture = np.full((rows + 1, columns + 1, 3), _LINE, np.uint8)
-    picture[:rows, :columns] = paint_tokens(np.full((rows, columns, 3), 255, np.uint8), state)
-    picture[::cell], picture[:, ::cell] = _LINE, _LINE
+    height, width = np.array(state.shape) * cell
+    picture = np.full((height + 1, width + 1, 3), _LINE, np.uint8)
+    picture[:height, :width] = paint_tokens(np.full((height, width, 3), 255, np.uint8), state)
+    picture[::cell] = _LINE
+    picture[:, ::cell] = _LINE
     return picture
 
 
@@ -98,58 +120,72 @@ def pattern_table(groups: dict[str, list[list[np.ndarray]]], row_titles: Sequenc
     groups: {title: rows of panels from `pattern`, all of one size}. Returns uint8 [H, W, 3].
     """
     tables = [_tile(rows) for rows in groups.values()]
-    height, width, _ = tables[0].shape
-    head, left, gap, foot = 36, 22 + int(max(map(_font(13).getlength, row_titles))), 30, 44
-    row_height = height / len(row_titles)
-    widest = max(len(tables) * (width + gap) - gap, int(_legend_places()[-1]))
-    size = (left + widest + 12, head + height + foot)
-    canvas = Image.new("RGB", size, _PAPER)
+    table_height, table_width, _ = tables[0].shape
+    row_height = table_height / len(row_titles)
+    longest_title = max(_font(13).getlength(title) for title in row_titles)
+    # The margins around the tables, and the gap between them, in pixels.
+    head = 36
+    foot = 44
+    left = 22 + int(longest_title)
+    gap = 30
+    tables_width = len(tables) * (table_width + gap) - gap
+    width = left + max(tables_width, int(_legend_width())) + 12
+    height = head + table_height + foot
+    canvas = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(canvas)
     for i, title in enumerate(row_titles):
         draw.text((left - 10, head + (i + 0.5) * row_height), title, _INK, _font(13), anchor="rm")
     for i, (title, picture) in enumerate(zip(groups, tables, strict=True)):
-        x = left + i * (width + gap)
-        draw.text((x + width / 2, head / 2), title, _INK, _font(15), anchor="mm")
+        x = left + i * (table_width + gap)
+        draw.text((x + table_width / 2, head / 2), title, _INK, _font(15), anchor="mm")
         canvas.paste(Image.fromarray(picture), (x, head))
-    draw_legend(draw, left, size[1] - foot // 2)
+    draw_legend(draw, left, height - foot // 2)
     return np.asarray(canvas)
 
 
 def draw_legend(draw: ImageDraw.ImageDraw, x: float, y: float) -> None:
     """Draws the meaning of the tokens' colours in one line that begins at `x` and is centred at the height `y`."""
-    half = _SWATCH // 2
-    for (state, text), place in zip(LEGEND.items(), _legend_places(), strict=False):
-        box = (x + place, y - half, x + place + _SWATCH, y + half)
-        draw.rectangle(box, fill=COLORS.get(state, _PAPER), outline=COLORS.get(state, (150, 150, 150)))
-        draw.text((x + place + _SWATCH + 7, y), text, _INK, _font(13), anchor="lm")
+    for state, text in LEGEND.items():
+        top = y - _SWATCH // 2
+        bottom = y + _SWATCH // 2
+        fill = COLORS.get(state, _PAPER)
+        outline = COLORS.get(state, _OUTLINE)
+        draw.rectangle((x, top, x + _SWATCH, bottom), fill=fill, outline=outline)
+        draw.text((x + _SWATCH + _SWATCH_GAP, y), text, _INK, _font(13), anchor="lm")
+        x += _entry_width(text) + _ENTRY_GAP
 
 
-def _legend_places() -> list[float]:
-    """Returns where each entry of the legend begins and where the last one ends, in pixels."""
-    places = [0.0]
-    for text in LEGEND.values():
-        places.append(places[-1] + _SWATCH + 7 + _font(13).getlength(text) + 32)
-    return [*places[:-1], places[-1] - 32]
+def _legend_width() -> float:
+    widths = [_entry_width(text) for text in LEGEND.values()]
+    return sum(widths) + _ENTRY_GAP * (len(widths) - 1)
+
+
+def _entry_width(text: str) -> float:
+    return _SWATCH + _SWATCH_GAP + _font(13).getlength(text)
 
 
 def _tile(rows: list[list[np.ndarray]]) -> np.ndarray:
     """Joins panels of one size with gaps of 10 pixels between them."""
-    padded = [np.pad(np.stack(row), ((0, 0), (0, 10), (0, 10), (0, 0)), constant_values=255) for row in rows]
-    return np.concatenate([np.concatenate(row, axis=1) for row in padded])[:-10, :-10]
+    panels = np.array(rows)  # [rows, columns, h, w, 3]
+    padded = np.pad(panels, ((0, 0), (0, 0), (0, 10), (0, 10), (0, 0)), constant_values=255)
+    num_rows, num_columns, height, width, _ = padded.shape
+    tiled = padded.swapaxes(1, 2).reshape(num_rows * height, num_columns * width, 3)
+    return tiled[:-10, :-10]
 
 
 def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:
     """Joins rows of uint8 panels [h, w, 3] of one size, with a title over each column. Returns uint8 [H, W, 3]."""
     height, width = rows[0][0].shape[:2]
-    head = 20
-    size = (len(rows[0]) * (width + _GAP) + _GAP, head + len(rows) * (height + _GAP))
-    canvas = Image.new("RGB", size, _PAPER)
+    head = 20  # for the titles
+    step_down = height + _GAP
+    step_right = width + _GAP
+    canvas = Image.new("RGB", (_GAP + len(rows[0]) * step_right, head + len(rows) * step_down), _PAPER)
     draw = ImageDraw.Draw(canvas)
     for j, title in enumerate(titles):
-        draw.text((_GAP + j * (width + _GAP), 4), title, fill=_INK, font=_font_that_fits(title, width))
+        draw.text((_GAP + j * step_right, 4), title, fill=_INK, font=_font_that_fits(title, width))
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):
-            canvas.paste(Image.fromarray(panel), (_GAP + j * (width + _GAP), head + i * (height + _GAP)))
+            canvas.paste(Image.fromarray(panel), (_GAP + j * step_right, head + i * step_down))
     return np.asarray(canvas)
 
 
@@ -161,7 +197,9 @@ def _font_that_fits(text: str, width: int) -> Any:
     """Returns the font of size 11, or a smaller one with which `text` is no wider than `width` pixels."""
     font = _font(11)
     length = font.getlength(text)
-    return font if length <= width else _font(max(6, 11 * width / length))
+    if length <= width:
+        return font
+    return _font(max(6, 11 * width / length))
 
 
 def principal_colors(reference: torch.Tensor, *features: torch.Tensor) -> list[torch.Tensor]:
@@ -171,7 +209,12 @@ def principal_colors(reference: torch.Tensor, *features: torch.Tensor) -> list[t
     become 0 and 1.
     """
     flat = reference.flatten(0, 1).double()
-    centred = flat - flat.mean(dim=0)
+    mean = flat.mean(dim=0)
+    centred = flat - mean
     axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -3:].flip(1)  # [C, 3], the largest first
     low, high = torch.quantile(centred @ axes, flat.new_tensor([0.01, 0.99]), dim=0)
-    return [(((x.double() - flat.mean(dim=0)) @ axes - low) / (high - low)).clamp(0, 1).float() for x in features]
+    colors = []
+    for x in features:
+        components = (x.double() - mean) @ axes
+        colors.append(((components - low) / (high - low)).clamp(0, 1).float())
+    return colors

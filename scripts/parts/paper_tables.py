@@ -1,8 +1,8 @@
 """All published numbers: the tables of "Delving Deeper into Partial Reconstruction in Masked Image Modeling", with the
 recipes whose runs fill each row, and what other papers and releases report for further recipes.
 
-`scripts/reproduce_table.py` runs the rows and writes measured beside published numbers. `tools/document_tables.py`
-writes the tables of the documents. A column is filled by one of these measures:
+`scripts/reproduce_table.py` runs the rows and writes measured beside published numbers. The tables of the documents
+print the same numbers (a test). A column is filled by one of these measures:
 
 top1              top-1 accuracy in percent on the validation images of a fine-tuning recipe
 imagenet_c        mean corruption error of the fine-tuned classifier on ImageNet-C, lower is better
@@ -298,22 +298,3 @@ COUNTED_FLOPS = {
     "crossmae_prmim50_vit_large": 0.850,
     "crossmae_prmim50_vit_huge": 0.916,
 }
-
-
-def published_top1(pretrain: str) -> str | None:
-    """Returns the ImageNet-1K top-1 of a recipe of pre-training, after its fine-tuning."""
-    for table in TABLES.values():
-        for row in table.rows:
-            if row.pretrain == pretrain and "Top-1" in table.columns:
-                return row.numbers[0]
-    return OTHER_PRETRAINING.get(pretrain, (None,))[0]
-
-
-def published_costs(pretrain: str) -> dict[str, float]:
-    """Returns {flops, memory, time} of a recipe of pre-training, as far as the paper prints them."""
-    for table in TABLES.values():
-        for row in table.rows:
-            if row.pretrain == pretrain and "flops" in table.columns.values():
-                printed = zip(table.columns.values(), row.numbers, strict=True)
-                return {measure: float(number) for measure, number in printed if measure != "top1"}
-    return {}

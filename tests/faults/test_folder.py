@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import pickle
 import random
 import re
 import shutil
@@ -174,7 +173,7 @@ def small_disk(tmp_path):
 @pytest.mark.fault(
     "F37", "a full disk", "a warning, and training goes on; no stump is left; the older checkpoint loads"
 )
-def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
+def test_a_full_disk(photos, tmp_path, small_disk, capsys):
     """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
     output_dir, flags = small_disk / "out", ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
     expected = pretrain(photos, tmp_path / "whole", *flags)
@@ -193,14 +192,12 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys, record_property):
     assert sorted(p.name for p in output_dir.glob("*checkpoint*")) == ["checkpoint-3.json", "checkpoint-3.pth"]
     ballast.unlink()
     assert_same_state(pretrain(photos, output_dir, *flags), expected)
-    record_property("measured", "exact after room was made")
 
 
 @pytest.mark.fault("F38", "an output folder that cannot be written to", "exit code 2 at the start")
-def test_a_read_only_folder(photos, small_disk, capsys, record_property):
+def test_a_read_only_folder(photos, small_disk, capsys):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "cannot be written to" in pretrain.refused(capsys, photos, small_disk / "out")
-    record_property("measured", "exit code 2")
 
 
 def delete_after_save(output_dir, folder):
@@ -303,7 +300,7 @@ def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
 
 
 @pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")
-def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step, record_property):
+def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step):
     save, failures = checkpoint.save_checkpoint, []
 
     def full_once(output_dir, step, *args):
@@ -316,7 +313,6 @@ def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step
     monkeypatch.setattr(checkpoint, "save_checkpoint", full_once)
     before_step(3, lambda: wait_until(lambda: failures))  # the saver's thread may be late
     assert pretrain(photos, tmp_path / "out")["meta"]["step"] == 4 and failures == [3]  # it stops after the next step
-    record_property("measured", "0 steps lost")
 
 
 class Payload:
@@ -325,7 +321,7 @@ class Payload:
 
 
 @pytest.mark.fault("F40", "code in a checkpoint given to --resume, --finetune and export.py", "refused; nothing is run")
-def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch, record_property):
+def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Payload(), "optimizer": {}, "meta": "{}"}, "evil.pth")
     assert "cannot be read as a checkpoint of tensors" in pretrain.refused(
@@ -338,48 +334,32 @@ def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch, record_prop
     error = refused(capsys, export.main, "evil.pth", "--out", "out.safetensors")
     assert "cannot be read as a checkpoint of tensors" in error
     assert not Path("pwned").exists()
-    record_property("measured", "3 of 3 refused")
 
 
-def save_for_ever(folder, plainly):
-    """A 24 MB checkpoint after the other, as a run saves them, or by torch.save alone, always to the same path."""
+def save_for_ever(folder):
+    """A 24 MB checkpoint after the other, as a run saves them."""
     state = {"weights": torch.zeros(6_000_000)}
     for step in itertools.count(1):
         state["weights"].fill_(step)
-        if plainly:
-            torch.save(state, folder / "plain.pth")
-        else:
-            save_checkpoint(folder, step, state, {"epoch": step})
-            prune_checkpoints(folder, [step - 1, step])
+        save_checkpoint(folder, step, state, {"epoch": step})
+        prune_checkpoints(folder, [step - 1, step])
 
 
 @pytest.mark.long
-@pytest.mark.fault("F15b", "SIGKILL while checkpoints are written, 40 times a repetition", "there always is a good one")
-def test_kills_while_saving(tmp_path, repeats, record_property):
+@pytest.mark.fault("F15b", "SIGKILL while checkpoints are written, 40 times", "there always is a good one")
+def test_kills_while_saving(tmp_path):
     random.seed(0)
-    destroyed = {"ours": 0, "torch.save": 0}
-    kills = 40 * repeats
-    for k in range(kills):
-        for plainly, name in ((False, "ours"), (True, "torch.save")):
-            if plainly and k >= 24:
-                continue
-            folder = tmp_path / f"{name}{k}"
-            folder.mkdir()
-            child = os.fork()
-            if not child:
-                save_for_ever(folder, plainly)
-            wait_until(lambda folder=folder: list(folder.glob("*.json")) or (folder / "plain.pth").exists())
-            time.sleep(random.uniform(0, 0.3))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            try:
-                path = folder / "plain.pth" if plainly else newest_checkpoint(folder)[0]
-                weights = torch.load(path, weights_only=True)["weights"]
-                assert len(weights.unique()) == 1 and (plainly or path.name == f"checkpoint-{int(weights[0])}.pth")
-            except (RuntimeError, EOFError, OSError, AttributeError, pickle.UnpicklingError):
-                destroyed[name] += 1
-            shutil.rmtree(folder)
-    assert destroyed["ours"] == 0
-    record_property(
-        "measured", f"{kills} kills, 0 destroyed; by torch.save alone {destroyed['torch.save']} of {min(kills, 24)}"
-    )
+    for k in range(40):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        child = os.fork()
+        if not child:
+            save_for_ever(folder)
+        wait_until(lambda folder=folder: list(folder.glob("*.json")))
+        time.sleep(random.uniform(0, 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        path, _ = newest_checkpoint(folder)
+        weights = torch.load(path, weights_only=True)["weights"]
+        assert len(weights.unique()) == 1 and path.name == f"checkpoint-{int(weights[0])}.pth"
+        shutil.rmtree(folder)

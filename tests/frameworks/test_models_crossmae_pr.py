@@ -13,6 +13,7 @@ from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT, mix_levels
 from models_vit import VisionTransformer
 from prmim import TokenOrder
 from tests import slow_mae
+from tests.gmac import of_depths
 from tests.runs import assert_same_state, finetune, pretrain
 from tests.test_models_mae_pr import orders, perturbed, segments
 from util.costs import count_gmac, saved_bytes
@@ -375,11 +376,18 @@ COSTS = [(*key, throw_ratio, gmac) for key, row in COST.items() for throw_ratio,
 @pytest.mark.parametrize(("size", "arm", "throw_ratio", "gmac"), COSTS)
 def test_cost(size, arm, throw_ratio, gmac):
     options = dict(progressive=False) if arm == "plain" else dict(visible_source=arm)
-    with torch.device("meta"):
-        model = getattr(models_crossmae_pr, f"crossmae_vit_{size}")(throw_ratio=throw_ratio, **options)
-        imgs = torch.empty(1, 3, *model.img_size)
-        ids_shuffle = torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
-    assert count_gmac(lambda: model(imgs, ids_shuffle)) == pytest.approx(gmac, abs=1e-3)
+    build = getattr(models_crossmae_pr, f"crossmae_vit_{size}")
+
+    def count(depth, decoder_depth):
+        with torch.device("meta"):
+            model = build(throw_ratio=throw_ratio, depth=depth, decoder_depth=decoder_depth, **options)
+            imgs = torch.empty(1, 3, *model.img_size)
+            ids_shuffle = torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
+        return count_gmac(lambda: model(imgs, ids_shuffle))
+
+    assert of_depths(count, build.keywords["depth"], decoder_depth=12) == pytest.approx(gmac, abs=1e-3)
+    if (size, arm, throw_ratio) == ("base_patch16", "blocks", 0.5):
+        assert count(12, 12) == pytest.approx(gmac, abs=1e-3)
 
 
 # ------------------------------------------------------------------------------------------ from start to a classifier

@@ -98,7 +98,7 @@ def test_with_every_unit_visible_the_encoder_is_the_dense_one(planned, sizes):
     encoder = perturbed(SwinEncoder(**SIZES | sizes))
     imgs = torch.randn(2, 3, *encoder.img_size, dtype=torch.float64)
     units = torch.arange(encoder.unit_grid[0] * encoder.unit_grid[1])
-    grouper = WindowGrouper(encoder, len(units), samples=2)
+    grouper = WindowGrouper(encoder.unit_grid, len(units), encoder.grouped_stages(len(units)), samples=2)
     assert grouper.stages
     side = encoder.stride // 4
     tokens = encoder.patch_embed(encoder.patchify(imgs)).unflatten(1, encoder.token_grid)

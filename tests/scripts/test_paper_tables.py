@@ -1,5 +1,6 @@
 import re
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -11,21 +12,19 @@ from frameworks import models_localmim_pr as localmim
 from frameworks import models_mff_pr as mff
 from frameworks import models_simmim_pr as simmim
 from frameworks import models_tec_pr as tec
-from main_pretrain import build_model, get_args_parser
+from main_pretrain import get_args_parser
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts.parts.paper_tables import (
     COUNTED_FLOPS,
     OTHER_EVALUATION,
     OTHER_PRETRAINING,
     TABLES,
-    published_costs,
-    published_top1,
 )
 from scripts.parts.table_runs import DOWNSTREAM
-from tools import document_tables
-from util.costs import forward_gmac
+from tests.gmac import forward_gmac
 from util.run.cli import parse_with_recipe
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 MEASURES = {"top1", *DOWNSTREAM, "flops", "memory", "time", "module_gflops", "none", *BENCHMARKS}
 PAPER_MODELS = {name for module in (mae, mff, simmim, localmim, tec, greenmim) for name in module.__all__}
@@ -38,6 +37,25 @@ NOT_IN_THE_PAPER = """
     localmim_finetune_vit_base_1600ep localmim_finetune_vit_large_800ep
     deep* pixio_* attention* cell* avgpool_thrown_* amt_mae_*
 """
+
+
+def published_top1(pretrain):
+    """Returns the ImageNet-1K top-1 of a recipe of pre-training, after its fine-tuning."""
+    for table in TABLES.values():
+        for row in table.rows:
+            if row.pretrain == pretrain and "Top-1" in table.columns:
+                return row.numbers[0]
+    return OTHER_PRETRAINING.get(pretrain, (None,))[0]
+
+
+def published_costs(pretrain):
+    """Returns {flops, memory, time} of a recipe of pre-training, as far as the paper prints them."""
+    for table in TABLES.values():
+        for row in table.rows:
+            if row.pretrain == pretrain and "flops" in table.columns.values():
+                printed = zip(table.columns.values(), row.numbers, strict=True)
+                return {measure: float(number) for measure, number in printed if measure != "top1"}
+    return {}
 
 
 def test_every_recipe_of_a_row_exists():
@@ -101,23 +119,76 @@ def test_counted_costs(name):
     kept = {"norm_pix_loss": False} if name.startswith("amt_vit") else {}
     full = settings_of(recipe) | {"throw_ratio": 0.0}
     full |= {"mask_ratio": {"amt_vit_base": 0.75, "amt_simmim24_vit_base": 0.6}.get(name, full["mask_ratio"])} | kept
-    ours, theirs = (forward_gmac(settings, build_model)[0] for settings in (settings_of(recipe), full))
+    ours, theirs = (forward_gmac(settings)[0] for settings in (settings_of(recipe), full))
     assert ours / theirs == pytest.approx(COUNTED_FLOPS[name], abs=6e-4)
     printed = published_costs(recipe).get("flops", ours / theirs)
     assert ours / theirs == pytest.approx(printed, abs=0.016) or name == "simmim_prmim30_vit_base"
 
 
-def test_the_documents_hold_the_published_numbers(capsys):
-    assert document_tables.main([]) == 0, capsys.readouterr().out
+# ------------------------------------------------------------------------------------------ tables of the documents
 
 
-def test_an_old_document_is_named_and_written(tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.md").write_text("one\n<!-- published t -->\nold\n<!-- end of t -->\ntwo\n")
-    monkeypatch.setattr(document_tables, "ROOT", tmp_path)
-    monkeypatch.setattr(document_tables, "WRITERS", {"a.md": {"t": lambda: "new"}})
-    assert document_tables.main([]) == 1 and document_tables.main(["--write"]) == 0 and document_tables.main([]) == 0
-    assert (tmp_path / "a.md").read_text() == "one\n<!-- published t -->\nnew\n<!-- end of t -->\ntwo\n"
-    assert capsys.readouterr().out == "a.md: out of date\na.md: written\n"
-    (tmp_path / "a.md").write_text("none")
-    with pytest.raises(ValueError, match="must hold the markers <!-- published t --> and <!-- end of t --> once"):
-        document_tables.main([])
+def table_of(page, name):
+    """The rows of the table between the marks of a document, without its head: lists of cells."""
+    text = (ROOT / page).read_text()
+    (table,) = re.findall(rf"<!-- published {name} -->\n(.*?)<!-- end of {name} -->", text, re.DOTALL)
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def arms_of(recipe):
+    """The recipes without throwing, of plain reconstruction, and of PR-MIM."""
+    return re.sub(r"prmim\d+_", "" if "_prmim" in recipe else "mae_", recipe), recipe.replace("prmim", "plain"), recipe
+
+
+def costs_of(recipe):
+    """The cells of a recipe's FLOPs: published, counted. How tokens are sampled costs nothing."""
+    if recipe.startswith("mae_"):
+        return ["1", "1"]
+    counted = re.sub(r"_\d+ep$", "", recipe).replace("progressive", "prmim").replace("furthest", "plain")
+    published = published_costs(recipe).get("flops")
+    return ["–" if published is None else f"{published:.2f}"[1:], f"{COUNTED_FLOPS[counted]:.3f}"[1:]]
+
+
+def test_the_main_result_is_as_published():
+    for (_, _, *cells), arm in zip(table_of("README.md", "main result"), ("mae", "plain50", "prmim50"), strict=True):
+        top1 = [published_top1(f"{arm}_vit_base_{epochs}ep") for epochs in (100, 300, 800)]
+        assert cells == top1 + costs_of(f"{arm}_vit_base_100ep")
+
+
+def test_the_tables_of_pre_training_are_as_published():
+    for name, *cells in table_of("docs/pretrain.md", "ablation"):
+        recipes = [name.replace("…", percent) for percent in ("25", "50", "65")] if "…" in name else [name]
+        columns = zip(*([published_top1(recipe), *costs_of(recipe)] for recipe in recipes), strict=True)
+        assert cells == [" / ".join(column) for column in columns], name
+    for recipe, *cells in table_of("docs/pretrain.md", "frameworks"):
+        assert cells == [published_top1(arm) or "–" for arm in arms_of(recipe)] + costs_of(recipe), recipe
+    methods = {row.pretrain: row for row in TABLES["methods"].rows}
+    for label, recipe, *cells in table_of("docs/pretrain.md", "methods"):
+        assert [label, *cells] == [methods[recipe].label, methods[recipe].numbers[0], costs_of(recipe)[1]]
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("docs/finetune.md", "evaluations"), ("docs/segmentation.md", "ADE20K"), ("docs/detection.md", "COCO")],
+)
+def test_the_tables_of_evaluation_are_as_published(page, name):
+    """A line holds the numbers of one of the paper's tables: those of the recipes that the line names."""
+    for _, recipes, *cells in table_of(page, name):
+        evaluation = set(recipes.replace("`", "").split(", "))
+        pretraining = arms_of("mff_prmim50_vit_base_800ep" if "mff_" in recipes else "prmim50_vit_base_800ep")
+        for recipe, cell in zip(pretraining, cells, strict=True):
+            rows = [row for _, row in ROWS if row.pretrain == recipe and set(row.finetune.values()) == evaluation]
+            assert cell in [" / ".join(row.numbers[: len(row.finetune)]) for row in rows]
+
+
+def test_the_table_of_fine_tuning_has_every_recipe():
+    named = ", ".join(names.replace("`", "") for _, names in table_of("docs/finetune.md", "recipes"))
+    assert sorted(named.split(", ")) == sorted(FINETUNE_RECIPES)
+
+
+def test_numbers_of_others_are_on_the_pages():
+    text = (ROOT / "docs/segmentation.md").read_text() + (ROOT / "docs/detection.md").read_text()
+    for recipe, (numbers, source) in OTHER_EVALUATION.items():
+        if recipe.startswith(("ade20k", "coco")):
+            assert f"- `{recipe}`: {source}" + ("" if numbers == "-" else f": {numbers}") in text

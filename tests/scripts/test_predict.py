@@ -1,134 +1,150 @@
-"""Predictions against real tensors, and against arithmetic by hand."""
+"""Predictions against arithmetic by hand, and against counts of the models."""
 
 import csv
-import math
-from functools import partial
+from functools import cache
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from main_pretrain import MODELS, build_model, parse_args
-from scripts import profile_pretrain
-from scripts.parts import predict
-from scripts.parts.predict import BATCHES, Costs, Device, Tally, at_batch, count_step
-from util import costs
-from util.data.transforms import Normalize
+from main_pretrain import get_args_parser
+from recipes import RECIPES
+from scripts import predict
+from scripts.predict import DEVICES, count_costs
+from tests.gmac import forward_gmac
+from tests.runs import refused
+from util.run.cli import parse_with_recipe
 
-BUILD = partial(build_model, read_files=False)
-MICRO = [name for name in MODELS if "micro" in name]
-
-
-def settings_of(model):
-    throw_ratio = "0" if model.startswith("simmim_swin") else "0.25"
-    return vars(parse_args(["--recipe", "cifar10", "--model", model, "--throw_ratio", throw_ratio])[1])
+ROOT = Path(__file__).resolve().parents[2]
+H200 = DEVICES["H200"]
 
 
-def really_saved(settings, batch_size):
-    """Bytes of the storages that autograd saves of a real forward pass in bf16, without parameters and the batch."""
-    model = BUILD(settings).train()
-    imgs, orders = costs.make_batch(model, settings, batch_size)
-    others = [*model.state_dict(keep_vars=True).values(), imgs, *orders]
-    known, sizes, alive = {x.untyped_storage().data_ptr() for x in others}, {}, []
-
-    def keep(tensor):
-        alive.append(tensor.detach())  # so that no address is used again
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = sum(model(Normalize()(imgs), *orders).values())
-    del loss
-    return sum(size for address, size in sizes.items() if address not in known)
+def settings_of(recipe, *flags):
+    return vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", recipe, *flags]))
 
 
-@pytest.mark.parametrize("model", MICRO)
-def test_what_is_saved_is_what_autograd_saves_of_real_tensors(model):
-    """Recomputing saves less and computes more. It is counted with the calls of a GPU."""
-    settings = settings_of(model)
-    eager, recomputed = count_step(BUILD, settings, 16, on_cuda=False), count_step(BUILD, settings, 16, recompute=True)
-    assert eager.saved == pytest.approx(really_saved(settings, 16), rel=0.03)
-    assert recomputed.saved < eager.saved and recomputed.peak < eager.peak
-    assert sum(flops for flops, _ in recomputed.micro) > sum(flops for flops, _ in eager.micro)
-    trained = sum(p.nbytes for p in BUILD(settings).parameters() if p.requires_grad)
-    assert eager.gradients == pytest.approx(trained, rel=0.01) and eager.parameters >= trained
+def predicted(recipe, code="eager", **options):
+    settings = settings_of(recipe)
+    options = dict(gpus=8, cores=14, batch_size=None) | options
+    return predict.predict(settings, count_costs(settings), "H200", code=code, **options)
 
 
-def test_flops_of_a_step_are_three_forward_passes():
-    """The images need no gradient, the backward pass of fused attention recomputes its scores."""
-    settings = settings_of("mae_vit_mini_patch4")
-    flops = sum(flops for flops, _ in count_step(BUILD, settings, 8, on_cuda=False).micro)
-    forward = 2e9 * 8 * costs.forward_gmac(settings, build_model)[0]
-    assert 2.98 < flops / forward < 3.05
+@pytest.mark.parametrize(
+    ("recipe", "products", "traffic", "traffic_compiled", "kept"),
+    [
+        ("mae_vit_base_800ep", 37.9, 34.7, 19.6, 47.5),
+        ("prmim50_vit_base_800ep", 27.3, 23.7, 13.4, 33.5),
+        ("mae_vit_large_800ep", 80.7, 55.7, 31.5, None),
+        ("prmim50_vit_large_800ep", 70.0, 44.8, 25.3, None),
+    ],
+)
+def test_a_step_of_512_images_by_hand(recipe, products, traffic, traffic_compiled, kept):
+    """Milliseconds of products and of traffic, MB an image.
+
+    ViT-B: 12 blocks x 50 tokens x 768 + 8 x 197 x 512 = 1.268 M values; 29.9 TFLOP at 788 TFLOP/s.
+    """
+    costs = count_costs(settings_of(recipe))
+    assert 512 * costs.flops / H200.flops == pytest.approx(products / 1e3, rel=0.01)
+    for code, milliseconds in (("eager", traffic), ("compiled", traffic_compiled)):
+        seconds = costs.seconds(H200, code) - costs.flops / H200.flops
+        assert 512 * seconds == pytest.approx(milliseconds / 1e3, rel=0.01)
+    if kept is not None:
+        assert costs.kept / 1e6 == pytest.approx(kept, rel=0.01)
 
 
-def test_a_depth_wise_convolution_s_backward_pass_costs_two_forward_passes():
-    convolution, x = nn.Conv2d(16, 16, 7, padding=3, groups=16), torch.randn(2, 16, 8, 8, requires_grad=True)
-    with Tally() as tally:
-        convolution(x).sum().backward()
-    assert [flops for flops, _ in tally.operators if flops] == [2 * 49 * 16 * 128, 4 * 49 * 16 * 128]
+def test_blocks_keep_36_bytes_a_value():
+    costs = count_costs(settings_of("mae_vit_base_800ep"))
+    assert costs.values == 12 * 50 * 768 + 8 * 197 * 512
+    assert predict.KEPT * costs.values / 1e6 == pytest.approx(45.6, abs=0.05)
 
 
-def test_bytes_and_peak_of_known_operators():
-    x = torch.randn(1000)
-    with Tally() as tally:
-        y = x.view(10, 100).t()  # a view
-        z = y * 2
-        del y
-        z = z + 1  # two results live side by side
-        z += 1
-    assert tally.operators == [(0, 8000), (0, 8000), (0, 8000)]
-    assert (tally.live, tally.peak) == (4000, 8000)
-    del z
-    assert tally.live == 0
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("mae_vit_base_100ep", ""),
+        ("prmim65_vit_base_100ep", ""),
+        ("plain50_vit_base_100ep", ""),
+        ("kernel11_vit_base_100ep", ""),
+        ("prmim50_vit_large_100ep", ""),
+        ("pixio_prmim50_vit_base", ""),
+        ("cifar10", "--model mae_vit_micro_patch4"),
+    ],
+)
+def test_multiply_adds_are_those_of_the_model(recipe, flags):
+    settings = settings_of(recipe, *flags.split())
+    assert count_costs(settings).multiply_adds / 1e9 == pytest.approx(forward_gmac(settings)[0], rel=0.01)
 
 
-def test_costs_are_linear_in_the_batch_size():
-    settings, device = settings_of("mae_vit_mini_patch4"), Device(1e12, 1e11, 1e9)
-    low, high, far = (count_step(BUILD, settings, n) for n in (*BATCHES, 320))
-    for cost in ("saved", "peak"):
-        assert at_batch(320, [getattr(low, cost), getattr(high, cost)]) == pytest.approx(getattr(far, cost), rel=0.01)
-    times = [c.seconds(device)[0] for c in (low, high)]
-    assert at_batch(320, times) == pytest.approx(far.seconds(device)[0], rel=0.02)
+@pytest.mark.parametrize(("recipe", "peak"), [("mae_vit_base_800ep", 27.3), ("prmim50_vit_base_800ep", 20.1)])
+def test_peak_memory_is_that_of_a_step_on_fake_tensors(recipe, peak):
+    """GB of the tensors, counted storage by storage at 4b7053c."""
+    assert predicted(recipe)["peak_gb"] == pytest.approx(peak, rel=0.02)
 
 
-def test_the_roofline_and_the_plan_by_hand(monkeypatch):
-    """10 bytes of weights, 1 byte an image: 60 of 100 bytes are left for the peak, so 20 images of 3 bytes fit."""
-    counted = [Costs(10, 10, n, 3 * n, 3 * n + 5, [(2e3 * n, 5), (0, 100)], [(0, 50)]) for n in BATCHES]
-    monkeypatch.setitem(predict.DEVICES, "toy", Device(1e3, 10, 100 / predict.USABLE))
-    settings = dict(recipe="r", model="m", throw_ratio=0.5, accum_iter=None, total_batch_size=64, epochs=2, dataset="")
-    row = predict.predict(settings, counted, "toy", gpus=2)
-    assert (row["largest_batch_size"], row["batch_size"], row["accum_iter"]) == (20, 16, 2)
-    assert row["ms"] == pytest.approx(1e3 * (2 * (16 * 2 + 10) + 5))
-    assert row["images_per_second"] == pytest.approx(64 / 89)
-    assert row["days"] == pytest.approx(2 * 1_281_167 / (64 / 89) / 86400)
-    assert row["peak_gb"] * 1e9 == pytest.approx(40 + 48) == 1e9 * sum(row[f"{part}_gb"] for part in predict.PARTS)
-    alone = predict.predict(settings | {"total_batch_size": 8}, counted, "toy")
-    assert alone["peak_gb"] * 1e9 == pytest.approx(10 + 20 + 3 * 8 + 5)  # not all gradients are held at its peak
-    with pytest.raises(ValueError, match="cannot be split over 3 processes"):
-        predict.predict(settings, counted, "toy", gpus=3)
+def test_the_expected_step_is_longer_than_the_bound_and_what_loads_images_may_be_slower():
+    row = predicted("prmim50_vit_base_800ep", "compiled")
+    assert row["expected_ms"] == pytest.approx(1.45 * row["bound_ms"]) == pytest.approx(60, abs=1)
+    epochs = 800 * 1_281_167
+    assert row["days"] == pytest.approx(epochs / row["images_per_second"] / 86400)
+    assert row["days_jpeg"] == pytest.approx(epochs / (8 * 14 * 559) / 86400) and row["days_jpeg"] > row["days"]
+    assert row["days_q90"] == row["days"]
+    assert predicted("prmim50_vit_base_800ep", cores=4)["days_q90"] == pytest.approx(epochs / (32 * 789) / 86400)
 
 
-def test_a_recipe_is_predicted_at_the_ratios_that_it_takes(tmp_path, capsys):
-    flags = ["--model", "simmim_vit_micro_patch4", "--predict", "H200", "RTX4090", "--csv", str(tmp_path / "cost.csv")]
-    profile_pretrain.main(["cifar10_simmim", *flags])
-    with open(tmp_path / "cost.csv", newline="") as file:
+def test_the_total_batch_is_split():
+    one, eight = (predicted("mae_vit_base_800ep", gpus=gpus) for gpus in (1, 8))
+    assert (one["batch_size"], one["accum_iter"], eight["batch_size"], eight["accum_iter"]) == (512, 8, 512, 1)
+    assert one["bound_ms"] == pytest.approx(8 * eight["bound_ms"], rel=0.02)
+    assert one["largest_batch_size"] > 2000
+
+
+def test_the_program_writes_its_rows(tmp_path, capsys):
+    path = tmp_path / "predicted.csv"
+    predict.main(
+        ["mae_vit_large_800ep", "--model", "mae_vit_huge_patch14", "--gpu", "H200", "L40S", "--csv", str(path)]
+    )
+    with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    ratios = sorted({float(row["throw_ratio"]) for row in rows})
-    own = profile_pretrain.RECIPES["cifar10_simmim"]["throw_ratio"]
-    assert ratios == sorted({0.0, 0.25, 0.5, own}) and len(rows) == 4 * len(ratios)  # 60 % are masked: no .65
-    assert {row["device"] for row in rows} == {"H200", "RTX4090"} and {row["recompute"] for row in rows} == {
-        "True",
-        "False",
-    }
-    assert all(0 < float(row["days"]) < math.inf for row in rows)
+    assert [(row["model"], row["device"], row["code"]) for row in rows] == [
+        ("mae_vit_huge_patch14", device, code) for device in ("H200", "L40S") for code in ("eager", "compiled")
+    ]
+    assert list(rows[0]) == predict.COLUMNS and int(rows[2]["batch_size"]) * int(rows[2]["accum_iter"]) == 512
     out = capsys.readouterr().out
-    assert out.startswith("*Predicted*, not measured") and "Left out: " in out and out.count("| cifar10") == len(rows)
+    assert out.startswith("*Predicted*, not measured") and out.count("| mae_vit_large_800ep") == 4
 
 
-def test_a_torch_without_fake_tensors_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(predict, "FakeTensorMode", None)
-    with pytest.raises(SystemExit):
-        profile_pretrain.main(["cifar10", "--predict", "H200"])
-    assert "--predict needs FakeTensorMode" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("greenmim_swin_base_100ep", "predict.py knows the layers of MAE alone"),
+        ("tec_vit_base_300ep", "predict.py knows the layers of MAE alone"),
+        ("convnext_vit_base_100ep", "predict.py knows --aggregation dwconv alone"),
+        ("mae_vit_base_100ep --gpus 3", "cannot be split over 3 processes"),
+        ("mae_vit_base_100ep --cores 0", "--cores must be at least 1, got 0"),
+        ("mae_vit_base_100ep --gpu V100", "invalid choice: 'V100'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(flags, message, capsys):
+    assert message in refused(capsys, predict.main, *flags.split())
+
+
+def test_the_table_in_docs_is_that_of_the_script():
+    with open(ROOT / "docs" / "predicted_gpu.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24
+    table = (ROOT / "docs" / "benchmarks.md").read_text()
+    for row in rows:
+        settings = settings_of(row["recipe"], "--model", row["model"])
+        options = dict(gpus=int(row["gpus"]), cores=14, batch_size=None)
+        now = predict.predict(
+            settings, costs_of(row["recipe"], row["model"]), row["device"], code=row["code"], **options
+        )
+        assert {name: str(value) for name, value in now.items()} == row
+        if row["device"] == "H200" and "huge" not in row["model"]:
+            cells = f"{row['code']} | {now['peak_gb']:.1f} | {now['largest_batch_size']} | {now['bound_ms']:.0f} | "
+            cells += f"{now['expected_ms']:.0f} | {now['days']:.2f} | {now['days_jpeg']:.2f} |"
+            assert f"| {settings['throw_ratio']:g} | {cells}" in table
+
+
+@cache
+def costs_of(recipe, model):
+    return count_costs(settings_of(recipe, "--model", model))

@@ -139,13 +139,11 @@ def test_sample_photos_exist_in_the_package():
     assert all((Path(data.data_dir) / name).is_file() for name in sample_photos.PHOTOS)
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-@pytest.mark.parametrize("run", ["MAE={}", "{}", "MAE={}/log.jsonl"])
-def test_loss_plot_renders(tmp_path, suffix, run):
+@pytest.mark.parametrize(("suffix", "begin"), [(".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")])
+def test_loss_plot_renders(tmp_path, suffix, begin):
     pytest.importorskip("matplotlib")
     write_log(tmp_path / "log.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5})
-    plot_losses.main([run.format(tmp_path), "--out", str(tmp_path / f"l{suffix}")])
-    begin = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
+    plot_losses.main([f"MAE={tmp_path}", str(tmp_path), "--out", str(tmp_path / f"l{suffix}")])
     assert (tmp_path / f"l{suffix}").read_bytes().startswith(begin)
 
 
@@ -161,56 +159,38 @@ def test_curves_of_a_log(tmp_path):
     write_log(log, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1}, evaluation, {"step": 4})
     with open(log, "a") as file:
         file.write('{"step": 5, "lo')  # cut off by a kill
-    for run, label in ((f"a=b={log}", "a=b"), (f"x={log.parent}", "x"), (log.parent, "lr=1e-3"), (log, "lr=1e-3")):
-        curves = plot_losses.read_curves(str(run))
-        assert curves.label == label and curves.val == [(3, 1.2)]
-        assert [step for step, _ in curves.train] == [1, 2, 3]
-        assert [loss for _, loss in curves.train] == pytest.approx([2, float("nan"), 1], nan_ok=True)
-        assert curves.knn == []
+    for run, label in ((f"a={log}", "a"), (f"x={log.parent}", "x"), (log.parent, "lr=1e-3"), (log, "lr=1e-3")):
+        found, curves = plot_losses.read_run(str(run))
+        assert found == label and curves["val_loss"] == [(3, 1.2)] and curves["knn_top1"] == []
+        assert [step for step, _ in curves["loss"]] == [1, 2, 3]
+        assert [loss for _, loss in curves["loss"]] == pytest.approx([2, float("nan"), 1], nan_ok=True)
     log.rename(tmp_path / "other.jsonl")
-    assert plot_losses.read_curves(str(tmp_path / "other.jsonl")).label == "other"
+    assert plot_losses.read_run(str(tmp_path / "other.jsonl"))[0] == "other"
 
 
 def test_knn_accuracies_have_a_panel_of_their_own(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     knn = [{"step": step, "knn_top1": value, "rankme": 3.0} for step, value in ((0, 12.5), (2, 25.0))]
     write_log(tmp_path / "a" / "log.jsonl", knn[0], {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, knn[1])
-    write_log(tmp_path / "b" / "log.jsonl", {"step": 1, "loss": 2.0})
+    write_log(tmp_path / "b" / "log.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "val_loss": 1.5})
     figures = []
     monkeypatch.setattr(plot_losses, "pyplot", lambda salt: StandIn(pyplot(salt), close=figures.append))
     plot_losses.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "l.svg")])
     losses, accuracies = figures[0].axes
-    assert [len(losses.lines), len(accuracies.lines)] == [2, 1] and accuracies.get_ylabel() == "kNN top-1, %"
-    assert list(accuracies.lines[0].get_xdata()) == [0, 2] and list(accuracies.lines[0].get_ydata()) == [12.5, 25.0]
-    assert accuracies.lines[0].get_color() == losses.lines[0].get_color()
-
-
-def test_references_are_grey_and_dashed(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    write_log(tmp_path / "runs" / "healthy.jsonl", {"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.0, "knn_top1": 30.0})
-    write_log(tmp_path / "runs" / "other.jsonl", {"step": 1, "loss": 2.0})
-    write_log(tmp_path / "mine" / "log.jsonl", {"step": 1, "loss": 3.0})
-    figures = []
-    monkeypatch.setattr(plot_losses, "REFERENCES", tmp_path / "runs")
-    monkeypatch.setattr(plot_losses, "pyplot", lambda salt: StandIn(pyplot(salt), close=figures.append))
-    plot = [str(tmp_path / "mine"), "--out", str(tmp_path / "l.svg"), "--reference"]
-    plot_losses.main([*plot, "healthy", "other"])
-    (mine, *references), (accuracies,) = (panel.lines for panel in figures[0].axes)
-    assert mine.get_linestyle() == "-" and mine.get_label() == "mine"
-    assert [line.get_label() for line in references] == ["healthy (reference)", "other (reference)"]
-    looks = [(line.get_color(), line.get_linestyle()) for line in (*references, accuracies)]
-    assert looks == [("0.55", "--"), ("0.55", ":"), ("0.55", "--")]
-    assert "--reference 'healty' must be one of healthy, other" in refused(capsys, plot_losses.main, *plot, "healty")
+    assert [line.get_label() for line in losses.lines] == ["a, loss", "b, loss", "b, val_loss"]
+    (line,) = accuracies.lines
+    assert list(line.get_xdata()) == [0, 2] and list(line.get_ydata()) == [12.5, 25.0]
+    assert accuracies.get_ylabel() == "kNN top-1, %" and line.get_color() == losses.lines[0].get_color()
 
 
 def test_the_table_of_references_is_that_of_the_files():
     """Its figures: the loss at the first report, after 100 and after 300 steps."""
     text = (ROOT / "docs/healthy.md").read_text()
     rows = re.findall(r"^\| `(quickstart_\w+)` \|[^|]*\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
-    names = {path.stem for path in plot_losses.REFERENCES.glob("quickstart_*.jsonl")}
+    names = {path.stem for path in (ROOT / "docs" / "runs").glob("quickstart_*.jsonl")}
     assert names == {name for name, *_ in rows}
     for name, *values in rows:
-        losses = dict(plot_losses.read_reference(name).train)
+        losses = dict(plot_losses.read_run(str(ROOT / "docs" / "runs" / f"{name}.jsonl"))[1]["loss"])
         assert [f"{losses[step]:.3f}" for step in (10, 100, 300)] == values
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from main_pretrain import build_model, parse_args
+from main_pretrain import parse_args
+from tests.gmac import forward_gmac
 from util import costs
-from util.costs import forward_gmac, saved_bytes
+from util.costs import saved_bytes
 
 # {model: (tokens, width, depth, pixel values of a patch)}
 ENCODERS = {
@@ -47,7 +48,7 @@ def test_costs_of_deep_decoders(model, depth):
     full, half, *ratios = FIGURES[model, depth]
     for ratio in (0.0, 0.5):
         argv = ["--model", model, "--decoder_depth", str(depth), "--throw_ratio", str(ratio)]
-        counted = forward_gmac(vars(parse_args(argv)[1]), build_model)[0]
+        counted = forward_gmac(vars(parse_args(argv)[1]))[0]
         assert counted == pytest.approx(by_hand(model, depth, ratio), rel=1e-9)
     assert [by_hand(model, depth, ratio) for ratio in (0.0, 0.5)] == pytest.approx([full, half], abs=0.005)
     found = [by_hand(model, depth, ratio) / by_hand(model, depth, 0.0) for ratio in (0.25, 0.5, 0.65)]
@@ -62,7 +63,7 @@ def test_a_decoder_twice_as_deep_costs_what_mae_s_does():
 def test_a_teacher_is_counted_apart():
     """The student's ratio is the published one. With the teacher, whose cost is constant, the saving is smaller."""
     recipes = ("tec_vit_base_300ep", "tec_plain50_vit_base_300ep", "tec_prmim50_vit_base_300ep")
-    full, plain, ours = (forward_gmac(vars(parse_args(["--recipe", name])[1]), build_model) for name in recipes)
+    full, plain, ours = (forward_gmac(vars(parse_args(["--recipe", name])[1])) for name in recipes)
     assert plain[0] / full[0] == pytest.approx(0.824, abs=1e-3) and ours[0] / full[0] == pytest.approx(0.835, abs=1e-3)
     assert sum(ours) / sum(full) == pytest.approx(0.948, abs=1e-3)
 

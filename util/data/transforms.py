@@ -17,20 +17,16 @@ from torch.nn import functional as F
 from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
 from util.data.pixel_format import RGB8, PixelFormat
 from util.lazy import LazyModule
+from util.pos_embed import height_and_width
 
-timm_data, timm_ops = LazyModule("timm.data"), LazyModule("timm.data.auto_augment")
+timm_data = LazyModule("timm.data")
+timm_ops = LazyModule("timm.data.auto_augment")
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 TRIES = 10  # of a crop
 
 Size = tuple[int, int]  # (height, width)
-
-
-def pair(size: int | Sequence[int]) -> Size:
-    """Returns (height, width) of a side or a pair."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
 
 
 class CropBox(NamedTuple):
@@ -48,7 +44,9 @@ class CropBox(NamedTuple):
 
 def mirror(img: torch.Tensor) -> torch.Tensor:
     """Reverses the columns of [C, H, W]. Those of uint16 as int16, because torch 2.11 does not flip uint16."""
-    return img.view(torch.int16).flip(-1).view(torch.uint16) if img.dtype == torch.uint16 else img.flip(-1)
+    if img.dtype == torch.uint16:
+        return img.view(torch.int16).flip(-1).view(torch.uint16)
+    return img.flip(-1)
 
 
 class RandomResizedCropFlip:
@@ -73,19 +71,30 @@ class RandomResizedCropFlip:
         reference: bool = False,
         hflip: bool = True,
     ) -> None:
-        self.size, self.seed, self.scale, self.ratio, self.clip = pair(size), seed, tuple(scale), tuple(ratio), clip
-        self.interpolation, self.reference, self.hflip = interpolation, reference, hflip
+        self.size = height_and_width(size)
+        self.seed = seed
+        self.scale = tuple(scale)
+        self.ratio = tuple(ratio)
+        self.clip = clip
+        self.interpolation = interpolation
+        self.reference = reference
+        self.hflip = hflip
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
-        top, left, height, width, flip = self.draw(pair(img.shape[-2:]), epoch, index)
-        crop = resize(img[:, top : top + height, left : left + width], self.size, self.interpolation, self.reference)
-        return (mirror(crop) if flip else crop).contiguous()
+        top, left, height, width, flip = self.draw(height_and_width(img.shape[-2:]), epoch, index)
+        crop = img[:, top : top + height, left : left + width]
+        crop = resize(crop, self.size, self.interpolation, self.reference)
+        if flip:
+            crop = mirror(crop)
+        return crop.contiguous()
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, int, int, bool]:
         """Returns (top, left, height, width, flip) of the crop of an image of `size`, in pixels."""
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 3)
-        return *self.box(*size, draws), self.hflip and draws[-1] < 0.5
+        top, left, crop_height, crop_width = self.box(size[0], size[1], draws)
+        flip = self.hflip and draws[-1] < 0.5
+        return top, left, crop_height, crop_width, flip
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the crop of an image of `size`, in fractions of the image."""
@@ -94,18 +103,28 @@ class RandomResizedCropFlip:
 
     def box(self, height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
         """Returns (top, left, height, width) of the crop of an image. draws: 2 * TRIES + 3 numbers in [0, 1)."""
-        for u_area, u_ratio in zip(draws[0 : 2 * TRIES : 2], draws[1 : 2 * TRIES : 2], strict=True):
-            area = height * width * (self.scale[0] + u_area * (self.scale[1] - self.scale[0]))
-            low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
-            ratio = math.exp(low + u_ratio * (high - low))
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        min_scale, max_scale = self.scale
+        min_ratio, max_ratio = self.ratio
+        log_min_ratio = math.log(min_ratio)
+        log_max_ratio = math.log(max_ratio)
+        for attempt in range(TRIES):
+            u_area, u_ratio = draws[2 * attempt : 2 * attempt + 2]
+            area = height * width * (min_scale + u_area * (max_scale - min_scale))
+            ratio = math.exp(log_min_ratio + u_ratio * (log_max_ratio - log_min_ratio))
+            crop_width = round(math.sqrt(area * ratio))
+            crop_height = round(math.sqrt(area / ratio))
             if self.clip:
-                w, h = min(max(w, 1), width), min(max(h, 1), height)
-            if 0 < w <= width and 0 < h <= height:
-                return int(draws[-3] * (height - h + 1)), int(draws[-2] * (width - w + 1)), h, w
-        w = min(width, round(height * self.ratio[1]))
-        h = min(height, round(width / self.ratio[0]))
-        return (height - h) // 2, (width - w) // 2, h, w
+                crop_width = min(max(crop_width, 1), width)
+                crop_height = min(max(crop_height, 1), height)
+            if 0 < crop_width <= width and 0 < crop_height <= height:
+                top = int(draws[-3] * (height - crop_height + 1))
+                left = int(draws[-2] * (width - crop_width + 1))
+                return top, left, crop_height, crop_width
+        crop_width = min(width, round(height * max_ratio))
+        crop_height = min(height, round(width / min_ratio))
+        top = (height - crop_height) // 2
+        left = (width - crop_width) // 2
+        return top, left, crop_height, crop_width
 
 
 class PaddedCropFlip:
@@ -125,24 +144,33 @@ class PaddedCropFlip:
         reference: bool = False,
         hflip: bool = True,
     ) -> None:
-        self.size, self.seed, self.interpolation, self.reference = pair(size), seed, interpolation, reference
+        self.size = height_and_width(size)
+        self.seed = seed
+        self.interpolation = interpolation
+        self.reference = reference
         self.hflip = hflip
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
-        height, width = covering_size(pair(img.shape[-2:]), self.size)
+        height, width = covering_size(height_and_width(img.shape[-2:]), self.size)
         img = resize(img, (height, width), self.interpolation, self.reference)
         top, left, flip = self.draw((height, width), epoch, index)
         # Reads the window of the padded image through reflected indices, so that no padded image is made.
-        img = img[:, reflected(top, self.size[0], height)][:, :, reflected(left, self.size[1], width)]
-        return (mirror(img) if flip else img).contiguous()
+        rows = reflected(top, self.size[0], height)
+        columns = reflected(left, self.size[1], width)
+        img = img[:, rows][:, :, columns]
+        if flip:
+            img = mirror(img)
+        return img.contiguous()
 
     def draw(self, size: Size, epoch: int, index: int) -> tuple[int, int, bool]:
         """Returns (top, left, flip) of the window in the resized image of `size`, in pixels, -4 at the least."""
         u_top, u_left, u_flip = addressed_numbers(AUGMENT, self.seed, epoch, index, 3)
-        (height, width), (rows, columns), pad = size, self.size, self.padding
-        top, left = int(u_top * (height + 2 * pad - rows + 1)), int(u_left * (width + 2 * pad - columns + 1))
-        return top - pad, left - pad, self.hflip and u_flip < 0.5
+        num_tops = size[0] + 2 * self.padding - self.size[0] + 1
+        num_lefts = size[1] + 2 * self.padding - self.size[1] + 1
+        top = int(u_top * num_tops) - self.padding
+        left = int(u_left * num_lefts) - self.padding
+        return top, left, self.hflip and u_flip < 0.5
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the window of an image of `size`, in fractions of the image. It may begin 4 px outside of it."""
@@ -175,16 +203,24 @@ class FinetuneAugment:
         reference: bool = False,
     ) -> None:
         self.crop = RandomResizedCropFlip(size, seed, scale, reference=reference)
-        options = dict(auto_augment=auto_augment, color_jitter=color_jitter, interpolation="bicubic")
         try:
-            _, self.augment, _ = timm_data.create_transform(self.crop.size, is_training=True, separate=True, **options)
+            _, self.augment, _ = timm_data.create_transform(
+                self.crop.size,
+                is_training=True,
+                separate=True,
+                auto_augment=auto_augment,
+                color_jitter=color_jitter,
+                interpolation="bicubic",
+            )
             for op in augment_ops(self.augment):
                 if op.aug_fn is timm_ops.posterize:
                     op.aug_fn = posterize
             self(torch.zeros(3, *self.crop.size, dtype=torch.uint8), 0, 0)  # some errors occur only in use
         except (AssertionError, KeyError, ValueError, RuntimeError) as error:
-            what = f"the augmentation policy {auto_augment!r}" if auto_augment else f"a colour jitter of {color_jitter}"
-            raise ValueError(f"timm does not know {what} ({error})") from error
+            unknown = f"a colour jitter of {color_jitter}"
+            if auto_augment:
+                unknown = f"the augmentation policy {auto_augment!r}"
+            raise ValueError(f"timm does not know {unknown} ({error})") from error
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Augments uint8 [3, H, W]. Returns uint8 [3, *size]."""
@@ -216,7 +252,8 @@ class ResizeCenterCrop:
     """
 
     def __init__(self, size: int | Sequence[int], crop_pct: float | None = None, reference: bool = False) -> None:
-        self.size, self.reference = pair(size), reference
+        self.size = height_and_width(size)
+        self.reference = reference
         if crop_pct is None:
             crop_pct = 0.875 if max(self.size) <= 224 else 1.0
         if not 0 < crop_pct <= 1:
@@ -225,16 +262,20 @@ class ResizeCenterCrop:
 
     def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
         """Crops [C, H, W]. Returns [C, *size] of the same type."""
-        img = resize(img, covering_size(pair(img.shape[-2:]), self.resized), reference=self.reference)
-        top, left = (round((side - wanted) / 2) for side, wanted in zip(img.shape[-2:], self.size, strict=True))
-        return img[:, top : top + self.size[0], left : left + self.size[1]].contiguous()
+        height, width = covering_size(height_and_width(img.shape[-2:]), self.resized)
+        img = resize(img, (height, width), reference=self.reference)
+        crop_height, crop_width = self.size
+        top = round((height - crop_height) / 2)
+        left = round((width - crop_width) / 2)
+        return img[:, top : top + crop_height, left : left + crop_width].contiguous()
 
 
 class Squash:
     """Resizes the whole image to `size`, bilinear, whatever its aspect ratio: what attention maps are made of."""
 
     def __init__(self, size: int | Sequence[int], reference: bool = False) -> None:
-        self.size, self.reference = pair(size), reference
+        self.size = height_and_width(size)
+        self.reference = reference
 
     def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
         """Resizes [C, H, W]. Returns [C, *size] of the same type, contiguous."""
@@ -243,7 +284,8 @@ class Squash:
 
 def covering_size(size: Size, wanted: Size) -> Size:
     """Returns the size to which an image of `size` is scaled to just cover `wanted`, rounded as by torchvision."""
-    (height, width), (rows, columns) = size, wanted
+    height, width = size
+    rows, columns = wanted
     if rows * width >= columns * height:  # the height limits the scale
         return rows, rows * width // height
     return columns * height // width, columns
@@ -265,11 +307,18 @@ def resize(img: torch.Tensor, size: Size, interpolation: str = "bicubic", refere
 
 def pillow_resize(img: torch.Tensor, size: Size, interpolation: str) -> torch.Tensor:
     """Resizes uint8 or float32 [C, H, W] to [C, *size] by Pillow, which knows RGB and single channels."""
-    parts = [img.permute(1, 2, 0)] if img.dtype == torch.uint8 and len(img) == 3 else img
-    filter_ = Image.Resampling[interpolation.upper()]
-    resized = [np.array(Image.fromarray(part.numpy()).resize(size[::-1], filter_)) for part in parts]
-    array = resized[0] if resized[0].ndim == 3 else np.stack(resized, axis=-1)
-    return torch.from_numpy(array).permute(2, 0, 1)
+    height, width = size
+    resample = Image.Resampling[interpolation.upper()]
+
+    def resize_array(array: np.ndarray) -> np.ndarray:
+        return np.array(Image.fromarray(array).resize((width, height), resample))
+
+    if img.dtype == torch.uint8 and len(img) == 3:
+        resized = resize_array(img.permute(1, 2, 0).numpy())
+    else:
+        channels = [resize_array(channel.numpy()) for channel in img]
+        resized = np.stack(channels, axis=-1)
+    return torch.from_numpy(resized).permute(2, 0, 1)
 
 
 class Normalize(nn.Module):

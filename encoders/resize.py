@@ -1,0 +1,139 @@
+"""Fits the tensors of a file to a model of another size: the patch embedding, and tables of positions and biases.
+
+In all functions, `fitting` are the tensors of the file whose names the model has, and `model_state` is the model's
+state dict. `label` names the file in messages, `class_name` the model.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from encoders.names import Tensors
+from encoders.rel_pos import resize_bias_table
+from util.lazy import LazyModule
+from util.pos_embed import BIAS_TABLE, grid_from_settings, resize_pos_embed
+from util.run.checkpoint import CheckpointError
+from util.text import count_of
+
+timm_models = LazyModule("timm.models")
+
+
+def check_cls_tokens(fitting: Tensors, model_state: Tensors, label: str, class_name: str) -> None:
+    """Raises CheckpointError if file and model have class tokens, but not as many."""
+    if "cls_token" not in fitting or fitting["cls_token"].ndim < 2:
+        return
+    number = fitting["cls_token"].shape[1]
+    model_number = model_state["cls_token"].shape[1]
+    if number != model_number:
+        raise CheckpointError(
+            f"{label} holds an encoder with {count_of(number, 'class token')}, this {class_name} has {model_number}: "
+            f"--num_cls_tokens {number} of main_pretrain.py and main_finetune.py makes a model that fits"
+        )
+
+
+def fit_patch_embed(fitting: Tensors, model_state: Tensors, label: str, class_name: str) -> list[str]:
+    """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
+
+    Raises CheckpointError for another width, or for other channels than 3.
+    """
+    key = "patch_embed.proj.weight"
+    if key not in fitting or fitting[key].ndim != 4:
+        return []
+    width, channels = fitting[key].shape[:2]
+    model_width, model_channels = model_state[key].shape[:2]
+    if width != model_width:
+        raise CheckpointError(f"{label} holds an encoder of width {width}, this {class_name} has width {model_width}")
+    if channels == model_channels:
+        return []
+    if channels != 3:
+        raise CheckpointError(
+            f"{label} holds an encoder of {channels} channels, this {class_name} is for {model_channels}: only "
+            "encoders of 3 channels can be adapted"
+        )
+    fitting[key] = timm_models.adapt_input_conv(model_channels, fitting[key])
+    return [f"{key} adapted from 3 channels to {model_channels}"]
+
+
+def patch_size(weights: Tensors) -> int | None:
+    kernel = weights.get("patch_embed.proj.weight")
+    return None if kernel is None else kernel.shape[-1]
+
+
+def fit_tables(
+    fitting: Tensors, settings: Mapping[str, Any], model_state: Tensors, model: nn.Module, label: str
+) -> list[str]:
+    """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
+    side = settings.get("patch_size") or patch_size(fitting)  # exports lack the setting
+    grid = grid_from_settings(settings, side)
+    resized = []
+    for key, table in fitting.items():
+        if key == "pos_embed":
+            fitting[key] = _fit_pos_embed(table, grid, model_state[key], tuple(model.grid_size), label)
+        elif key.endswith(BIAS_TABLE):
+            fitting[key] = _fit_bias_table(table, grid, model_state[key], model, label)
+        if fitting[key] is not table:
+            resized.append(key)
+    return resized
+
+
+def _fit_pos_embed(
+    table: torch.Tensor,
+    grid: tuple[int, int] | None,
+    model_table: torch.Tensor,
+    grid_size: tuple[int, int],
+    label: str,
+) -> torch.Tensor:
+    """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
+
+    grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
+    is assumed.
+    """
+    num_cls_rows = model_table.shape[1] - math.prod(grid_size)
+    num_tokens = table.shape[1] - num_cls_rows
+    side = math.isqrt(num_tokens)
+    if grid is None or math.prod(grid) != num_tokens:
+        grid = (side, side)
+    is_rectangle = math.prod(grid) == num_tokens
+    if is_rectangle and grid == grid_size:
+        return table
+    if not is_rectangle or table.shape[2] != model_table.shape[2]:
+        raise CheckpointError(
+            f"pos_embed {list(table.shape)} of {label} cannot be resized to {list(model_table.shape)}: a square grid "
+            "plus class rows is needed"
+        )
+    return resize_pos_embed(table, grid, grid_size)
+
+
+def _fit_bias_table(
+    table: torch.Tensor, grid: tuple[int, int] | None, model_table: torch.Tensor, model: nn.Module, label: str
+) -> torch.Tensor:
+    """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
+
+    The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already. grid: that
+    of a ViT's table, which is assumed to be square if it is None.
+    """
+    num_heads = table.shape[1]
+    model_num_heads = model_table.shape[1]
+    if num_heads != model_num_heads:
+        raise CheckpointError(f"{label} holds a bias table of {num_heads} heads, this model has {model_num_heads}")
+    if hasattr(model, "cls_token"):
+        num_extra = 3
+        source = grid or _square_of(table, num_extra)
+        target = tuple(model.grid_size)
+    else:
+        num_extra = 0
+        source = _square_of(table)
+        target = _square_of(model_table)
+    if source == target:
+        return table
+    return resize_bias_table(table, source, target, num_extra)
+
+
+def _square_of(table: torch.Tensor, num_extra: int = 0) -> tuple[int, int]:
+    """Returns the square grid or window of a bias table, which has (2 side - 1)^2 offsets and `num_extra` rows."""
+    num_offsets_per_axis = round((len(table) - num_extra) ** 0.5)
+    side = (num_offsets_per_axis + 1) // 2
+    return side, side

@@ -1,0 +1,34 @@
+"""Multiply-adds of full-size models. Each model is counted once in a session: a count takes seconds."""
+
+import json
+
+from main_pretrain import build_model
+from util import costs
+
+# Settings that do not change the count. With one that is missing here a model is counted again.
+SCHEDULE = {"recipe", "epochs", "warmup_epochs", "total_batch_size", "batch_size", "accum_iter", "blr", "min_lr"}
+SCHEDULE |= {"warmup_lr", "lr_schedule", "lr_steps", "weight_decay", "betas", "clip_grad", "drop_path"}
+SCHEDULE |= {"crop", "crop_scale", "interpolation", "teacher", "norm_pix_loss"}
+_counted = {}
+
+
+def forward_gmac(settings):
+    """Returns (model, frozen teacher) as `util.costs.forward_gmac`."""
+    key = json.dumps({name: value for name, value in settings.items() if name not in SCHEDULE}, sort_keys=True)
+    if key not in _counted:
+        _counted[key] = costs.forward_gmac(settings, build_model)
+    return _counted[key]
+
+
+def of_depths(count, depth, decoder_depth):
+    """Returns count(depth, decoder_depth) of a model whose blocks are all alike, from counts of one and two blocks.
+
+    The count is linear in each of the two.
+    """
+
+    def of_encoder(blocks):
+        first = count(1, blocks)
+        return first + (depth - 1) * (count(2, blocks) - first)
+
+    first = of_encoder(1)
+    return first + (decoder_depth - 1) * (of_encoder(2) - first)
