@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from main_pretrain import build_model, get_args_parser
 from models_mae_pr import MaskedAutoencoderViT
 from recipes import RECIPES
-from util.run.cli import Parser, check_least, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
 from util.run.flags import split_batch
 from util.tables import markdown_table, write_csv
 
@@ -191,9 +191,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py, of MAE's models")
     flag("--model", help="another of MAE's models for the recipes")
     flag("--gpu", nargs="+", default=["H200"], choices=DEVICES, help="kinds of GPUs")
-    flag("--gpus", type=int, default=8, help="number of GPUs")
-    flag("--cores", type=int, default=14, help="cores of each GPU that load images; two CPUs of 56 cores for 8: 14")
-    flag("--batch_size", type=int, help="micro-batch (default: the largest that fits and divides, up to 512)")
+    flag("--gpus", type=int, default=8, at_least=1, help="number of GPUs")
+    flag(
+        "--cores",
+        type=int,
+        default=14,
+        at_least=1,
+        help="cores of each GPU that load images; two CPUs of 56 cores for 8: 14",
+    )
+    flag(
+        "--batch_size", type=int, at_least=1, help="micro-batch (default: the largest that fits and divides, up to 512)"
+    )
     flag("--csv", type=Path, help="write unrounded numbers to this file")
     args = parser.parse_args(argv)
     for name in args.recipes:
@@ -201,7 +209,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = ["--model", args.model] if args.model else []
     rows = []
     with user_errors(parser):
-        check_least(args, 1, "gpus cores batch_size")
         prepare_file("--csv", args.csv)
         for name in args.recipes:
             settings = vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", name, *model]))

@@ -31,7 +31,7 @@ from recipes import RECIPES
 from util import costs
 from util.attention import KERNELS, prefer
 from util.data.transforms import Normalize
-from util.run.cli import Parser, check_least, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
+from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors
 from util.run.distributed import PRECISIONS, precision
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
@@ -148,8 +148,8 @@ def get_parser() -> Parser:
     parser = Parser("profile_pretrain.py", description=__doc__)
     flag = parser.add_argument
     flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py")
-    flag("--batch_size", type=int, default=8, help="images per step")
-    flag("--rounds", type=int, default=7, help="number of times that every step is timed")
+    flag("--batch_size", type=int, default=8, at_least=1, help="images per step")
+    flag("--rounds", type=int, default=7, at_least=1, help="number of times that every step is timed")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
     flag("--attention", default="auto", choices=("auto", *KERNELS), help="preferred kernel")
@@ -166,7 +166,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.recipes:
         check_recipe(parser, name, RECIPES)
     with user_errors(parser):
-        check_least(args, 1, "batch_size rounds")
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but there is no CUDA device")
         prepare_file("--csv", args.csv)

@@ -40,7 +40,7 @@ from downstream.robustness.main_robustness import BENCHMARKS
 from recipes import RECIPES
 from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row
 from scripts.parts.table_runs import RECIPES_OF, Run, run_of
-from util.run.cli import Parser, check_least, run_program, user_errors
+from util.run.cli import Parser, run_program, user_errors
 from util.tables import markdown_table, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,7 +288,13 @@ def get_args_parser() -> Parser:
     group("--costs", nargs="+", default=[], metavar="CSV", help="with --collect: files of scripts/profile_pretrain.py")
     group = parser.add_argument_group("how").add_argument
     group("--launcher", default="torchrun", choices=("torchrun", "slurm"), help="flags after -- are the launcher's")
-    group("--nproc_per_node", type=int, default=max(1, torch.cuda.device_count()), help="processes, for torchrun")
+    group(
+        "--nproc_per_node",
+        type=int,
+        at_least=1,
+        default=max(1, torch.cuda.device_count()),
+        help="processes, for torchrun",
+    )
     for name in ("pretrain", "finetune", "segmentation", "detection", "robustness"):
         text = f'flags of main_{name}.py, as in --{name}_flags "--batch_size 64" or --{name}_flags=--device=cpu'
         group(f"--{name}_flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
@@ -354,7 +360,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
     """Runs the program; `argv` replaces the command line. Returns False if a signal stopped it."""
     parser, args = parse_args(argv)
     with user_errors(parser):
-        check_least(args, 1, "nproc_per_node")
         chosen = select_rows(args)
         if args.collect:
             costs = read_costs(args.costs)

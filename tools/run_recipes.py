@@ -35,7 +35,7 @@ import main_finetune
 import main_pretrain
 from recipes import FINETUNE_RECIPES, RECIPES
 from util.run.checkpoint import newest_checkpoint
-from util.run.cli import Parser, check_least, prepare_file, run_program, user_errors
+from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.folder import read_reports
 from util.tables import write_csv
 
@@ -202,8 +202,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser("run_recipes.py", description=__doc__)
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="recipes to run (default: all of recipes.py)")
     parser.add_argument("--output_dir", type=Path, help="a new folder for data and runs (default: a temporary one)")
-    parser.add_argument("--images", type=int, default=5000, help="least number of images to train on")
-    parser.add_argument("--total_batch_size", type=int, help="replaces the recipe's own")
+    parser.add_argument("--images", type=int, default=5000, at_least=1, help="least number of images to train on")
+    parser.add_argument("--total_batch_size", type=int, at_least=1, help="replaces the recipe's own")
     parser.add_argument("--csv", type=Path, help="write the table to this file")
     args = parser.parse_args(argv)
     known = [*RECIPES, *FINETUNE_RECIPES]
@@ -212,7 +212,6 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
         for name in args.recipes:
             if name not in known:
                 raise ValueError(f"--recipes names {name!r}, which recipes.py does not have")
-        check_least(args, 1, "images total_batch_size")
         prepare_file("--csv", args.csv)
         if args.output_dir is not None:
             args.output_dir.mkdir(parents=True)

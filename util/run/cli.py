@@ -296,14 +296,6 @@ def flags_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     return {action.dest for action in flags} & given.keys()
 
 
-def check_least(args: argparse.Namespace, least: float, names: str) -> None:
-    """ValueError if one of the flags `names` is below `least`. Flags that are absent or not set are skipped."""
-    for name in names.split():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
-
-
 def with_dashes(message: str, parser: argparse.ArgumentParser) -> str:
     """Returns the message with `--` before the names of the parser's flags. Errors of a library name its arguments.
 
