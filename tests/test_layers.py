@@ -115,14 +115,3 @@ def test_help_waits_for_no_slow_library():
 
 def test_the_top_level_tells_the_story():
     assert len(list(ROOT.glob("*.py"))) <= 13
-
-
-def test_files_and_functions_stay_short():
-    long = [f"{p.name}: {n} lines" for p in FILES if (n := len(p.read_text().splitlines())) > 500]
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = node.end_lineno - node.lineno + 1
-                most = 80 if node.name in ("main", "__init__") else 60
-                long += [f"{path.name}: {node.name} has {lines} lines"] if lines > most else []
-    assert not long
