@@ -23,9 +23,10 @@ import torchvision
 from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-import main_finetune
 import main_pretrain
 from downstream.recipes import DETECTION_RECIPES, SEGMENTATION_RECIPES
+from encoders import classifiers
+from frameworks import registry
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts import export
 from submitit_launch import MAINS as MAINS_OF_THE_LAUNCHER
@@ -336,7 +337,7 @@ def test_named_files_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_named_models_exist(path: Path) -> None:
-    known = main_pretrain.MODELS.keys() | main_finetune.MODELS.keys()
+    known = registry.MODELS.keys() | classifiers.MODELS.keys()
     named = set(MODEL.findall(FENCE.sub(r"\2", path.read_text()).replace("…", " ")))
     assert (
         sorted(
