@@ -18,9 +18,10 @@ from models_vit import (
     MINI,
     Classifier,
     PatchEncoder,
+    ViTSizes,
     attention_of_first,
-    drop_path_rates,
     layer_norm,
+    make_drop_path,
     split_heads,
 )
 from util.attention import biased_attention
@@ -160,7 +161,7 @@ class RelativeBlock(nn.Module):
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
         self.gamma_1 = nn.Parameter(torch.full((dim,), init_values))
         self.gamma_2 = nn.Parameter(torch.full((dim,), init_values))
-        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
@@ -174,34 +175,35 @@ class RelativeBlock(nn.Module):
 class RelativeViTEncoder(PatchEncoder):
     """SimMIM's ViT, which has tables of relative-position biases instead of a position table.
 
-    img_size to drop_path_rate: see `models_vit.ViTEncoder`.
     init_values: initial value of the layer scales.
     shared_bias: True if all blocks share one bias table (pre-training), False if each has its own (fine-tuning).
+    sizes: the fields of `models_vit.ViTSizes`.
     """
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        drop_path_rate: float = 0.0,
-        init_values: float = 0.1,
-        shared_bias: bool = True,
-    ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim)
-        grid_size = None if shared_bias else self.grid_size
-        self.blocks = nn.ModuleList(
-            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values, grid_size)
-            for rate in drop_path_rates(drop_path_rate, depth)
-        )
-        self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
-        self.norm = layer_norm(embed_dim)
+    def __init__(self, init_values: float = 0.1, shared_bias: bool = True, **sizes: Any) -> None:
+        vit = ViTSizes(**sizes)
+        super().__init__(vit)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
-        limit = 0.02 if shared_bias else 2.0
+        limit = 0.02
+        grid_of_blocks = None
+        if not shared_bias:
+            limit = 2.0
+            grid_of_blocks = self.grid_size
+        self.blocks = nn.ModuleList()
+        for drop_path in vit.drop_path_rates:
+            block = RelativeBlock(
+                vit.embed_dim,
+                vit.num_heads,
+                vit.mlp_ratio,
+                drop_path,
+                init_values,
+                grid_of_blocks,
+            )
+            self.blocks.append(block)
+        self.rel_pos_bias: RelativePositionBias | None = None
+        if shared_bias:
+            self.rel_pos_bias = RelativePositionBias(self.grid_size, vit.num_heads)
+        self.norm = layer_norm(vit.embed_dim)
         init_weights_simmim(self, limit)
 
     def encode(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:

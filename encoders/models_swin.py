@@ -11,7 +11,7 @@ an image. Windows do not line up with units, so they become groups of tokens.
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,16 @@ from torch import nn
 from encoders.models_relative_vit import lookup_bias
 from encoders.rel_pos import grid_coords, relative_offset_index
 from encoders.window_groups import GroupedWindows, WindowGroups, unit_coords
-from models_vit import PatchEmbed, check_image_size, check_pool, drop_path_rates, patchify, split_heads
+from models_vit import (
+    PatchEmbed,
+    Sizes,
+    check_image_size,
+    check_pool,
+    drop_path_rates,
+    make_drop_path,
+    patchify,
+    split_heads,
+)
 from util.attention import biased_attention
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
@@ -29,24 +38,10 @@ timm_layers = LazyModule("timm.layers")
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
 
-class SwinSizes(TypedDict, total=False):
-    """The size arguments of `SwinEncoder`, which says what they mean."""
-
-    img_size: int | tuple[int, int]
-    patch_size: int
-    in_chans: int
-    embed_dim: int
-    depths: Sequence[int]
-    num_heads: Sequence[int]
-    window_size: int
-    mlp_ratio: float
-    drop_path_rate: float
-
-
 # Micro is ours, for 32-px images.
-MICRO: SwinSizes = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)
-BASE: SwinSizes = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
-LARGE: SwinSizes = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
+MICRO: Sizes = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)
+BASE: Sizes = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+LARGE: Sizes = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
 
 
 class SwinPatchEmbed(PatchEmbed):
@@ -119,7 +114,7 @@ class SwinBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, window, num_heads)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = make_drop_path(drop_path)
         mask = shifted_mask(grid_size, window, shift) if shift else None
         self.register_buffer("attn_mask", mask, persistent=False)
 
@@ -281,7 +276,6 @@ class SwinEncoder(nn.Module):
         self.depths = tuple(depths)
         self.mlp_ratio = mlp_ratio
         self.token_grid = (height // patch_size, width // patch_size)
-        self.grid_size = self.token_grid
         self.unit_grid = (height // self.stride, width // self.stride)  # the cells of the last stage
         self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
@@ -304,8 +298,14 @@ class SwinEncoder(nn.Module):
         self.apply(init_weights)
 
     @property
+    def grid_size(self) -> tuple[int, int]:
+        """The (rows, columns) of the tokens. GreenMIM masks units, which are its tokens."""
+        return self.token_grid
+
+    @property
     def num_tokens(self) -> int:
-        return self.grid_size[0] * self.grid_size[1]
+        rows, columns = self.grid_size
+        return rows * columns
 
     def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
