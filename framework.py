@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models_vit import check_image_size, patchify, unpatchify
 from prmim import (
@@ -49,10 +49,10 @@ class View:
 
     title: str  # of the prediction in a picture
     truth_title: str | None  # of the truth; None if it is the images themselves, which every picture shows
-    truth: torch.Tensor  # images [B, C, H, W] in [0, 1]
-    prediction: torch.Tensor  # likewise; read at predicted tokens only
+    truth: Tensor  # images [B, C, H, W] in [0, 1]
+    prediction: Tensor  # likewise; read at predicted tokens only
     measure: str  # name of the errors in a table
-    errors: torch.Tensor  # of each token in raster order, [B, N]; read at predicted tokens only
+    errors: Tensor  # of each token in raster order, [B, N]; read at predicted tokens only
 
 
 class NoPixels(ValueError):
@@ -139,7 +139,7 @@ class Framework(nn.Module):
         method = self.method
         return SpatialAggregation(dim, method.kernel_size, method.aggregation, method.applies_to)
 
-    def supervised(self, order: TokenOrder) -> torch.Tensor:
+    def supervised(self, order: TokenOrder) -> Tensor:
         """Returns the tokens that are predicted and supervised, bool [B, N] in raster order: masked, or retained."""
         if self.method.progressive:
             return order.mask
@@ -182,7 +182,7 @@ class Framework(nn.Module):
         """
         return MaskCollator(self.sampler(sampling), seed, self.shared_visible, token_weights)
 
-    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Any, Tensor]:
         """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N]).
 
         Plain partial reconstruction predicts no thrown token.
@@ -191,9 +191,9 @@ class Framework(nn.Module):
 
     def views(
         self,
-        imgs: torch.Tensor,
-        ids_shuffle: torch.Tensor,
-        undo: Callable[[torch.Tensor], torch.Tensor],
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        undo: Callable[[Tensor], Tensor],
     ) -> list[View]:
         """Returns the predictions as images and errors. undo: turns normalised images into images in [0, 1].
 
@@ -205,7 +205,7 @@ class Framework(nn.Module):
         """Returns whether the predictions are pixels, which a PSNR or a decoder of MAE's scripts stands for."""
         return False
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of the framework's release under the names of this model."""
         raise NotImplementedError
 
@@ -269,7 +269,7 @@ class PixelFramework(Framework):
     `patchify`.
     """
 
-    def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
+    def token_pixels(self, imgs: Tensor) -> Tensor:
         """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.token_side)
@@ -279,7 +279,7 @@ class PixelFramework(Framework):
         """The side of a token in pixels."""
         return self.img_size[0] // self.grid_size[0]
 
-    def target_tokens(self, imgs: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    def target_tokens(self, imgs: Tensor, pixels: Tensor) -> Tensor:
         """Returns what is predicted of each token [B, N, P] in raster order, before `norm_pix_loss`: its pixels.
 
         pixels: `token_pixels(imgs)`. A subclass overrides this method for another target. Losses, pictures and exports
@@ -291,7 +291,7 @@ class PixelFramework(Framework):
         """Returns whether the targets are the tokens' pixels: no subclass has another `target_tokens`."""
         return type(self).target_tokens is PixelFramework.target_tokens
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.
 
         Plain partial reconstruction predicts the kept tokens only, [B, num_kept, P].
@@ -300,11 +300,11 @@ class PixelFramework(Framework):
 
     def supervised_targets(
         self,
-        imgs: torch.Tensor,
-        pixels: torch.Tensor,
+        imgs: Tensor,
+        pixels: Tensor,
         order: TokenOrder,
         num_tokens: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns the targets of the first `num_tokens` masked tokens in token order, [B, num_tokens, P].
 
         They are normalised if `norm_pix_loss`.
@@ -319,11 +319,11 @@ class PixelFramework(Framework):
 
     def error(
         self,
-        pred: torch.Tensor,
-        imgs: torch.Tensor,
-        pixels: torch.Tensor,
+        pred: Tensor,
+        imgs: Tensor,
+        pixels: Tensor,
         order: TokenOrder,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns the difference between the predictions of the supervised tokens [B, n, P] and their targets.
 
         pixels: `token_pixels(imgs)`, from which the encoder has taken the visible ones.
@@ -335,7 +335,7 @@ class PixelFramework(Framework):
         return pred.to(torch.promote_types(pred.dtype, torch.float32)) - targets
 
     @torch.no_grad()
-    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (predictions [B, N, P] in raster order, mask of the predicted tokens, bool [B, N]).
 
         Plain partial reconstruction predicts no thrown token: the mask is False there and the prediction is zero.
@@ -347,9 +347,9 @@ class PixelFramework(Framework):
     @torch.no_grad()
     def views(
         self,
-        imgs: torch.Tensor,
-        ids_shuffle: torch.Tensor,
-        undo: Callable[[torch.Tensor], torch.Tensor],
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        undo: Callable[[Tensor], Tensor],
     ) -> list[View]:
         """Returns one view. Its errors are squared errors of pixels in [0, 1], averaged over each token.
 
@@ -373,7 +373,7 @@ class PixelFramework(Framework):
         return [View("reconstruction", None, truth, prediction, "masked MSE", errors)]
 
 
-def patch_statistics(patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
     """Returns mean and standard deviation of each patch of [B, n, P], two of [B, n, 1].
 
     They are those of `norm_pix_loss`: the variance is unbiased, and 1e-6 is added to it.
@@ -383,7 +383,7 @@ def patch_statistics(patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return mean, (variance + 1e-6).sqrt()
 
 
-def rename_prefixes(weights: Mapping[str, torch.Tensor], prefixes: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns a state dict whose keys begin with the values of `prefixes` where they began with its keys."""
     renamed = {}
     for name, value in weights.items():

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from util.lazy import LazyModule
@@ -99,7 +99,7 @@ def init_weights(module: nn.Module) -> None:
             nn.init.xavier_uniform_(kernel.view(len(kernel), -1))
 
 
-def patchify(imgs: torch.Tensor, patch_size: int) -> torch.Tensor:
+def patchify(imgs: Tensor, patch_size: int) -> Tensor:
     """Cuts images [B, C, H, W] into patches [B, N, p*p*C] in raster order.
 
     The values of a patch are ordered (row, column, channel), with the channel fastest.
@@ -113,7 +113,7 @@ def patchify(imgs: torch.Tensor, patch_size: int) -> torch.Tensor:
     return x.reshape(B, rows * columns, p * p * C)
 
 
-def unpatchify(patches: torch.Tensor, patch_size: int, grid_size: tuple[int, int]) -> torch.Tensor:
+def unpatchify(patches: Tensor, patch_size: int, grid_size: tuple[int, int]) -> Tensor:
     """Joins patches [B, N, p*p*C] into images [B, C, H, W], the inverse of `patchify`."""
     B = len(patches)
     p = patch_size
@@ -134,13 +134,13 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: Tensor) -> Tensor:
         """Embeds patches [B, n, p*p*C] in the layout of `patchify`. Returns [B, n, D]."""
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p*p*C]
         return F.linear(patches, weight, self.proj.bias)
 
 
-def split_heads(qkv: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
+def split_heads(qkv: Tensor, num_heads: int) -> list[Tensor]:
     """Splits the output of a qkv layer [..., T, 3 C] into queries, keys and values, three views [..., heads, T, d].
 
     The tensor is unbound before it is transposed, so the backward pass packs the three gradients in one copy. ViTs
@@ -161,18 +161,18 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = split_heads(self.qkv(x), self.num_heads)  # each [B, heads, T, d]
         x = F.scaled_dot_product_attention(q, k, v)
         return self.proj(x.transpose(1, 2).flatten(2))
 
-    def cls_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, x: Tensor) -> Tensor:
         """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
         q, k, _ = split_heads(self.qkv(x), self.num_heads)
         return attention_of_first(q, k)
 
 
-def attention_of_first(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def attention_of_first(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns the softmax attention of the first query to all keys but the first, float [B, heads, n].
 
     q, k: [B, heads, 1 + n, d]. The softmax also counts the first key. bias: of all logits, [1, heads, 1 + n, 1 + n].
@@ -197,11 +197,11 @@ class Block(nn.Module):
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = make_drop_path(drop_path)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
-    def cls_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, x: Tensor) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
         return self.attn.cls_attention(self.norm1(x))
 
@@ -243,7 +243,7 @@ class PatchEncoder(nn.Module):
         """Returns the parameters without weight decay in pre-training, beside the 1-D ones: none in MAE."""
         return set()
 
-    def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
+    def patchify(self, imgs: Tensor) -> Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.patch_size)
@@ -262,7 +262,7 @@ def check_divisible(height: int, width: int, patch_size: int) -> None:
     )
 
 
-def check_image_size(imgs: torch.Tensor, img_size: tuple[int, int]) -> None:
+def check_image_size(imgs: Tensor, img_size: tuple[int, int]) -> None:
     """Raises ValueError if the (height, width) of the images [B, C, H, W] is not `img_size`."""
     if tuple(imgs.shape[-2:]) != img_size:
         raise ValueError(f"the model is built for images of {img_size} px, got {tuple(imgs.shape[-2:])}")
@@ -281,15 +281,15 @@ class PositionedEncoder(PatchEncoder):
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
 
     @property
-    def patch_positions(self) -> torch.Tensor:
+    def patch_positions(self) -> Tensor:
         """The positions of the patches [1, N, D]."""
         return self.pos_embed[:, self.num_cls_tokens :]
 
-    def embed(self, imgs: torch.Tensor) -> torch.Tensor:
+    def embed(self, imgs: Tensor) -> Tensor:
         """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""
         return self.patch_embed(self.patchify(imgs)) + self.patch_positions
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D].
 
         Returns [B, P + n, D], class tokens first, before the final norm.
@@ -299,18 +299,18 @@ class PositionedEncoder(PatchEncoder):
             x = block(x)
         return x
 
-    def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
+    def prepend_cls_token(self, tokens: Tensor) -> Tensor:
         """Puts the class tokens, with their positions, before the tokens [B, n, D]. Returns [B, P + n, D]."""
         cls_token = self.cls_token_mlp(self.cls_token)
         cls_token = cls_token + self.pos_embed[:, : self.num_cls_tokens]
         cls_token = cls_token.expand(len(tokens), -1, -1)
         return torch.cat([cls_token, tokens], dim=1)
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
         return self.norm(self.encode(self.embed(imgs)))
 
-    def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, imgs: Tensor) -> Tensor:
         """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
@@ -378,9 +378,10 @@ class Classifier(nn.Module):
         nn.init.trunc_normal_(self.head.weight, std=std)
         nn.init.zeros_(self.head.bias)
         if probe:
-            self.head = nn.Sequential(nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6), self.head)
+            norm = nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6)
+            self.head = nn.Sequential(norm, self.head)
 
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward(self, imgs: Tensor) -> Tensor:
         """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs)
         P = self.num_cls_tokens

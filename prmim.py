@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models_vit import Block, init_weights, layer_norm
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
@@ -125,7 +125,7 @@ class TokenOrder:
     representation of token state. Below, "token order" means this order. "Raster order" means row by row.
     """
 
-    def __init__(self, ids_shuffle: torch.Tensor, counts: TokenCounts) -> None:
+    def __init__(self, ids_shuffle: Tensor, counts: TokenCounts) -> None:
         ids_shuffle = torch.as_tensor(ids_shuffle)
         if ids_shuffle.shape[-1] != counts.num_tokens:
             raise ValueError(f"ids_shuffle must have {counts.num_tokens} columns, got {list(ids_shuffle.shape)}")
@@ -139,31 +139,31 @@ class TokenOrder:
         self.ids_restore = torch.empty_like(ids_shuffle).scatter_(1, ids_shuffle, places)
 
     @property
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """Bool [B, N] in raster order: True at masked tokens, retained or thrown."""
         return self.ids_restore >= self.counts.num_visible
 
     @property
-    def thrown(self) -> torch.Tensor:
+    def thrown(self) -> Tensor:
         """Bool [B, N] in raster order: True at thrown tokens."""
         return self.ids_restore >= self.counts.num_kept
 
     @staticmethod
-    def take(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def take(x: Tensor, ids: Tensor) -> Tensor:
         """Gathers the rows of `x` [B or 1, N, C] at `ids` [B, n]. Returns [B, n, C]."""
         x = x.expand(len(ids), -1, -1)
         ids = ids.unsqueeze(-1).expand(-1, -1, x.shape[-1])
         return x.gather(1, ids)
 
-    def take_visible(self, x: torch.Tensor) -> torch.Tensor:
+    def take_visible(self, x: Tensor) -> Tensor:
         """Gathers the visible ones of tokens in raster order: [B or 1, N, C] to [B, num_visible, C]."""
         return self.take(x, self.ids_visible)
 
-    def take_kept(self, x: torch.Tensor) -> torch.Tensor:
+    def take_kept(self, x: Tensor) -> Tensor:
         """Gathers the kept ones of tokens in raster order: [B or 1, N, C] to [B, num_kept, C] in token order."""
         return self.take(x, self.ids_kept)
 
-    def append_mask_tokens(self, x: torch.Tensor, mask_token: torch.Tensor) -> torch.Tensor:
+    def append_mask_tokens(self, x: Tensor, mask_token: Tensor) -> Tensor:
         """Appends one mask token [1, 1, C] per retained token to the visible tokens `x` [B, num_visible, C].
 
         Thrown tokens get none. Returns [B, num_kept, C] in token order.
@@ -171,7 +171,7 @@ class TokenOrder:
         mask_tokens = mask_token.expand(len(x), self.counts.num_retained, -1)
         return torch.cat([x, mask_tokens], dim=1)
 
-    def restore(self, x: torch.Tensor) -> torch.Tensor:
+    def restore(self, x: Tensor) -> Tensor:
         """Puts the order's first n tokens `x` [B, n, C] back into raster order. All other tokens are zero.
 
         With n = num_kept the zeros are the thrown tokens. Returns [B, N, C]. The backward pass is a plain gather.
@@ -228,7 +228,7 @@ class ProgressiveDecoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation: SpatialAggregation | None = None
 
-    def forward(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class tokens first.
 
         Returns [B, num_supervised, out_dim] in token order.
@@ -236,7 +236,7 @@ class ProgressiveDecoder(nn.Module):
         x = self.features(x, order)
         return self.predict(x[:, order.counts.num_visible :])
 
-    def features(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Turns the latent [B, P + num_visible, D] into features of all tokens [B, N, C] in token order.
 
         Plain partial reconstruction returns the features of the kept tokens [B, num_kept, C].
@@ -246,7 +246,7 @@ class ProgressiveDecoder(nn.Module):
             x = block(x)
         return self.aggregate(x[:, self.num_prefix :], order)
 
-    def embed_tokens(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def embed_tokens(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Makes the input of the blocks from the latent [B, P + num_visible, D].
 
         Returns [B, P + num_kept, C]: the class tokens, then the kept tokens in token order, all with positions.
@@ -258,7 +258,7 @@ class ProgressiveDecoder(nn.Module):
         tokens = tokens + order.take_kept(self.pos_embed[:, P:])
         return torch.cat([prefix, tokens], dim=1)
 
-    def aggregate(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def aggregate(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Adds the thrown tokens to the blocks' output on the kept ones [B, num_kept, C].
 
         Returns [B, N, C] in token order. Plain partial reconstruction returns `x` unchanged.
@@ -267,7 +267,7 @@ class ProgressiveDecoder(nn.Module):
             return x
         return self.aggregation(x, order, self.grid_size)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Applies norm and head to features [B, n, C], token by token. Returns [B, n, out_dim]."""
         return self.pred(self.norm(x))
 
@@ -295,7 +295,7 @@ class SpatialAggregation(nn.Module):
         self.applies_to = applies_to
         self.operator = AGGREGATION[kind](dim, kernel_size)
 
-    def forward(self, x: torch.Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> torch.Tensor:
+    def forward(self, x: Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> Tensor:
         """Adds the thrown tokens to the kept ones `x` [B, num_kept, C]. Returns [B, N, C]. Both are in token order."""
         grid = order.restore(x).unflatten(1, grid_size)  # [B, rows, columns, C], zeros at thrown
         kept = ~order.thrown.unflatten(1, grid_size)  # [B, rows, columns]
@@ -318,7 +318,7 @@ class DepthwiseConv(nn.Conv2d):
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
         self.to(memory_format=torch.channels_last)  # the layout of its gradient, which DDP's buckets follow
 
-    def forward(self, grid: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
         grid = super().forward(grid.permute(0, 3, 1, 2))
         return grid.permute(0, 2, 3, 1)
 
@@ -329,7 +329,7 @@ class AveragePool(nn.AvgPool2d):
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__(kernel_size, stride=1, padding=kernel_size // 2)
 
-    def forward(self, grid: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
         grid = super().forward(grid.permute(0, 3, 1, 2))
         return grid.permute(0, 2, 3, 1)
 
@@ -342,7 +342,7 @@ class TransformerLayer(nn.Module):
         head_width = int(np.gcd(dim, 32))
         self.block = Block(dim, num_heads=dim // head_width)
 
-    def forward(self, grid: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
         _, rows, columns, dim = grid.shape
         positions = sincos_pos_embed(dim, (rows, columns), device=grid.device)
         tokens = grid.flatten(1, 2) + positions.to(grid.dtype)
@@ -356,9 +356,13 @@ class ConvNeXtLayer(nn.Module):
         super().__init__()
         self.dwconv = DepthwiseConv(dim, kernel_size)
         self.norm = layer_norm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim),
+            nn.GELU(),
+            nn.Linear(4 * dim, dim),
+        )
 
-    def forward(self, grid: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
         x = self.norm(self.dwconv(grid, kept))
         return grid + self.mlp(x)
 
@@ -489,7 +493,8 @@ class TokenOrderSampler:
         rows, columns = self.grid_size
         side = self.mask_unit
         grid = values.reshape(-1, rows // side, columns // side)
-        return grid.repeat(side, axis=1).repeat(side, axis=2).reshape(len(values), -1)
+        tokens = grid.repeat(side, axis=1).repeat(side, axis=2)
+        return tokens.reshape(len(values), -1)
 
     def visible_tokens(self, noise: np.ndarray) -> np.ndarray:
         """Chooses the visible tokens by noise [B, N]. Returns bool [B, N] with `num_visible` True per row."""
@@ -578,7 +583,7 @@ class MaskCollator:
         self.shared_visible = shared_visible
         self.token_weights = token_weights
 
-    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         imgs, labels, addresses, *boxes = zip(*samples, strict=True)
         epochs, indices = np.asarray(addresses).T
         counts = self.sampler.counts
@@ -596,6 +601,6 @@ class MaskCollator:
         imgs = torch.utils.data.default_collate(imgs)  # in a worker it stacks them straight into shared memory
         return imgs, torch.as_tensor(labels), ids_shuffle
 
-    def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
+    def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
         """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""
         return [self(samples)]

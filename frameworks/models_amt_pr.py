@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from encoders.models_absolute_vit import AbsoluteViTEncoder
 from framework import Framework
@@ -93,7 +94,8 @@ class AMTOrderSampler(TokenOrderSampler):
         unit_noise = noise_of_first.reshape(len(noise), -1)  # [B, units]
         unit_weights = np.ones_like(unit_noise)
         if weights is not None:
-            unit_weights = self.split_units(weights).mean(axis=(2, 4)).reshape(len(noise), -1)
+            unit_weights = self.split_units(weights).mean(axis=(2, 4))
+            unit_weights = unit_weights.reshape(len(noise), -1)
         order = weighted_permutation(unit_weights, unit_noise)
         size = self.mask_unit**2
         num_retained = self.counts.num_retained // size
@@ -158,11 +160,11 @@ class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
             throw_ratio = 0.0
         return count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
 
-    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Adds the positions and runs the encoder."""
         return self.encode(tokens + order.take_kept(self.patch_positions))
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of AMT's public code on SimMIM under the names here.
 
         That code has a layer scale for attention, `gamma_1`, but does not use it. So it becomes 1 here.

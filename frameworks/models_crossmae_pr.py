@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from framework import DECODER_FLAGS, Flag, PixelFramework, check_blocks, decoder_heads, rename_prefixes
@@ -114,7 +114,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
             return None
         return CrossAggregation(dim, self.embed_dim, self.num_levels, self.visible_source, self.method)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
@@ -123,13 +123,13 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         error = self.error(pred, imgs, patches, order)
         return {"pixel": error.square().mean()}
 
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
         tokens = self.patch_embed(order.take_visible(patches))
         tokens = tokens + order.take_visible(self.patch_positions)
         return self.encode_levels(tokens)
 
-    def encode_levels(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode_levels(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D]. Returns the levels [k, B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
         levels = []
@@ -141,13 +141,13 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
                 levels.append(x)
         return torch.stack(levels)
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens. Visible ones, which the decoder does not predict, are zero."""
         levels = self.forward_encoder(self.patchify(imgs), order)
         pred = self.decoder(levels, order)
         return F.pad(pred, (0, 0, self.counts.num_visible, 0))
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_prefixes(weights, OFFICIAL_NAMES)
 
 
@@ -188,11 +188,11 @@ class CrossAttentionDecoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation: CrossAggregation | None = None
 
-    def forward(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward(self, levels: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens [B, num_supervised, out_dim] from the levels [k, B, 1 + num_visible, D]."""
         return self.pred(self.norm(self.features(levels, order)))
 
-    def features(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, levels: Tensor, order: TokenOrder) -> Tensor:
         """Turns the levels [k, B, 1 + num_visible, D] into features of the supervised tokens [B, num_supervised, C]."""
         num_visible = order.counts.num_visible
         positions = order.take_kept(self.pos_embed[:, 1:])
@@ -208,7 +208,7 @@ class CrossAttentionDecoder(nn.Module):
         x = self.aggregation(kept, order, self.grid_size)
         return x[:, num_visible:]
 
-    def decode(self, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    def decode(self, x: Tensor, levels: Tensor) -> Tensor:
         """Runs the blocks on queries [B, n, C], which read the levels [k, B, T, D]. Returns [B, n, C]."""
         mixtures = mix_levels(self.level_weights, levels).unbind()
         for block, norm, mixture in zip(self.blocks, self.level_norms, mixtures, strict=True):
@@ -216,7 +216,7 @@ class CrossAttentionDecoder(nn.Module):
         return x
 
 
-def mix_levels(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+def mix_levels(weights: Tensor, levels: Tensor) -> Tensor:
     """Returns the mixtures [J, B, T, D] of the levels [k, B, T, D] by the weights [J, k].
 
     Autocast is off: levels are residual streams in float32, and half precision would round their differences.
@@ -236,14 +236,14 @@ class Mixture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weights: Tensor, levels: Tensor) -> Tensor:
         """weights: [J, k]. levels: [k, B, T, D]. Returns [J, B, T, D]."""
         ctx.save_for_backward(weights, levels)
         mixtures = weights @ levels.flatten(1)
         return mixtures.view(-1, *levels.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of weights and levels."""
         weights, levels = ctx.saved_tensors
         grad_by_image = grad.flatten(2).transpose(0, 1)  # [B, J, T D]
@@ -266,7 +266,7 @@ class CrossBlock(nn.Module):
         self.norm2 = layer_norm(dim)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """Updates the queries `x` [B, n, C] from the context [B, T, D]. Returns [B, n, C]."""
         x = x + self.cross_attn(self.norm1(x), context)
         return x + self.mlp(self.norm2(x))
@@ -284,11 +284,12 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(context_dim, 2 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, -1))  # [B, n, heads, d]
-        kv = self.kv(context).unflatten(-1, (2, self.num_heads, -1))
-        k, v = kv.unbind(2)  # each [B, T, heads, d]
-        x = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        q = q.transpose(1, 2)  # [B, heads, n, d]
+        kv = self.kv(context).unflatten(-1, (2, self.num_heads, -1))  # [B, T, 2, heads, d]
+        k, v = (tensor.transpose(1, 2) for tensor in kv.unbind(2))  # each [B, heads, T, d]
+        x = F.scaled_dot_product_attention(q, k, v)
         return self.proj(x.transpose(1, 2).flatten(2))
 
 
@@ -317,7 +318,7 @@ class CrossAggregation(SpatialAggregation):
             self.visible_embed = nn.Linear(embed_dim, dim)
             init_weights(self.visible_embed)
 
-    def visible_features(self, levels: torch.Tensor) -> torch.Tensor:
+    def visible_features(self, levels: Tensor) -> Tensor:
         """Returns features of the visible tokens [B, n, C] from the levels [k, B, 1 + n, D]. They hold no positions."""
         if self.visible_source == "zeros":
             _, B, length, _ = levels.shape

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from encoders import models_swin
 from encoders.models_swin import SwinEncoder
@@ -61,19 +62,19 @@ class GroupCollator(MaskCollator):
         super().__init__(sampler, seed, shared_visible=True)
         self.grouper = grouper
 
-    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         batch = super().__call__(samples)
         groupings = self.grouper(self.visible_units(batch))
         return (*batch, *groupings)
 
-    def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
+    def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
         batch = super().__call__(samples)
         shapes = self.grouper.shapes(self.visible_units(batch))
         if not shapes:
             return [batch]
         return [(*batch, *groupings) for groupings in shapes]
 
-    def visible_units(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def visible_units(self, batch: tuple[Tensor, ...]) -> Tensor:
         """Returns the raster ids of the units that all images of the batch share, int64 [V]."""
         ids_shuffle = batch[2]
         return ids_shuffle[0, : self.sampler.counts.num_visible]
@@ -140,10 +141,10 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
 
     def forward(
         self,
-        imgs: torch.Tensor,
-        ids_shuffle: torch.Tensor,
-        *groupings: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        *groupings: Tensor,
+    ) -> dict[str, Tensor]:
         """Returns the scalar loss {"pixel"}.
 
         groupings: of the windows of the batch's visible set, made by `collator`. Without them each stage has one group
@@ -158,10 +159,10 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
 
     def forward_encoder(
         self,
-        units: torch.Tensor,
+        units: Tensor,
         order: TokenOrder,
-        groupings: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
+        groupings: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Returns the latent of the visible units [B, num_visible, 8 D].
 
         units: all of them, [B, N, 32 * 32 * C]. Raises ValueError, on the CPU, if the images of the batch do not share
@@ -173,12 +174,13 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             ids = ids.sort(dim=1).values
         p = self.patch_size
         side = self.stride // p
-        pixels = order.take(units, ids).unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
+        visible = order.take(units, ids)  # [B, V, 32 * 32 * C]
+        pixels = visible.unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
         patches = pixels.transpose(3, 4).flatten(4)  # [B, V, 8, 8, 4 * 4 * C]
         tokens = self.patch_embed(patches)  # [B, V, 8, 8, D]
         return self.encode_visible(tokens, ids[0], groupings)
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         latent = self.forward_encoder(self.token_pixels(imgs), order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
@@ -186,9 +188,9 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         names = [name for name, _ in self.named_parameters()]
         return {name for name in names if "position_bias" in name or "token" in name}
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns GreenMIM's weights under the names here, without buffers that the model computes."""
-        renamed: dict[str, torch.Tensor] = {}
+        renamed: dict[str, Tensor] = {}
         for name, value in weights.items():
             if name.startswith("decoder_") or name == "mask_token":
                 renamed["decoder." + name.removeprefix("decoder_")] = value
@@ -208,12 +210,12 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         super().load_official(weights)
 
 
-def check_shared(ids_visible: torch.Tensor) -> None:
+def check_shared(ids_visible: Tensor) -> None:
     """Raises an error if images do not share their visible units [B, V]. On a GPU it comes without a sync."""
     if ids_visible.device.type == "meta" or torch.compiler.is_compiling():
         return
     is_shared = (ids_visible == ids_visible[:1]).all()
-    has_values = type(ids_visible) is torch.Tensor and ids_visible.device.type == "cpu"  # a fake tensor has none
+    has_values = type(ids_visible) is Tensor and ids_visible.device.type == "cpu"  # a fake tensor has none
     if has_values and not is_shared:
         raise ValueError(
             "all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True"

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from framework import Framework, View, check_blocks
@@ -87,7 +87,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         for decoder in self.decoder:
             decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns the scalar losses of normalised images [B, C, H, W] with ids_shuffle int64 [B, N].
 
         There is one per level, named by the side of a cell: "hog4", "hog8", "hog16" and "hog32" for patches of 16 px.
@@ -95,23 +95,23 @@ class LocalMIMViT(Framework, ViTEncoder):
         order = TokenOrder(ids_shuffle, self.counts)
         targets = self.target(imgs)
         latents = self.forward_encoder(imgs, order)
-        features = [decoder.features(x, order) for decoder, x in zip(self.decoder, latents, strict=True)]
         losses = {}
         for level, cell in enumerate(self.cells):
+            x = self.decoder[level].features(latents[level], order)
             if level < 3:
-                loss = self.token_loss(level, features[level], targets[level], order)
+                loss = self.token_loss(level, x, targets[level], order)
             else:
-                loss = self.group_loss(features[level], targets[level], order)
+                loss = self.group_loss(x, targets[level], order)
             losses[f"hog{cell}"] = loss
         return losses
 
-    def forward_encoder(self, imgs: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
+    def forward_encoder(self, imgs: Tensor, order: TokenOrder) -> list[Tensor]:
         """Returns the latents of the visible tokens at the four levels, [B, 1 + num_visible, D] each."""
         tokens = self.patch_embed(order.take_visible(self.patchify(imgs)))
         tokens = tokens + order.take_visible(self.patch_positions)
         return self.encode(tokens)
 
-    def encode(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, tokens: Tensor) -> list[Tensor]:
         """Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first."""
         x = self.prepend_cls_token(tokens)
         norms = iter(self.norm)
@@ -123,14 +123,14 @@ class LocalMIMViT(Framework, ViTEncoder):
                 levels.append(norm(x))
         return levels
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         return self.encode(self.embed(imgs))[-1]
 
-    def target(self, imgs: torch.Tensor) -> list[torch.Tensor]:
+    def target(self, imgs: Tensor) -> list[Tensor]:
         """Returns the HOG features of the four levels, float32 [B, C * num_bins, rows, columns] without gradient."""
         return hog(imgs, self.cells, self.num_bins, self.hog_bias)
 
-    def token_loss(self, level: int, x: torch.Tensor, target: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def token_loss(self, level: int, x: Tensor, target: Tensor, order: TokenOrder) -> Tensor:
         """Returns the loss of level 0, 1 or 2: the mean squared error over the cells of the supervised tokens.
 
         x: features [B, n, C] in token order. target: [B, C', rows, columns].
@@ -142,7 +142,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         error = pred.to(target.dtype) - target
         return error.square().mean()
 
-    def group_loss(self, x: torch.Tensor, target: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def group_loss(self, x: Tensor, target: Tensor, order: TokenOrder) -> Tensor:
         """Returns the loss of level 3, in which a cell is a group of 2 x 2 tokens.
 
         It is the squared error, weighted by the share of supervised tokens in each group. x: features [B, n, C] in
@@ -156,7 +156,7 @@ class LocalMIMViT(Framework, ViTEncoder):
         return (error * weights).sum() / weights.sum()
 
     @torch.no_grad()
-    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[list[Tensor], Tensor]:
         """Returns (HOG features predicted at the four levels, mask of the predicted tokens, bool [B, N]).
 
         The features are [B, cells, C * num_bins] each, in raster order. Plain partial reconstruction predicts no thrown
@@ -178,9 +178,9 @@ class LocalMIMViT(Framework, ViTEncoder):
     @torch.no_grad()
     def views(
         self,
-        imgs: torch.Tensor,
-        ids_shuffle: torch.Tensor,
-        undo: Callable[[torch.Tensor], torch.Tensor],
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        undo: Callable[[Tensor], Tensor],
     ) -> list[View]:
         """Returns a view per level, whose colours are orientations.
 
@@ -209,11 +209,11 @@ class LocalMIMViT(Framework, ViTEncoder):
             views.append(view)
         return views
 
-    def draw(self, histograms: torch.Tensor) -> torch.Tensor:
+    def draw(self, histograms: Tensor) -> Tensor:
         """Turns histograms of cells [B, C * num_bins, rows, columns] into images of the model's size [B, 3, H, W]."""
         return F.interpolate(orientation_colors(histograms, self.num_bins), size=self.img_size)
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns LocalMIM's weights without its gradient filters, which are computed here; but with their bias."""
         filters = {}
         others = {}
@@ -236,11 +236,11 @@ class LocalMIMViT(Framework, ViTEncoder):
 class LocalDecoder(ProgressiveDecoder):
     """The decoder of one level: blocks, aggregation, norm, and a head that brings the tokens to the level's scale."""
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Predicts the cells of each token, in raster order, from features [B, n, C]. Returns [B, n, cells * C']."""
         return self.pred(self.norm(x)).flatten(2)
 
-    def predict_groups(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_groups(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the cells of level 3, each of which is a group of 2 x 2 tokens, from features [B, n, C].
 
         Each group is the mean over its tokens that are present. Plain partial reconstruction lacks some of them. A mean
@@ -254,7 +254,7 @@ class LocalDecoder(ProgressiveDecoder):
         return self.pred(x)
 
 
-def pool(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+def pool(x: Tensor, grid_size: tuple[int, int]) -> Tensor:
     """Averages raster tokens [B, N, C] over groups of 2 x 2. Returns [B, N/4, C]."""
     rows, columns = grid_size
     grid = x.reshape(len(x), rows // 2, 2, columns // 2, 2, -1)
@@ -290,7 +290,7 @@ class Upsample(nn.ConvTranspose2d):
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__(dim, out_dim, kernel_size=2, stride=2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.permute(2, 3, 1, 0).flatten(0, 2)  # [4 * C', C]
         x = F.linear(x, weight, self.bias.repeat(4))
         return x.unflatten(-1, (4, -1))
@@ -302,14 +302,14 @@ class Pointwise(nn.Conv2d):
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__(dim, out_dim, kernel_size=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.flatten(1), self.bias)
 
 
 class RasterCells(nn.Module):
     """Puts the cells of cells that two upsamplings make, [B, n, 4, 4, C], in raster order, [B, n, 16, C]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = x.unflatten(3, (2, 2)).unflatten(2, (2, 2))  # [B, n, 2, 2, 2, 2, C]
         return x.transpose(3, 4).flatten(2, 5)
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from encoders.names import from_mmpretrain
 from framework import check_blocks
@@ -50,11 +50,11 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         self.method = replace(self.method, progressive=progressive)
         self.decoder.aggregation = self.make_aggregation(self.decoder_embed_dim)
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels to [B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
         projections = iter(self.proj_layers)
-        levels: list[torch.Tensor] = []
+        levels: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i == len(self.blocks) - 1:
@@ -65,14 +65,14 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
         weights = self.proj_weights.softmax(dim=0)  # [levels, 1, 1, 1]
         return (weights * torch.stack(levels)).sum(dim=0)
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
         return self.norm(super().encode(self.embed(imgs)))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns MFF's weights under the names here.
 
         The position tables are the release's, too: MFF's encode the row first, those here the column first.

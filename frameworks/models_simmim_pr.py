@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from encoders import models_swin
 from encoders.models_relative_vit import RelativeViTEncoder
@@ -55,11 +55,11 @@ class SimMIMOnViT(PixelFramework):
         self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * self.in_chans)
         self.aggregation = self.make_aggregation(self.embed_dim)
 
-    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
         raise NotImplementedError
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
@@ -68,7 +68,7 @@ class SimMIMOnViT(PixelFramework):
         error = self.error(pred, imgs, patches, order)
         return {"pixel": error.abs().mean()}
 
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
 
         Returns [B, N, D] in token order. Plain partial reconstruction returns the kept tokens [B, num_kept, D].
@@ -81,11 +81,11 @@ class SimMIMOnViT(PixelFramework):
             return x
         return self.aggregation(x, order, self.grid_size)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Applies norm and head to features [B, n, D], token by token. Returns [B, n, p*p*C]."""
         return self.pred(self.norm(x))
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         return self.predict(self.forward_encoder(self.patchify(imgs), order))
 
 
@@ -105,14 +105,14 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     def count_visible_units(self, num_units: int) -> int:
         return count_visible_units(num_units, self.method.mask_ratio)
 
-    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""
         return self.encode(tokens, order.ids_kept)
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token"}  # as in the release: the mask token and the bias table decay
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_release(weights, self.patch_size)
 
 
@@ -139,7 +139,7 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
     def count_visible_units(self, num_units: int) -> int:
         return count_visible_units(num_units, self.method.mask_ratio)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
@@ -147,7 +147,7 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         error = self.error(pred[:, self.counts.num_visible :], imgs, patches, order)
         return {"pixel": error.abs().mean()}
 
-    def predict_patches(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_patches(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Predicts all tokens [B, N, p*p*C], in token order, from the visible ones of all patches [B, N, p*p*C]."""
         visible = self.patch_embed(order.take_visible(patches))
         tokens = order.append_mask_tokens(visible, self.mask_token)
@@ -157,17 +157,17 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         pred = patchify(imgs, self.patch_size)  # [B, N, p*p*C], raster
         return order.take(pred, order.ids_shuffle)
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         return self.predict_patches(self.patchify(imgs), order)
 
     def no_weight_decay(self) -> set[str]:
         return {"mask_token"}  # as in the release: bias tables decay
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_release(weights, self.stride)
 
 
-def rename_release(weights: dict[str, torch.Tensor], stride: int) -> dict[str, torch.Tensor]:
+def rename_release(weights: dict[str, Tensor], stride: int) -> dict[str, Tensor]:
     """Returns the weights of SimMIM's release under the names here, with the head re-indexed.
 
     The release's head is a 1x1 convolution with channels (colour, row, column). The linear head here has outputs (row,
@@ -185,7 +185,7 @@ def rename_release(weights: dict[str, torch.Tensor], stride: int) -> dict[str, t
     return renamed
 
 
-def reorder_head(value: torch.Tensor, stride: int) -> torch.Tensor:
+def reorder_head(value: Tensor, stride: int) -> Tensor:
     """Returns a weight or bias whose outputs (colour, row, column) have become (row, column, colour)."""
     value = value.unflatten(0, (-1, stride, stride))  # [colours, rows, columns, ...]
     return value.movedim(0, 2).flatten(0, 2)

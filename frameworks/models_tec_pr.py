@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.names import is_published_tec
@@ -147,7 +147,7 @@ class TECViT(Framework, ViTEncoder):
         if self.teacher.statistics != (tuple(mean), tuple(std)):
             self.teacher.renormalize(mean, std)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns the scalar losses {"feature", "attention"}."""
         order = TokenOrder(ids_shuffle, self.counts)
         # The teacher runs first: its memory is free again before the student's activations are stored.
@@ -159,13 +159,13 @@ class TECViT(Framework, ViTEncoder):
             "attention": self.attention_loss(att, logits, queries),
         }
 
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Returns the adapted latent of the visible ones of all patches, [B, 1 + num_visible, D]."""
         tokens = self.patch_embed(order.take_visible(patches))
         tokens = tokens + order.take_visible(self.patch_positions)
         return self.encode(tokens)
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Returns the fused outputs of all blocks on embedded tokens [B, n, D], [B, 1 + n, D], class token first."""
         x = self.prepend_cls_token(tokens)
         levels = []
@@ -175,7 +175,7 @@ class TECViT(Framework, ViTEncoder):
         levels[-1] = self.norm(x)
         return self.encoder_adaptor(levels)
 
-    def forward_decoders(self, latent: torch.Tensor, order: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_decoders(self, latent: Tensor, order: TokenOrder) -> tuple[Tensor, Tensor]:
         """Returns the features of both decoders before their norms, two tensors [B, 1 + n, C].
 
         The class token comes first, without aggregation. All N tokens follow in token order, or only the kept ones in
@@ -190,10 +190,12 @@ class TECViT(Framework, ViTEncoder):
         fea, att = x.chunk(2)
         fea_tokens = self.decoder_fea.aggregate(fea[:, 1:], order)
         att_tokens = self.decoder_att.aggregate(att[:, 1:], order)
-        return torch.cat([fea[:, :1], fea_tokens], dim=1), torch.cat([att[:, :1], att_tokens], dim=1)
+        fea = torch.cat([fea[:, :1], fea_tokens], dim=1)
+        att = torch.cat([att[:, :1], att_tokens], dim=1)
+        return fea, att
 
     @staticmethod
-    def feature_target(features: torch.Tensor) -> torch.Tensor:
+    def feature_target(features: Tensor) -> Tensor:
         """Returns the teacher's features [B, N, T], z-scored over the patches of each image and channel.
 
         The target has float32 or wider.
@@ -203,7 +205,7 @@ class TECViT(Framework, ViTEncoder):
         variance = features.var(dim=1, keepdim=True)
         return (features - mean) / (variance + 1e-6).sqrt()
 
-    def feature_loss(self, x: torch.Tensor, features: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def feature_loss(self, x: Tensor, features: Tensor, order: TokenOrder) -> Tensor:
         """Returns the mean squared error over the supervised tokens.
 
         x: [B, 1 + n, C] in token order. features: [B, N, T] in raster order.
@@ -215,7 +217,7 @@ class TECViT(Framework, ViTEncoder):
         error = pred.to(target.dtype) - target
         return error.square().mean()
 
-    def attention_loss(self, x: torch.Tensor, logits: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    def attention_loss(self, x: Tensor, logits: Tensor, queries: Tensor) -> Tensor:
         """Returns the cross-entropy between the rows of attention of teacher and student, over visible and masked keys.
 
         In plain partial reconstruction only the kept tokens are keys and queries.
@@ -225,7 +227,8 @@ class TECViT(Framework, ViTEncoder):
         """
         x = self.decoder_att.norm(x)
         tokens = x[:, 1:]
-        rows = torch.cat([x[:, :1], TokenOrder.take(tokens, queries)], dim=1)
+        queried = TokenOrder.take(tokens, queries)
+        rows = torch.cat([x[:, :1], queried], dim=1)
         head = self.decoder_att.pred
         query_weight, key_weight = head.weight.chunk(2)
         query_bias, key_bias = head.bias.chunk(2)
@@ -238,7 +241,7 @@ class TECViT(Framework, ViTEncoder):
         return cross_entropy.mean()
 
     @torch.no_grad()
-    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (predicted features [B, N, T] in raster order, mask of the predicted tokens, bool [B, N])."""
         order = TokenOrder(ids_shuffle, self.counts)
         latent = self.forward_encoder(self.patchify(imgs), order)
@@ -249,9 +252,9 @@ class TECViT(Framework, ViTEncoder):
     @torch.no_grad()
     def views(
         self,
-        imgs: torch.Tensor,
-        ids_shuffle: torch.Tensor,
-        undo: Callable[[torch.Tensor], torch.Tensor],
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        undo: Callable[[Tensor], Tensor],
     ) -> list[View]:
         """Returns one view: the main components of the teacher's features as colours.
 
@@ -277,23 +280,23 @@ class TECViT(Framework, ViTEncoder):
             )
         ]
 
-    def enlarge(self, tokens: torch.Tensor) -> torch.Tensor:
+    def enlarge(self, tokens: Tensor) -> Tensor:
         """Turns values of tokens [B, N, C] into images [B, C, H, W]."""
         grid = tokens.transpose(1, 2).unflatten(2, self.grid_size)
         return F.interpolate(grid, size=self.img_size)
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block without the adapter, [B, 1 + N, D] after the norm."""
         return self.norm(super().encode(self.embed(imgs)))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Moves and casts the teacher together with the model."""
         self.teacher._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of a checkpoint of TEC's pre-training under the names here."""
-        renamed: dict[str, torch.Tensor] = {}
+        renamed: dict[str, Tensor] = {}
         for name, value in weights.items():
             owner, _, rest = name.partition(".")
             if owner == "decoder_pos_embed":  # the release has one table for both decoders
@@ -347,7 +350,7 @@ class EncoderAdaptor(nn.Module):
         self.adap_mlps = nn.ModuleList(timm_layers.Mlp(dim, hidden_dim) for _ in range(num_adap))
         self.adap_after = nn.LayerNorm(dim)
 
-    def forward(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, levels: Sequence[Tensor]) -> Tensor:
         """Fuses the outputs of the blocks, [B, n, D] each, to [B, n, D]."""
         fused = 0
         x = self.adap_before(torch.cat(levels, dim=-1))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.kinds import PLAIN
@@ -43,9 +43,7 @@ class Teacher(ViTEncoder):
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def forward(
-        self, imgs: torch.Tensor, order: TokenOrder, num_keys: int, topk: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, imgs: Tensor, order: TokenOrder, num_keys: int, topk: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (features, logits, queries) of normalised images [B, C, H, W].
 
         features [B, N, T], in raster order: the mean of the outputs of the last two blocks, without the final norm.
@@ -84,12 +82,12 @@ class Teacher(ViTEncoder):
         self.statistics = (tuple(mean), tuple(std))
 
     @torch.no_grad()
-    def features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def features(self, imgs: Tensor) -> Tensor:
         """Returns the mean of the last two blocks' outputs, [B, N, T] in raster order, of normalised [B, C, H, W]."""
         features, _ = self._forward_blocks(imgs)
         return features
 
-    def _forward_blocks(self, imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_blocks(self, imgs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (features [B, N, T], input of the last block [B, 1 + N, T])."""
         x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
@@ -98,7 +96,7 @@ class Teacher(ViTEncoder):
         return last_two[:, 1:] / 2, x
 
 
-def attention_logits(q: torch.Tensor, k: torch.Tensor, num_heads: int) -> torch.Tensor:
+def attention_logits(q: Tensor, k: Tensor, num_heads: int) -> Tensor:
     """Returns the products of queries [B, Q, T] and keys [B, n, T] per head, unscaled, [B, heads, Q, n].
 
     They are computed in float32 or wider. Half precision would round the values before a ranking and a softmax. The
@@ -180,7 +178,7 @@ def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int)
 @torch.no_grad()
 def _check_equal_features(teacher: Teacher, theirs: nn.Module, label: str) -> None:
     """Raises ValueError if timm's model computes other features from equal weights, say by another activation."""
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
     handle = theirs.blocks[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
     generator = torch.Generator().manual_seed(0)
     imgs = torch.randn(1, 3, *teacher.img_size, generator=generator)
@@ -189,7 +187,8 @@ def _check_equal_features(teacher: Teacher, theirs: nn.Module, label: str) -> No
     expected = outputs[0]
     x = teacher.forward_features(imgs)
     tolerance = 1e-3 * x.abs().max().item()
-    if expected.shape != x.shape or not torch.allclose(expected, x, rtol=1e-3, atol=tolerance):
+    is_equal = expected.shape == x.shape and torch.allclose(expected, x, rtol=1e-3, atol=tolerance)
+    if not is_equal:
         raise ValueError(
             f"{label} is no plain ViT with a class token: timm's network computes other features of equal weights"
         )
