@@ -96,7 +96,12 @@ class Framework(nn.Module):
                     "give the flag another name"
                 )
 
-    def __init__(self, norm_pix_loss: bool = False, mask_unit: int = 1, **arguments: Any) -> None:
+    def __init__(
+        self,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        **arguments: Any,
+    ) -> None:
         method = {}
         for name in METHOD_ARGUMENTS:
             if name in arguments:

@@ -106,7 +106,12 @@ class RelativeAttention(nn.Module):
         the caller passes the bias, or None for logits without bias.
     """
 
-    def __init__(self, dim: int, num_heads: int, grid_size: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -185,7 +190,12 @@ class RelativeViTEncoder(PatchEncoder):
     sizes: the fields of `models_vit.ViTSizes`.
     """
 
-    def __init__(self, init_values: float = 0.1, shared_bias: bool = True, **sizes: Any) -> None:
+    def __init__(
+        self,
+        init_values: float = 0.1,
+        shared_bias: bool = True,
+        **sizes: Any,
+    ) -> None:
         vit = ViTSizes(**sizes)
         super().__init__(vit)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
@@ -272,7 +282,13 @@ class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
 
     pools = ("avg",)
 
-    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        probe: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(shared_bias=False, **kwargs)
         self.add_head(num_classes, global_pool, probe, std=0.02 * 0.001)
 

@@ -33,7 +33,12 @@ def relative_offset_index(coords: Tensor, grid_size: tuple[int, int]) -> Tensor:
     return table_row * (2 * columns - 1) + table_column
 
 
-def resize_bias_table(table: Tensor, source: tuple[int, int], target: tuple[int, int], num_extra: int = 0) -> Tensor:
+def resize_bias_table(
+    table: Tensor,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    num_extra: int = 0,
+) -> Tensor:
     """Resizes a table of biases [(2 r - 1)(2 c - 1) + num_extra, heads] from the grid `source` (r, c) to `target`.
 
     The extra rows (of a class token) are kept. Raises ValueError if the table does not belong to `source`.

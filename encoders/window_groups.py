@@ -48,7 +48,11 @@ def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[l
     return groups
 
 
-def group_tokens(windows: Sequence[int] | np.ndarray, group_size: int, capacity: int = 0) -> np.ndarray:
+def group_tokens(
+    windows: Sequence[int] | np.ndarray,
+    group_size: int,
+    capacity: int = 0,
+) -> np.ndarray:
     """Returns the tokens of each group, int64 [G, group_size], padded with -1.
 
     windows: the number of each token's window, [T]. capacity: the smallest number of groups. Empty groups follow the
@@ -76,7 +80,13 @@ class WindowGroups:
         the cost only, not the result.
     """
 
-    def __init__(self, coords: Tensor, window: int, shift: int, groups: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        coords: Tensor,
+        window: int,
+        shift: int,
+        groups: Tensor | None = None,
+    ) -> None:
         self.ids: Tensor | None = None  # [G, g], padded with 0
         self.slots: Tensor | None = None  # [T], where each token stands among the G * g
         present: Tensor | None = None  # [G, g], False where a group is padded

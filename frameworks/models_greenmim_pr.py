@@ -136,7 +136,12 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             kind = NoiseOrderSampler
         return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
-    def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
+    def collator(
+        self,
+        sampling: str,
+        seed: int,
+        token_weights: Callable | None = None,
+    ) -> MaskCollator:
         return GroupCollator(self.sampler(sampling), seed, self.grouper)
 
     def forward(

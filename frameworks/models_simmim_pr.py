@@ -36,16 +36,17 @@ __all__ = [
 ]
 
 
-def count_visible_units(num_units: int, mask_ratio: float) -> int:
-    """Returns how many units are visible. The number of masked ones is rounded up, as in the release.
+class SimMIM(PixelFramework):
+    """How SimMIM counts: the number of masked units is rounded up, for example to 30 of 49 at mask_ratio 0.6."""
 
-    For example, 30 of 49 units are masked at mask_ratio 0.6.
-    """
-    num_masked = math.ceil(num_units * mask_ratio)
-    return num_units - num_masked
+    release = "SimMIM"
+
+    def count_visible_units(self, num_units: int) -> int:
+        num_masked = math.ceil(num_units * self.method.mask_ratio)
+        return num_units - num_masked
 
 
-class SimMIMOnViT(PixelFramework):
+class SimMIMOnViT(SimMIM):
     """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss."""
 
     def add_head(self) -> None:
@@ -95,15 +96,11 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     arguments: of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
     """
 
-    release = "SimMIM"
     method = Method(mask_ratio=0.6, throw_ratio=0.3)
 
     def __init__(self, mask_unit: int = 2, **arguments: Any) -> None:
         super().__init__(mask_unit=mask_unit, **arguments)
         self.add_head()
-
-    def count_visible_units(self, num_units: int) -> int:
-        return count_visible_units(num_units, self.method.mask_ratio)
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""
@@ -116,14 +113,13 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
         return rename_release(weights, self.patch_size)
 
 
-class SimMIMSwin(PixelFramework, SwinEncoder):
+class SimMIMSwin(SimMIM, SwinEncoder):
     """A dense Swin that also runs on mask tokens, with a linear head on the last stage. Its cells are the masked units.
 
     No token can be thrown, because its windows need whole grids.
     arguments: of `framework.Framework`, which takes the method, and of `encoders.models_swin.SwinEncoder`.
     """
 
-    release = "SimMIM"
     method = Method(mask_ratio=0.6, throw_ratio=0.0)
 
     def __init__(self, depths: Sequence[int] = (2, 2, 18, 2), **arguments: Any) -> None:
@@ -135,9 +131,6 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
-
-    def count_visible_units(self, num_units: int) -> int:
-        return count_visible_units(num_units, self.method.mask_ratio)
 
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""

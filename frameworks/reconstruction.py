@@ -73,7 +73,12 @@ def measure(
     return means
 
 
-def compose(view: View, visible: Tensor, predicted: Tensor, grid_size: tuple[int, int]) -> Tensor:
+def compose(
+    view: View,
+    visible: Tensor,
+    predicted: Tensor,
+    grid_size: tuple[int, int],
+) -> Tensor:
     """Returns images [B, C, H, W] with the truth at visible tokens, predictions at predicted ones, and grey elsewhere.
 
     visible, predicted: bool [B, N] in raster order.
@@ -92,7 +97,12 @@ def enlarge(mask: Tensor, grid_size: tuple[int, int], img_size: tuple[int, int])
     return F.interpolate(grid, size=img_size).bool()
 
 
-def reconstruction_picture(model: Framework, normalize: Normalize, imgs: Tensor, ids_shuffle: Tensor) -> np.ndarray:
+def reconstruction_picture(
+    model: Framework,
+    normalize: Normalize,
+    imgs: Tensor,
+    ids_shuffle: Tensor,
+) -> np.ndarray:
     """Draw each image, its tokens, and what the framework predicts side by side.
 
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are

@@ -43,7 +43,13 @@ class Teacher(ViTEncoder):
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def forward(self, imgs: Tensor, order: TokenOrder, num_keys: int, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        imgs: Tensor,
+        order: TokenOrder,
+        num_keys: int,
+        topk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (features, logits, queries) of normalised images [B, C, H, W].
 
         features [B, N, T], in raster order: the mean of the outputs of the last two blocks, without the final norm.
