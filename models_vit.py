@@ -257,7 +257,8 @@ class PatchEncoder(nn.Module):
 
 def check_divisible(height: int, width: int, patch_size: int) -> None:
     """Raises ValueError, with the nearest size that fits, unless patches divide an image."""
-    if patch_size >= 1 and height >= 1 and width >= 1 and height % patch_size == 0 and width % patch_size == 0:
+    is_positive = patch_size >= 1 and height >= 1 and width >= 1
+    if is_positive and height % patch_size == 0 and width % patch_size == 0:
         return
     step = max(1, patch_size)
     near_height = max(1, round(height / step)) * step

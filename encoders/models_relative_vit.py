@@ -172,10 +172,8 @@ class RelativeBlock(nn.Module):
         self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        attended = self.attn(self.norm1(x), bias)
-        x = x + self.drop_path(self.gamma_1 * attended)
-        hidden = self.mlp(self.norm2(x))
-        return x + self.drop_path(self.gamma_2 * hidden)
+        x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
+        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
 
     def cls_attention(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""

@@ -185,8 +185,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         tokens = self.patch_embed(patches)  # [B, V, 8, 8, D]
         return self.encode_visible(tokens, ids[0], groupings)
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        latent = self.forward_encoder(self.token_pixels(imgs), order)
+    def predict_all(self, units: Tensor, order: TokenOrder) -> Tensor:
+        latent = self.forward_encoder(units, order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
     def no_weight_decay(self) -> set[str]:

@@ -86,8 +86,8 @@ class SimMIMOnViT(SimMIM):
         """Applies norm and head to features [B, n, D], token by token. Returns [B, n, p*p*C]."""
         return self.pred(self.norm(x))
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        return self.predict(self.forward_encoder(self.patchify(imgs), order))
+    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
+        return self.predict(self.forward_encoder(patches, order))
 
 
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
@@ -136,12 +136,12 @@ class SimMIMSwin(SimMIM, SwinEncoder):
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
-        pred = self.predict_patches(patches, order)
-        error = self.error(pred[:, self.counts.num_visible :], imgs, patches, order)
+        pred = self.predict_all(patches, order)
+        pred = pred[:, self.counts.num_visible :]  # [B, num_supervised, p*p*C]
+        error = self.error(pred, imgs, patches, order)
         return {"pixel": error.abs().mean()}
 
-    def predict_patches(self, patches: Tensor, order: TokenOrder) -> Tensor:
-        """Predicts all tokens [B, N, p*p*C], in token order, from the visible ones of all patches [B, N, p*p*C]."""
+    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
         visible = self.patch_embed(order.take_visible(patches))
         tokens = order.append_mask_tokens(visible, self.mask_token)
         x = self.encode(order.restore(tokens))
@@ -149,9 +149,6 @@ class SimMIMSwin(SimMIM, SwinEncoder):
         imgs = unpatchify(cells, self.stride, self.unit_grid)
         pred = patchify(imgs, self.patch_size)  # [B, N, p*p*C], raster
         return order.take(pred, order.ids_shuffle)
-
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        return self.predict_patches(self.patchify(imgs), order)
 
     def no_weight_decay(self) -> set[str]:
         return {"mask_token"}  # as in the release: bias tables decay

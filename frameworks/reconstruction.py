@@ -57,12 +57,16 @@ def measure(
     for imgs, ids_shuffle in crops(model, settings, images, indices):
         order = TokenOrder(ids_shuffle, model.counts)
         predicted = model.supervised(order)
-        tokens_of_kind = {"retained": predicted & ~order.thrown, "thrown": predicted & order.thrown}
+        tokens_of_kind = {
+            "retained": predicted & ~order.thrown,
+            "thrown": predicted & order.thrown,
+        }
         for view in model.views(normalize(imgs), ids_shuffle, normalize.undo):
             sums.setdefault(view.measure, {"retained": 0.0, "thrown": 0.0})
             counts.setdefault(view.measure, {"retained": 0, "thrown": 0})
             for kind, tokens in tokens_of_kind.items():
-                sums[view.measure][kind] += view.errors[tokens].sum().item()
+                errors = view.errors[tokens]
+                sums[view.measure][kind] += errors.sum().item()
                 counts[view.measure][kind] += int(tokens.sum())
     means: dict[str, dict[str, float]] = {}
     for name in sums:
