@@ -137,7 +137,7 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
     exact, calls = monitor.Monitor.accuracies, []
 
     def killed(self, *arguments):
-        if self.run.loop.step == killed_at and not calls:
+        if self.training.loop.step == killed_at and not calls:
             calls.append(killed_at)
             raise KeyboardInterrupt  # as late as possible: the features are there
         return exact(self, *arguments)
