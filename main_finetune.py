@@ -54,8 +54,6 @@ timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
 random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"
-# Classes and validation images of the published data sets.
-IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
 
 def get_args_parser() -> Parser:
@@ -232,16 +230,6 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
 
-def note_on_size(dataset: str, images: Any) -> list[str]:
-    """Returns a note if the validation images look like a part of a published data set."""
-    found = len(images.classes), len(images)
-    whole = INATURALIST.get(dataset, IMAGENET if found[0] == IMAGENET[0] else found)
-    if found == whole:
-        return []
-    name = dataset if dataset in INATURALIST else "ImageNet"
-    return [f"note: {found[1]} validation images of {found[0]} classes; {name} has {whole[1]} of {whole[0]}"]
-
-
 def make_augmentation(
     args: argparse.Namespace, img_size: Sequence[int], pixels: PixelFormat, given: Set[str]
 ) -> tuple[Callable, list[str]]:
@@ -316,7 +304,7 @@ def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
             raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
         return
     check_classes(run.resumed.classes or [], classes, "the run", "the data")
-    if run.resumed.settings["cls_token_is_folded"]:
+    if run.resumed.settings.get("cls_token_is_folded"):
         model.cls_token_mlp = nn.Identity()
 
 
@@ -377,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     ) as run:
         images, val_images = open_data(args)
         classes = images.classes
-        run.note(*val_images.notes, *note_on_size(args.dataset, val_images))
+        run.note(*val_images.notes)
         statistics = run.choose_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -420,7 +408,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
     result = evaluate_model(classifier.model.to(context.device), images, view, context)
-    session.print(*images.notes, *note_on_size(args.dataset, images))
+    session.print(*images.notes)
     scores = result.scores
     line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
     session.finish(result, line, args.resume, classifier.info.step)
