@@ -233,28 +233,29 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
 def make_augmentation(
     args: argparse.Namespace, img_size: Sequence[int], pixels: PixelFormat, given: Set[str]
 ) -> tuple[Callable, list[str]]:
-    """Returns (the augmentation of single training images, remarks).
+    """Returns (the augmentation of single training images, notes).
 
     Policies and colour jitter are for RGB of 8 bits. Other images are only cropped and flipped. given: flags that were
     set explicitly. ValueError if one of them cannot be applied.
     """
     reference = args.loader == "reference"
-    if args.clip_crop or pixels != RGB8:
-        remarks = []
-        for name in ("aa", "color_jitter"):
-            value = getattr(args, name)
-            if value and name in given:
-                raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
-            if value:
-                remarks.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
-        clip = bool(args.clip_crop)
-        return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), remarks
-    return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+    if not args.clip_crop and pixels == RGB8:
+        return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+    notes = []
+    for name in ("aa", "color_jitter"):
+        value = getattr(args, name)
+        if value and name in given:
+            raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
+        if value:
+            notes.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
+    clip = bool(args.clip_crop)
+    return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), notes
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:
     """Returns random erasing, mixup and cutmix, and label smoothing."""
-    erase = mixup = None
+    erase = None
+    mixup = None
     if args.reprob:
         erase = random_erasing.RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
     if args.mixup or args.cutmix:
@@ -286,10 +287,14 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
 def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    blocks = {None: "all blocks", 0: "a linear probe"}
-    what = blocks.get(args.trainable_blocks, f"the last {count_of(args.trainable_blocks or 0, 'block')}")
+    if args.trainable_blocks is None:
+        trained_parts = "all blocks"
+    elif args.trainable_blocks == 0:
+        trained_parts = "a linear probe"
+    else:
+        trained_parts = f"the last {count_of(args.trainable_blocks, 'block')}"
     return {
-        "model": f"{args.model}, {what}, {trained:.2f} M trainable parameters",
+        "model": f"{args.model}, {trained_parts}, {trained:.2f} M trainable parameters",
         "classes": str(len(images.classes)),
         "data": f"{count_of(len(images), 'image')} in {images.root}",
         "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
