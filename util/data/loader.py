@@ -16,7 +16,7 @@ import torch
 from util import collectives
 from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampler
 from util.data.images import ImageError, Images, find_storage_error
-from util.data.workers import ignore_signals, kill_at_exit
+from util.data.workers import ignore_in_worker, kill_at_exit
 from util.text import count_of
 
 SHARED_MEMORY = "/dev/shm"
@@ -72,7 +72,7 @@ class Loader:
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=ahead,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=ignore_in_worker,
         )
 
     def __iter__(self) -> "Loader":

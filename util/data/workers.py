@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
-def ignore_signals(_: int | None) -> None:
+def ignore_in_worker(_: int | None) -> None:
     """Makes a DataLoader worker ignore signals: the trainer handles them, and still needs its batches.
 
     On Linux the worker is killed if the trainer dies. If it hung, it would otherwise keep its pipes and memory.
