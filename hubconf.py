@@ -15,10 +15,7 @@ from typing import Any as _Any
 
 from torch import nn as _nn
 
-import models_vit as _models_vit
-from encoders import models_absolute_vit as _models_absolute_vit
-from encoders import models_relative_vit as _models_relative_vit
-from encoders import models_swin as _models_swin
+from encoders.classifiers import MODELS as _MODELS
 from encoders.load import load_encoder as _load_encoder
 from encoders.load import load_model as _load_model
 
@@ -65,7 +62,5 @@ def _entry_point(name: str, factory: _Callable[..., _nn.Module]) -> _Callable[..
     return build
 
 
-for _module in (_models_vit, _models_relative_vit, _models_absolute_vit, _models_swin):
-    for _name in _module.__all__:
-        if _name.islower():
-            globals()[_name] = _entry_point(_name, getattr(_module, _name))
+for _name, _factory in _MODELS.items():
+    globals()[_name] = _entry_point(_name, _factory)

@@ -12,16 +12,14 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import models_vit
-from encoders import models_absolute_vit, models_relative_vit, models_swin
-from encoders.kinds import PLAIN, VIT_FACTORIES
-from encoders.load import build, fit, load_encoder, read
+from encoders import models_swin
+from encoders.classifiers import MODELS, build_classifier, load_classifier, plain_size
+from encoders.load import load_encoder
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.accuracy import accuracy_text
@@ -37,7 +35,6 @@ from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
-from util.pos_embed import height_and_width
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
@@ -54,10 +51,6 @@ timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
 random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"
-ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
-MODELS = {name: getattr(module, name) for module in ENCODERS for name in module.__all__ if name.islower()}
-# Flags that only plain ViTs have, with their defaults.
-VIT_FLAGS = {"train_pos_embed": True, "cls_token_mlp": False, "num_cls_tokens": 1}
 # Classes and validation images of the published data sets.
 IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
@@ -221,12 +214,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     return parser, args
 
 
-def plain_size(size: Sequence[int]) -> int | list[int]:
-    """Returns an image size as settings hold it: the side of a square, or [height, width]."""
-    height, width = height_and_width(size)
-    return height if height == width else [height, width]
-
-
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
     """ValueError if flags of fine-tuning do not go together."""
     batch_size = plan.batch_size
@@ -240,58 +227,6 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError(f"--trainable_blocks 0, linear probing, is for ViTs; --model {args.model} has no probe")
     if args.trainable_blocks == 0 and batch_size == 1:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
-
-
-def build_model(settings: Mapping[str, Any]) -> nn.Module:
-    """Builds the classifier that `settings` (vars(args), or a checkpoint's) describe. Untrained blocks are frozen."""
-    names = {"patch_size": "patch_size", "drop_path": "drop_path_rate", "in_chans": "in_chans"}
-    options = {option: settings[name] for name, option in names.items() if settings.get(name) is not None}
-    if settings.get("input_size") is not None:
-        options["img_size"] = height_and_width(settings["input_size"])
-    for flag, default in VIT_FLAGS.items():
-        if settings.get(flag, default) != default:
-            if settings["model"] not in models_vit.__all__:
-                given = f"--{flag}" if settings[flag] else f"--no-{flag}"
-                raise ValueError(f"{given} is for plain ViTs, but --model is {settings['model']}: leave it out")
-            options[flag] = settings[flag]
-    blocks = settings["trainable_blocks"]
-    model = MODELS[settings["model"]](
-        num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=blocks == 0, **options
-    )
-    if blocks is not None and blocks != len(model.blocks):
-        model.freeze_all_but(blocks)
-    return model
-
-
-def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """Loads a fine-tuned checkpoint of any origin. Returns (model in eval mode, settings, its meta or {}).
-
-    Our checkpoints hold their settings. Those of other files are inferred from the weights. --crop_pct, --mean and
-    --std of `args` win.
-    """
-    weights = read(path)
-    if weights.num_classes is None:
-        raise ValueError(
-            f"{weights.what} holds no classifier (no head.weight): fine-tune the encoder first, with --finetune"
-        )
-    settings = {"in_chans": 3, **weights.settings, **weights.pixels}
-    settings["cls_token_mlp"] = False  # it is folded into the class token
-    if "model" in settings:
-        model = build_model(settings)
-        fit(model, weights, "all")
-    else:
-        model, _ = build(weights)
-        settings |= dict(
-            input_size=plain_size(model.img_size),
-            patch_size=model.patch_size,
-            in_chans=model.patch_embed.proj.in_channels,
-            nb_classes=weights.num_classes,
-        )
-        if weights.kind is PLAIN and (model.embed_dim, len(model.blocks)) in VIT_FACTORIES:
-            settings["model"], _ = VIT_FACTORIES[model.embed_dim, len(model.blocks)]
-    for name in ("crop_pct", "mean", "std"):
-        settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
-    return model.eval(), settings, weights.meta
 
 
 def note_on_size(dataset: str, images: Any) -> list[str]:
@@ -424,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         classes = images.classes
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
-        model = build_model({**vars(args), "nb_classes": len(classes)})
+        model = build_classifier({**vars(args), "nb_classes": len(classes)})
         size = plain_size(model.img_size)
         options = dict(classes=classes, first_release_merging=args.first_release_merging)
         run.load_encoder("finetune", partial(load_encoder, model, **options))

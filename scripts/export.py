@@ -51,7 +51,7 @@ from encoders.kinds import PLAIN, find_factory
 from encoders.load import Weights, build, read
 from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors, rename_prefixes
-from main_pretrain import load_run
+from frameworks.registry import load_run
 from scripts.parts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
 from scripts.parts.model_card import model_card
 from scripts.parts.timm_models import (

@@ -20,7 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from main_pretrain import build_model, get_args_parser
+from frameworks.registry import build_model
+from main_pretrain import get_args_parser
 from models_mae_pr import MaskedAutoencoderViT
 from recipes import RECIPES
 from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, run_program, user_errors

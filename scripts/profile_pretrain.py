@@ -26,7 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_pretrain import train_one_epoch
-from main_pretrain import build_model, get_args_parser
+from frameworks.registry import build_model
+from main_pretrain import get_args_parser
 from recipes import RECIPES
 from util import costs
 from util.attention import KERNELS, prefer

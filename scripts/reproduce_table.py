@@ -34,9 +34,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import main_pretrain
 import submitit_launch
-from downstream.robustness.main_robustness import BENCHMARKS
+from downstream.robustness.benchmarks import BENCHMARKS
+from frameworks.registry import CLASS_OF
 from recipes import RECIPES
 from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row
 from scripts.parts.table_runs import RECIPES_OF, Run, run_of
@@ -84,7 +84,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
     flags = ["--recipe", run.recipe, "--data_path", path, "--output_dir", str(run.folder)]
     if run.needs is not None:
         flags += ["--finetune", str(run.needs.folder)]
-    elif any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[str(RECIPES[run.recipe]["model"])].flags):
+    elif any(flag.name == "teacher" for flag in CLASS_OF[str(RECIPES[run.recipe]["model"])].flags):
         if args.teacher is None:
             raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
         flags += ["--teacher", args.teacher]

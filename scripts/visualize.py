@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frameworks.reconstruction import crops, measure, reconstruction_picture
-from main_pretrain import load_run
+from frameworks.registry import load_run
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from util import pictures
 from util.data.datasets import open_images

@@ -2,7 +2,7 @@
 
 import json
 
-from main_pretrain import build_model
+from frameworks.registry import build_model
 from util import costs
 
 # Settings that do not change the count. With one that is missing here a model is counted again.

@@ -10,6 +10,7 @@ import main_pretrain
 import monitor
 from downstream.probe.models import open_encoder
 from encoders.load import load_encoder, load_model
+from frameworks import registry
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import ViTEncoder, vit_micro_patch4
 from recipes import RECIPES
@@ -29,7 +30,7 @@ PIXIO += ["--drop_path", "0.3", "--no-hflip", "--decoder_depth", "2"]
 def build(*flags):
     """Builds the model of a command line."""
     torch.manual_seed(0)
-    return main_pretrain.build_model(vars(main_pretrain.parse_args([str(flag) for flag in flags])[1]))
+    return registry.build_model(vars(main_pretrain.parse_args([str(flag) for flag in flags])[1]))
 
 
 def segments(ids, counts):
@@ -143,7 +144,7 @@ def test_impossible_models(flags, message):
 @pytest.mark.parametrize("name", ["amt_vit_micro_patch4", "crossmae_vit_micro_patch4", "localmim_vit_micro_patch4"])
 def test_frameworks_for_one_class_token_take_no_more(name):
     with pytest.raises(ValueError, match="is made for one class token, got 2"):
-        main_pretrain.MODELS[name](num_cls_tokens=2)
+        registry.MODELS[name](num_cls_tokens=2)
 
 
 def test_class_tokens_of_a_network_without_blocks_are_averaged():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import main_pretrain
+from frameworks import registry
 from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
 from frameworks.models_mff_pr import MFFMaskedAutoencoderViT
 from models_mae_pr import MaskedAutoencoderViT
@@ -24,7 +25,7 @@ def build(*flags):
     """Builds the model of a command line on the meta device."""
     args = main_pretrain.parse_args([str(flag) for flag in flags])[1]
     with torch.device("meta"):
-        return main_pretrain.build_model(vars(args))
+        return registry.build_model(vars(args))
 
 
 def decoder_settings(model):
@@ -98,7 +99,7 @@ def test_decoders_of_other_depths_train_and_resume(family, depth, photos, tmp_pa
     assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
     settings = json.loads((tmp_path / "parts" / "settings.json").read_text())
     assert (settings["decoder_depth"], settings["decoder_num_heads"], settings["mask_unit"]) == (depth, 2, 2)
-    model, _ = main_pretrain.load_run(tmp_path / "parts")
+    model, _ = registry.load_run(tmp_path / "parts")
     assert len(model.decoder.blocks) == depth and model.collator("furthest", 0).sampler.mask_unit == 2
     for flag, before in {"decoder_num_heads": 2, "mask_unit": 2, "decoder_depth": depth}.items():
         changed = [*flags, f"--{flag}", 4]

@@ -15,8 +15,9 @@ import pytest
 import timm
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-import main_finetune
 import main_pretrain
+from encoders import classifiers
+from frameworks import registry
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts import export
 from tests.conftest import write_photo
@@ -43,7 +44,7 @@ EXAMPLE, EXAMPLE_FLAG, EXAMPLE_MODELS = "models_example_pr.py", "--loss_beta", "
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PROJECT_FILE = re.compile(
-    r"(?<![\w/.<*-])(?:(?:scripts|tools|tests|util|docs|downstream)/[\w./-]*\w"
+    r"(?<![\w/.<*-])(?:(?:scripts|tools|tests|util|docs|downstream|encoders|frameworks)/[\w./-]*\w"
     r"|(?:main|engine|models|framework|prmim|recipes|submitit_launch|requirements)[\w-]*\.(?:py|txt))(?![\w<*])"
 )
 MODEL = re.compile(r"\b[a-z]\w*_patch\d+\w*\b")
@@ -109,7 +110,7 @@ def test_the_example_of_a_framework_keeps_the_contract(tmp_path: Path) -> None:
     """As the guide says: the contract's tests cover it without a new line. Those that compile take too long here."""
     (snippet,) = [text for text in blocks_of(ROOT / "docs" / "add_a_framework.md", "python") if EXAMPLE in text]
     (tmp_path / EXAMPLE).write_text(snippet)
-    adds_it = "import main_pretrain\nimport models_example_pr\nmain_pretrain.FRAMEWORKS += (models_example_pr,)\n"
+    adds_it = "import models_example_pr\nfrom frameworks import registry\nregistry.FRAMEWORKS += (models_example_pr,)\n"
     (tmp_path / "adds_the_example.py").write_text(adds_it)
     chosen = "ExampleViT and not compile and not two_processes"
     flags = ["-q", "-p", "no:cacheprovider", "-p", "adds_the_example", "-k", chosen, f"--basetemp={tmp_path / 'temp'}"]
@@ -223,7 +224,7 @@ def test_registrations_are_unchanged(page: str, commit: str, begins: str, histor
 
 
 def test_named_models_exist() -> None:
-    known = main_pretrain.MODELS.keys() | main_finetune.MODELS.keys()
+    known = registry.MODELS.keys() | classifiers.MODELS.keys()
     unknown = []
     for path in DOCUMENTS:
         text = FENCE.sub(r"\2", path.read_text()).replace("…", " ")

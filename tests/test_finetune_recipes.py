@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import main_finetune
+from encoders import classifiers
 from recipes import FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.run.cli import parse_with_recipe
 
@@ -16,7 +17,7 @@ def test_recipes_build(recipe):
     settings = settings_of(recipe)
     settings["global_pool"] = "token" if settings["trainable_blocks"] == 0 else "avg"
     with torch.device("meta"):
-        model = main_finetune.build_model(settings | {"nb_classes": 10, "input_size": settings["input_size"]})
+        model = classifiers.build_classifier(settings | {"nb_classes": 10, "input_size": settings["input_size"]})
     assert settings["total_batch_size"] and any(p.requires_grad for p in model.parameters())
 
 
@@ -114,7 +115,7 @@ def test_no_cls_token_layer_decay_needs_a_class_token():
         ValueError, match="needs a model with a class token; --model swin_micro_patch4_window4 has none"
     ):
         _, args = main_finetune.parse_args(["--model", "swin_micro_patch4_window4", "--no-cls_token_layer_decay"])
-        main_finetune.make_optimizer(main_finetune.MODELS[args.model](), args, lr=1e-3)
+        main_finetune.make_optimizer(classifiers.MODELS[args.model](), args, lr=1e-3)
 
 
 FLAGS = """

@@ -1,4 +1,4 @@
-"""The contract of every framework behind `main_pretrain.MODELS`. A new framework is tested without changes here."""
+"""The contract of every framework behind `registry.MODELS`. A new framework is tested without changes here."""
 
 import inspect
 import json
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import main_pretrain
 import monitor
 from encoders.load import Weights, load_encoder
 from encoders.models_absolute_vit import AbsoluteVisionTransformer, AbsoluteViTEncoder
@@ -16,6 +15,7 @@ from encoders.models_relative_vit import RelativeVisionTransformer, RelativeViTE
 from encoders.models_swin import SwinEncoder, SwinTransformer
 from encoders.names import fold_cls_token
 from framework import Flag, NoPixels, PixelFramework
+from frameworks import registry
 from models_vit import VisionTransformer, ViTEncoder
 from prmim import SpatialAggregation, TokenOrder
 from tests.two_processes import run_in_two_processes
@@ -33,7 +33,7 @@ DECODER = dict(decoder_embed_dim=16, decoder_depth=2, decoder_num_heads=2)
 
 CLASSES = {
     name: getattr(module, name)
-    for module in main_pretrain.FRAMEWORKS
+    for module in registry.FRAMEWORKS
     for name in module.__all__
     if inspect.isclass(getattr(module, name))
 }

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import main_pretrain
 import models_vit
 from encoders import models_swin
 from encoders.load import load_encoder
+from frameworks import registry
 from tests.scripts.programs import ROOT, run_file
 from util.run.checkpoint import save_checkpoint
 
@@ -34,7 +34,7 @@ def place(tmp_path_factory):
     ):
         (folder / name).mkdir()
         meta = {"settings": {"model": model, "input_size": [32, 32], "patch_size": 4}}
-        save_checkpoint(folder / name, 1, {"model": main_pretrain.MODELS[model]().state_dict()}, meta)
+        save_checkpoint(folder / name, 1, {"model": registry.MODELS[model]().state_dict()}, meta)
     (folder / "tuned").mkdir()
     model = models_vit.vit_micro_patch4(num_classes=5)
     torch.nn.init.normal_(model.head.weight)

@@ -12,6 +12,7 @@ from PIL import Image
 
 import main_finetune
 import main_pretrain
+from encoders import classifiers
 from models_vit import VisionTransformer
 from tests.conftest import write_photo
 from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, refused, reports, state
@@ -241,7 +242,7 @@ def test_eval_of_foreign_files(labelled, tmp_path, pool):
 
 def test_eval_of_another_kind_of_encoder_without_settings(labelled, tmp_path):
     torch.manual_seed(0)
-    model = main_finetune.MODELS["relative_vit_micro_patch4"](num_classes=2)
+    model = classifiers.MODELS["relative_vit_micro_patch4"](num_classes=2)
     meta = {"settings": {"model": "relative_vit_micro_patch4", "nb_classes": 2, "input_size": 32, "patch_size": 4}}
     meta["settings"] |= {"global_pool": "avg", "trainable_blocks": None, "crop_pct": 1.0}
     known = save_checkpoint(tmp_path, 1, {"model": model.state_dict()}, meta)

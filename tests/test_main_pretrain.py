@@ -17,7 +17,7 @@ from torchvision.datasets import CIFAR10
 import main_pretrain
 from encoders.window_groups import WindowGrouper
 from framework import Framework
-from frameworks import models_greenmim_pr
+from frameworks import models_greenmim_pr, registry
 from scripts import pack_dataset
 from tests.runs import assert_same_state, finish, pretrain, reports, state
 from tests.warm import run_by_torchrun
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 )
 def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, spared, decayed):
     args = main_pretrain.parse_args(["--model", model])[1]
-    model = main_pretrain.build_model(vars(args))
+    model = registry.build_model(vars(args))
     names = {id(p): name for name, p in model.named_parameters()}
     groups = main_pretrain.make_optimizer(model, args, 1e-3).param_groups
     assert [group["betas"] for group in groups] == [(0.9, 0.95)] * 2

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_pretrain
 import monitor
+from frameworks import registry
 from tests.conftest import write_photo
 from tests.runs import assert_same_state, pretrain, reports
 from tests.two_processes import run_in_two_processes
@@ -80,7 +81,7 @@ def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched, data,
 
 
 def test_the_figures_are_those_of_a_slow_evaluation_of_the_checkpoint(watched, data):
-    model, _ = main_pretrain.load_run(watched[0])
+    model, _ = registry.load_run(watched[0])
     view, normalize, found = ResizeCenterCrop(32), Normalize(), {}
     for split in ("train", "val"):
         for label, name in enumerate(("cat", "dog")):
@@ -232,14 +233,14 @@ def test_unreadable_images_are_replaced(data, tmp_path):
 @pytest.mark.parametrize("value", [torch.nan, 1e30])
 def test_features_that_are_not_finite_are_said_and_end_the_run_at_its_end(data, tmp_path, monkeypatch, capsys, value):
     """The squares of 1e30 overflow."""
-    exact = main_pretrain.MODELS["mae_vit_micro_patch4"]
+    exact = registry.MODELS["mae_vit_micro_patch4"]
 
     def broken(**options):
         model = exact(**options)
         model.forward_features = lambda imgs: torch.full((len(imgs), 65, 4), value)
         return model
 
-    monkeypatch.setitem(main_pretrain.MODELS, "mae_vit_micro_patch4", broken)
+    monkeypatch.setitem(registry.MODELS, "mae_vit_micro_patch4", broken)
     for _ in range(2):  # the finished run, too
         with pytest.raises(SystemExit) as stop:
             pretrain(data, tmp_path, *KNN)
@@ -359,9 +360,9 @@ def test_a_run_of_two_processes_logs_what_one_does(watched, data, tmp_path, flag
 def test_every_tenth_epoch_of_imagenet_it_costs_less_than_one_percent(throw_ratio):
     """Counted for ViT-B: 50,000 + 10,000 whole images against ten epochs, whose steps are three forward passes."""
     args = main_pretrain.get_args_parser().parse_args(["--throw_ratio", str(throw_ratio)])
-    training = 3 * forward_gmac(vars(args), main_pretrain.build_model)[0]
+    training = 3 * forward_gmac(vars(args), registry.build_model)[0]
     with torch.device("meta"):
-        model = main_pretrain.build_model(vars(args))
+        model = registry.build_model(vars(args))
         imgs = torch.empty(1, 3, *model.img_size)
     whole = count_gmac(lambda: monitor.encode(model, imgs))
     assert math.isclose(whole, 17.5, rel_tol=0.02)

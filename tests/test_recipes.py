@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import main_finetune
+from encoders import classifiers
 from framework import PixelFramework
 from frameworks.attention_phases import refresh_epochs
-from main_pretrain import build_model, get_args_parser, note_on_micro_batch, note_on_rate
+from frameworks.registry import build_model
+from main_pretrain import get_args_parser, note_on_micro_batch, note_on_rate
 from prmim import TokenOrder
 from recipes import FINETUNE_RECIPES, RECIPES
 from tests.gmac import forward_gmac
@@ -361,7 +362,7 @@ def test_the_paper_s_rows_have_recipes_whose_encoders_are_fine_tuned(arms, end, 
     """The model of a fine-tuning recipe has the size of the pre-trained one."""
     tuned = FINETUNE_RECIPES[finetune]
     with torch.device("meta"):
-        classifier = main_finetune.MODELS[tuned["model"]]()
+        classifier = classifiers.MODELS[tuned["model"]]()
         encoders = [build_model(settings_of(arm + end)) for arm in arms]
     for encoder in encoders:
         assert (encoder.patch_size, encoder.patch_embed.proj.out_channels) == (

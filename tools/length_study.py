@@ -30,6 +30,7 @@ import main_finetune
 import main_pretrain
 from downstream.probe.models import open_encoder
 from frameworks.reconstruction import measure
+from frameworks.registry import load_run
 from util.code_version import code_version
 from util.data.datasets import AddressedDataset, open_images
 from util.data.images import evenly_spaced
@@ -144,7 +145,7 @@ def pretrain(run: Run, row: Row, data_path: Path, folder: Path) -> None:
     train(main_pretrain.main, PRETRAIN | ARMS[run.arm] | schedule | dict(data_path=data_path), folder)
     reports = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     row.loss = reports[-1]["epoch_loss"]
-    model, settings = main_pretrain.load_run(folder)
+    model, settings = load_run(folder)
     images = open_images("folder", str(data_path), "val")
     (errors,) = measure(model, settings, images, evenly_spaced(len(images), PICTURES)).values()
     row.mse_retained = errors.get("retained")

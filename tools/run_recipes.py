@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import main_finetune
 import main_pretrain
+from encoders import classifiers
+from frameworks import registry
 from recipes import FINETUNE_RECIPES, RECIPES
 from util.run.checkpoint import newest_checkpoint
 from util.run.cli import Parser, prepare_file, run_program, user_errors
@@ -54,15 +56,20 @@ COLUMNS = ["recipe", "program", "model", "total_batch_size", "accum_iter", "imag
 COLUMNS += ["seconds", "first_loss", "last_loss", "top1", "problem"]
 
 
-def scale_of(main: ModuleType, name: str, mask_unit: int | None = None) -> dict[str, Any]:
-    """Arguments that make a model of `main` tiny.
+def factories_of(name: str) -> dict[str, Any]:
+    """The models of the program that has the model `name`."""
+    return registry.MODELS if name in registry.MODELS else classifiers.MODELS
+
+
+def scale_of(name: str, mask_unit: int | None = None) -> dict[str, Any]:
+    """Arguments that make a model tiny.
 
     A ViT has up to 12 blocks, because recipes and frameworks name some of them. A Swin keeps its windows. GreenMIM's
     Swin also keeps its stages and grids, because the groups of windows depend on them.
     """
-    full = main.MODELS[name].keywords
+    full = factories_of(name)[name].keywords
     sizes: dict[str, Any] = {}
-    if main is main_pretrain and "simmim" not in name:
+    if name in registry.MODELS and "simmim" not in name:
         sizes |= DECODER
     if name.startswith("greenmim_"):
         stages = len(full["depths"])
@@ -79,9 +86,10 @@ def scale_of(main: ModuleType, name: str, mask_unit: int | None = None) -> dict[
 
 
 @contextmanager
-def scaled(main: ModuleType, name: str, sizes: dict[str, Any]) -> Iterator[None]:
-    """Within the context, `main` builds the model `name` with these sizes."""
-    with patch.dict(main.MODELS, {name: partial(main.MODELS[name], **sizes)}):
+def scaled(name: str, sizes: dict[str, Any]) -> Iterator[None]:
+    """Within the context, the model `name` has these sizes."""
+    models = factories_of(name)
+    with patch.dict(models, {name: partial(models[name], **sizes)}):
         yield
 
 
@@ -124,7 +132,7 @@ def pretrain_one_step(root: Path, recipe: str, sizes: dict[str, Any], *flags: ob
     folder = root / "-".join(["one_step", recipe, *map(str, sizes.values())]).replace(" ", "")
     if newest_checkpoint(folder)[0] is None:
         flags = ("--recipe", recipe, "--dataset", "folder", "--total_batch_size", 32, "--lr", 1e-3, *flags)
-        with scaled(main_pretrain, str(RECIPES[recipe]["model"]), sizes):
+        with scaled(str(RECIPES[recipe]["model"]), sizes):
             call(main_pretrain, write_images(root, 32), folder, *flags, "--max_steps", 1)
     return folder
 
@@ -139,9 +147,9 @@ def flags_of(main: ModuleType, settings: dict[str, Any], sizes: dict[str, Any], 
     name = settings["model"]
     if main is main_finetune:
         recipe = ENCODERS[name.split("_")[0]]
-        encoder_sizes = scale_of(main_pretrain, str(RECIPES[recipe]["model"])) | sizes
+        encoder_sizes = scale_of(str(RECIPES[recipe]["model"])) | sizes
         flags += ["--finetune", pretrain_one_step(root, recipe, encoder_sizes)]
-    elif any(flag.name == "teacher" for flag in main_pretrain.CLASS_OF[name].flags):
+    elif any(flag.name == "teacher" for flag in registry.CLASS_OF[name].flags):
         teacher = ["--model", "mae_vit_micro_patch4", "--patch_size", 8]  # a teacher must have a known size
         flags += ["--teacher", pretrain_one_step(root, "cifar10_mae", {}, *teacher)]
     return flags
@@ -162,14 +170,14 @@ def run(recipe: str, root: Path, num_images: int, total_batch_size: int | None) 
     started = time.perf_counter()
     folder = root / recipe
     try:
-        sizes = scale_of(main, settings["model"], settings.get("mask_unit"))
+        sizes = scale_of(settings["model"], settings.get("mask_unit"))
         flags = ["--recipe", recipe, *flags_of(main, settings, sizes, root)]
         if total_batch_size is not None:  # keep the peak learning rate: warm-up and minimum are relative to it
             flags += ["--total_batch_size", total, "--lr", settings["blr"] * settings["total_batch_size"] / 256]
         if "greenmim" in settings["model"]:
             flags += ["--batch_size", math.gcd(32, total)]  # a micro-batch shares one visible set
         images = write_images(root, epoch_steps * total)
-        with scaled(main, settings["model"], sizes):
+        with scaled(settings["model"], sizes):
             call(main, images, folder, *flags, "--max_steps", stop)
             call(main, images, folder, *flags, "--max_steps", steps)
         row |= check(folder, steps, stop, main is main_finetune)

@@ -20,8 +20,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from downstream.robustness.benchmarks import BENCHMARKS, Benchmark
+from encoders.classifiers import load_classifier
 from engine_finetune import evaluate_images
-from main_finetune import load_classifier
 from util import collectives
 from util.data.images import FolderImages, check_classes, refuse_single_class
 from util.data.pixel_format import RGB8, PixelFormat
@@ -41,29 +42,6 @@ timm_data = LazyModule("timm.data")
 
 RESULTS = "robustness.json"
 
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A published test set. restricted: predictions are chosen from the classes of the set, as its authors do."""
-
-    title: str
-    num_images: int  # of each corruption and severity, for ImageNet-C
-    num_classes: int
-    protocol: str
-    restricted: bool = False
-
-
-RESTRICTED = "top-1, logits restricted to the set's classes"
-# In the table's order; the names are the flags'.
-BENCHMARKS = {
-    "imagenet": Benchmark("ImageNet", 50_000, 1000, "top-1 on the validation set"),
-    "imagenet_a": Benchmark("ImageNet-A", 7_500, 200, RESTRICTED, restricted=True),
-    "imagenet_r": Benchmark("ImageNet-R", 30_000, 200, RESTRICTED, restricted=True),
-    "imagenet_sketch": Benchmark("ImageNet-Sketch", 50_889, 1000, "top-1 among all classes"),
-    "imagenet_c": Benchmark(
-        "ImageNet-C", 50_000, 1000, "mCE: errors relative to AlexNet's, 15 corruptions x 5 severities"
-    ),
-}
 
 # AlexNet's error on each corruption, averaged over severities: Hendrycks and Dietterich (ICLR 2019), with the digits
 # of the table in their repository.

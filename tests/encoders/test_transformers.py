@@ -8,6 +8,7 @@ import main_finetune
 from downstream.detection.backbone import ViTDet
 from downstream.probe.models import open_encoder
 from downstream.segmentation.vit_backbone import DenseViT
+from encoders import classifiers
 from encoders.load import load_encoder, load_model, read, set_norm_eps
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import VisionTransformer
@@ -85,7 +86,7 @@ def test_a_classifier(tmp_path):
     theirs.float().save_pretrained(tmp_path)
     expected = theirs.double()(images()).logits
     flags = main_finetune.get_args_parser().parse_args([])
-    for model in (hubconf.classifier(tmp_path), main_finetune.load_classifier(tmp_path, flags)[0]):
+    for model in (hubconf.classifier(tmp_path), classifiers.load_classifier(tmp_path, flags)[0]):
         torch.testing.assert_close(model.double()(images()), expected, **CLOSE)
 
 

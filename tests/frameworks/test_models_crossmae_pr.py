@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-import main_pretrain
 from encoders.load import load_encoder
-from frameworks import models_crossmae_pr
+from frameworks import models_crossmae_pr, registry
 from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT, mix_levels
 from models_vit import VisionTransformer
 from prmim import TokenOrder
@@ -399,7 +398,7 @@ def test_pretraining_resumes_and_its_encoder_is_fine_tuned_and_probed(labelled, 
     pretrain(labelled, tmp_path / "parts", *flags, "--max_steps", 2)
     assert_same_state(pretrain(labelled, tmp_path / "parts", *flags), whole)
     assert json.loads((tmp_path / "whole" / "settings.json").read_text())["visible_source"] == "blocks"
-    model, _ = main_pretrain.load_run(tmp_path / "whole")
+    model, _ = registry.load_run(tmp_path / "whole")
     assert model.visible_source == "blocks"
 
     capsys.readouterr()

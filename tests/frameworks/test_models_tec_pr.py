@@ -4,10 +4,9 @@ import re
 import pytest
 import torch
 
-import main_pretrain
 import models_vit
 from encoders.load import load_encoder
-from frameworks import models_tec_pr
+from frameworks import models_tec_pr, registry
 from frameworks.models_tec_pr import TECViT, tec_vit_base_patch16, tec_vit_large_patch16, tec_vit_micro_patch4
 from frameworks.teacher import Teacher
 from models_vit import VisionTransformer
@@ -207,9 +206,9 @@ def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
 
 def test_a_run_needs_a_teacher():
     with pytest.raises(ValueError, match="--model tec_vit_base_patch16 needs --teacher: the pre-trained ViT"):
-        main_pretrain.check_own_flags({"model": "tec_vit_base_patch16", "teacher": None})
-    main_pretrain.check_own_flags({"model": "tec_vit_base_patch16", "teacher": "run"})
-    main_pretrain.check_own_flags({"model": "mae_vit_base_patch16", "teacher": None})
+        registry.check_own_flags({"model": "tec_vit_base_patch16", "teacher": None})
+    registry.check_own_flags({"model": "tec_vit_base_patch16", "teacher": "run"})
+    registry.check_own_flags({"model": "mae_vit_base_patch16", "teacher": None})
 
 
 def test_what_a_run_records_about_the_teacher(tmp_path, monkeypatch):

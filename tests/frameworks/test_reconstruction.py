@@ -5,7 +5,7 @@ import torch
 
 import main_pretrain
 from framework import View
-from frameworks import reconstruction
+from frameworks import reconstruction, registry
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenOrder
 from util.data.datasets import open_images
@@ -15,7 +15,7 @@ from util.data.transforms import Normalize
 def test_masked_errors_against_a_loop(photos, tmp_path):
     flags = "--model mae_vit_micro_patch4 --batch_size 8 --epochs 1 --warmup_epochs 0 --num_workers 0 --device cpu"
     main_pretrain.main([*flags.split(), "--data_path", str(photos), "--output_dir", str(tmp_path / "run")])
-    model, settings = main_pretrain.load_run(tmp_path / "run")
+    model, settings = registry.load_run(tmp_path / "run")
     images = open_images("folder", photos)
     sums, normalize = {"retained": [], "thrown": []}, Normalize()
     for imgs, ids in reconstruction.crops(model, settings, images, range(6), batch_size=2):

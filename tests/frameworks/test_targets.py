@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import main_pretrain
+from frameworks import registry
 from frameworks.reconstruction import reconstruction_picture
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import NANO
@@ -82,11 +82,8 @@ def test_other_targets_are_no_pixels(name):
 @pytest.fixture
 def laplacian(monkeypatch):
     """The program knows the model by a name of MAE's family."""
-    monkeypatch.setitem(
-        main_pretrain.MODELS, NAME, partial(LaplacianMAE, **NANO, decoder_embed_dim=64, decoder_depth=2)
-    )
-    monkeypatch.setitem(main_pretrain.CLASS_OF, NAME, LaplacianMAE)
-    monkeypatch.setitem(main_pretrain.FRAMEWORK_OF, NAME, main_pretrain.models_mae_pr)
+    monkeypatch.setitem(registry.MODELS, NAME, partial(LaplacianMAE, **NANO, decoder_embed_dim=64, decoder_depth=2))
+    monkeypatch.setitem(registry.CLASS_OF, NAME, LaplacianMAE)
 
 
 def test_a_run_says_that_it_draws_no_pictures(laplacian, photos, tmp_path, capsys):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import main_pretrain
 import models_mae_pr
 from encoders.load import load_encoder
+from frameworks import registry
 from models_vit import VisionTransformer, ViTEncoder, vit_mini_patch4
 from scripts import export
 from tests import runs
@@ -58,7 +59,7 @@ def pretrained_run(folder, *flags):
     """Write a checkpoint like those of main_pretrain.py, with all settings. Returns (path, model)."""
     settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4", *flags]))
     torch.manual_seed(0)
-    model = shake(main_pretrain.build_model(settings))
+    model = shake(registry.build_model(settings))
     return save_checkpoint(folder, 3, {"model": model.state_dict()}, {"settings": settings}), model
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from timm.layers import resize_rel_pos_bias_table
 from torch.nn import functional as F
 
-import main_finetune
-import main_pretrain
 from downstream.probe.models import open_encoder
+from encoders import classifiers
 from encoders.load import load_encoder, load_model
+from frameworks import registry
 from scripts import export
 from scripts.parts import timm_models
 from tests.patches import StandIn
@@ -57,7 +57,7 @@ def settings_of(model, name, in_chans):
 def pretrained(folder, name, in_chans=3, **options):
     """Write a checkpoint like those of main_pretrain.py."""
     torch.manual_seed(0)
-    model = shake(main_pretrain.MODELS[name](in_chans=in_chans, **options))
+    model = shake(registry.MODELS[name](in_chans=in_chans, **options))
     meta = {"settings": settings_of(model, name, in_chans)}
     folder.mkdir(exist_ok=True)
     return save_checkpoint(folder, 3, {"model": model.state_dict()}, meta)
@@ -66,7 +66,7 @@ def pretrained(folder, name, in_chans=3, **options):
 def finetuned(folder, name, in_chans=3, crop_pct=None, **options):
     """Write a checkpoint like those of main_finetune.py. Returns (path, model)."""
     torch.manual_seed(0)
-    model = shake(main_finetune.MODELS[name](num_classes=5, in_chans=in_chans, **options))
+    model = shake(classifiers.MODELS[name](num_classes=5, in_chans=in_chans, **options))
     meta = {"settings": settings_of(model, name, in_chans) | {"nb_classes": 5}, "classes": list("abcde")}
     meta["settings"]["crop_pct"] = crop_pct
     del meta["settings"]["mask_ratio"]
@@ -81,7 +81,7 @@ def load(folder, **options):
 def features_by_finetuning(path, name, imgs, options):
     """Features [B, T, D] by the fine-tune model, which loads the encoder its own way. The last norm is done by hand."""
     pool = {} if name in (RELATIVE[1], SWIN[1]) else {"global_pool": "token"}
-    model = main_finetune.MODELS[name](in_chans=imgs.shape[1], **pool, **options).eval()
+    model = classifiers.MODELS[name](in_chans=imgs.shape[1], **pool, **options).eval()
     load_encoder(model, path)
     x = model.forward_features(imgs)
     if name == RELATIVE[1]:
@@ -225,7 +225,7 @@ PUBLISHED = {name: (f"{name}_224", {}) for name in VITS} | {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_timm_s_names(name):
     with torch.device("meta"):
-        model = main_finetune.MODELS[name](num_classes=7)
+        model = classifiers.MODELS[name](num_classes=7)
         architecture, options = timm_models.timm_arguments(model)
         theirs = timm.create_model(architecture, **options) if TIMM_IS_NEW or name in VITS else None
     expected, changed = PUBLISHED[name]

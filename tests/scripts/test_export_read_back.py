@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import main_finetune
+from encoders import classifiers
 from encoders.load import load_encoder
 from models_vit import vit_micro_patch4
 from tests.scripts.test_export import run
@@ -30,5 +31,5 @@ def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, out):
     path, _ = finetuned(tmp_path, VIT[1], img_size=(16, 64), crop_pct=0.95)
     run(capsys, path, tmp_path / out)
     flags = main_finetune.get_args_parser().parse_args([])
-    _, settings, meta = main_finetune.load_classifier(tmp_path / out, flags)
+    _, settings, meta = classifiers.load_classifier(tmp_path / out, flags)
     assert settings["crop_pct"] == 0.95 and settings["input_size"] == [16, 64] and meta["classes"] == list("abcde")

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 import main_finetune
+from encoders import classifiers
 from encoders.load import load_encoder, load_model, read
 from models_vit import vit_micro_patch4
 from tests.scripts.test_export import pretrained_run, refused, run
@@ -148,7 +149,7 @@ def test_a_trained_folder_comes_back(tmp_path, capsys):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys):
     path, _ = finetuned(tmp_path, VIT[1], global_pool="token", crop_pct=0.95)
     run(capsys, path, tmp_path / "vit", *FORMAT)
-    _, settings, _ = main_finetune.load_classifier(tmp_path / "vit", main_finetune.get_args_parser().parse_args([]))
+    _, settings, _ = classifiers.load_classifier(tmp_path / "vit", main_finetune.get_args_parser().parse_args([]))
     assert settings["crop_pct"] == 0.95 and settings["model"] == VIT[1]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import models_mae_pr as mae
 from downstream.recipes import DOWNSTREAM_RECIPES
-from downstream.robustness.main_robustness import BENCHMARKS
+from downstream.robustness.benchmarks import BENCHMARKS
 from frameworks import models_greenmim_pr as greenmim
 from frameworks import models_localmim_pr as localmim
 from frameworks import models_mff_pr as mff

@@ -12,6 +12,7 @@ import main_pretrain
 from downstream.probe import engine_probe, main_probe
 from downstream.probe.engine_probe import GRID, rate_at, split_held_out
 from downstream.probe.models import FrozenEncoder
+from frameworks import registry
 from tests.locks import held_by_another_process
 from tests.runs import refused
 from tests.util.evaluate.test_knn import mean_and_std, slow_ranking
@@ -28,7 +29,7 @@ def write_encoder(folder, seed=0):
     folder.mkdir(exist_ok=True)
     torch.manual_seed(seed)
     settings = vars(main_pretrain.get_args_parser().parse_args(["--model", "mae_vit_micro_patch4"]))
-    save_checkpoint(folder, 1, {"model": main_pretrain.build_model(settings).state_dict()}, {"settings": settings})
+    save_checkpoint(folder, 1, {"model": registry.build_model(settings).state_dict()}, {"settings": settings})
     return folder
 
 
@@ -53,7 +54,7 @@ def fails(capsys, *arguments, code=2):
 
 def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path):
     rows = probe(encoder, data, tmp_path, "--probes", "knn", "--blocks", 2, 4)["results"]
-    model, _ = main_pretrain.load_run(encoder)
+    model, _ = registry.load_run(encoder)
     view, normalize, found = ResizeCenterCrop(32), Normalize(), {}
     for split in ("train", "val"):
         for label, name in enumerate(("cat", "dog")):

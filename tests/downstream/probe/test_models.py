@@ -17,19 +17,20 @@ from downstream.probe.models import (
     refuse_other_network,
 )
 from encoders.load import load_encoder
+from frameworks import registry
 from frameworks.teacher import Teacher
 from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patch16
 from util.costs import count_gmac
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run.checkpoint import CheckpointError, save_checkpoint
 
-MICRO_MODELS = [name for name in main_pretrain.MODELS if "_micro_" in name]
+MICRO_MODELS = [name for name in registry.MODELS if "_micro_" in name]
 
 
 def a_model(name, **changes):
     settings = vars(main_pretrain.get_args_parser().parse_args(["--model", name])) | changes
     torch.manual_seed(0)
-    model = main_pretrain.build_model(settings).eval()
+    model = registry.build_model(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # also biases and tables, which begin as zeros
             parameter.add_(0.02 * torch.randn_like(parameter))
