@@ -40,7 +40,9 @@ from tests.scripts.programs import MAINS, ROOT, SCRIPTS
 
 README = ROOT / "README.md"
 # The file that docs/add_a_framework.md shows, with a flag and models of its own.
-EXAMPLE, EXAMPLE_FLAG, EXAMPLE_MODELS = "models_example_pr.py", "--loss_beta", "example_"
+EXAMPLE = "models_example_pr.py"
+EXAMPLE_FLAG = "--loss_beta"
+EXAMPLE_MODELS = "example_"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PROJECT_FILE = re.compile(
