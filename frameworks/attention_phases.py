@@ -19,8 +19,9 @@ from framework import Framework
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
-from util.data.datasets import AddressedDataset, batches, stack
+from util.data.datasets import AddressedDataset, stack
 from util.data.images import Images
+from util.data.loader import Loader
 from util.data.transforms import Squash
 from util.run.cli import FlagGroup
 from util.run.loop import TrainLoop
@@ -116,7 +117,8 @@ def compute_maps(
     addresses = [own[first : first + batch_size] for first in range(0, share, batch_size)]
     maps = np.empty((world_size, share, rows, columns), np.float16) if rank == 0 else None
     stored = loop.normalize.pixels.pixel_bytes * model.img_size[0] * model.img_size[1] * batch_size
-    stream = batches(dataset, addresses, stack, num_workers, device.type == "cuda", loop.log.info, batch_bytes=stored)
+    pin_memory = device.type == "cuda"
+    stream = Loader(dataset, addresses, stack, num_workers=num_workers, pin_memory=pin_memory, batch_bytes=stored)
     bad = torch.zeros((), device=device)
     model.eval()
     for first in range(0, share, batch_size):

@@ -43,7 +43,7 @@ from util.data.images import EncodedImages, FolderImages, ImageError
 from util.data.pixel_format import RGB8, read_format
 from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, repair_command, scan_tars
 from util.data.tars import INDEX, TarImages, find_tars, write_index
-from util.data.workers import ignore_in_worker
+from util.data.workers import ignore_signals
 from util.run.checkpoint import sha256
 from util.run.cli import Parser, run_program, user_errors
 from util.text import count_of
@@ -96,7 +96,7 @@ def shard_bounds(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
 def start_worker(images: FolderImages) -> None:
     """Keeps the images that this process packs."""
     _worker["images"] = images
-    ignore_in_worker(None)
+    ignore_signals(None)
 
 
 def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], Rows, dict[str, Any]]:

@@ -13,10 +13,15 @@ import numpy as np
 import torch
 
 # One stream per purpose, so that crop and mask of a sample never share a number. Changing a value changes all runs.
-SHUFFLE, AUGMENT, MASK, LIBRARY, STEP, BANK = 1, 2, 3, 4, 5, 6
+SHUFFLE = 1
+AUGMENT = 2
+MASK = 3
+LIBRARY = 4
+STEP = 5
+BANK = 6
 
 _INCREMENT = 0x9E3779B97F4A7C15  # of SplitMix64's counter
-_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of its finaliser
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of its finaliser
 _WORD = 2**64 - 1
 
 
@@ -58,16 +63,18 @@ def seeded_libraries(seed: int) -> Iterator[None]:
     Their states are restored at the end: a worker may be the process of the trainer itself, whose draws must not
     change.
     """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed CUDA, which workers must not touch
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

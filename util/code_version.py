@@ -31,13 +31,13 @@ def _files_of_package(folder: Path) -> list[Path]:
         return []
     try:
         with os.scandir(folder) as entries:  # a folder of a million images is listed, but no file is asked for more
-            found = list(entries)
+            inside = list(entries)
     except PermissionError:  # it cannot be imported, either
         return []
-    files = [folder / entry.name for entry in found if entry.name.endswith(".py") and entry.is_file()]
+    files = [folder / entry.name for entry in inside if entry.name.endswith(".py") and entry.is_file()]
     if not files:
         return []
-    for entry in found:
+    for entry in inside:
         if entry.is_dir(follow_symlinks=False):  # a link may lead back
             files += _files_of_package(folder / entry.name)
     return files
@@ -61,7 +61,9 @@ def code_version(root: Path = ROOT) -> str:
     """Returns "commit 0123456789ab, files 89abcdef0123", or only "files ..." if the commit is unknown."""
     files = source_hash(root)
     commit = _commit(root)
-    return f"commit {commit}, files {files}" if commit else f"files {files}"
+    if commit is None:
+        return f"files {files}"
+    return f"commit {commit}, files {files}"
 
 
 def write_version(copy: Path, root: Path = ROOT) -> None:
@@ -78,9 +80,12 @@ def _commit(root: Path) -> str | None:
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
         names = [str(path.relative_to(root)) for path in source_files(root)]
-        return f"{head} + changes" if _git(root, "status", "--porcelain", "--", *names) else head
+        changes = _git(root, "status", "--porcelain", "--", *names)
     except (OSError, subprocess.SubprocessError):  # git is not installed, or does not trust the repository
         return None
+    if changes:
+        return f"{head} + changes"
+    return head
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -1,5 +1,6 @@
 """The few collectives that training, data and evaluations need. Without a process group, one process is all."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -23,10 +24,11 @@ def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized():
         return tensor
     lengths = gather_objects(len(tensor))
-    padded = torch.cat([tensor, tensor.new_zeros(max(lengths) - len(tensor), *tensor.shape[1:])])
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded.contiguous())
-    return torch.cat([rows[:length] for rows, length in zip(everyone, lengths, strict=True)])
+    padding = tensor.new_zeros(max(lengths) - len(tensor), *tensor.shape[1:])
+    padded = torch.cat([tensor, padding]).contiguous()
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded)
+    return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])
 
 
 def broadcast_buffers(model: torch.nn.Module) -> None:
@@ -38,7 +40,20 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
 
 def rank_and_world_size() -> tuple[int, int]:
     """The rank of this process, and the number of processes."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def settle_threads() -> None:
+    """Lets the threads of gloo or NCCL release the tensors of finished collectives.
+
+    They need the GIL for it, and sleeping hands it over. It is needed before the process ends, where gloo may abort
+    otherwise (pytorch#179291), and before a fork: until Python 3.12 a new process hangs if another thread was entering
+    the interpreter (cpython#112275).
+    """
+    if dist.is_available() and dist.is_initialized():
+        time.sleep(0.25)  # NCCL's thread looks for finished collectives every 0.1 s
 
 
 def run_on_rank0(function: Callable[[], T]) -> T:
@@ -52,21 +67,24 @@ def run_on_rank0(function: Callable[[], T]) -> T:
         except (ValueError, OSError) as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    result, raised = outcome
+    if raised is not None:
+        raise raised
+    return result
 
 
 def run_everywhere(function: Callable[[], T]) -> T:
     """Calls `function` on every rank. If it raises ValueError or OSError on one rank, all ranks raise."""
-    own: Exception | None = None
+    error_of_rank: Exception | None = None
+    message: str | None = None
     try:
         result = function()
     except (ValueError, OSError) as error:
-        own = error
-    messages = gather_objects(None if own is None else str(own))
-    if own is not None:
-        raise own
+        error_of_rank = error
+        message = str(error)
+    messages = gather_objects(message)
+    if error_of_rank is not None:
+        raise error_of_rank
     for rank, message in enumerate(messages):
         if message is not None:
             raise ValueError(f"rank {rank} failed: {message}")
@@ -84,14 +102,18 @@ def gather_objects(value: T) -> list[T]:
 
 def refuse_differences(values: Mapping[str, object], what: str) -> None:
     """Raises ValueError on every rank if `values` differ between ranks. The message names each difference."""
-    everyone = gather_objects(values)
-    differing = []
-    for name in dict.fromkeys(name for values in everyone for name in values):
-        ranks: dict[str, list[str]] = {}
-        for rank, values in enumerate(everyone):
-            ranks.setdefault(str(values.get(name, "absent")), []).append(str(rank))
-        if len(ranks) > 1:
-            sides = [f"{value} on rank {shorten(who, 4)}" for value, who in ranks.items()]
-            differing.append(f"{name} is {' and '.join(sides)}")
-    if differing:
-        raise ValueError(f"the processes of one run must have the same {what}, but {'; '.join(differing)}")
+    values_of_ranks = gather_objects(values)
+    names: dict[str, None] = {}  # in order
+    for values_of_rank in values_of_ranks:
+        names.update(dict.fromkeys(values_of_rank))
+    differences = []
+    for name in names:
+        ranks_of_value: dict[str, list[str]] = {}
+        for rank, values_of_rank in enumerate(values_of_ranks):
+            value = str(values_of_rank.get(name, "absent"))
+            ranks_of_value.setdefault(value, []).append(str(rank))
+        if len(ranks_of_value) > 1:
+            sides = [f"{value} on rank {shorten(ranks, 4)}" for value, ranks in ranks_of_value.items()]
+            differences.append(f"{name} is {' and '.join(sides)}")
+    if differences:
+        raise ValueError(f"the processes of one run must have the same {what}, but {'; '.join(differences)}")

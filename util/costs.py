@@ -9,10 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from util.data.datasets import AddressedDataset
 from util.data.transforms import RandomResizedCropFlip
+from util.text import count_of
 
 
 def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> tuple[float, float]:
-    """Count the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher).
+    """Counts the multiply-adds, in 10^9, of the forward pass of one image: (trained model, frozen teacher).
 
     The models are built on the meta device. `build_model` is main_pretrain's. Without a teacher the second is 0.
     """
@@ -59,14 +60,14 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 def make_batch(
     model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int, images: Any = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a batch [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
+    """Returns a batch [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
 
     The batch holds the first crops of `images`, an image source of util.data.images, or random bytes without it.
     """
     collator = model.collator(settings["sampling"], seed=0)
     if images is None:
         generator = torch.Generator().manual_seed(0)
-        shape = batch_size, settings.get("in_chans", 3), *model.img_size
+        shape = (batch_size, settings.get("in_chans", 3), *model.img_size)
         crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
     else:
@@ -76,7 +77,7 @@ def make_batch(
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Time one call of `work`, with a host-device sync before and after it."""
+    """Times one call of `work`, with a host-device sync before and after it."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -85,13 +86,13 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
+    """Waits until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def time_round(steps: Sequence[Callable[[], object]], device: torch.device, first: int) -> list[float]:
-    """Time every step once, and return their seconds in the order of `steps`.
+    """Times every step once, and returns their seconds in the order of `steps`.
 
     Another step is `first` in each round, because the memory that one step leaves behind can slow down the next one.
     """
@@ -106,5 +107,4 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return "cpu (1 thread)" if threads == 1 else f"cpu ({threads} threads)"
+    return f"cpu ({count_of(torch.get_num_threads(), 'thread')})"

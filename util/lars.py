@@ -50,4 +50,6 @@ class LARS(torch.optim.Optimizer):
                 p.copy_(self._new_if_finite(p, p - group["lr"] * mu))
 
     def _new_if_finite(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return new if self.found_inf is None else torch.where(self.found_inf != 0, old, new)
+        if self.found_inf is None:
+            return new
+        return torch.where(self.found_inf != 0, old, new)

@@ -45,7 +45,8 @@ def _mae(s: Schedule, step: int, lr_scale: float) -> float:
 
 def _mff(s: Schedule, step: int, lr_scale: float) -> float:
     """Like MAE's, but the last step of the warm-up has the peak rate, and the floor is the same for all layers."""
-    warmup, total = round(s.warmup_epochs * s.steps_per_epoch), round(s.epochs * s.steps_per_epoch)
+    warmup = round(s.warmup_epochs * s.steps_per_epoch)
+    total = round(s.epochs * s.steps_per_epoch)
     if step < warmup:
         return lr_scale * (s.warmup_lr + (s.lr - s.warmup_lr) * step / max(1, warmup - 1))
     return _half_cosine((step - warmup) / (total - warmup), lr_scale * s.lr, s.min_lr)

@@ -21,16 +21,21 @@ def read_csv(path: str | Path, columns: Iterable[str], text: Collection[str]) ->
     the file has no rows or lacks one of the `columns`.
     """
     with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
     if not rows or set(columns) - set(rows[0]):
         raise ValueError(
             f"{str(path)!r} is no CSV of this script: it must hold rows with the columns {', '.join(columns)}"
         )
-    return [{column: value if column in text else _number(value) for column, value in row.items()} for row in rows]
+    for row in rows:
+        for column in row.keys() - set(text):
+            row[column] = _number(row[column])
+    return rows
 
 
 def _number(value: str) -> float | None:
-    return float(value) if value else None
+    if not value:
+        return None
+    return float(value)
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1, pad: bool = False) -> str:
@@ -38,9 +43,14 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left
 
     pad: fill the cells with spaces, so that the text itself reads as a table.
     """
-    alignment = ["---" if column < left else "--:" for column in range(len(titles))]
-    lines = [[str(cell) for cell in cells] for cells in (titles, alignment, *rows)]
+    alignment = ["---"] * left + ["--:"] * (len(titles) - left)
+    table: list[list[str]] = []
+    for cells in (titles, alignment, *rows):
+        table.append([str(cell) for cell in cells])
     if pad:
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines = [[cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        for column in range(len(titles)):
+            width = max(len(cells[column]) for cells in table)
+            for cells in table:
+                cells[column] = cells[column].ljust(width)
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
+    return "\n".join(lines)

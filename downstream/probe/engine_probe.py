@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from downstream.probe.models import AttentiveHead, FrozenEncoder, HeadGrid, LinearHead, Tokens
 from util import collectives
 from util.accuracy import accuracies
-from util.data.datasets import AddressedDataset, StepBatchSampler, batches, permutation, stack
+from util.data.datasets import AddressedDataset, StepBatchSampler, permutation, stack
 from util.data.images import Images
+from util.data.loader import Loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy
@@ -282,11 +283,11 @@ class Probing:
             start_step=0,
             end_step=args.steps,
         )
-        return batches(
+        return Loader(
             AddressedDataset(training, crop, replace=args.max_bad_fraction > 0),
             sampler,
             stack,
-            self.context.num_workers,
+            num_workers=self.context.num_workers,
             pin_memory=self.context.device.type == "cuda",
             batch_bytes=self.images.pixel_format.pixel_bytes * math.prod(img_size) * self.context.batch_size,
         )

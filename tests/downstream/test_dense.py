@@ -10,7 +10,7 @@ from models_vit import MICRO, VisionTransformer
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.dense import detect, segment, segment_linear
 from tests.runs import assert_same_state, reports, state
-from util.data import shared_memory
+from util.data import loader
 from util.data.pixel_format import read_header
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.results import RESULTS
@@ -119,7 +119,7 @@ def test_an_evaluation_refuses_flags_that_it_cannot_follow(dense, capsys, flag, 
 
 def test_an_evaluation_is_refused_if_its_images_do_not_fit_into_shared_memory(dense, capsys, monkeypatch):
     program, data, folder = dense
-    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(loader, "free_bytes", lambda: 1000)
     message = program.refuses_to_evaluate(capsys, data, folder, "--num_workers", 1)
     assert "/dev/shm has 0.0 MB free" in message and message.strip().endswith("or --num_workers 0")
 

@@ -1,13 +1,11 @@
 """Processes that are killed, stopped, or hang, alone and together; signals to one and to all."""
 
 import os
-import random
 import re
 import signal
 from contextlib import suppress
 
 import pytest
-import torch
 
 from tests.conftest import write_photo
 from tests.faults.faulty import IN_SAVE
@@ -15,8 +13,9 @@ from tests.runs import assert_same_state, children_of, command, finish, losses, 
 from tests.until import wait_until
 from tests.warm import Python, reserve_port
 
-SAVE = ("--save_steps", 5, "--input_size", 16)
-HOLD = ("hold", 25, "all", "-")  # a fault: the run waits before step 26 until a signal comes
+STEPS = 20
+SAVE = ("--save_steps", 5, "--input_size", 16, "--epochs", 2)
+HOLD = ("hold", 15, "all", "-")  # a fault: the run waits before step 16 until a signal comes
 LOST = 10  # at most, because the write of a save is complete before the next one begins
 BEFORE_RENAME = ("kill-before-sync", "kill-before-rename")  # faults after which a save has left no checkpoint
 
@@ -38,23 +37,32 @@ def undisturbed(photos, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def alone(photos, tmp_path_factory):
+    """The folder of a run of one process without any fault."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish(photos, folder, *SAVE, processes=1)
+    return folder
+
+
 def assert_as(undisturbed, output_dir):
     """All weights, moments and logged losses, to the last bit; each step once."""
     assert_same_state(state(output_dir), state(undisturbed))
-    assert losses(output_dir) == losses(undisturbed) and len(losses(output_dir)) == 30
+    assert losses(output_dir) == losses(undisturbed)
+    assert len(losses(output_dir)) == STEPS
 
 
-@pytest.mark.fault(
-    "F14",
-    "SIGKILL of one process of two",
-    "torchrun starts both again; exact",
-)
+def lost_in(output_dir):
+    """The steps that each further start has run again."""
+    return steps_lost((output_dir / "log.txt").read_text())
+
+
+@pytest.mark.fault("F14", "SIGKILL of one process of two", "torchrun starts both again; exact")
 def test_a_killed_process(photos, tmp_path, undisturbed):
-    step = random.Random(0).randrange(2, 28)
-    out = finish(photos, tmp_path / "out", *SAVE, fault=("kill", step, 0, tmp_path / "mark"), restarts=3)
+    finish(photos, tmp_path / "out", *SAVE, fault=("kill", 12, 0, tmp_path / "mark"), restarts=3)
     assert_as(undisturbed, tmp_path / "out")
-    assert "resuming" in out or step <= LOST
-    assert max(steps_lost((tmp_path / "out" / "log.txt").read_text()), default=0) <= LOST
+    (lost,) = lost_in(tmp_path / "out")
+    assert lost <= LOST
 
 
 @pytest.mark.fault(
@@ -66,17 +74,18 @@ def test_a_killed_process_of_two_nodes(photos, tmp_path, undisturbed, monkeypatc
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     endpoint = f"127.0.0.1:{reserve_port()}"
     options = ["--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "a"]
-    how = dict(fault=("kill", 12, 1, tmp_path / "mark"), processes=1, restarts=3, options=options)
-    nodes = [start(photos, tmp_path / "out", *SAVE, **how) for _ in range(2)]
+    torchrun = dict(fault=("kill", 12, 1, tmp_path / "mark"), processes=1, restarts=3, options=options)
+    nodes = [start(photos, tmp_path / "out", *SAVE, **torchrun) for _ in range(2)]
     try:
-        ends = [(*node.communicate(timeout=240), node.returncode) for node in nodes]
+        for node in nodes:
+            out, _ = node.communicate(timeout=240)
+            assert node.returncode == 0, out
     finally:
         for node in nodes:
             if node.poll() is None:
                 os.killpg(node.pid, signal.SIGKILL)
-    assert [code for *_, code in ends] == [0, 0], ends
     assert_as(undisturbed, tmp_path / "out")
-    (lost,) = steps_lost((tmp_path / "out" / "log.txt").read_text())
+    (lost,) = lost_in(tmp_path / "out")
     assert lost <= LOST
 
 
@@ -85,7 +94,7 @@ def test_a_process_that_waits_for_the_others(photos, tmp_path):
     port = str(reserve_port())
     environment = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     process = Python(*command(photos, tmp_path, processes=1), env=environment)
-    waiting = f"process 0 waits for all 2 processes at 127.0.0.1:{port}; for a single process"
+    waiting = f"process 0 is waiting for all 2 processes at 127.0.0.1:{port}; for a single process"
     wait_until(lambda: waiting in process.text() or process.poll() is not None)
     assert process.poll() is None, process.text()
     os.killpg(process.pid, signal.SIGKILL)
@@ -95,9 +104,11 @@ def test_a_process_that_waits_for_the_others(photos, tmp_path):
 @pytest.mark.fault("F52", "a user's error under torchrun --max_restarts 3", "one start; torchrun ends with 1")
 def test_torchrun_does_not_repeat_a_final_error(photos, tmp_path):
     out = finish(photos / "nowhere", tmp_path, restarts=3, code=1)
-    assert out.count("exit code 2; torchrun is stopped") == 1 and out.count("error: ") <= 2, out
+    assert out.count("exit code 2; torchrun is stopped") == 1, out
+    assert out.count("error: ") <= 2, out
 
 
+@pytest.mark.long
 @pytest.mark.fault("F16", "both processes exit at once", "torchrun starts both again")
 def test_both_processes_exit(photos, tmp_path, undisturbed):
     finish(photos, tmp_path / "out", *SAVE, fault=("exit", 16, "all", tmp_path / "mark"), restarts=3)
@@ -110,7 +121,7 @@ def test_both_processes_exit(photos, tmp_path, undisturbed):
 def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     options = dict(fault=("hang", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
-    assert re.search(r"furthest behind is process 1 on \S+, in the forward pass, step 13; exit code 75", out), out
+    assert re.search(r"process 1 on \S+ made no progress for 10 s: it is in the forward pass, step 13; exit", out), out
     assert re.search(r'File ".*faulty.py", line \d+ in faulty_seed', out)  # its stack
     assert_as(undisturbed, tmp_path / "out")
 
@@ -124,11 +135,13 @@ def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
 
 
 @pytest.mark.long
-@pytest.mark.fault("F19", "one process is stopped (SIGSTOP)", "as for one that hangs")
+@pytest.mark.fault(
+    "F19", "one process is stopped (SIGSTOP)", "found by the process that waits for it, started again, exact"
+)
 def test_a_process_that_is_stopped(photos, tmp_path, undisturbed):
     options = dict(fault=("stop", 12, 1, tmp_path / "mark"), restarts=3)
     out = finish(photos, tmp_path / "out", *SAVE, "--dist_timeout", 10, **options)
-    assert re.search(r"there is no heartbeat from process 1 on \S+; exit code 75", out), out
+    assert re.search(r"process 0 on \S+ made no progress for 10 s: it is .* waiting for other processes", out), out
     assert_as(undisturbed, tmp_path / "out")
 
 
@@ -137,12 +150,9 @@ def test_a_process_that_is_stopped(photos, tmp_path, undisturbed):
 )
 def test_an_output_folder_that_is_not_shared(photos, tmp_path):
     out = finish(photos, "out", "--max_steps", 1, fault=("own-folder", 0, "all", tmp_path / "disk"), code=1)
-    assert re.search(
-        r"error: --output_dir 'out' is not the same folder for all processes: a file of rank 0 on \S+ does not appear "
-        r"for rank 1 on \S+; choose a folder on storage that all nodes share",
-        out,
-    ), out
-    assert not list(tmp_path.glob("disk.*/out/*checkpoint*")) and not list(tmp_path.glob("disk.*/out/.shared-*"))
+    assert "--output_dir 'out' is not the same folder for all processes" in out
+    assert not list(tmp_path.glob("disk.*/out/*checkpoint*"))
+    assert not list(tmp_path.glob("disk.*/out/.shared-*"))
 
 
 @pytest.mark.fault(
@@ -150,12 +160,12 @@ def test_an_output_folder_that_is_not_shared(photos, tmp_path):
 )
 def test_a_signal_to_torchrun(photos, tmp_path, undisturbed):
     process = start(photos, tmp_path / "out", *SAVE, fault=HOLD)
-    wait_for_step(tmp_path / "out", random.Random(0).randrange(2, 12), process)
+    wait_for_step(tmp_path / "out", 7, process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
     finish(photos, tmp_path / "out", *SAVE)
     assert_as(undisturbed, tmp_path / "out")
-    assert steps_lost((tmp_path / "out" / "log.txt").read_text()) == [0]
+    assert lost_in(tmp_path / "out") == [0]
 
 
 @pytest.mark.fault("F11", "SIGINT, USR1, USR2 to the trainers", "saved, 0 steps lost, exact")
@@ -175,11 +185,13 @@ def test_a_signal_to_everyone(photos, tmp_path, undisturbed, name):
         with suppress(ProcessLookupError):  # the first ones have stopped the run already
             os.kill(pid, getattr(signal, name))
     out, _ = process.communicate(timeout=240)
-    assert process.returncode != 0 and f"stopped by {name}" in out and "killed" not in out, out[-2000:]
+    assert process.returncode != 0
+    assert f"stopped by {name}" in out
+    assert "killed" not in out
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in family))
     finish(photos, tmp_path, *SAVE)
     assert_as(undisturbed, tmp_path)
-    assert steps_lost((tmp_path / "log.txt").read_text()) == [0]
+    assert lost_in(tmp_path) == [0]
 
 
 @pytest.mark.long
@@ -193,7 +205,7 @@ def test_two_signals(photos, tmp_path, undisturbed):
     process.communicate(timeout=240)
     finish(photos, tmp_path / "out", *SAVE)
     assert_as(undisturbed, tmp_path / "out")
-    assert steps_lost((tmp_path / "out" / "log.txt").read_text()) == [0]
+    assert lost_in(tmp_path / "out") == [0]
 
 
 @pytest.mark.fault(
@@ -209,14 +221,16 @@ def test_everything_is_killed(photos, tmp_path, alone, fault):
         finish(photos, folder, *SAVE, fault=(fault, 9, 0, tmp_path / "mark"), processes=1, code=-9)
     else:
         process = start(photos, folder, *SAVE, processes=1, fault=HOLD)
-        wait_for_step(folder, random.Random(0).randrange(11, 15), process)
+        wait_for_step(folder, 12, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     finish(photos, folder, *SAVE, processes=1)
     assert_as(alone, folder)
-    text = (folder / "log.txt").read_text()
-    (lost,), (resumed,) = steps_lost(text), re.findall(r"resuming .* at step (\d+)", text)
-    assert lost <= LOST and (not fault or resumed == ("5" if fault in BEFORE_RENAME else "10")), (lost, resumed)
+    (lost,) = lost_in(folder)
+    assert lost <= LOST
+    if fault:
+        resumed_at = 5 if fault in BEFORE_RENAME else 10
+        assert f"at step {resumed_at}" in (folder / "log.txt").read_text()
     assert not list(folder.glob(".checkpoint*"))
 
 
@@ -225,16 +239,9 @@ def test_killed_in_the_first_save(photos, tmp_path, alone):
     finish(photos, tmp_path / "out", *SAVE, fault=("kill-after-rename", 4, 0, tmp_path / "mark"), processes=1, code=-9)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint*")] == ["checkpoint-5.pth"]
     out = finish(photos, tmp_path / "out", *SAVE, processes=1)
-    assert "warning: checkpoint-5.pth had no .json; it can be read" in out and "checkpoint-5.pth at step 5" in out
+    assert "warning: checkpoint-5.pth had no .json; it can be read" in out
+    assert "checkpoint-5.pth at step 5" in out
     assert_as(alone, tmp_path / "out")
-
-
-@pytest.fixture(scope="session")
-def alone(photos, tmp_path_factory):
-    """The folder of a run of one process without any fault."""
-    folder = tmp_path_factory.mktemp("alone")
-    finish(photos, folder, *SAVE, processes=1)
-    return folder
 
 
 @pytest.mark.long
@@ -243,18 +250,32 @@ def alone(photos, tmp_path_factory):
 )
 def test_a_crash_loop_ends(photos, tmp_path):
     out = finish(photos, tmp_path, *SAVE, fault=("raise", 7, "all", "-"), restarts=2, code=1)
-    assert out.count("resuming") == 2 and state(tmp_path)["meta"]["step"] == 5
+    assert out.count("resuming") == 2
+    assert state(tmp_path)["meta"]["step"] == 5
 
 
 @pytest.mark.fault(
-    "F29", "a DataLoader worker is killed", "others take its place with the same batch; 0 steps lost, exact"
+    "F29", "a DataLoader worker is killed", "saved, exit code 75; the same command goes on; 0 steps lost, exact"
 )
 def test_a_killed_worker(photos, tmp_path, alone):
-    out = finish(
-        photos, tmp_path, *SAVE, "--num_workers", 2, fault=("kill-worker", 12, 0, tmp_path / "mark"), processes=1
-    )
-    assert "warning: a worker was lost before batch " in out and "resuming" not in out
+    flags = (*SAVE, "--num_workers", 2)
+    out = finish(photos, tmp_path, *flags, fault=("kill-worker", 12, 0, tmp_path / "mark"), processes=1, code=75)
+    assert "a DataLoader worker was lost" in out
+    assert "the same command goes on from the newest checkpoint" in out
+    finish(photos, tmp_path, *flags, processes=1)
+    assert lost_in(tmp_path) == [0]
     assert_as(alone, tmp_path)
+
+
+@pytest.mark.fault("F29b", "a DataLoader worker of one process of two is killed", "torchrun starts both again; exact")
+def test_a_killed_worker_of_two_processes(photos, tmp_path, undisturbed):
+    """The other process waits for the one that ends: no rank hangs."""
+    flags = (*SAVE, "--num_workers", 1)
+    out = finish(photos, tmp_path, *flags, fault=("kill-worker", 12, 1, tmp_path / "mark"), restarts=1)
+    assert "a DataLoader worker was lost" in out
+    assert_as(undisturbed, tmp_path)
+    (lost,) = lost_in(tmp_path)
+    assert lost <= LOST
 
 
 @pytest.mark.fault(
@@ -264,7 +285,7 @@ def test_a_worker_that_hangs(photos, tmp_path, alone):
     fault = ("hang-worker", 0, 0, tmp_path / "mark")
     flags = (*SAVE, "--num_workers", 1)
     out = finish(photos, tmp_path / "out", *flags, "--dist_timeout", 5, fault=fault, processes=1, code=75)
-    assert "process 0 made no progress for 5 s: it is waiting for data, step 1; exit code 75" in out
+    assert re.search(r"process 0 on \S+ made no progress for 5 s: it is waiting for data, step 1; exit code 75", out)
     finish(photos, tmp_path / "out", *flags, processes=1)
     assert_as(alone, tmp_path / "out")
 
@@ -274,20 +295,28 @@ def test_a_worker_that_hangs(photos, tmp_path, alone):
 )
 def test_one_nan(photos, tmp_path, undisturbed):
     out = finish(photos, tmp_path, *SAVE, fault=("nan", 15, 1, tmp_path / "mark"))
-    assert out.count("1 steps skipped") == 1 and "step 16/30: loss not finite" in out
-    content, expected = state(tmp_path), state(undisturbed)
-    steps = {int(moments["step"]) for moments in content["optimizer"]["state"].values()}
-    assert steps == {29} and all(torch.isfinite(value).all() for value in content["model"].values())
-    assert any((content["model"][name] != value).any() for name, value in expected["model"].items())
+    assert out.count("1 steps skipped") == 1
+    assert "step 16/20: loss not finite" in out
+    content = state(tmp_path)
+    for moments in content["optimizer"]["state"].values():
+        assert moments["step"] == STEPS - 1
+    assert_finite(content)
+    with pytest.raises(AssertionError):
+        assert_same_state(content, state(undisturbed))
 
 
 @pytest.mark.fault(
     "F23", "a loss that is not a number, for ever", "exit code 3; the weights in the checkpoints are good"
 )
 def test_nan_for_ever(photos, tmp_path, alone):
-    out = finish(photos, tmp_path, *SAVE, fault=("nan-forever", 8, 0, "-"), processes=1, code=3)
+    out = finish(photos, tmp_path, *SAVE, "--epochs", 3, fault=("nan-forever", 8, 0, "-"), processes=1, code=3)
     assert "not finite in each of the last 20 steps before step 28" in out
     assert f"The last checkpoint with a finite loss is '{tmp_path / 'checkpoint-5.pth'}'" in out
-    content = state(tmp_path)
-    assert len(losses(tmp_path)) == 27 and content["meta"]["step"] == 10
-    assert all(torch.isfinite(value).all() for value in content["model"].values())
+    assert len(losses(tmp_path)) == 27
+    assert state(tmp_path)["meta"]["step"] == 10
+    assert_finite(state(tmp_path))
+
+
+def assert_finite(content):
+    for value in content["model"].values():
+        assert value.isfinite().all()

@@ -1,19 +1,13 @@
-"""The data set `dataset[(epoch, index)]`, the sampler of its addresses, and the loader of its batches."""
+"""The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
-import copy
-import multiprocessing
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from util import collectives
 from util.addressed import SHUFFLE, addressed_uniform
 from util.data.hugging_face import open_hugging_face
 from util.data.images import (
@@ -26,15 +20,12 @@ from util.data.images import (
     refuse_single_class,
     wanted_channels,
 )
-from util.data.shared_memory import ShareBatch, batches_ahead, check_space, find_lack
 from util.data.tars import choose_tars, open_tars
-from util.data.workers import ignore_in_worker, settle_threads, take_over_workers
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
 INATURALIST = {"inat18": 2018, "inat19": 2019}
 DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
-MOST_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
-MOST_WORKERS_LOST = 10  # in one start of a run
+MAX_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 
 Address = tuple[int, int]  # (epoch, index of the image)
 # image [C, H, W], label, address; with boxes also (index of the image that was read, its `transforms.CropBox`)
@@ -73,7 +64,10 @@ def open_images(
         images = open_hugging_face(data_path, split, labelled, image_column, label_column)
     else:
         choice = choose_tars(data_path, split, labelled)
-        images = open_tars(choice, split, labelled) if choice.tars else FolderImages(data_path, split, labelled)
+        if choice.tars:
+            images = open_tars(choice, split, labelled)
+        else:
+            images = FolderImages(data_path, split, labelled)
     if labelled:
         refuse_single_class(images, split)
     images.in_chans = in_chans
@@ -93,38 +87,44 @@ class AddressedDataset(torch.utils.data.Dataset):
     with_boxes: append (index, box) to the sample: the image that was read, and what the transform shows of it.
     """
 
-    with_boxes = False
-
-    def __init__(self, images: Images, transform: Any, replace: bool = False) -> None:
-        self.images, self.transform = images, transform
-        self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_() if replace else None
+    def __init__(self, images: Images, transform: Any, replace: bool = False, with_boxes: bool = False) -> None:
+        self.images = images
+        self.transform = transform
+        self.with_boxes = with_boxes
+        self.bad: torch.Tensor | None = None
+        if replace:
+            self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, address: Address) -> Sample:
         epoch, index = address
-        found, pixels, label = self._load(index)
+        index_read, pixels, label = self._load(index)
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
-        sample = self.transform(img, epoch, index), label, (epoch, index)
-        return (*sample, (found, self.transform.crop_box(img.shape[-2:], epoch, index))) if self.with_boxes else sample
+        view = self.transform(img, epoch, index)
+        if not self.with_boxes:
+            return view, label, address
+        box = self.transform.crop_box(img.shape[-2:], epoch, index)
+        return view, label, address, (index_read, box)
 
     def _load(self, index: int) -> tuple[int, np.ndarray, int]:
         """Returns (index, image, label) of the image `index`, or of the next readable one, if that may replace it.
 
-        Raises the first ImageError if there is none, or OSError if no image can be opened any more.
+        Raises the ImageError of `index` if there is none, or OSError if no image can be opened any more.
         """
-        first: ImageError | None = None
-        for candidate in range(index, index + (1 if self.bad is None else MOST_SKIPPED)):
+        num_candidates = 1 if self.bad is None else MAX_SKIPPED
+        error_of_index: ImageError | None = None
+        for candidate in range(index, index + num_candidates):
             i = candidate % len(self)
             try:
                 return i, *self.images.load_sample(i)
             except ImageError as error:
-                first = first or error
                 if self.bad is not None:
                     self.bad[i] = 1
-        assert first is not None
-        raise find_storage_error(self.images) or first
+                error_of_index = error_of_index or error
+        assert error_of_index is not None
+        raise find_storage_error(self.images) or error_of_index
 
 
 class StepBatchSampler:
@@ -149,27 +149,27 @@ class StepBatchSampler:
     ) -> None:
         self.total_batch = batch_size * accum_iter * world_size
         self.steps_per_epoch = steps_per_epoch(num_samples, self.total_batch)
-        self.num_samples, self.batch_size, self.accum_iter = num_samples, batch_size, accum_iter
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.start_step, self.end_step, self.start_micro = start_step, end_step, 0
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.accum_iter = accum_iter
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.start_step = start_step
+        self.end_step = end_step
 
     def __len__(self) -> int:
-        return max(0, self.end_step - self.start_step) * self.accum_iter - self.start_micro
-
-    def __getitem__(self, part: slice) -> "StepBatchSampler":
-        """Returns `sampler[n:]`: the sampler without its first n batches, in constant time."""
-        rest = copy.copy(self)
-        steps, rest.start_micro = divmod(self.start_micro + part.start, self.accum_iter)
-        rest.start_step += steps
-        return rest
+        return max(0, self.end_step - self.start_step) * self.accum_iter
 
     def __iter__(self) -> Iterator[list[Address]]:
-        epoch_of_order, order = -1, np.empty(0, np.int64)
+        epoch_of_order = -1
+        order = np.empty(0, np.int64)
         for step in range(self.start_step, self.end_step):
             epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if epoch != epoch_of_order:
-                order, epoch_of_order = permutation(self.seed, epoch, self.num_samples), epoch
-            for micro in range(self.start_micro if step == self.start_step else 0, self.accum_iter):
+                order = permutation(self.seed, epoch, self.num_samples)
+                epoch_of_order = epoch
+            for micro in range(self.accum_iter):
                 first = step_in_epoch * self.total_batch + (micro * self.world_size + self.rank) * self.batch_size
                 yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
 
@@ -182,8 +182,8 @@ def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
 def steps_per_epoch(num_samples: int, total_batch: int, world_size: int = 1) -> int:
     """Returns the number of whole batches in an epoch; ValueError if there is none."""
     if num_samples < total_batch:
-        size = world_size  # becomes the largest batch of which an epoch has at least four
-        while 8 * size <= num_samples:
+        size = world_size
+        while 8 * size <= num_samples:  # at the end, an epoch has at least four batches of this size
             size *= 2
         raise ValueError(
             f"the data set has {num_samples} images, fewer than one total batch of {total_batch}: give "
@@ -198,92 +198,12 @@ def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.utils.data.default_collate(imgs), torch.tensor(labels)  # in a worker straight into shared memory
 
 
-def batches(
-    dataset: AddressedDataset,
-    sampler: StepBatchSampler | list[list[Address]],
-    collator: Callable[[Sequence[Sample]], Any],
-    num_workers: int,
-    pin_memory: bool,
-    log: Callable[[str], None] = print,
-    *,
-    batch_bytes: int = 0,
-) -> Generator[Any, None, None]:
-    """Returns the batches of all of `sampler`'s addresses. All ranks must call it. Workers start with the first batch.
-
-    batch_bytes: size of one batch; 0 if unknown. TooLittleMemory on all ranks if those of the workers do not fit into
-    shared memory. If it is full later, OSError says so.
-
-    If a worker dies (the kernel kills processes that use too much memory), new workers continue with the same batch and
-    `log` gets a warning. The batches are the same, because they depend on their addresses alone. After
-    MOST_WORKERS_LOST deaths the error is raised.
-    """
-    collectives.run_everywhere(lambda: check_space(batch_bytes, num_workers, len(sampler)))
-
-    def load() -> Generator[Any, None, None]:
-        taken = lost = 0
-        while True:
-            others = set(multiprocessing.active_children())
-            loader = torch.utils.data.DataLoader(
-                dataset,
-                batch_sampler=sampler[taken:],
-                collate_fn=ShareBatch(collator),
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                prefetch_factor=batches_ahead(batch_bytes, num_workers) if num_workers else None,
-                worker_init_fn=ignore_in_worker,
-            )
-            workers: set[BaseProcess] = set()
-            try:
-                if num_workers:
-                    settle_threads()
-                stream = iter(loader)
-                workers = set(multiprocessing.active_children()) - others
-                take_over_workers(workers)
-                for batch in stream:
-                    taken += 1
-                    yield batch
-                return
-            except (RuntimeError, OSError, EOFError) as error:  # the type depends on torch's version
-                if lack := find_lack(error, workers):
-                    raise lack from error
-                # An exception inside a worker has its traceback in the text. It would come again, so it is raised.
-                if num_workers == 0 or "in DataLoader worker process" in str(error) or lost == MOST_WORKERS_LOST:
-                    raise
-                lost += 1
-                reason = str(error).partition("\n")[0] or type(error).__name__
-                log(f"warning: a worker was lost before batch {taken + 1} ({reason}); new ones continue from there")
-                stream = loader = None  # ends the remaining workers
-
-    return load()
-
-
-def look_ahead(
-    stream: Generator[Any, None, None], number: int, on_failure: Callable[[Exception], object]
-) -> Generator[Any, None, None]:
-    """Yields the batches of `stream`, of which it reads `number` ahead.
-
-    If the stream fails to read its images, `on_failure` gets the error at once, so that the run can end while there are
-    batches. The error is raised after the last of them.
-    """
-    ahead: deque[Any] = deque()
-    failure: Exception | None = None
-    with closing(stream):
-        try:
-            for batch in stream:
-                ahead.append(batch)
-                if len(ahead) > number:
-                    yield ahead.popleft()
-        except (OSError, ImageError) as error:
-            failure = error
-            on_failure(error)
-    yield from ahead
-    if failure is not None:
-        raise failure
-
-
 def available_cores() -> int:
     """Returns how many cores this process may use: its CPU affinity and its cgroup may allow fewer than all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return min(cores, max(1, int(quota) // int(period)))
@@ -297,6 +217,9 @@ def cores_per_process(local_world_size: int) -> int:
     The tasks of srun may be bound to cores of their own. Each then sees only its --cpus-per-task, and does not share
     them.
     """
-    cores, allotted = available_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
-    own = int(allotted) if allotted.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ else 1
-    return min(cores, max(cores // local_world_size, own))
+    cores = available_cores()
+    share = max(1, cores // local_world_size)
+    allotted = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if allotted.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        share = max(share, int(allotted))
+    return min(cores, share)

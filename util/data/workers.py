@@ -5,24 +5,16 @@ import ctypes
 import signal
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
-import torch.distributed as dist
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# Before Python 3.12 a new worker hangs if another thread was entering the interpreter during the fork, because it then
-# inherits the lock of the list of threads (https://github.com/python/cpython/issues/112275; 3.10.15 is corrected, too).
-FORKS_HOLD_LOCKS = sys.version_info < (3, 12)
-SETTLE_SECONDS = 0.25  # NCCL's thread looks for finished collectives every 0.1 s
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
-def ignore_in_worker(_: int | None) -> None:
+def ignore_signals(_: int | None) -> None:
     """Makes a DataLoader worker ignore signals: the trainer handles them, and still needs its batches.
 
     On Linux the worker is killed if the trainer dies. If it hung, it would otherwise keep its pipes and memory.
@@ -33,14 +25,8 @@ def ignore_in_worker(_: int | None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def settle_threads() -> None:
-    """Lets the threads of gloo or NCCL release the tensors of finished collectives, where a fork needs it."""
-    if FORKS_HOLD_LOCKS and dist.is_available() and dist.is_initialized():
-        time.sleep(SETTLE_SECONDS)
-
-
-def take_over_workers(workers: Iterable[BaseProcess]) -> None:
-    """Removes the SIGCHLD handler of a DataLoader that has just started `workers`, and kills these at exit.
+def kill_at_exit(workers: set[BaseProcess]) -> None:
+    """Kills these workers at exit, and removes the SIGCHLD handler of the DataLoader that has just started them.
 
     The handler would raise in the middle of a step or a save. The loader finds a dead worker without it, within five
     seconds of waiting for its next batch. At exit, multiprocessing sends TERM to the workers and joins them without a

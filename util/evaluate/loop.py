@@ -12,7 +12,8 @@ from torch import nn
 from tqdm import tqdm
 
 from util import collectives
-from util.data.datasets import AddressedDataset, batches, stack
+from util.data.datasets import AddressedDataset, stack
+from util.data.loader import Loader
 from util.data.transforms import Normalize, Size
 from util.run import shard
 from util.run.shard import Autocast
@@ -70,11 +71,11 @@ def evaluation_batches(
     for first in range(0, len(share), context.batch_size):
         addresses.append([(0, int(i)) for i in share[first : first + context.batch_size]])
     height, width = dataset.transform.size if largest is None else largest
-    loaded = batches(
+    loaded = Loader(
         dataset,
         addresses,
         collate,
-        context.num_workers,
+        num_workers=context.num_workers,
         pin_memory=context.device.type == "cuda",
         batch_bytes=dataset.images.pixel_format.pixel_bytes * height * width * context.batch_size,
     )

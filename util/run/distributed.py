@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,10 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from util.run.supervise import bounded_wait
+from util import collectives
+from util.run.supervise import Watchdog, print_error
 from util.text import count_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+NOTICE = 10.0  # seconds after which a process says that it waits for the others
+REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class Process:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    store: dist.Store | None = None  # key-value store that all processes share
 
     @property
     def is_main(self) -> bool:
@@ -51,28 +53,45 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     port_is_given = "MASTER_PORT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     slurm = slurm_environment(os.environ)
     os.environ.update(slurm)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    found = [name for name in names if name in os.environ]
-    if "RANK" not in found and "WORLD_SIZE" not in found:
-        return Process(torch.device("cuda", 0) if use_cuda else torch.device("cpu"))
-    if len(found) < len(names):
-        absent = ", ".join(name for name in names if name not in found)
-        raise ValueError(
-            f"the environment sets {', '.join(found)} but not {absent}: start with torchrun, or unset them"
-        )
-    rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        if use_cuda:
+            return Process(torch.device("cuda", 0))
+        return Process(torch.device("cpu"))
+    refuse_incomplete(os.environ)
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    place = torch.device("cuda", gpu_index(local_rank, os.environ)) if use_cuda else torch.device("cpu")
+    place = torch.device("cpu")
     if use_cuda:
+        place = torch.device("cuda", gpu_index(local_rank, os.environ))
         torch.cuda.set_device(place)
+    process = Process(place, rank, world_size, local_world_size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    alone = "SLURM_STEP_ID" if slurm else "RANK and WORLD_SIZE"
-    waiting = f"process {rank} waits for all {world_size} processes at {address}; for a single process, unset {alone}"
-    with bounded_wait(waiting, join_timeout, with_notice=local_rank == 0):
-        store = join_group(place, rank, world_size, local_world_size, timeout_minutes, port_is_given)
-    # A separate connection, so that the watchdog never blocks behind another request.
-    own = store.clone() if hasattr(store, "clone") else store
-    return Process(place, rank, world_size, local_world_size, dist.PrefixStore("prmim", own))
+    waiting = f"waiting for all {world_size} processes at {address}"
+    variables = "SLURM_STEP_ID" if slurm else "RANK and WORLD_SIZE"
+    notice = f"process {rank} is {waiting}; for a single process, unset {variables}"
+    timer = threading.Timer(NOTICE, print_error, [notice])
+    timer.daemon = True
+    if local_rank == 0:
+        timer.start()
+    try:
+        with Watchdog(join_timeout, join_timeout, rank) as watchdog:
+            watchdog.heartbeat(0, waiting)
+            join_group(process, timeout_minutes, port_is_given)
+    finally:
+        timer.cancel()
+    return process
+
+
+def refuse_incomplete(environment: Mapping[str, str]) -> None:
+    """ValueError if variables that torchrun would set are missing."""
+    present = [name for name in REQUIRED if name in environment]
+    absent = [name for name in REQUIRED if name not in environment]
+    if absent:
+        raise ValueError(
+            f"the environment sets {', '.join(present)} but not {', '.join(absent)}: start with torchrun, or unset them"
+        )
 
 
 def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:
@@ -90,30 +109,29 @@ def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:
     return local_rank
 
 
-def join_group(
-    place: torch.device, rank: int, world_size: int, local_world_size: int, timeout_minutes: float, port_is_given: bool
-) -> dist.Store:
-    """Connects all processes and returns their store.
+def join_group(process: Process, timeout_minutes: float, port_is_given: bool) -> None:
+    """Connects all processes.
 
-    If the store cannot be reached, raises ValueError if the user has chosen the port. Otherwise OSError, since the next
-    start uses another port.
+    If their store cannot be reached, raises ValueError if the user has chosen the port. Otherwise OSError, since the
+    next start uses another port.
     """
     timeout = timedelta(minutes=timeout_minutes)
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:
-        if rank == 0 and port_is_given:
+        if process.is_main and port_is_given:
             raise ValueError(f"MASTER_PORT cannot be used, unset it or choose another: {error}") from error
-        raise OSError(f"process {rank} cannot reach the store of all processes: {error}") from error
+        raise OSError(f"process {process.rank} cannot reach the store of all processes: {error}") from error
     # torchrun may keep one store over its restarts, where gloo would find the addresses of dead processes. The restart
     # count is the same for all processes on one node only. On several nodes, `--rdzv_backend c10d` and
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 give each restart a store of its own. Static rendezvous has no such option.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_world_size == world_size else "0"
+    restarts = "0"
+    if process.local_world_size == process.world_size:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"restart-{restarts}", store)
-    backend = "nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    dist.all_reduce(torch.zeros(1, device=place))  # NCCL connects only now
-    return store
+    backend = "nccl" if process.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout)
+    dist.all_reduce(torch.zeros(1, device=process.device))  # NCCL connects only now
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -134,15 +152,12 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         nodes = environment.get("SLURM_STEP_NODELIST", environment["SLURM_JOB_NODELIST"])
         query = ["scontrol", "show", "hostnames", nodes]
         hosts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-        # "4(x2),1" means four tasks on each of two nodes and one task on the third.
-        counts = environment["SLURM_STEP_TASKS_PER_NODE"]
-        counts = re.sub(r"(\d+)\(x(\d+)\)", lambda group: ",".join([group[1]] * int(group[2])), counts)
-        here = int(counts.split(",")[int(environment["SLURM_NODEID"])])
+        num_on_node = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
         return {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": num_tasks,
             "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(here),
+            "LOCAL_WORLD_SIZE": str(num_on_node),
             "MASTER_ADDR": hosts[0],
             "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
         }
@@ -153,20 +168,19 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         ) from error
 
 
+def tasks_per_node(text: str) -> list[int]:
+    """Returns the number of tasks on each node. "4(x2),1" means four on each of two nodes and one on the third."""
+    counts: list[int] = []
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
+        counts += [int(count)] * int(repeats or 1)
+    return counts
+
+
 def shut_down() -> None:
     """Leaves the process group, if there is one."""
-    drain_gloo_threads()
+    collectives.settle_threads()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def drain_gloo_threads() -> None:
-    """Lets gloo's threads finish before the process ends; otherwise it may abort (pytorch#179291).
-
-    They need the GIL to drop the tensors of the last collective, and sleeping hands it over.
-    """
-    if dist.is_initialized():
-        time.sleep(0.2)
 
 
 class Precision(NamedTuple):
@@ -180,8 +194,19 @@ class Precision(NamedTuple):
 def precision(name: str, device: torch.device) -> Precision:
     """Resolves one of `PRECISIONS`, or "auto": fp32 on a CPU; on a GPU bf16 if it supports that, else fp16."""
     if name == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
+        name = best_precision(device)
     dtype = PRECISIONS[name]
-    scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-    return Precision(name, lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None), scaler)
+
+    def autocast() -> AbstractContextManager:
+        return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+    return Precision(name, autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16"))
+
+
+def best_precision(device: torch.device) -> str:
+    """Returns the fastest precision of the device that can train."""
+    if device.type == "cpu":
+        return "fp32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16"

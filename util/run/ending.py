@@ -2,7 +2,6 @@
 
 import signal
 
-from util import collectives
 from util.data.workers import kill_workers
 from util.run import distributed
 from util.run.loop import TrainLoop
@@ -23,21 +22,14 @@ def end_after_signal(loop: TrainLoop, stop: StopSignal) -> None:
     """Ends a run that a signal has stopped, after its checkpoint is saved.
 
     Our signal handlers stay installed meanwhile: the previous ones might requeue the job or kill the process. After
-    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too. If an error ahead has stopped the run,
-    all ranks raise it.
+    Ctrl-C it raises KeyboardInterrupt, so that the shell stops its script, too.
     """
-    errors = [error for error in collectives.gather_objects(stop.error) if error is not None]
+    name = stop.name or "a signal to another process"
     progress = f"after step {loop.step} of {loop.last_step}"
-    if errors:
-        loop.log.info(f"stopped and saved {progress}, because an error ends the run")
-    else:
-        name = stop.name or "a signal to another process"
-        loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
+    loop.log.info(f"stopped by {name} {progress}; the same command goes on from there")
     loop.log.close()
     stop.settle()
     distributed.shut_down()
-    if errors:
-        raise errors[0]
     if stop.name == signal.SIGINT.name:
         kill_workers()  # a program that dies of SIGINT runs no exit handlers
         raise KeyboardInterrupt

@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from util import collectives
 from util.data.images import ImageError
-from util.data.shared_memory import TooLittleMemory
+from util.data.loader import TooLittleMemory
 from util.run import distributed
 from util.run.checkpoint import CheckpointError
 from util.run.cli import TEMPORARY, with_dashes
@@ -40,7 +41,7 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") 
         message += f"{owner}; ask for access, or give another path"
         advice = ""
     message = with_dashes(message, parser)
-    distributed.drain_gloo_threads()
+    collectives.settle_threads()
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from util.attention import KERNELS
 from util.data.datasets import DATASETS, cores_per_process
 from util.data.folders import DEFAULT_PATH
@@ -306,7 +308,7 @@ class Plan:
 def make_plan(args: argparse.Namespace, process: Process, default_batch_size: int = 64) -> Plan:
     """Checks the flags and computes what follows from them. ValueError if they cannot work together."""
     check_flags(args)
-    if args.shard and process.store is None:
+    if args.shard and not dist.is_initialized():
         raise ValueError("--shard needs several processes: start with torchrun")
     batch_size, accum_iter, total = split_batch(
         args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, default_batch_size

@@ -24,7 +24,7 @@ from util.data.transforms import Normalize
 from util.run.distributed import Precision
 from util.run.logging import RunLog
 from util.run.shard import total_norm
-from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, PHASES, StopSignal, Watchdog
+from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, StopSignal, Watchdog
 from util.text import duration
 
 SLOW_DATA = 0.1  # warn if more than this share of the time is spent waiting for data
@@ -55,13 +55,15 @@ class Meter:
         It waits for the device. A mean is None if no step was finite, or if its sum is not.
         """
         row = int(whole_epoch)
-        *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / rank_and_world_size()[1]).tolist()
+        _, world_size = rank_and_world_size()
+        *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / world_size).tolist()
         if reset:
             self.sums[row] = 0
-        means = {
-            name: total / finite if finite and math.isfinite(total) else None
-            for name, total in zip(self.names, sums, strict=True)
-        }
+        means: dict[str, float | None] = {}
+        for name, total in zip(self.names, sums, strict=True):
+            means[name] = None
+            if finite > 0 and math.isfinite(total):
+                means[name] = total / finite
         return means, round(steps - finite)
 
     def _start(self, names: list[str]) -> None:
@@ -80,8 +82,11 @@ class Meter:
         """Restores the sums; if the world size has changed, each rank gets the mean."""
         rank, world_size = rank_and_world_size()
         self._start(state["names"])
-        sums = state["sums"]
-        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(dim=0))
+        sums = state["sums"]  # of each rank
+        if len(sums) == world_size:
+            self.sums.copy_(sums[rank])
+        else:
+            self.sums.copy_(sums.mean(dim=0))
         self.bad_streak.copy_(state["bad_streak"])
 
 
@@ -92,7 +97,9 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        self.start, self.waited, self.num_steps = time.perf_counter(), 0.0, 0
+        self.start = time.perf_counter()
+        self.waited = 0.0  # seconds
+        self.num_steps = 0
 
     def next(self, batches: Iterator[Any]) -> Any:
         """Returns `next(batches)` and adds the time it took to the waiting time."""
@@ -149,9 +156,13 @@ class TrainLoop:
 
     def __post_init__(self) -> None:
         self.device = self.normalize.mean.device
-        self.meter, self.clock, self.num_reports = Meter(self.device), Clock(), 0
-        self.has_begun = self.stopped = False
+        self.meter = Meter(self.device)
+        self.clock = Clock()
+        self.num_reports = 0
+        self.has_begun = False
+        self.stopped = False
         self.first_step = self.step  # of this start
+        self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager]:
@@ -160,7 +171,8 @@ class TrainLoop:
 
     def load_state(self, content: dict[str, Any] | None, step: int) -> None:
         """Continues at `step` with the sums and the loss scale of a checkpoint's content; None for a new run."""
-        self.step = self.first_step = step
+        self.step = step
+        self.first_step = step
         if content is not None:
             self.meter.load_state_dict(content["meter"])
             if content["meta"]["settings"]["precision"] == self.precision.name:
@@ -169,6 +181,7 @@ class TrainLoop:
     def begin_step(self, step: int) -> None:
         """Sets the learning rates of optimizer step number `step`, counted from 0 over the whole run."""
         self.losses = {}
+        self.num_micro = 0
         if not self.has_begun or step % self.steps_per_epoch == 0:
             self.clock.restart()  # set-up and evaluation do not count
         self.has_begun = True
@@ -180,11 +193,17 @@ class TrainLoop:
 
         Tensors go to the device. Numbers that only the host needs, such as sizes, are not tensors and stay.
         """
-        self.heartbeat(DATA, micro)
+        self.heartbeat(DATA)
         batch = self.clock.next(batches)
-        self.heartbeat(FORWARD, micro)
+        self.heartbeat(FORWARD)
+        self.num_micro = micro + 1
         self.seed_draws(self.step, micro)
-        return [part.to(self.device, non_blocking=True) if torch.is_tensor(part) else part for part in batch]
+        on_device = []
+        for part in batch:
+            if torch.is_tensor(part):
+                part = part.to(self.device, non_blocking=True)
+            on_device.append(part)
+        return on_device
 
     def seed_draws(self, step: int, micro: int) -> None:
         """Seeds the global generators by (seed, step, micro-batch, rank): a resumed run repeats drop path and mixup."""
@@ -197,14 +216,16 @@ class TrainLoop:
     def no_sync_before_last(self, model: torch.nn.Module, micro: int) -> AbstractContextManager:
         """Context of a micro-batch: only the backward pass of a step's last micro-batch all-reduces the gradients."""
         is_last = micro == self.accum_iter - 1
-        return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
+        if is_last or not hasattr(model, "no_sync"):
+            return nullcontext()
+        return model.no_sync()
 
     def scaled_loss(self, losses: dict[str, torch.Tensor], micro: int) -> torch.Tensor:
         """Returns the scalar whose `backward()` gives this micro-batch's share of the gradient. Logs `losses`.
 
-        The gradient of a loss that is not finite is NaN, so that all ranks skip the step.
+        `1 + 0 * total` turns a loss that is not finite into NaN gradients on all ranks, so that all skip the step.
         """
-        self.heartbeat(BACKWARD, micro)
+        self.heartbeat(BACKWARD)
         for name, loss in losses.items():
             self.losses[name] = self.losses.get(name, 0) + loss.detach() / self.accum_iter
         total: Any = sum(losses.values()) / self.accum_iter
@@ -232,8 +253,9 @@ class TrainLoop:
         """Counts the step and reports if it is time."""
         self.meter.add(self.losses, grad_norm)
         self.clock.num_steps += 1
-        self.heartbeat(BETWEEN, self.accum_iter - 1)
+        self.heartbeat(BETWEEN)
         self.step += 1
+        self.num_micro = 0
         self.log.advance()
         if self.watchdog is not None and self.step == self.first_step + 3:
             self.watchdog.end_first_steps()  # `agreed` after the second one has waited for all processes' first one
@@ -242,13 +264,8 @@ class TrainLoop:
         if is_due or self.step == self.last_step:
             self.report(epoch_ends, interim=not is_due)
 
-    def fail(self, error: Exception) -> None:
-        """Asks all ranks to stop before `error`, which awaits this rank after the next step."""
-        if self.stop is not None:
-            self.stop.fail(error)
-
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed to stop after this step because of a signal or an error ahead."""
+        """Whether all ranks have agreed to stop after this step because of a signal."""
         self.stopped = self.stop is not None and self.stop.agreed()
         return self.stopped
 
@@ -264,7 +281,7 @@ class TrainLoop:
         An interim report is made if a run ends between two regular ones. It leaves the meter as it is, so that the
         regular reports of a resumed run equal those of an undisturbed run.
         """
-        step, epoch = self.step, (self.step - 1) // self.steps_per_epoch
+        step = self.step
         means, skipped = self.meter.read(reset=not interim)
         bad_streak = int(self.meter.bad_streak)
         ends_bad = step == self.last_step and bad_streak > 0 and means["grad_norm"] is None
@@ -274,16 +291,20 @@ class TrainLoop:
                 f"whose updates were skipped: lower the learning rate, or try --precision bf16 or fp32"
             )
         grad_norm = means.pop("grad_norm")
-        scalars: dict[str, Any] = {"epoch": epoch, "loss": _total(means)}
+        scalars: dict[str, Any] = {"epoch": (step - 1) // self.steps_per_epoch, "loss": _total(means)}
         if len(means) > 1:
-            scalars |= {f"loss_{name}": value for name, value in means.items()}
-        scalars |= {"grad_norm": grad_norm, "lr": self.learning_rate(step - 1), "skipped_steps": skipped}
+            for name, value in means.items():
+                scalars[f"loss_{name}"] = value
+        scalars["grad_norm"] = grad_norm
+        scalars["lr"] = self.learning_rate(step - 1)
+        scalars["skipped_steps"] = skipped
         scalars |= self.clock.lap(self.images_per_step)
         if epoch_ends:
             means, _ = self.meter.read(whole_epoch=True)
             del means["grad_norm"]
             scalars["epoch_loss"] = _total(means)
-        self.log.report(step, scalars, *self._describe(scalars), interim)
+        line, postfix = self._describe(scalars)
+        self.log.report(step, scalars, line, postfix, interim)
         if self.on_report is not None:
             self.on_report()
         self.num_reports += 1
@@ -296,26 +317,33 @@ class TrainLoop:
 
     def _is_backing_off(self, bad_streak: int) -> bool:
         """Whether fp16's loss scale explains a streak: it is short, and only gradients overflow. For all ranks."""
-        lost = torch.stack([~loss.isfinite() for loss in self.losses.values()]).sum()
+        num_bad_losses = torch.stack([~loss.isfinite() for loss in self.losses.values()]).sum()
         is_short = self.precision.scaler.is_enabled() and bad_streak < MAX_BAD_STEPS // 2
-        return all_reduce_sum(lost).item() == 0 and is_short
+        return all_reduce_sum(num_bad_losses).item() == 0 and is_short
 
     def _describe(self, scalars: dict[str, Any]) -> tuple[str, str]:
         """Returns a report as (line of the log, text beside the progress bar)."""
         eta = duration((self.last_step - self.step) * scalars["seconds_per_step"])
-        loss = "not finite" if scalars["loss"] is None else f"{scalars['loss']:.4f}"
+        loss = "not finite"
+        if scalars["loss"] is not None:
+            loss = f"{scalars['loss']:.4f}"
         values = f"loss {loss}, lr {scalars['lr']:.2e}, {scalars['images_per_s']:.0f} images/s"
         if scalars["skipped_steps"]:
             values += f", {scalars['skipped_steps']} steps skipped"
         where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
         return f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}", values
 
-    def heartbeat(self, phase: int, micro: int = 0) -> None:
-        """Tells the watchdog that this process is alive."""
+    def heartbeat(self, activity: str) -> None:
+        """Tells the watchdog what this process begins to do."""
         if self.watchdog is not None:
-            self.watchdog.heartbeat(self.step, len(PHASES) * micro + phase)
+            self.watchdog.heartbeat(self.step, activity)
 
 
 def _total(means: dict[str, float | None]) -> float | None:
-    values = [value for value in means.values() if value is not None]
-    return sum(values) if len(values) == len(means) else None
+    """Returns the sum, or None if a mean is None."""
+    total = 0.0
+    for value in means.values():
+        if value is None:
+            return None
+        total += value
+    return total

@@ -12,7 +12,7 @@ comes between steps (`Periodic`), in the order of its list.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,16 +22,9 @@ import torch
 from torch import nn
 
 from util import collectives
-from util.data.bad_images import BadImages, TooManyBadImages
-from util.data.datasets import (
-    AddressedDataset,
-    StepBatchSampler,
-    batches,
-    cores_per_process,
-    look_ahead,
-    steps_per_epoch,
-)
+from util.data.datasets import AddressedDataset, StepBatchSampler, cores_per_process, steps_per_epoch
 from util.data.images import Images
+from util.data.loader import BadImages, Loader, TooManyBadImages
 from util.data.open import data_hint, data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.data.transforms import Normalize
@@ -43,7 +36,7 @@ from util.run.ending import end_after_signal, finish_run
 from util.run.errors import refuse_setup_error, refuse_training_error
 from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan, schedule_by_epochs
 from util.run.folder import Start, enter_folder, join_processes, remove_created, write_json
-from util.run.logging import RunLog, print_line
+from util.run.logging import RunLog
 from util.run.loop import TrainLoop
 from util.run.resume import (
     RunRecord,
@@ -57,7 +50,7 @@ from util.run.resume import (
 )
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog, first_timeout
+from util.run.supervise import BETWEEN, StopSignal, Watchdog, first_timeout
 from util.text import count_of
 
 NOTHING: Mapping[str, Any] = {}
@@ -95,7 +88,7 @@ class Run:
     loop: TrainLoop
     saver: CheckpointSaver
     watchdog: Watchdog
-    batches: Generator[Any, None, None]  # of all remaining steps; no worker runs before the first one is taken
+    batches: Loader  # of all remaining steps; no worker runs before the first one is taken
 
     def __init__(self, parser: Parser, args: argparse.Namespace, plan: Plan, start: Start) -> None:
         self.parser, self.args, self.plan, self.start = parser, args, plan, start
@@ -156,9 +149,8 @@ class Run:
         """Ends the workers and frees the folder. The parts of a run refer to each other: it is not freed by itself."""
         if "batches" in vars(self):
             self.batches.close()
-        for lock in (self.start.lock, self.saver.lock if "saver" in vars(self) else None):  # it may be taken anew
-            if lock is not None:
-                lock.file.close()
+        if self.start.lock is not None:
+            self.start.lock.file.close()
 
     @property
     def is_new(self) -> bool:
@@ -309,7 +301,7 @@ class Run:
         log = RunLog(self.output_dir, first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(self.model, optimizer, args, plan.precision, plan.accum_iter, process)
         first = first_timeout(args.dist_timeout, args.compile)
-        self.watchdog = Watchdog(args.dist_timeout, first, process.rank, process.world_size, process.store)
+        self.watchdog = Watchdog(args.dist_timeout, first, process.rank)
         self.dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
         self.bad_images = BadImages(images, self.dataset.bad, args.max_bad_fraction, log.info)
         self.loop = TrainLoop(
@@ -332,35 +324,24 @@ class Run:
         )
         self.loop.load_state(self.checkpoint, first_step)
 
-    def open_batches(
-        self, steps: range, collate: Callable[[Sequence[Any]], Any], with_boxes: bool = False
-    ) -> Generator[Any, None, None]:
+    def open_batches(self, steps: range, collate: Callable[[Sequence[Any]], Any], with_boxes: bool = False) -> Loader:
         """Returns this rank's batches of these steps. Workers start with the first one; `close()` ends them."""
         plan, process, images = self.plan, self.process, self.images
         self.dataset.with_boxes = with_boxes
         split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
-        stream = batches(
+        return Loader(
             self.dataset,
             StepBatchSampler(len(images), *split, self.args.seed, steps.start, steps.stop),
             collate,
-            plan.num_workers,
-            plan.device == "cuda",
-            self._log_from_any_rank,
+            num_workers=plan.num_workers,
+            pin_memory=plan.device == "cuda",
             batch_bytes=self._batch_bytes(),
         )
-        # All ranks stop together before a stream that fails: one step later, or two if they have to agree.
-        return look_ahead(stream, plan.accum_iter * min(2, process.world_size), self.loop.fail)
 
     def _batch_bytes(self) -> int:
         """Returns the size of the images of one batch of this process."""
         height, width = self.model.img_size
         return self.images.pixel_format.pixel_bytes * height * width * self.plan.batch_size
-
-    def _log_from_any_rank(self, message: str) -> None:
-        if self.process.is_main:
-            self.note(message)
-        else:
-            print_line(f"rank {self.process.rank}: {message}", sys.stderr)
 
     def _at_report(self) -> None:
         """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
@@ -457,7 +438,7 @@ class Run:
 
     def heartbeat(self) -> None:
         """Tells the watchdog that this process works, for example once per batch of an evaluation."""
-        self.watchdog.heartbeat(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
+        self.watchdog.heartbeat(self.loop.step - 1, BETWEEN)
 
     def progress(self) -> str:
         """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""

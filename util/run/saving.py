@@ -15,20 +15,26 @@ from typing import Any
 import torch
 
 from util.collectives import all_reduce_sum, run_on_rank0
+from util.data.images import ImageError
+from util.data.loader import LoaderError
 from util.run import checkpoint, shard
 from util.run.flags import RunSchedule
-from util.run.folder import FolderLock, Start, write_json, write_progress
+from util.run.folder import FolderLock, Start, write_progress
 from util.run.loop import TrainLoop
 from util.run.resume import RunRecord
 
 
+class FolderLost(OSError):
+    """The output folder was deleted while the run went on."""
+
+
 @dataclass
 class CheckpointSaver:
-    """Writes the checkpoints of a run and prunes those that are not needed any more.
+    """Context manager: writes the checkpoints of a run and prunes those that are not needed any more.
 
-    An update can ruin weights that stay finite. Only the next step shows it, because its loss is not finite. While
-    steps are skipped, the weights do not change and nothing is saved. So each save shows that the checkpoint before it
-    had a finite loss, and that one is kept beside the new one.
+    A checkpoint counts as good once a later step had a finite loss: an update can ruin weights that stay finite. While
+    steps are skipped, the weights do not change and nothing is saved. The newest good checkpoint is never pruned, and
+    neither is any after it.
 
     minutes, steps: a save is due so often, and whenever a checkpoint is to be kept for good; 0: never.
     """
@@ -42,9 +48,9 @@ class CheckpointSaver:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.output_dir, self.lock = self.start.output_dir, self.start.lock
+        self.output_dir = self.start.output_dir
         self.first_step = self.loop.step
-        self.good_steps = [self.first_step]  # checkpoints known to be good: resumed from, or written since
+        self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
         self.copies = shard.HostCopies(self.loop.device)
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.writing: Future[str] | None = None  # on rank 0, until `join` has seen how it ended
@@ -78,25 +84,46 @@ class CheckpointSaver:
         the run the weights are saved again, as the last step.
 
         If the save is not final, a full disk costs a warning only. FloatingPointError if the weights are not finite.
+        FolderLost if the folder was deleted: it is made again for this step, and the run ends, since its log is lost.
         """
-        loop, step = self.loop, self.loop.step
-        changed_at = step if step == loop.last_step else self.step_of_weights()
+        loop = self.loop
+        step = loop.step
+        if step == loop.last_step:
+            changed_at = step
+        else:
+            changed_at = self.step_of_weights()
         if run_on_rank0(lambda: self.is_saved(changed_at, final)):
             return
         # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
         if all_reduce_sum(shard.count_bad(self.model.state_dict().values())) > 0:
             raise FloatingPointError(f"the weights are not finite after step {step} and were not saved")
-        state = {"model": self.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
-        state |= {"scaler": loop.precision.scaler.state_dict(), "meter": loop.meter.state_dict()}
+        is_new_folder = run_on_rank0(self.make_lost_folder)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": loop.optimizer.state_dict(),
+            "scaler": loop.precision.scaler.state_dict(),
+            "meter": loop.meter.state_dict(),
+        }
         self.began = time.monotonic()
-        self.write(step, state, self.record.meta(step), self.is_kept(step), required=final)
+        self.write(step, state, self.record.meta(step), self.is_kept(step), required=final or is_new_folder)
+        if is_new_folder:
+            raise FolderLost(f"{str(self.output_dir)!r} was deleted while the run went on; step {step} is saved there")
+
+    def make_lost_folder(self) -> bool:
+        """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now."""
+        lock = self.start.lock
+        if lock is None or not lock.is_lost():
+            return False
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        FolderLock(self.output_dir)
+        return True
 
     def is_saved(self, step: int, final: bool) -> bool:
         """Whether rank 0 has written the weights of `step`, or, unless it is `final`, writes them now."""
         if self.writing is not None and self.name == step and not final:
             return True
         self.join()
-        return step <= self.good_steps[-1]
+        return step <= self.saved_steps[-1]
 
     def write(
         self,
@@ -112,53 +139,47 @@ class CheckpointSaver:
         """
         self.join()  # the write before it reads the memory of the copy
         copy = self.copies.take(dict(state), keep=self.start.process.is_main)
-        # The newest one that a finite step has followed, and all later ones.
-        followed = bisect_left(self.good_steps, self.step_of_weights()) - 1
-        good_steps = [*self.good_steps[max(0, followed) :], name] if isinstance(name, int) else []
+        steps: list[int] = []  # not to be pruned
+        if isinstance(name, int):
+            num_good = bisect_left(self.saved_steps, self.step_of_weights())  # a finite step has followed these
+            steps = [*self.saved_steps[max(0, num_good - 1) :], name]
         self.name = name
 
         def begin() -> None:
-            try:
-                self.renew_folder()
-            except OSError as error:
-                self._fail(error, required)
-                return
-            self.writing = self.thread.submit(self._write, name, copy, meta, keep, good_steps)
+            self.writing = self.thread.submit(self._write, name, copy, meta, keep, steps)
             if required:
                 self.join(required)
 
         run_on_rank0(begin)
 
     def _write(
-        self, name: int | str, state: Mapping[str, Any], meta: Mapping[str, Any], keep: bool, good_steps: list[int]
+        self, name: int | str, state: Mapping[str, Any], meta: Mapping[str, Any], keep: bool, steps: list[int]
     ) -> str:
         """Writes and prunes in the thread. Returns a warning for the log, or "". OSError if the write fails."""
         checkpoint.save_checkpoint(self.output_dir, name, state, meta, keep)
-        if good_steps:
-            self.good_steps = good_steps
+        if steps:
+            self.saved_steps = steps
             write_progress(self.output_dir, name)
             try:
-                checkpoint.prune_checkpoints(self.output_dir, good_steps)
+                checkpoint.prune_checkpoints(self.output_dir, steps)
             except OSError as error:
                 return f"warning: older checkpoints could not be removed ({error})"
         return ""
 
     def join(self, required: bool = False) -> None:
-        """Waits on this rank until the write in flight is complete. If it has failed, see `_fail`."""
-        writing, self.writing = self.writing, None
+        """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""
+        if self.writing is None:
+            return
+        writing = self.writing
+        self.writing = None
         try:
-            warning = "" if writing is None else writing.result()
+            warning = writing.result()
         except OSError as error:
-            self._fail(error, required)
-        else:
-            if warning:
-                self.loop.log.info(warning)
-
-    def _fail(self, error: OSError, required: bool) -> None:
-        """Raises the error of a write that was `required`, and logs that of any other."""
-        if required:
-            raise error
-        self.loop.log.info(f"warning: checkpoint-{self.name}.pth could not be written ({error}); training goes on")
+            if required:
+                raise
+            warning = f"warning: checkpoint-{self.name}.pth could not be written ({error}); training goes on"
+        if warning:
+            self.loop.log.info(warning)
 
     def finish(self) -> None:
         """Waits on all ranks, which must call it, until the write in flight is complete."""
@@ -167,8 +188,15 @@ class CheckpointSaver:
     def __enter__(self) -> "CheckpointSaver":
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Waits for the write in flight. All ranks have raised a FloatingPointError, so they wait for rank 0."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for the write in flight. If the data of a single process has failed, its whole steps are saved first.
+
+        Of several processes only one may have failed, and a save needs all. All ranks have raised a FloatingPointError,
+        so they wait for rank 0.
+        """
+        is_data_lost = kind is not None and issubclass(kind, (LoaderError, ImageError))
+        if is_data_lost and self.start.process.world_size == 1 and self.loop.num_micro == 0:
+            self.save(final=True)
         if kind is FloatingPointError:
             self.finish()
         self.join()
@@ -182,8 +210,9 @@ class CheckpointSaver:
         """Returns how to go on after `error` has ended the training, to be added to its message."""
         finished = checkpoint.list_finished(self.output_dir)
         if isinstance(error, OSError):
-            how = "goes on from the newest checkpoint" if finished else "starts from the beginning"
-            return f"; the same command {how}"
+            if finished:
+                return "; the same command goes on from the newest checkpoint"
+            return "; the same command starts from the beginning"
         if not isinstance(error, FloatingPointError):
             return ""
         # A finite step has followed these: the last one, after which the weights have not changed any more.
@@ -194,13 +223,3 @@ class CheckpointSaver:
             f". The last checkpoint with a finite loss is {str(good[-1])!r}. To go on from it with other settings, "
             f"give another --output_dir, --resume {shlex.quote(str(good[-1]))} and --allow_changes"
         )
-
-    def renew_folder(self) -> None:
-        """Makes the output folder again if it was deleted, with its files. FolderInUse if another run has it now."""
-        if self.lock is None or not self.lock.is_lost():
-            return
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        self.lock = FolderLock(self.output_dir)
-        if self.loop.log.renew():
-            write_json(self.output_dir / "settings.json", self.record.settings)
-            self.loop.log.info(f"warning: {str(self.output_dir)!r} was deleted; it is made again, and the run goes on")

@@ -28,7 +28,8 @@ from util.collectives import all_reduce_sum
 from util.lazy import LazyModule
 from util.run.distributed import PRECISIONS, Process
 
-fsdp, dtensor = LazyModule("torch.distributed.fsdp"), LazyModule("torch.distributed.tensor")
+fsdp = LazyModule("torch.distributed.fsdp")
+dtensor = LazyModule("torch.distributed.tensor")
 
 Batch = TypeVar("Batch")
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -62,11 +63,12 @@ def wrap_model(
     if process.world_size == 1:
         return model
     # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
-    known = inspect.signature(DistributedDataParallel).parameters
-    flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    sync_buffers = "broadcast_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        sync_buffers = "forward_sync_buffers"
     # With accumulation some backward passes do not all-reduce, which a static graph does not allow.
-    static = accum_iter == 1
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static, **{flag: False})
+    is_static = accum_iter == 1
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=is_static, **{sync_buffers: False})
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -86,7 +88,10 @@ def recompute_blocks(model: nn.Module) -> None:
 
 def num_shards(world_size: int) -> int:
     """The least divisor of `world_size` that is not below MIN_SHARDS, or `world_size`."""
-    return next((n for n in range(MIN_SHARDS, world_size) if world_size % n == 0), world_size)
+    for number in range(MIN_SHARDS, world_size):
+        if world_size % number == 0:
+            return number
+    return world_size
 
 
 def make_mesh(device_type: str, world_size: int) -> DeviceMesh:
@@ -120,13 +125,15 @@ def shard(
     compiled: compile each block as a separate graph, between the hooks that gather and free its parameters.
     """
     mesh = make_mesh(device.type, dist.get_world_size())
-    outside = in_blocks = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
+    outside = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
+    in_blocks = outside
     if dtype is torch.bfloat16 and device.type == "cuda":
         in_blocks = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = blocks_of(model)
     for module in [*blocks, model]:
         before = list(module.parameters())
-        fsdp.fully_shard(module, mesh=mesh, mp_policy=outside if module is model else in_blocks)
+        policy = outside if module is model else in_blocks
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
         # Methods that gather parameters as `forward` does. The `forward` of a classifier calls `forward_features`.
         for method in ("cls_attention", "forward_features"):
             if hasattr(module, method) and not hasattr(module, "head"):
@@ -162,13 +169,15 @@ def _replace_parameters(
     optimizer: torch.optim.Optimizer, before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]
 ) -> None:
     """Replaces the optimizer's parameters `before` by `after`, and shards their state alike."""
-    new = {old: parameter for old, parameter in zip(before, after, strict=True) if old is not parameter}
+    shard_of = dict(zip(before, after, strict=True))
     for group in optimizer.param_groups:
-        group["params"] = [new.get(p, p) for p in group["params"]]
-    for old, parameter in new.items():
-        if old in optimizer.state:
-            state = optimizer.state.pop(old)
-            optimizer.state[parameter] = {name: _shard_state(value, parameter) for name, value in state.items()}
+        group["params"] = [shard_of.get(p, p) for p in group["params"]]
+    for whole, parameter in shard_of.items():
+        if whole is parameter or whole not in optimizer.state:
+            continue
+        state = optimizer.state.pop(whole)
+        for name, value in state.items():
+            optimizer.state[parameter][name] = _shard_state(value, parameter)
 
 
 def _shard_state(value: Any, parameter: Any) -> Any:
@@ -177,11 +186,11 @@ def _shard_state(value: Any, parameter: Any) -> Any:
         return value
     if value.shape != parameter.shape:
         return value.to(parameter.device)
-    share = torch.zeros_like(parameter)  # as the optimizer allocates it: fused AdamW requires one layout
+    moment = torch.zeros_like(parameter)  # as the optimizer allocates it: fused AdamW requires one layout
     # Every rank already holds the whole tensor, so none is sent.
     whole = dtensor.distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    share.to_local().copy_(whole.to_local())
-    return share
+    moment.to_local().copy_(whole.to_local())
+    return moment
 
 
 class HostCopies:
@@ -212,7 +221,9 @@ class HostCopies:
             return [self._copy(value, keep, (*place, i)) for i, value in enumerate(content)]
         if not torch.is_tensor(content):
             return content
-        whole = content.full_tensor() if isinstance(content, dtensor.DTensor) else content
+        whole = content
+        if isinstance(content, dtensor.DTensor):
+            whole = content.full_tensor()
         if not keep:
             return None
         if place not in self.buffers:
@@ -224,18 +235,25 @@ class HostCopies:
 
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, sharded or not, on every rank. One number is all-reduced."""
-    norm = nn.utils.get_total_norm([g.to_local() if isinstance(g, dtensor.DTensor) else g for g in grads])
-    mesh = next((g.device_mesh for g in grads if isinstance(g, dtensor.DTensor)), None)
-    if mesh is None:
-        return norm
-    # Summed over replicas, too, so that all ranks clip by the same bits.
-    return all_reduce_sum(norm.square() / (mesh.size() // mesh.size(-1))).sqrt()
+    norm = nn.utils.get_total_norm([_local(grad) for grad in grads])
+    for grad in grads:
+        if isinstance(grad, dtensor.DTensor):
+            # Summed over replicas, too, so that all ranks clip by the same bits.
+            num_replicas = grad.device_mesh.size() // grad.device_mesh.size(-1)
+            return all_reduce_sum(norm.square() / num_replicas).sqrt()
+    return norm
 
 
 def count_bad(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The number of tensors, or this rank's shards of them, that hold a non-finite value; a scalar on the device."""
-    own = (t.to_local() if isinstance(t, dtensor.DTensor) else t for t in tensors)
-    return torch.stack([~t.detach().isfinite().all() for t in own]).float().sum()
+    return torch.stack([~_local(tensor).detach().isfinite().all() for tensor in tensors]).float().sum()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Returns this rank's shard of a sharded tensor, or the tensor itself."""
+    if isinstance(tensor, dtensor.DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def is_sharded(model: nn.Module) -> bool:

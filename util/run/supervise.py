@@ -6,10 +6,9 @@ SLURM sends TERM before it cancels or preempts a job, and the signal of `--signa
 sends INT, and HUP when it is closed. The handlers only set a flag. All ranks must stop after the same step, so they
 all-reduce the flag every step, asynchronously, and read the result one step later.
 
-The watchdog names the process that all others wait for. A collective waits for its slowest process without end.
-Therefore each process writes its position to a shared store. A process without progress for `timeout` seconds reads the
-positions, prints its stacks and who is behind, and exits with code 75. torchrun or SLURM's requeue then restarts the
-run from its last checkpoint. While the model compiles, it allows an hour.
+Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and what it is doing, and
+exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in
+a collective says so; the one that all wait for says something else.
 """
 
 import faulthandler
@@ -21,8 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -32,7 +30,8 @@ import torch.distributed as dist
 from util.data.workers import SIGNALS
 from util.run.cli import TEMPORARY
 
-PATIENCE = 5.0  # seconds; a later second signal ends the process at once (SLURM sends TERM twice within 0.1 s)
+# A second signal later than so many seconds ends the process at once. SLURM sends TERM twice within 0.1 s.
+SECOND_SIGNAL_AFTER = 5.0
 
 
 class StopSignal:
@@ -44,10 +43,11 @@ class StopSignal:
 
     def __init__(self, device: torch.device) -> None:
         self.name: str | None = None  # of the signal that this process received
-        self.error: Exception | None = None  # that would end this process one step later
         self.since = 0.0
         self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and dist.is_initialized() else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and dist.is_initialized():
+            self.stream = torch.cuda.Stream(device)
         self.previous: dict[signal.Signals, Any] = {}  # handlers
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
@@ -65,26 +65,19 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
-            self.name, self.since = signal.Signals(number).name, time.monotonic()
-        elif time.monotonic() - self.since > PATIENCE:
+            self.name = signal.Signals(number).name
+            self.since = time.monotonic()
+        elif time.monotonic() - self.since > SECOND_SIGNAL_AFTER:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def fail(self, error: Exception) -> None:
-        """Stops all ranks, as a signal does, before `error` would end this one."""
-        self.error = error
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether this process has a reason to stop."""
-        return self.name is not None or self.error is not None
-
     def agreed(self) -> bool:
         """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal."""
+        is_asked = self.name is not None
         if not dist.is_initialized():
-            return self.is_asked
+            return is_asked
         stop = self.settle()
-        self.pending = self._start_all_reduce(float(self.is_asked))
+        self.pending = self._start_all_reduce(float(is_asked))
         return stop
 
     def _start_all_reduce(self, flag: float) -> tuple[Callable[[], object], torch.Tensor]:
@@ -101,7 +94,7 @@ class StopSignal:
         return event.synchronize, result
 
     def settle(self) -> bool:
-        """Waits for the last all-reduce and returns whether any rank has a reason to stop. To be called at the end."""
+        """Waits for the last all-reduce and returns whether any rank has received a signal. To be called at the end."""
         if self.pending is None:
             return False
         wait, flags = self.pending
@@ -121,39 +114,45 @@ class StopSignal:
 
 # ------------------------------------------------------------------------------------------------------------- watchdog
 
-NOTICE = 10.0  # seconds after which a process says whom it waits for
-# In the order of a step. The second micro-batch of a step continues with 4, 5, ...
-PHASES = ("waiting for data", "in the forward pass", "in the backward pass or waiting for others", "between two steps")
-DATA, FORWARD, BACKWARD, BETWEEN = range(len(PHASES))
+# What a process does in a step.
+DATA = "waiting for data"
+FORWARD = "in the forward pass"
+BACKWARD = "in the backward pass or waiting for other processes"
+BETWEEN = "between two steps"
+PULSE = 5.0  # seconds between two looks, at most
 COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
 
 
 def first_timeout(dist_timeout: float, compiles: bool) -> float:
     """Returns the time-out of what may have to compile: the first steps, the first evaluation."""
-    return max(dist_timeout, COMPILE_TIMEOUT) if compiles else dist_timeout
+    if compiles:
+        return max(dist_timeout, COMPILE_TIMEOUT)
+    return dist_timeout
 
 
 class Watchdog(threading.Thread):
     """Context manager: ends this process if `heartbeat` is not called for `limit` seconds after its first call.
 
-    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. store: shared by all
-    `world_size` processes; None for a single process.
+    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`.
     """
 
-    def __init__(
-        self, timeout: float, first: float, rank: int = 0, world_size: int = 1, store: dist.Store | None = None
-    ) -> None:
+    def __init__(self, timeout: float, first: float, rank: int = 0) -> None:
         super().__init__(daemon=True)
-        self.timeout, self.first, self.limit = timeout, first, first
-        self.rank, self.world_size, self.store = rank, world_size, store
+        self.timeout = timeout
+        self.first = first
+        self.limit = first
+        self.rank = rank
         self.known: set[object] = set()
-        self.step, self.phase = 0, DATA
+        self.step = 0
+        self.activity = ""
         self.since: float | None = None
         self.stopped = threading.Event()
 
-    def heartbeat(self, step: int, phase: int) -> None:
-        """Tells that this process entered a phase of an optimizer step. Cheap: three assignments."""
-        self.step, self.phase, self.since = step, phase, time.monotonic()
+    def heartbeat(self, step: int, activity: str) -> None:
+        """Tells what this process begins to do in an optimizer step. Cheap: three assignments."""
+        self.step = step
+        self.activity = activity
+        self.since = time.monotonic()
 
     def end_first_steps(self) -> None:
         """Tells that all processes have made a whole step."""
@@ -182,99 +181,32 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Watches in this thread until the context ends."""
-        self._write_note()
-        pulse, before = min(5.0, self.timeout / 5), time.monotonic()
-        while not self.stopped.wait(pulse):
-            suspended, before = time.monotonic() - before > 2 * pulse + 1, time.monotonic()
+        pulse = min(PULSE, self.timeout / 5)
+        last_look = time.monotonic()
+        while not self.stopped.wait(min(pulse, self._seconds_left())):
+            now = time.monotonic()
+            was_suspended = now - last_look > 2 * pulse + 1
+            last_look = now
             if self.since is None:
                 continue
-            if suspended:  # the whole process was, so its timer restarts
-                self.since = before
+            if was_suspended:  # the whole process was, so its timer restarts
+                self.since = now
             # Native code that holds the GIL stops this thread, but not faulthandler's timer.
             faulthandler.dump_traceback_later(5 * self.limit, exit=True, file=2)
-            self._write_note()
-            if time.monotonic() - self.since > self.limit:
-                self._end_process(pulse)
+            if self._seconds_left() == 0:
+                self._end_process()
         faulthandler.cancel_dump_traceback_later()
 
-    def _write_note(self, beat: str | None = None) -> None:
-        """Publishes step, phase, beat (default: the time) and host of this process."""
-        if self.store is not None:
-            with suppress(RuntimeError):  # the process that keeps the store is gone or stopped
-                note = f"{self.step} {self.phase} {beat or time.time()} {socket.gethostname()}"
-                self.store.set(f"watchdog/{self.rank}", note)
+    def _seconds_left(self) -> float:
+        if self.since is None:
+            return self.limit
+        return max(0.0, self.since + self.limit - time.monotonic())
 
-    def _end_process(self, pulse: float) -> None:
-        stacks = _all_stacks()
-        reason = f"process {self.rank} made no progress for {self.limit:g} s: {self._find_cause(pulse)}"
-        _print_error(f"{stacks}{reason}; exit code {TEMPORARY}")
-        self._write_note("left")
+    def _end_process(self) -> None:
+        place = f"process {self.rank} on {socket.gethostname()}"
+        reason = f"made no progress for {self.limit:g} s: it is {self.activity}, step {self.step + 1}"
+        print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
         os._exit(TEMPORARY)
-
-    def _find_cause(self, pulse: float) -> str:
-        """Names the processes whose heartbeat has stopped, else those that are furthest behind."""
-        own = f"it is {_describe(self.step, self.phase)}"
-        if self.store is None:
-            return own
-        if self._read_note(self.rank, pulse) is None:
-            return f"{own}, and the store of all processes' notes, with process 0 or with torchrun, does not answer"
-        before = [self._read_note(rank, pulse) for rank in range(self.world_size)]
-        for _ in range(3):
-            time.sleep(pulse)
-            self._write_note()
-        silent, notes = [], []
-        for rank in range(self.world_size):
-            note = self._read_note(rank, pulse)
-            if note is None:
-                silent.append(f"process {rank}")
-            elif note == before[rank] and note[2] != "left":
-                silent.append(f"process {rank} on {note[3]}")
-            else:
-                notes.append(note)
-        if silent:
-            return f"{own}, and there is no heartbeat from {', '.join(silent)}"
-        last = min(note[:2] for note in notes)
-        behind = [f"process {rank} on {note[3]}" for rank, note in enumerate(notes) if note[:2] == last]
-        if len(behind) == self.world_size:
-            return f"all are {_describe(*last)}"
-        return f"{own}; furthest behind is {', '.join(behind)}, {_describe(*last)}"
-
-    def _read_note(self, rank: int, pulse: float) -> tuple[int, int, str, str] | None:
-        """Returns (step, phase, beat, host) of a process, or None if the store does not have it."""
-        assert self.store is not None
-        try:
-            self.store.wait([f"watchdog/{rank}"], timedelta(seconds=max(1.0, pulse)))
-            step, phase, beat, host = self.store.get(f"watchdog/{rank}").decode().split()
-        except RuntimeError:
-            return None
-        return int(step), int(phase), beat, host
-
-
-@contextmanager
-def bounded_wait(what: str, timeout: float, with_notice: bool = True) -> Iterator[None]:
-    """Ends this process with exit code 75, and prints all stacks, if the context lasts longer than `timeout` seconds.
-
-    what: what this process waits for, printed after `NOTICE` seconds unless `with_notice` is False.
-    """
-    done = threading.Event()
-
-    def watch() -> None:
-        first = min(NOTICE, timeout)
-        if done.wait(first):
-            return
-        if with_notice:
-            _print_error(what)
-        if not done.wait(timeout - first):
-            _print_error(f"{_all_stacks()}{what}; given up after {timeout:g} s, exit code {TEMPORARY}")
-            os._exit(TEMPORARY)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _all_stacks() -> str:
@@ -284,10 +216,6 @@ def _all_stacks() -> str:
         return file.read()
 
 
-def _print_error(text: str) -> None:
+def print_error(text: str) -> None:
     """Writes to stderr in one call, since other processes write there, too."""
     print(f"{text}\n", end="", file=sys.__stderr__, flush=True)
-
-
-def _describe(step: int, phase: int) -> str:
-    return f"{PHASES[phase % len(PHASES)]}, step {step + 1}"

@@ -17,7 +17,7 @@ from tests.locks import held_by_another_process
 from tests.runs import refused
 from tests.util.evaluate.test_knn import mean_and_std, slow_ranking
 from tests.warm import run_by_torchrun
-from util.data import shared_memory
+from util.data import loader
 from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
 from util.run.checkpoint import save_checkpoint
 
@@ -240,7 +240,7 @@ def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, m
 
 
 def test_batches_that_do_not_fit_into_shared_memory_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(loader, "free_bytes", lambda: 1000)
     for probes in ("knn", "linear"):
         assert "/dev/shm has 0.0 MB free" in fails(
             capsys, encoder, data, tmp_path, "--probes", probes, "--num_workers", 1

@@ -1,6 +1,5 @@
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -13,20 +12,15 @@ import torch
 import torchvision
 from PIL import Image
 
-from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests.conftest import write_photo
-from util.data import datasets, workers
 from util.data import images as module
 from util.data.datasets import (
-    AddressedDataset,
     StepBatchSampler,
-    batches,
     open_images,
     stack,
     steps_per_epoch,
 )
 from util.data.images import CifarImages, FolderImages, evenly_spaced
-from util.data.transforms import RandomResizedCropFlip
 from util.run.flags import split_batch
 
 
@@ -179,8 +173,6 @@ def test_micro_batches_take_the_samples_in_the_order_of_micro_batch_and_rank():
 
 
 def test_starting_later_skips_exactly():
-    sampler = StepBatchSampler(100, 4, 3, rank=0, world_size=1, seed=0, start_step=0, end_step=20)
-    assert list(sampler[2:][5:]) == list(sampler[7:]) == list(sampler)[7:]
     assert steps(start=37) == steps()[37:]
     assert steps(accum_iter=2, end=24)[2 * 13 :] == steps(accum_iter=2, start=13, end=24)
 
@@ -201,44 +193,6 @@ def test_the_advice_for_too_few_images_can_be_followed(num_images, world_size):
     assert total == max(with_four_steps, default=world_size)
     assert split_batch(batch, None, total, world_size)[0] == batch <= 64
     assert steps_per_epoch(num_images, total, world_size) >= 1
-
-
-def all_batches(photos, num_workers, start=0):
-    images = FolderImages(photos)
-    dataset = AddressedDataset(images, RandomResizedCropFlip(32, seed=2))
-    collator = MaskCollator(TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5)), seed=2)
-    sampler = StepBatchSampler(len(images), 4, 1, 0, 1, 2, start, 12)
-    return [[t.clone() for t in batch] for batch in batches(dataset, sampler, collator, num_workers, pin_memory=False)]
-
-
-def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photos):
-    expected = all_batches(photos, num_workers=0)
-    assert len(expected) == 12 and expected[0][0].shape == (4, 3, 32, 32)
-    for other, offset in ((all_batches(photos, 2), 0), (all_batches(photos, 1, start=7), 7)):
-        assert len(other) == 12 - offset
-        for ours, theirs in zip(expected[offset:], other, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert not torch.equal(expected[0][0], expected[6][0])  # the second epoch crops anew
-
-
-@pytest.mark.parametrize(("old", "num_workers", "expected"), [(True, 2, [0]), (True, 0, []), (False, 2, [])])
-def test_threads_settle_before_workers_are_forked(photos, monkeypatch, old, num_workers, expected):
-    """Else a worker can hang at its start on an old Python."""
-    sampler = [[(0, 8 * batch + i) for i in range(8)] for batch in range(3)]
-    loader = batches(
-        AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2)), sampler, stack, num_workers, False
-    )
-    before, children = set(multiprocessing.active_children()), []
-    monkeypatch.setattr(workers, "FORKS_HOLD_LOCKS", old)
-    monkeypatch.replace_in(workers, "dist.is_initialized", lambda: True)
-
-    def sleep(_):
-        children.append(len(set(multiprocessing.active_children()) - before))
-
-    monkeypatch.replace_in(workers, "time.sleep", sleep)
-    assert next(loader)[0].shape == (8, 3, 32, 32)
-    assert children == expected
-    loader.close()
 
 
 def test_paths_survive_odd_names(tmp_path):
@@ -315,18 +269,6 @@ def test_inaturalist_label_files_that_disagree_are_refused(tmp_path, changes, me
     write_inaturalist(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         open_images("inat19", tmp_path, "val")
-
-
-@pytest.mark.parametrize(("batch_bytes", "expected"), [(0, 4), (2**33, 1)])
-def test_the_loader_prepares_as_many_batches_ahead(photos, monkeypatch, batch_bytes, expected):
-    asked, exact = [], torch.utils.data.DataLoader
-    note = lambda *args, **flags: asked.append(flags["prefetch_factor"]) or exact(*args, **flags)  # noqa: E731
-    monkeypatch.replace_in(datasets, "torch.utils.data.DataLoader", note)
-    dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
-    sampler = StepBatchSampler(24, 4, 1, 0, 1, 2, 0, 2)
-    assert len(list(batches(dataset, sampler, stack, 1, pin_memory=False, batch_bytes=batch_bytes))) == 2
-    assert len(list(batches(dataset, sampler, stack, 0, pin_memory=False, batch_bytes=batch_bytes))) == 2
-    assert asked == [expected, None]
 
 
 def test_stack():

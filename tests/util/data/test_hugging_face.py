@@ -24,9 +24,10 @@ from tests.runs import finetune
 from tests.two_processes import run_in_two_processes
 from util.data import hugging_face
 from util.data import images as module
-from util.data.datasets import AddressedDataset, StepBatchSampler, batches, open_images
+from util.data.datasets import AddressedDataset, StepBatchSampler, open_images
 from util.data.hugging_face import HuggingFaceImages, choose_part
 from util.data.images import FolderImages, ImageError
+from util.data.loader import Loader
 from util.data.open import open_everywhere
 from util.data.transforms import RandomResizedCropFlip
 
@@ -101,7 +102,8 @@ def batches_of(images, num_workers=0):
     counts = TokenCounts.from_ratios(64, 0.75, 0.5)
     dataset = AddressedDataset(images, RandomResizedCropFlip((32, 32), 3, (0.2, 1.0)))
     sampler = StepBatchSampler(len(images), 6, 1, 0, 1, 3, 0, 6)
-    return list(batches(dataset, sampler, MaskCollator(TokenOrderSampler(8, counts), 3), num_workers, False))
+    collate = MaskCollator(TokenOrderSampler(8, counts), 3)
+    return list(Loader(dataset, sampler, collate, num_workers=num_workers, pin_memory=False))
 
 
 @pytest.mark.parametrize("form", ["hub", "flat", "arrow", "saved", "saved_splits"])

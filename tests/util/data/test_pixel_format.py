@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from prmim import MaskCollator, TokenCounts, TokenOrderSampler
 from tests.conftest import write_photo
 from util.data import pixel_format
-from util.data.datasets import AddressedDataset, batches, open_images
+from util.data.datasets import AddressedDataset, open_images
 from util.data.images import FolderImages, ImageError
+from util.data.loader import Loader
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
@@ -477,7 +478,9 @@ def test_batches_of_a_worker_have_the_type_of_the_files(tmp_path, dtype):
     dataset = AddressedDataset(images, RandomResizedCropFlip(16, seed=0))
     collator = MaskCollator(TokenOrderSampler((4, 4), TokenCounts(4, 4, 8)), seed=0)
     addresses = [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
-    found = [list(batches(dataset, addresses, collator, workers, False)) for workers in (0, 1)]
+    found = []
+    for num_workers in (0, 1):
+        found.append(list(Loader(dataset, addresses, collator, num_workers=num_workers, pin_memory=False)))
     for ours, theirs in zip(*found, strict=True):
         assert ours[0].dtype == theirs[0].dtype == getattr(torch, dtype) and ours[0].shape == (2, 5, 16, 16)
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.until import wait_until
+from util import collectives
+from util.data import loader
 from util.run import distributed, supervise
 from util.run.distributed import slurm_environment
 
@@ -134,17 +136,34 @@ def test_a_port_in_use_is_a_reason_to_start_again_unless_the_user_chose_it(scont
             distributed.init_process("cpu")
 
 
-def test_a_wait_is_named_and_then_ended(monkeypatch, capfd):
+def test_a_start_without_the_others_is_named_and_then_ended(monkeypatch, capfd):
     codes = []
     monkeypatch.setattr(supervise, "os", SimpleNamespace(_exit=codes.append))
-    monkeypatch.setattr(supervise, "NOTICE", 3600)
-    with supervise.bounded_wait("this test waits", 7200):
-        pass
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(supervise, "NOTICE", 0)
-    with supervise.bounded_wait("this test waits", 0.5):
-        wait_until(lambda: codes)
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "this test waits" and codes == [75]
-    assert any("test_a_wait_is_named_and_then_ended" in line for line in lines)  # the stack
-    assert lines[-1] == "this test waits; given up after 0.5 s, exit code 75"
+    monkeypatch.setattr(distributed, "NOTICE", 0)
+    monkeypatch.setattr(distributed, "join_group", lambda *_: wait_until(lambda: codes))
+    for name, value in zip(distributed.REQUIRED, ("0", "2", "0", "gpu07", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    distributed.init_process("cpu", join_timeout=0.5)
+    error = capfd.readouterr().err
+    assert "process 0 is waiting for all 2 processes at gpu07:29500; for a single process, unset RANK" in error
+    assert "made no progress for 0.5 s: it is waiting for all 2 processes" in error
+    assert set(codes) == {75}
+
+
+def test_threads_settle_before_workers_are_forked(photos, monkeypatch):
+    """Else a worker can hang at its start, until Python 3.12."""
+    events = []
+    monkeypatch.setattr(collectives, "settle_threads", lambda: events.append("settled"))
+    monkeypatch.replace_in(loader, "torch.utils.data.DataLoader", lambda *_, **__: note_start(events))
+    for num_workers in (2, 0):
+        next(loader.Loader(range(4), [[0]], list, num_workers=num_workers, pin_memory=False))
+    assert events == ["settled", "started", "started"]
+
+
+def note_start(events):
+    class Source:
+        def __iter__(self):
+            events.append("started")
+            return iter([1])
+
+    return Source()

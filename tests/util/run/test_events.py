@@ -9,34 +9,42 @@ from torch.utils.tensorboard import SummaryWriter
 
 from util.run.events import EventFile
 
+PICTURE = np.zeros((4, 6, 3), np.uint8)
 
-def read(folder):
-    """Returns ([(step, value) of "loss"], [(step, width, height) of "a picture"])."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0}).Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("loss")]
-    return losses, [(event.step, event.width, event.height) for event in events.Images("a picture")]
+
+def losses_in(folder):
+    """Returns {step: value} of "loss"."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {event.step: event.value for event in events.Scalars("loss")}
+
+
+def sizes_in(folder):
+    """Returns {step: (width, height)} of "a picture"."""
+    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
+    return {event.step: (event.width, event.height) for event in events.Images("a picture")}
 
 
 def test_tensorboard_reads_what_torch_s_writer_would_write(tmp_path):
-    picture = np.zeros((4, 6, 3), np.uint8)
-    ours, theirs = EventFile(tmp_path / "ours", purge_step=0), SummaryWriter(tmp_path / "theirs", purge_step=0)
-    for step in range(3):
-        ours.add_scalar("loss", step / 4, step)
-        theirs.add_scalar("loss", step / 4, step)
-    ours.add_picture("a picture", picture, 2)
-    theirs.add_image("a picture", picture, 2, dataformats="HWC")
+    ours = EventFile(tmp_path / "ours", purge_step=0)
+    theirs = SummaryWriter(tmp_path / "theirs", purge_step=0)
+    for writer in (ours, theirs):
+        for step in range(3):
+            writer.add_scalar("loss", step / 4, step)
+    ours.add_picture("a picture", PICTURE, 2)
+    theirs.add_image("a picture", PICTURE, 2, dataformats="HWC")
     theirs.close()
-    assert read(tmp_path / "ours") == read(tmp_path / "theirs")  # before ours is closed
-    assert read(tmp_path / "ours") == ([(0, 0.0), (1, 0.25), (2, 0.5)], [(2, 6, 4)])
+    for folder in (tmp_path / "ours", tmp_path / "theirs"):  # before ours is closed
+        assert losses_in(folder) == {0: 0.0, 1: 0.25, 2: 0.5}
+        assert sizes_in(folder) == {2: (6, 4)}
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
-    first, resumed = EventFile(tmp_path), EventFile(tmp_path, purge_step=2)
+    first = EventFile(tmp_path)
+    resumed = EventFile(tmp_path, purge_step=2)
     for step in (1, 2, 3):
         first.add_scalar("loss", 1.0, step)
     resumed.add_scalar("loss", 2.0, 2)
-    resumed.add_picture("a picture", np.zeros((1, 1, 3), np.uint8), 2)
-    assert read(tmp_path)[0] == [(1, 1.0), (2, 2.0)]
+    assert losses_in(tmp_path) == {1: 1.0, 2: 2.0}
 
 
 def test_a_deleted_folder_is_no_error(tmp_path):

@@ -1,9 +1,7 @@
 """When a run saves, and what its thread writes while training goes on."""
 
-import re
 import shlex
 import threading
-import time
 from argparse import Namespace
 from concurrent.futures import wait
 
@@ -11,26 +9,60 @@ import pytest
 import torch
 
 from tests.two_processes import run_in_two_processes
+from util.data.images import ImageError
+from util.data.loader import LoaderError
 from util.run import checkpoint, saving
 from util.run.checkpoint import list_finished, read_checkpoint, save_checkpoint, step_of
+from util.run.folder import FolderLock
 from util.run.loop import Meter
-from util.run.saving import CheckpointSaver
+from util.run.saving import CheckpointSaver, FolderLost
 from util.run.shard import HostCopies
 
+CPU = torch.device("cpu")
 FULL = OSError(28, "No space left on device")
 
 
-def a_saver(folder, model, step=0, keep_every=1000, rank=0, **how_often):
-    log = Namespace(lines=[], info=lambda line: log.lines.append(line))
-    loop = Namespace(step=0, last_step=100, meter=Meter(torch.device("cpu")), device=torch.device("cpu"), log=log)
+class Log:
+    def __init__(self):
+        self.lines = []
+
+    def info(self, line):
+        self.lines.append(line)
+
+
+def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, lock=None, **how_often):
+    """A saver of a run of 100 steps that has begun at step 0 and is at `step`."""
+    if model is None:
+        model = torch.nn.Linear(2, 2)
+    loop = Namespace(
+        step=0,
+        last_step=100,
+        num_micro=0,
+        meter=Meter(CPU),
+        device=CPU,
+        log=Log(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        precision=Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False)),
+    )
     loop.meter.add({"a": torch.ones(())}, torch.ones(()))
-    loop.optimizer = torch.optim.AdamW(model.parameters())
-    loop.precision = Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
-    start = Namespace(output_dir=folder, lock=None, process=Namespace(is_main=rank == 0))
+    process = Namespace(is_main=rank == 0, world_size=world_size)
+    start = Namespace(output_dir=folder, lock=lock, process=process)
     record = Namespace(meta=lambda step: {"step": step})
-    saver = CheckpointSaver(start, record, model, loop, Namespace(keep_every=keep_every, num_steps=100), **how_often)
+    schedule = Namespace(keep_every=keep_every, num_steps=100)
+    saver = CheckpointSaver(start, record, model, loop, schedule, **how_often)
     loop.step = step
     return saver
+
+
+def steps_in(folder):
+    return [step_of(path) for path in list_finished(folder)]
+
+
+def fill_disk(monkeypatch):
+    def save_checkpoint(*_):
+        raise FULL
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
 
 
 @pytest.fixture
@@ -39,7 +71,8 @@ def gate(monkeypatch):
     gate = threading.Event()
 
     def wait_and_save(*args):
-        assert threading.current_thread() is not threading.main_thread() and gate.wait(240)
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(240)
         return save_checkpoint(*args)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", wait_and_save)
@@ -57,31 +90,30 @@ def open_when_waited_for(saver, gate, monkeypatch):
     monkeypatch.setattr(saver, "join", opened)
 
 
-def steps_in(folder):
-    return [step_of(path) for path in list_finished(folder)]
-
-
 def test_a_checkpoint_is_of_one_step(tmp_path, gate):
     """The optimizer changes weights, moments and sums in place while they are written."""
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), torch.nn.BatchNorm2d(4))
-    saver = a_saver(tmp_path, model, step=1)
+    saver = a_saver(tmp_path, model)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     saver.loop.optimizer.step()
     for step in (1, 2):  # the second copy overwrites the first
         saver.loop.step = step
-        state = {"model": model.state_dict(), "optimizer": saver.loop.optimizer.state_dict()}
-        flat = {path: value.clone() for path, value in tensors_of(state)}
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = saver.loop.optimizer.state_dict()["state"]
+        first_moments = {number: moment["exp_avg"].clone() for number, moment in moments.items()}
         saver.save()
-        with torch.no_grad():
-            for _, value in tensors_of(state):
-                value.add_(1)
-            saver.loop.meter.sums += 1
+        for value in model.state_dict().values():
+            value += 1
+        for moment in moments.values():
+            moment["exp_avg"] += 1
+        saver.loop.meter.sums += 1
         gate.set()
         saver.finish()
         gate.clear()
         content = read_checkpoint(tmp_path / f"checkpoint-{step}.pth")
-        found = dict(tensors_of({name: content[name] for name in state}))
-        assert found.keys() == flat.keys() and all(torch.equal(found[path], flat[path]) for path in flat)
+        torch.testing.assert_close(content["model"], weights, rtol=0, atol=0)
+        for number, first_moment in first_moments.items():
+            assert torch.equal(content["optimizer"]["state"][number]["exp_avg"], first_moment)
         assert content["model"]["0.weight"].is_contiguous(memory_format=torch.channels_last)
         assert content["meter"]["sums"].max() == step  # one more only after the copy
 
@@ -89,130 +121,168 @@ def test_a_checkpoint_is_of_one_step(tmp_path, gate):
 @pytest.mark.gpu
 def test_a_copy_of_a_gpus_state_is_pinned_and_complete():
     weights = torch.zeros(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
-    copies, state = HostCopies(weights.device), {"a": [weights], "step": torch.zeros(()), "name": "x"}
+    copies = HostCopies(weights.device)
     for value in (0, 1):
-        copy = copies.take(state, keep=True)
+        copy = copies.take({"a": [weights], "name": "x"}, keep=True)
         weights += 1
-        assert copy["a"][0].is_pinned() and copy["a"][0].stride() == weights.stride() and copy["name"] == "x"
-        assert (copy["a"][0] == value).all() and len(copies.buffers) == 2
+        assert copy["name"] == "x"
+        assert copy["a"][0].is_pinned()
+        assert copy["a"][0].stride() == weights.stride()
+        assert (copy["a"][0] == value).all()
+    assert len(copies.buffers) == 1
 
 
-def tensors_of(content, path=()):
-    if torch.is_tensor(content):
-        yield path, content
-    elif isinstance(content, (dict, list)):
-        for name, value in content.items() if isinstance(content, dict) else enumerate(content):
-            yield from tensors_of(value, (*path, name))
-
-
-def test_one_write_at_a_time(tmp_path, gate, monkeypatch):
-    """A save that is due by time is left out while another is written. One by steps waits."""
-    saver = a_saver(tmp_path, torch.nn.Linear(2, 2), step=1, minutes=1, steps=2)
+def test_a_save_by_time_is_left_out_while_another_is_written(tmp_path, gate):
+    saver = a_saver(tmp_path, step=1, minutes=1)
     saver.save()
     saver.began -= 3600
-    saver.save_by_time()
-    saver.save()  # of the same step
     saver.loop.step = 2
     saver.save_by_time()
-    assert steps_in(tmp_path) == [] and saver.name == 1 and saver.is_due()
+    gate.set()
+    saver.finish()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_save_by_steps_waits_for_the_write_before_it(tmp_path, gate, monkeypatch):
+    saver = a_saver(tmp_path, step=1, steps=2)
+    saver.save()
+    saver.save()  # of the same step: nothing
+    saver.loop.step = 2
+    assert saver.is_due()
     open_when_waited_for(saver, gate, monkeypatch)
     saver.save()
-    assert steps_in(tmp_path)[0] == 1 and saver.name == 2
     saver.finish()
     assert steps_in(tmp_path) == [1, 2]
 
 
 def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate, monkeypatch):
-    model = torch.nn.Linear(2, 2)
-    saver, before = a_saver(tmp_path, model, step=1), model.weight.detach().clone()
+    saver = a_saver(tmp_path, step=1)
+    before = saver.model.weight.detach().clone()
     saver.save()
     with torch.no_grad():
-        model.weight += 1
+        saver.model.weight += 1
     open_when_waited_for(saver, gate, monkeypatch)
-    saver.write("best", {"model": model.state_dict()}, {})
+    saver.write("best", {"model": saver.model.state_dict()}, {})
     saver.finish()
-    found = [read_checkpoint(tmp_path / f"checkpoint-{name}.pth")["model"]["weight"] for name in (1, "best")]
-    assert torch.equal(found[0], before) and torch.equal(found[1], before + 1)
+    assert torch.equal(read_checkpoint(tmp_path / "checkpoint-1.pth")["model"]["weight"], before)
+    assert torch.equal(read_checkpoint(tmp_path / "checkpoint-best.pth")["model"]["weight"], before + 1)
 
 
 def test_saves_by_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
-    saver, saved = a_saver(tmp_path, torch.nn.Linear(2, 2), minutes=5, keep_every=30), []
+    saver = a_saver(tmp_path, minutes=5)
+    saved = []
     for saver.loop.step in range(1, 21):
         now[0] += 70
         saver.write("best", {}, {})  # does not count
-        saver.finish()
         saver.save_by_time()
         saver.finish()
-        saved += [step for step in steps_in(tmp_path) if step not in saved]
-    assert saved == [5, 10, 15, 20]
+        saved.append(steps_in(tmp_path)[-1:])
+    assert saved[3] == []
+    assert saved[4] == [5]
+    assert saved[19] == [20]
+
+
+def test_a_save_is_due_where_a_checkpoint_is_kept_and_at_the_end(tmp_path):
+    saver = a_saver(tmp_path, keep_every=30)
     due = []
     for saver.loop.step in range(1, 101):
-        due += [saver.loop.step] * saver.is_due()
+        if saver.is_due():
+            due.append(saver.loop.step)
     assert due == [30, 60, 90, 100]
-    never = a_saver(tmp_path / "never", torch.nn.Linear(2, 2), step=1)
-    never.save_by_time()
-    assert never.writing is None
 
 
-def test_a_write_that_fails(tmp_path, monkeypatch):
-    """As if training had waited for it: a warning at the next report, and the older checkpoints stay."""
-    saver = a_saver(tmp_path, torch.nn.Linear(2, 2), minutes=1)
-    for saver.loop.step in (1, 2, 3):
-        saver.save(final=True)
-    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *_: (_ for _ in ()).throw(FULL))
-    saver.loop.step = 4
+def test_a_write_that_fails_is_a_warning_at_the_next_report(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, step=1, minutes=1)
+    saver.save(final=True)
+    saver.loop.step = 2
+    saver.save(final=True)
+    fill_disk(monkeypatch)
+    saver.loop.step = 3
     saver.save()
     wait([saver.writing])
     saver.save_by_time()
     (warning,) = saver.loop.log.lines
-    assert warning == f"warning: checkpoint-4.pth could not be written ({FULL}); training goes on"
-    with pytest.raises(OSError, match="No space left"):
-        saver.save(final=True)
-    assert len(saver.loop.log.lines) == 1 and steps_in(tmp_path) == [2, 3]
+    assert "checkpoint-3.pth could not be written" in warning
+    assert steps_in(tmp_path) == [1, 2]
     monkeypatch.undo()
     saver.save(final=True)
-    assert steps_in(tmp_path) == [3, 4]
+    assert steps_in(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError, FloatingPointError, KeyboardInterrupt])
+def test_the_last_write_must_not_fail(tmp_path, monkeypatch):
+    saver = a_saver(tmp_path, step=1)
+    fill_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        saver.save(final=True)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, FloatingPointError, KeyboardInterrupt])
 def test_the_write_in_flight_is_complete_before_the_process_leaves(tmp_path, gate, monkeypatch, error):
-    saver = a_saver(tmp_path, torch.nn.Linear(2, 2), step=1)
-    with pytest.raises(error or ZeroDivisionError), saver:
+    saver = a_saver(tmp_path, step=1)
+    with pytest.raises(error), saver:
         saver.save()
-        assert steps_in(tmp_path) == []
         open_when_waited_for(saver, gate, monkeypatch)
-        raise error or ZeroDivisionError
+        raise error
     assert steps_in(tmp_path) == [1]
 
 
-def _save_slowly(rank, folder, error, final):
-    """Returns whether the file was there when this rank's save came back, and what it raised. Rank 0 writes slowly."""
+@pytest.mark.parametrize("error", [LoaderError("a worker was lost"), ImageError("a broken image")])
+@pytest.mark.parametrize(
+    ("num_micro", "world_size", "saved"),
+    [
+        (0, 1, [7]),
+        (1, 1, []),  # inside a step: running statistics may have changed
+        (0, 2, []),  # the other rank does not know of it
+    ],
+)
+def test_whole_steps_are_saved_if_the_data_of_a_single_process_fails(tmp_path, error, num_micro, world_size, saved):
+    saver = a_saver(tmp_path, step=7, world_size=world_size)
+    saver.loop.num_micro = num_micro
+    with pytest.raises(type(error)), saver:
+        raise error
+    assert steps_in(tmp_path) == saved
+
+
+def test_a_deleted_folder_ends_the_run_after_the_step_is_saved(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    saver = a_saver(folder, step=7, lock=FolderLock(folder))
+    (folder / ".lock").unlink()
+    folder.rmdir()
+    with pytest.raises(FolderLost, match="step 7 is saved there"):
+        saver.save()
+    assert steps_in(folder) == [7]
+
+
+def _save_slowly(rank, folder, is_full, final):
+    """Returns whether the file was there when this rank's save came back, and what it raised. Rank 0 writes."""
+    other_is_back = threading.Event()
 
     def save_checkpoint(*_):
-        time.sleep(1)
-        if error:
+        other_is_back.wait(1)  # it never comes, if all ranks wait
+        if is_full:
             raise FULL
         (folder / "written").touch()
 
     checkpoint.save_checkpoint = save_checkpoint
-    saver, raised = a_saver(folder, torch.nn.Linear(2, 2), step=7, rank=rank), None
+    saver = a_saver(folder, step=7, rank=rank, world_size=2)
+    raised = None
     try:
         saver.save(final)
         if not final:
             saver.finish()
-    except OSError as failure:
-        raised = failure.errno
-    return {"written": (folder / "written").exists(), "raised": raised}
+    except OSError as error:
+        raised = error.errno
+    return {"is_written": (folder / "written").exists(), "raised": raised}
 
 
-@pytest.mark.parametrize(("error", "final"), [(False, True), (True, True), (False, False)])
-def test_no_rank_goes_on_before_the_checkpoint_is_written(tmp_path, error, final):
+@pytest.mark.parametrize(("is_full", "final"), [(False, True), (True, True), (False, False)])
+def test_no_rank_goes_on_before_the_checkpoint_is_written(tmp_path, is_full, final):
     """A rank that ends earlier makes torchrun or srun kill rank 0 in the middle of its write."""
-    results = run_in_two_processes(_save_slowly, tmp_path, error, final)
-    assert [result["raised"] for result in results] == [28 if error else None] * 2
-    assert [result["written"] for result in results] == [not error] * 2
+    expected = {"is_written": not is_full, "raised": FULL.errno if is_full else None}
+    assert run_in_two_processes(_save_slowly, tmp_path, is_full, final) == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -227,18 +297,25 @@ def test_no_rank_goes_on_before_the_checkpoint_is_written(tmp_path, error, final
     ],
 )
 def test_no_save_among_lost_steps_costs_the_last_good_checkpoint(tmp_path, saves, kept, good):
-    saver = a_saver(tmp_path, torch.nn.Linear(2, 2))
-    for error in (FloatingPointError(), OSError()):
-        assert re.search("No checkpoint of this run|starts from the beginning", saver.advice(error))
-    for saver.loop.step, bad in saves:
-        saver.loop.meter.bad_streak.fill_(bad)
+    saver = a_saver(tmp_path)
+    for saver.loop.step, bad_streak in saves:
+        saver.loop.meter.bad_streak.fill_(bad_streak)
         saver.save()
     saver.finish()
     assert steps_in(tmp_path) == kept
     advice = saver.advice(FloatingPointError())
-    resume = f"--resume {shlex.quote(str(tmp_path / f'checkpoint-{good}.pth'))}"
-    assert (resume if good else "No checkpoint of this run") in advice
-    assert "goes on from the newest checkpoint" in saver.advice(OSError()) and saver.advice(ValueError()) == ""
+    if good is None:
+        assert "No checkpoint of this run" in advice
+    else:
+        assert f"--resume {shlex.quote(str(tmp_path / f'checkpoint-{good}.pth'))}" in advice
+
+
+def test_the_advice_after_an_error_says_where_the_same_command_begins(tmp_path):
+    saver = a_saver(tmp_path, step=1)
+    assert "starts from the beginning" in saver.advice(OSError())
+    saver.save(final=True)
+    assert "goes on from the newest checkpoint" in saver.advice(OSError())
+    assert saver.advice(ValueError()) == ""
 
 
 def test_statistics_that_are_not_finite_are_not_saved(tmp_path):

@@ -1,0 +1,156 @@
+"""The batches of a loader, the shared memory they need, and what its user is told when a worker fails."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import main_finetune
+from prmim import MaskCollator, TokenCounts, TokenOrderSampler
+from tests.runs import evaluation, finetune, pretrain, refused
+from util.data import loader
+from util.data.datasets import AddressedDataset, StepBatchSampler
+from util.data.images import FolderImages
+from util.data.loader import Loader, LoaderError, TooLittleMemory, batches_ahead, check_space
+from util.data.transforms import RandomResizedCropFlip
+
+IMAGE = 3 * 224**2
+SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$@"', "sh"]
+
+
+def batches_from(photos, start_step, num_workers):
+    dataset = AddressedDataset(FolderImages(photos), RandomResizedCropFlip(32, seed=2))
+    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
+    addresses = StepBatchSampler(24, 4, 1, rank=0, world_size=1, seed=2, start_step=start_step, end_step=12)
+    return list(Loader(dataset, addresses, MaskCollator(sampler, seed=2), num_workers=num_workers, pin_memory=False))
+
+
+def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photos):
+    expected = batches_from(photos, 0, num_workers=0)
+    assert len(expected) == 12
+    assert expected[0][0].shape == (4, 3, 32, 32)
+    assert not torch.equal(expected[0][0], expected[6][0])  # the second epoch crops anew
+    for start_step, num_workers in ((0, 2), (7, 1)):
+        batches = batches_from(photos, start_step, num_workers)
+        for batch, batch_expected in zip(batches, expected[start_step:], strict=True):
+            for tensor, tensor_expected in zip(batch, batch_expected, strict=True):
+                assert torch.equal(tensor, tensor_expected)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """memory(free bytes, processes on this node)"""
+
+    def set_to(free, processes=1):
+        monkeypatch.setattr(loader, "free_bytes", lambda: free)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("batch_bytes", "num_workers", "expected"),
+    [
+        (0, 15, 4),  # unknown
+        (64 * IMAGE, 15, 4),  # 10 MB: 0.6 GB ahead
+        (512 * IMAGE, 15, 3),  # 77 MB: 3.5 GB ahead
+        (1024 * IMAGE, 15, 1),
+        (2**40, 1, 1),
+    ],
+)
+def test_batches_ahead_fit_into_four_gibibytes(memory, batch_bytes, num_workers, expected):
+    memory(free=1e15)
+    assert batches_ahead(batch_bytes, num_workers) == expected
+
+
+@pytest.mark.parametrize(("free", "processes", "expected"), [(64e9, 8, 3), (32e9, 8, 1), (32e9, 4, 3), (16e6, 8, 1)])
+def test_batches_ahead_take_half_of_the_shared_memory_at_most(memory, free, processes, expected):
+    memory(free, processes)
+    assert batches_ahead(512 * IMAGE, 15) == expected
+
+
+def test_one_batch_of_each_worker_must_fit(memory):
+    memory(free=2e9, processes=8)
+    with pytest.raises(TooLittleMemory, match=r"9248.4 MB \(8 processes x 15 workers x 77.1 MB\).*--num_workers 3$"):
+        check_space(512 * IMAGE, num_workers=15, num_batches=1000)
+    check_space(512 * IMAGE, num_workers=3, num_batches=1000)
+    check_space(512 * IMAGE, num_workers=15, num_batches=3)  # the other workers have nothing to do
+
+
+@pytest.mark.fault("F63", "/dev/shm too small for the workers' batches", "refused at the start, with numbers; code 2")
+def test_a_run_is_refused_if_its_batches_do_not_fit(photos, tmp_path, capsys, memory):
+    memory(free=40_000)
+    message = pretrain.refused(capsys, photos, tmp_path / "out", "--num_workers", 2)
+    assert message.strip().endswith("or --num_workers 1")
+    assert pretrain(photos, tmp_path / "out", "--num_workers", 0)["meta"]["step"] == 6
+
+
+def test_evaluations_are_refused_too(labelled, tmp_path, capsys, memory):
+    finetune(labelled, tmp_path)
+    memory(free=20_000)
+    message = refused(capsys, main_finetune.main, *evaluation(tmp_path, labelled, "--num_workers", 1))
+    assert message.strip().endswith("or --num_workers 0")
+
+
+class Blank(torch.utils.data.Dataset):
+    """Images of 0.5 MB, whose worker gets a signal if there is one, or raises an error."""
+
+    def __init__(self, number=None, error=None):
+        self.number = number
+        self.error = error
+
+    def __getitem__(self, i):
+        if self.number is not None:
+            os.kill(os.getpid(), self.number)
+        if self.error is not None:
+            raise self.error
+        return torch.zeros(500_000, dtype=torch.uint8)
+
+
+def stack(samples):
+    return (torch.stack(samples),)
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "message"),
+    [
+        ({"number": signal.SIGKILL}, LoaderError, "a DataLoader worker was lost .*fewer --num_workers"),
+        ({"number": signal.SIGBUS}, LoaderError, r"no shared memory: /dev/shm holds \d+ MB.* give the container"),
+        ({"error": OSError(116, "Stale file handle")}, LoaderError, "Stale file handle"),
+        ({"error": PermissionError(13, "Permission denied")}, PermissionError, "Permission denied"),
+        ({"error": RuntimeError("a bug")}, RuntimeError, "a bug"),
+    ],
+)
+def test_what_fails_in_a_worker_is_told(failure, raised, message):
+    batches = Loader(Blank(**failure), [[0, 1]] * 3, stack, num_workers=1, pin_memory=False)
+    with pytest.raises(raised, match=message):
+        list(batches)
+
+
+@pytest.mark.fault("F63b", "/dev/shm fills up during a run", "an I/O error that says so: saved, 75")
+def test_a_full_shared_memory_is_an_error_and_no_hang():
+    """Six images make a batch of 3 MB instead of 0.5, for which a real file system of 2 MB has no space."""
+    if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*SMALL_DISK, "true"]).returncode:
+        pytest.skip("a file system of its own needs root, unshare and mount")
+    program = (
+        "from tests.util.data.test_loader import Blank, Loader, stack\n"
+        "for number in (1, 6):\n"
+        "    batches = Loader(\n"
+        "        Blank(), [range(number)] * 9, stack, num_workers=1, pin_memory=False, batch_bytes=500_000\n"
+        "    )\n"
+        "    print(sum(1 for _ in batches), flush=True)\n"
+    )
+    child = subprocess.run([*SMALL_DISK, sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert child.stdout == "9\n"
+    assert child.returncode == 1
+    assert "LoaderError: a DataLoader worker found no shared memory: /dev/shm holds 2 MB" in child.stderr
+
+
+def test_without_a_file_system_for_it_there_is_no_limit(monkeypatch):
+    monkeypatch.setattr(loader, "os", SimpleNamespace(path=SimpleNamespace(isdir=lambda path: False)))
+    assert loader.free_bytes() == float("inf")

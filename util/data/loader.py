@@ -1,0 +1,258 @@
+"""The loader of batches: the shared memory in which they wait, and images that cannot be read.
+
+A worker that dies, a full /dev/shm and a failing storage end the process with exit code 75. The same command goes on.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from util import collectives
+from util.data.datasets import Address, AddressedDataset, Sample, StepBatchSampler
+from util.data.images import ImageError, Images, find_storage_error
+from util.data.workers import ignore_signals, kill_at_exit
+from util.text import count_of
+
+SHARED_MEMORY = "/dev/shm"
+PREFETCHED_BYTES = 2**32  # in batches that wait for one process
+MAX_AHEAD = 4  # batches per worker
+MAX_NAMED = 10  # bad images in one message
+
+
+class LoaderError(OSError):
+    """The storage or a worker of this process has failed, while all images may be good."""
+
+
+class TooLittleMemory(ValueError):
+    """Shared memory has no space for the batches of the workers. The message says what to change."""
+
+
+class TooManyBadImages(ImageError):
+    """More images than --max_bad_fraction cannot be read. All ranks raise it at the same step."""
+
+
+class Loader:
+    """Iterator over batches that workers make ahead. Workers start with the first batch; `close` ends them.
+
+    A batch depends on its addresses alone, so it is the same for any number of workers.
+    """
+
+    def __init__(
+        self,
+        dataset: AddressedDataset,
+        addresses: StepBatchSampler | list[list[Address]],
+        collate: Callable[[Sequence[Sample]], Any],
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        batch_bytes: int = 0,
+    ) -> None:
+        """All ranks must make their loaders together.
+
+        addresses: of each batch. batch_bytes: size of one batch; 0 if unknown. TooLittleMemory on all ranks if one
+        batch of each worker does not fit into shared memory.
+        """
+        collectives.run_everywhere(lambda: check_space(batch_bytes, num_workers, len(addresses)))
+        self.num_workers = num_workers
+        self.workers: set[BaseProcess] = set()
+        self.stream: Iterator[Any] | None = None
+        ahead = None
+        if num_workers > 0:
+            ahead = batches_ahead(batch_bytes, num_workers)
+        self.source = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=addresses,
+            collate_fn=ShareBatch(collate),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=ahead,
+            worker_init_fn=ignore_signals,
+        )
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next batch. LoaderError if the storage or a worker fails."""
+        if self.stream is None:
+            self.stream = self._start()
+        try:
+            return next(self.stream)
+        except PermissionError:  # the user's error
+            raise
+        except (RuntimeError, OSError, EOFError) as error:  # of a lost worker: the type depends on torch's version
+            reason = self._find_reason(error)
+            if reason is None:
+                raise
+            raise LoaderError(reason) from error
+
+    def close(self) -> None:
+        """Ends the workers. It is not to be iterated any more."""
+        self.stream = iter(())  # torch's iterator ends its workers when it is freed
+
+    def _start(self) -> Iterator[Any]:
+        """Starts the workers. They are killed at exit, if they still live then."""
+        if self.num_workers == 0:
+            return iter(self.source)
+        others = set(multiprocessing.active_children())
+        collectives.settle_threads()
+        stream = iter(self.source)
+        self.workers = set(multiprocessing.active_children()) - others
+        kill_at_exit(self.workers)
+        return stream
+
+    def _find_reason(self, error: Exception) -> str | None:
+        """Returns what has failed: shared memory, a worker or the storage. None for an error of the code."""
+        text = str(error)
+        # torch reserves the memory of a tensor, or the kernel kills the worker by SIGBUS.
+        is_full = "shared memory(shm)" in text
+        for worker in self.workers:
+            if worker.exitcode == -signal.SIGBUS:
+                is_full = True
+        if is_full:
+            return f"a DataLoader worker found no shared memory: {describe_shared_memory()}, or fewer --num_workers"
+        # An exception that was raised inside a worker has the worker's traceback in its text.
+        comes_from_dataset = self.num_workers == 0 or "in DataLoader worker process" in text
+        if not comes_from_dataset:
+            first_line = text.partition("\n")[0] or type(error).__name__
+            return f"a DataLoader worker was lost ({first_line}); if memory was full, give fewer --num_workers"
+        if isinstance(error, OSError):
+            return text
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------ shared memory
+
+
+class ShareBatch:
+    """A collator that moves the tensors of a batch into shared memory, if it runs in a worker.
+
+    Otherwise a thread of the worker would move them. If it then found no space, the batch would be lost, and the
+    trainer would wait for it without end.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        batch = self.collate(samples)
+        if torch.utils.data.get_worker_info() is not None:
+            for part in batch:
+                if torch.is_tensor(part):
+                    part.share_memory_()
+        return batch
+
+
+def free_bytes() -> float:
+    """Returns the free space of /dev/shm; infinity where there is none, as on macOS."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return float("inf")
+    return shutil.disk_usage(SHARED_MEMORY).free
+
+
+def processes_on_node() -> int:
+    """Returns how many processes of the run share this node's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def batches_ahead(batch_bytes: int, num_workers: int) -> int:
+    """Returns how many batches each worker prepares ahead: 1 to MAX_AHEAD.
+
+    Together they take about PREFETCHED_BYTES at most, and this process's share of half the free shared memory. The
+    other half is for an evaluation. batch_bytes: of one batch; 0 if unknown.
+    """
+    if batch_bytes == 0:
+        return MAX_AHEAD
+    budget = min(PREFETCHED_BYTES, free_bytes() / processes_on_node() / 2)
+    affordable = int(budget / (batch_bytes * num_workers))
+    return max(1, min(MAX_AHEAD, affordable))
+
+
+def check_space(batch_bytes: int, num_workers: int, num_batches: int) -> None:
+    """TooLittleMemory if one batch of each worker of all processes on this node does not fit into shared memory."""
+    processes = processes_on_node()
+    free = free_bytes()
+    needed = processes * min(num_workers, num_batches) * batch_bytes
+    if needed <= free:
+        return
+    fitting = int(free / (processes * batch_bytes))
+    sizes = f"{count_of(processes, 'process')} x {count_of(num_workers, 'worker')} x {batch_bytes / 1e6:.1f} MB"
+    raise TooLittleMemory(
+        f"{SHARED_MEMORY} has {free / 1e6:.1f} MB free, but one batch of each worker takes {needed / 1e6:.1f} MB "
+        f"({sizes}): {advise_size(2 * needed)}, or --num_workers {fitting}"
+    )
+
+
+def describe_shared_memory() -> str:
+    """Returns how full /dev/shm is, and how to enlarge it."""
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    sizes = f"{usage.total / 1e6:.0f} MB, {usage.free / 1e6:.0f} MB of them free now"
+    return f"{SHARED_MEMORY} holds {sizes}; {advise_size(4 * usage.total)}"
+
+
+def advise_size(num_bytes: float) -> str:
+    """Returns how to give a container a little more than this much shared memory."""
+    return f"give the container more shared memory (docker run --shm-size={2 + int(num_bytes / 1e9)}g)"
+
+
+# --------------------------------------------------------------------------------------------------------- bad images
+
+
+class BadImages:
+    """Reports the images that the workers of all processes have marked as bad.
+
+    flags: `AddressedDataset.bad`, uint8 [n]. max_fraction: of all images; a single bad image is always accepted.
+    """
+
+    def __init__(
+        self, images: Images, flags: torch.Tensor | None, max_fraction: float, log: Callable[[str], None]
+    ) -> None:
+        self.images = images
+        self.flags = flags
+        self.max_bad = max(1, int(max_fraction * len(images)))
+        self.limit = f"more than --max_bad_fraction {max_fraction:g}"
+        self.log = log
+        self.known: set[int] = set()
+
+    def report(self) -> None:
+        """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many.
+
+        They raise OSError instead if on one of them no image can be opened any more.
+        """
+        if self.flags is None:
+            return
+        bad: set[int] = set()
+        for bad_on_rank in collectives.gather_objects(self.flags.nonzero().flatten().tolist()):
+            bad.update(bad_on_rank)
+        new = sorted(bad - self.known)
+        self.known = bad
+        if not new:
+            return
+        message = f"{len(bad)} of {count_of(len(self.images), 'image')} cannot be read"
+        if len(bad) <= self.max_bad:
+            self.log(f"warning: {message} and are replaced by the next ones. New: {self._reasons(new)}")
+            return
+        for error in collectives.gather_objects(find_storage_error(self.images)):
+            if error is not None:
+                raise error
+        reasons = self._reasons(sorted(bad))
+        raise TooManyBadImages(f"{message}, {self.limit}: {reasons}. Repair the data, or raise the flag")
+
+    def _reasons(self, bad: Sequence[int]) -> str:
+        """Reads the first of these images again. Returns why they are bad."""
+        reasons = []
+        for i in bad[:MAX_NAMED]:
+            try:
+                self.images.load_sample(i)
+                reasons.append(f"{self.images.path(i)!r} could not be read before, but can be read now")
+            except ImageError as error:
+                reasons.append(str(error))
+        if len(bad) > MAX_NAMED:
+            reasons.append(f"and {len(bad) - MAX_NAMED} more")
+        return "; ".join(reasons)
