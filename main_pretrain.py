@@ -22,7 +22,7 @@ from framework import Framework, NoPixels
 from frameworks import attention_phases
 from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
-from prmim import SAMPLING, MaskCollator, SpatialAggregation
+from prmim import AGGREGATION, SAMPLING, MaskCollator, SpatialAggregation
 from recipes import RECIPES
 from util.data.images import evenly_spaced
 from util.data.open import open_everywhere
@@ -104,9 +104,7 @@ def add_method_flags(group: FlagGroup) -> None:
         help="reconstruct thrown tokens; --no-progressive: leave them out",
     )
     method("--sampling", default="furthest", choices=SAMPLING, help="how the retained tokens are chosen")
-    method(
-        "--aggregation", default="dwconv", choices=SpatialAggregation.KINDS, help="what reconstructs the thrown tokens"
-    )
+    method("--aggregation", default="dwconv", choices=AGGREGATION, help="what reconstructs the thrown tokens")
     method("--kernel_size", type=int, default=7, help="kernel size of the aggregation, odd")
     method(
         "--applies_to", default="thrown", choices=SpatialAggregation.APPLIES_TO, help="tokens the aggregation replaces"

@@ -4,12 +4,11 @@
 """
 
 from functools import partial
+from typing import Any
 
-import torch
-from typing_extensions import Unpack
+from torch import Tensor
 
-from encoders.names import find_origin, rename_prefixes
-from framework import DECODER_FLAGS, TOKEN_FLAGS, Flag, PixelFramework, ViTTokenArguments, decoder_heads
+from framework import DECODER_FLAGS, TOKEN_FLAGS, Flag, PixelFramework, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, TINY, ViTEncoder
 from prmim import ProgressiveDecoder, TokenOrder
 
@@ -41,7 +40,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
 
     decoder_embed_dim, decoder_depth, decoder_num_heads: the decoder's blocks, by default with one head per 32 channels.
         `mlp_ratio` is the same as the encoder's.
-    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
+    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
     """
 
     release = "MAE"
@@ -52,11 +51,11 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         decoder_embed_dim: int = 512,
         decoder_depth: int = 8,
         decoder_num_heads: int | None = None,
-        **kwargs: Unpack[ViTTokenArguments],
+        **arguments: Any,
     ) -> None:
-        arguments: ViTTokenArguments = {**LARGE, **kwargs}
-        super().__init__(**arguments)
-        self.decoder_embed_dim, self.decoder_depth = decoder_embed_dim, decoder_depth
+        super().__init__(**{**LARGE, **arguments})
+        self.decoder_embed_dim = decoder_embed_dim
+        self.decoder_depth = decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
         self.decoder = ProgressiveDecoder(
             self.grid_size,
@@ -71,27 +70,32 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         )
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
-        pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, imgs, order).square().mean()}
+        latent = self.forward_encoder(patches, order)  # [B, P + num_visible, D]
+        pred = self.decoder(latent, order)  # [B, num_supervised, p*p*C]
+        error = self.error(pred, imgs, patches, order)
+        return {"pixel": error.square().mean()}
 
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns [B, P + num_visible, D], class token first."""
-        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.patch_positions)
+        tokens = self.patch_embed(order.take_visible(patches))
+        tokens = tokens + order.take_visible(self.patch_positions)
         return self.norm(self.encode(tokens))
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         latent = self.forward_encoder(self.patchify(imgs), order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of MAE's `mae_pretrain_vit_*_full`, or of Transformers' ViTMAE, under the names here."""
+        from encoders.names import find_origin  # here, because a model needs no other names to be trained
+
         return self.adapt_weights(find_origin(weights).rename(weights))
 
-    def adapt_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def adapt_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns weights with the names of MAE's releases under the names here, see `encoders.load`."""
         return rename_prefixes(tensors, OFFICIAL_NAMES)
 

@@ -13,15 +13,16 @@ fine-tuned. State-dict names are those of MAE's releases and of timm's `VisionTr
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from util.lazy import LazyModule
-from util.pos_embed import position_table
+from util.pos_embed import height_and_width, position_table
 
 timm_layers = LazyModule("timm.layers")
 
@@ -38,28 +39,43 @@ __all__ = [
 ]
 
 
-class ViTSizes(TypedDict, total=False):
-    """The size arguments of the ViT encoders. `ViTEncoder` says what they mean."""
+@dataclass(frozen=True)
+class ViTSizes:
+    """The sizes of a ViT encoder, which its constructor takes by name.
 
-    img_size: int | tuple[int, int]
-    patch_size: int
-    in_chans: int
-    embed_dim: int
-    depth: int
-    num_heads: int
-    mlp_ratio: float
-    drop_path_rate: float
+    img_size, patch_size: in pixels. `img_size` is one side or (height, width), each a multiple of `patch_size`.
+    in_chans: number of colour channels.
+    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
+        as a multiple of `embed_dim`.
+    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
+    """
 
+    img_size: int | tuple[int, int] = 224
+    patch_size: int = 16
+    in_chans: int = 3
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    mlp_ratio: float = 4.0
+    drop_path_rate: float = 0.0
+
+    @property
+    def drop_path_rates(self) -> list[float]:
+        """The drop-path rate of each block."""
+        return drop_path_rates(self.drop_path_rate, self.depth)
+
+
+Sizes = dict[str, Any]  # arguments of an encoder
 
 # Encoder sizes by their usual names. "Nano" to "mini" are ours, for 32-px images: 64 tokens of 4 px.
-NANO: ViTSizes = dict(img_size=32, patch_size=4, embed_dim=64, depth=3, num_heads=2)
-MICRO: ViTSizes = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
-MINI: ViTSizes = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
-TINY: ViTSizes = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
-SMALL: ViTSizes = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
-BASE: ViTSizes = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
-LARGE: ViTSizes = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
-HUGE: ViTSizes = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
+NANO: Sizes = dict(img_size=32, patch_size=4, embed_dim=64, depth=3, num_heads=2)
+MICRO: Sizes = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3)
+MINI: Sizes = dict(img_size=32, patch_size=4, embed_dim=192, depth=6, num_heads=3)
+TINY: Sizes = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+SMALL: Sizes = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
+BASE: Sizes = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+LARGE: Sizes = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
+HUGE: Sizes = dict(patch_size=14, embed_dim=1280, depth=32, num_heads=16)
 
 
 def layer_norm(dim: int) -> nn.LayerNorm:
@@ -73,31 +89,38 @@ def init_weights(module: nn.Module) -> None:
     Linear layers are Xavier-uniform (qkv as one matrix) with zero bias. The patch embedding is Xavier-uniform on its
     flattened view. Everything else keeps PyTorch's default.
     """
-    for m in module.modules():
-        if isinstance(m, nn.Linear):
-            nn.init.xavier_uniform_(m.weight)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)
-        elif isinstance(m, PatchEmbed):
-            nn.init.xavier_uniform_(m.proj.weight.view(m.proj.weight.shape[0], -1))
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        elif isinstance(layer, PatchEmbed):
+            kernel = layer.proj.weight
+            nn.init.xavier_uniform_(kernel.view(len(kernel), -1))
 
 
-def patchify(imgs: torch.Tensor, patch_size: int) -> torch.Tensor:
+def patchify(imgs: Tensor, patch_size: int) -> Tensor:
     """Cuts images [B, C, H, W] into patches [B, N, p*p*C] in raster order.
 
     The values of a patch are ordered (row, column, channel), with the channel fastest.
     """
     B, C, H, W = imgs.shape
-    rows, columns = H // patch_size, W // patch_size
-    x = imgs.reshape(B, C, rows, patch_size, columns, patch_size)
-    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, rows * columns, patch_size**2 * C)
+    p = patch_size
+    rows = H // p
+    columns = W // p
+    x = imgs.reshape(B, C, rows, p, columns, p)
+    x = x.permute(0, 2, 4, 3, 5, 1)  # [B, rows, columns, p, p, C]
+    return x.reshape(B, rows * columns, p * p * C)
 
 
-def unpatchify(patches: torch.Tensor, patch_size: int, grid_size: tuple[int, int]) -> torch.Tensor:
+def unpatchify(patches: Tensor, patch_size: int, grid_size: tuple[int, int]) -> Tensor:
     """Joins patches [B, N, p*p*C] into images [B, C, H, W], the inverse of `patchify`."""
+    B = len(patches)
+    p = patch_size
     rows, columns = grid_size
-    x = patches.reshape(len(patches), rows, columns, patch_size, patch_size, -1)
-    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, rows * patch_size, columns * patch_size)
+    x = patches.reshape(B, rows, columns, p, p, -1)
+    x = x.permute(0, 5, 1, 3, 2, 4)  # [B, C, rows, p, columns, p]
+    return x.reshape(B, -1, rows * p, columns * p)
 
 
 class PatchEmbed(nn.Module):
@@ -111,18 +134,20 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: Tensor) -> Tensor:
         """Embeds patches [B, n, p*p*C] in the layout of `patchify`. Returns [B, n, D]."""
-        return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
+        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p*p*C]
+        return F.linear(patches, weight, self.proj.bias)
 
 
-def split_heads(qkv: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
+def split_heads(qkv: Tensor, num_heads: int) -> list[Tensor]:
     """Splits the output of a qkv layer [..., T, 3 C] into queries, keys and values, three views [..., heads, T, d].
 
     The tensor is unbound before it is transposed, so the backward pass packs the three gradients in one copy. ViTs
     usually permute first. Their backward pass then stacks the gradients and copies the result into the layer's layout.
     """
-    return [x.transpose(-3, -2) for x in qkv.unflatten(-1, (3, num_heads, -1)).unbind(-3)]
+    qkv = qkv.unflatten(-1, (3, num_heads, -1))  # [..., T, 3, heads, d]
+    return [x.transpose(-3, -2) for x in qkv.unbind(-3)]
 
 
 class Attention(nn.Module):
@@ -136,25 +161,29 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = split_heads(self.qkv(x), self.num_heads)  # each [B, heads, T, d]
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).flatten(2))
 
-    def cls_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, x: Tensor) -> Tensor:
         """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
         q, k, _ = split_heads(self.qkv(x), self.num_heads)
         return attention_of_first(q, k)
 
 
-def attention_of_first(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def attention_of_first(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns the softmax attention of the first query to all keys but the first, float [B, heads, n].
 
     q, k: [B, heads, 1 + n, d]. The softmax also counts the first key. bias: of all logits, [1, heads, 1 + n, 1 + n].
     """
-    logits = (q[..., :1, :] * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # [B, heads, 1, 1 + n]
+    scale = q.shape[-1] ** -0.5
+    first = q[..., :1, :] * scale
+    logits = first @ k.transpose(-2, -1)  # [B, heads, 1, 1 + n]
     if bias is not None:
         logits = logits + bias[..., :1, :]
-    return logits.float().softmax(dim=-1)[..., 0, 1:]
+    attention = logits.float().softmax(dim=-1)
+    return attention[..., 0, 1:]
 
 
 class Block(nn.Module):
@@ -166,49 +195,45 @@ class Block(nn.Module):
         self.attn = Attention(dim, num_heads)
         self.norm2 = layer_norm(dim)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = make_drop_path(drop_path)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
-    def cls_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, x: Tensor) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
         return self.attn.cls_attention(self.norm1(x))
+
+
+def make_drop_path(rate: float) -> nn.Module:
+    """Returns timm's DropPath, or nothing to do if the rate is 0."""
+    if rate:
+        return timm_layers.DropPath(rate)
+    return nn.Identity()
 
 
 class PatchEncoder(nn.Module):
     """The first part of every ViT encoder: image size, patch embedding and class tokens.
 
-    img_size, patch_size: in pixels. `img_size` is one side or (height, width), each a multiple of `patch_size`.
-    in_chans, embed_dim: number of colour channels, and width of a token.
     num_cls_tokens: P below. All class tokens come before the patches.
     """
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int],
-        patch_size: int,
-        in_chans: int,
-        embed_dim: int,
-        num_cls_tokens: int = 1,
-    ) -> None:
+    def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
         super().__init__()
         if num_cls_tokens < 1:
             raise ValueError(f"num_cls_tokens must be at least 1, got {num_cls_tokens}")
-        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-        if patch_size < 1 or height < 1 or width < 1 or height % patch_size or width % patch_size:
-            step = max(1, patch_size)
-            near = [max(1, round(side / step)) * step for side in (height, width)]
-            raise ValueError(
-                f"img_size {height} x {width} is not divisible by patch_size {patch_size}; "
-                f"the nearest size that is: {near[0]} x {near[1]}"
-            )
-        self.img_size, self.patch_size, self.in_chans, self.embed_dim = (height, width), patch_size, in_chans, embed_dim
-        self.grid_size = (height // patch_size, width // patch_size)
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        height, width = height_and_width(sizes.img_size)
+        check_divisible(height, width, sizes.patch_size)
+        self.img_size = (height, width)
+        self.patch_size = sizes.patch_size
+        self.in_chans = sizes.in_chans
+        self.embed_dim = sizes.embed_dim
+        self.mlp_ratio = sizes.mlp_ratio
+        self.grid_size = (height // sizes.patch_size, width // sizes.patch_size)
+        self.patch_embed = PatchEmbed(sizes.patch_size, sizes.in_chans, sizes.embed_dim)
         self.num_cls_tokens = num_cls_tokens
-        self.cls_token = nn.Parameter(torch.zeros(1, num_cls_tokens, embed_dim))
+        self.cls_token = nn.Parameter(torch.zeros(1, num_cls_tokens, sizes.embed_dim))
 
     @property
     def num_tokens(self) -> int:
@@ -218,13 +243,26 @@ class PatchEncoder(nn.Module):
         """Returns the parameters without weight decay in pre-training, beside the 1-D ones: none in MAE."""
         return set()
 
-    def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
+    def patchify(self, imgs: Tensor) -> Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.patch_size)
 
 
-def check_image_size(imgs: torch.Tensor, img_size: tuple[int, int]) -> None:
+def check_divisible(height: int, width: int, patch_size: int) -> None:
+    """Raises ValueError, with the nearest size that fits, unless patches divide an image."""
+    if patch_size >= 1 and height >= 1 and width >= 1 and height % patch_size == 0 and width % patch_size == 0:
+        return
+    step = max(1, patch_size)
+    near_height = max(1, round(height / step)) * step
+    near_width = max(1, round(width / step)) * step
+    raise ValueError(
+        f"img_size {height} x {width} is not divisible by patch_size {patch_size}; "
+        f"the nearest size that is: {near_height} x {near_width}"
+    )
+
+
+def check_image_size(imgs: Tensor, img_size: tuple[int, int]) -> None:
     """Raises ValueError if the (height, width) of the images [B, C, H, W] is not `img_size`."""
     if tuple(imgs.shape[-2:]) != img_size:
         raise ValueError(f"the model is built for images of {img_size} px, got {tuple(imgs.shape[-2:])}")
@@ -236,25 +274,22 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 
 
 class PositionedEncoder(PatchEncoder):
-    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`.
+    """What ViTs with a position table share. A subclass makes `pos_embed` [1, P + N, D], `blocks` and `norm`."""
 
-    sizes: arguments of `PatchEncoder`.
-    """
-
-    def __init__(self, *sizes: Any) -> None:
-        super().__init__(*sizes)
+    def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
+        super().__init__(sizes, num_cls_tokens)
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
 
     @property
-    def patch_positions(self) -> torch.Tensor:
+    def patch_positions(self) -> Tensor:
         """The positions of the patches [1, N, D]."""
         return self.pos_embed[:, self.num_cls_tokens :]
 
-    def embed(self, imgs: torch.Tensor) -> torch.Tensor:
+    def embed(self, imgs: Tensor) -> Tensor:
         """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""
         return self.patch_embed(self.patchify(imgs)) + self.patch_positions
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D].
 
         Returns [B, P + n, D], class tokens first, before the final norm.
@@ -264,16 +299,18 @@ class PositionedEncoder(PatchEncoder):
             x = block(x)
         return x
 
-    def prepend_cls_token(self, tokens: torch.Tensor) -> torch.Tensor:
+    def prepend_cls_token(self, tokens: Tensor) -> Tensor:
         """Puts the class tokens, with their positions, before the tokens [B, n, D]. Returns [B, P + n, D]."""
-        cls_token = self.cls_token_mlp(self.cls_token) + self.pos_embed[:, : self.num_cls_tokens]
-        return torch.cat([cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        cls_token = self.cls_token_mlp(self.cls_token)
+        cls_token = cls_token + self.pos_embed[:, : self.num_cls_tokens]
+        cls_token = cls_token.expand(len(tokens), -1, -1)
+        return torch.cat([cls_token, tokens], dim=1)
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, P + N, D] of normalised images [B, C, H, W], class tokens first, after the norm."""
         return self.norm(self.encode(self.embed(imgs)))
 
-    def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, imgs: Tensor) -> Tensor:
         """Returns how much the first class token attends to the patches in the last block, float [B, heads, N].
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.
@@ -281,39 +318,27 @@ class PositionedEncoder(PatchEncoder):
         x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x)
-        return self.blocks[-1].cls_attention(x)[..., self.num_cls_tokens - 1 :]
+        attention = self.blocks[-1].cls_attention(x)  # to other class tokens, too
+        return attention[..., self.num_cls_tokens - 1 :]
 
 
 class ViTEncoder(PositionedEncoder):
     """Patch embedding, class tokens, positions, blocks and final norm.
 
-    img_size, patch_size, in_chans: see `PatchEncoder`.
-    embed_dim, depth, num_heads, mlp_ratio: width, number of blocks, heads of a block, and hidden width of a block's MLP
-        as a multiple of `embed_dim`.
-    drop_path_rate: drop-path rate of the last block. The rates grow linearly from 0 at the first block.
     num_cls_tokens: P; MAE has one.
     learned_pos_embed: train the position table from random numbers. By default it is a frozen sine-cosine table.
+    sizes: the fields of `ViTSizes`.
     """
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        drop_path_rate: float = 0.0,
-        num_cls_tokens: int = 1,
-        learned_pos_embed: bool = False,
-    ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim, num_cls_tokens)
+    def __init__(self, num_cls_tokens: int = 1, learned_pos_embed: bool = False, **sizes: Any) -> None:
+        vit = ViTSizes(**sizes)
+        super().__init__(vit, num_cls_tokens)
         self.learned_pos_embed = learned_pos_embed
-        self.pos_embed = position_table(embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
-        self.mlp_ratio, rates = mlp_ratio, drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, rate) for rate in rates)
-        self.norm = layer_norm(embed_dim)
+        self.pos_embed = position_table(vit.embed_dim, self.grid_size, num_cls_tokens, learned_pos_embed)
+        self.blocks = nn.ModuleList()
+        for drop_path in vit.drop_path_rates:
+            self.blocks.append(Block(vit.embed_dim, vit.num_heads, vit.mlp_ratio, drop_path))
+        self.norm = layer_norm(vit.embed_dim)
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
 
@@ -344,23 +369,28 @@ class Classifier(nn.Module):
         probe: the head of linear probing has a BatchNorm without parameters before the linear layer.
         """
         check_pool(self, global_pool)
-        self.global_pool, self.fc_norm = global_pool, nn.Identity()
+        self.global_pool = global_pool
+        self.fc_norm = nn.Identity()
         if global_pool == "avg":
-            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
+            self.norm = nn.Identity()
+            self.fc_norm = layer_norm(self.embed_dim)
         self.head = nn.Linear(self.embed_dim, num_classes)
         nn.init.trunc_normal_(self.head.weight, std=std)
         nn.init.zeros_(self.head.bias)
         if probe:
-            self.head = nn.Sequential(nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6), self.head)
+            norm = nn.BatchNorm1d(self.embed_dim, affine=False, eps=1e-6)
+            self.head = nn.Sequential(norm, self.head)
 
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward(self, imgs: Tensor) -> Tensor:
         """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs)
         P = self.num_cls_tokens
         if self.global_pool == "avg":
             x = x[:, P:].mean(dim=1)
+        elif P == 1:
+            x = x[:, 0]
         else:
-            x = x[:, 0] if P == 1 else x[:, :P].mean(dim=1)
+            x = x[:, :P].mean(dim=1)
         x = self.fc_norm(x)
         # Logits in bfloat16 have 8 significant bits, and many would tie. The head is cheap, so it runs in the precision
         # of its weights.
@@ -398,8 +428,10 @@ class Classifier(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Describes the layers to timm's layer-wise learning-rate decay: embeddings, each block, then norm and head."""
-        cls_token = r"^cls_token|" if self.cls_token_layer_decay else ""
-        return {"stem": cls_token + r"^pos_embed|^patch_embed", "blocks": r"^blocks\.(\d+)"}
+        stem = r"^pos_embed|^patch_embed"
+        if self.cls_token_layer_decay:
+            stem = r"^cls_token|" + stem
+        return {"stem": stem, "blocks": r"^blocks\.(\d+)"}
 
 
 class VisionTransformer(Classifier, ViTEncoder):
@@ -425,7 +457,10 @@ class VisionTransformer(Classifier, ViTEncoder):
         if cls_token_mlp:
             self.cls_token_mlp = timm_layers.Mlp(self.embed_dim, self.blocks[0].mlp.fc1.out_features)
             init_weights(self.cls_token_mlp)
-        self.add_head(num_classes, global_pool, probe, std=0.01 if probe else 2e-5)
+        std = 2e-5
+        if probe:
+            std = 0.01
+        self.add_head(num_classes, global_pool, probe, std)
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones."""

@@ -19,7 +19,8 @@ def check_num_retained(coords: np.ndarray, num_retained: int) -> None:
 def random_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     """The paper's baseline. The head of a shuffled list is a random subset."""
     check_num_retained(coords, num_retained)
-    return np.broadcast_to(np.arange(num_retained), (len(coords), num_retained))
+    head = np.arange(num_retained)
+    return np.broadcast_to(head, (len(coords), num_retained))
 
 
 def running_cell_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
@@ -34,18 +35,27 @@ def running_cell_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     are 0. Inside a ring the earlier tokens of the list come first.
     """
     check_num_retained(coords, num_retained)
-    rows, columns = np.moveaxis(np.asarray(coords), -1, 0).astype(np.int64)  # each [B, M]
+    coords = np.asarray(coords).astype(np.int64)
+    rows = coords[..., 0]  # [B, M]
+    columns = coords[..., 1]
     raster = rows * (columns.max() + 1) + columns
-    pointer = np.zeros((len(raster), 1), np.int64)
-    for bit in range(min(2, raster.shape[1] // 2)):
-        last = raster.shape[1] - 1 - 2 * bit
-        pointer[:, 0] += (raster[:, last] < raster[:, last - 1]) << bit
-    ring = (2 * (rows % 2) + columns % 2 + pointer) % 4
-    return np.argsort(-ring, axis=1, kind="stable")[:, :num_retained]
+    batch_size, num_masked = raster.shape
+    pointer = np.zeros((batch_size, 1), np.int64)
+    if num_masked >= 2:
+        pointer[:, 0] += raster[:, -1] < raster[:, -2]
+    if num_masked >= 4:
+        pointer[:, 0] += 2 * (raster[:, -3] < raster[:, -4])
+    slot = 2 * (rows % 2) + columns % 2
+    ring = (slot + pointer) % 4
+    order = np.argsort(-ring, axis=1, kind="stable")
+    return order[:, :num_retained]
 
 
 def attention_sampling(
-    coords: np.ndarray, num_retained: int, weights: np.ndarray | None = None, noise: np.ndarray | None = None
+    coords: np.ndarray,
+    num_retained: int,
+    weights: np.ndarray | None = None,
+    noise: np.ndarray | None = None,
 ) -> np.ndarray:
     """Retains the first draws of a weighted permutation: tokens of high weight are likely to be retained.
 
@@ -56,7 +66,9 @@ def attention_sampling(
     if weights is None or noise is None:
         return random_sampling(coords, num_retained)
     check_num_retained(coords, num_retained)
-    return weighted_permutation(weights, noise * 2**20 % 1)[:, :num_retained]
+    lower_bits = noise * 2**20 % 1
+    order = weighted_permutation(weights, lower_bits)
+    return order[:, :num_retained]
 
 
 def weighted_permutation(weights: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -66,4 +78,6 @@ def weighted_permutation(weights: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
     The keys are those of Efraimidis and Spirakis (2006): log(u) / weight in descending order.
     """
-    return np.argsort(-np.log1p(-np.asarray(noise)) / (np.asarray(weights) + LEAST_WEIGHT), axis=1)
+    weights = np.asarray(weights) + LEAST_WEIGHT
+    keys = -np.log1p(-np.asarray(noise)) / weights
+    return np.argsort(keys, axis=1)

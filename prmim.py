@@ -24,36 +24,40 @@ Where the paper can be read in two ways, this file does the following (measured:
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models_vit import Block, init_weights, layer_norm
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
-from util.pos_embed import position_table, sincos_pos_embed
+from util.pos_embed import height_and_width, position_table, sincos_pos_embed
 
 
-class Method(TypedDict, total=False):
-    """The arguments of the method. Every framework takes them, and `framework.Framework` says what they mean."""
+@dataclass(frozen=True)
+class Method:
+    """The arguments of the method. Every framework takes them by name (`framework.Framework`).
 
-    mask_ratio: float
-    throw_ratio: float
-    progressive: bool
-    kernel_size: int
-    aggregation: str
-    applies_to: str
+    mask_ratio, throw_ratio: shares of all tokens that are masked and thrown.
+    progressive: reconstruct the thrown tokens by an aggregation. False is plain partial reconstruction: they are not
+        supervised.
+    kernel_size, aggregation, applies_to: arguments of `SpatialAggregation`. `aggregation` is its `kind`.
+    """
+
+    mask_ratio: float = 0.75
+    throw_ratio: float = 0.5
+    progressive: bool = True
+    kernel_size: int = 7
+    aggregation: str = "dwconv"
+    applies_to: str = "thrown"
+
+
+METHOD_ARGUMENTS = tuple(field.name for field in fields(Method))
 
 
 # ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
-
-
-def count_visible(num: int, mask_ratio: float) -> int:
-    """Returns how many of `num` tokens or squares are visible: rounded down, as in MAE."""
-    return int(num * (1 - mask_ratio))
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class TokenCounts:
     num_thrown: int
 
     def __post_init__(self) -> None:
-        if min(self.num_visible, self.num_thrown) < 0 or self.num_retained < 1:
+        if self.num_visible < 0 or self.num_thrown < 0 or self.num_retained < 1:
             raise ValueError(f"visible and thrown must be >= 0 and retained >= 1, got {self}")
 
     def __str__(self) -> str:
@@ -73,12 +77,16 @@ class TokenCounts:
 
     @classmethod
     def from_ratios(
-        cls, num_tokens: int, mask_ratio: float, throw_ratio: float, num_visible: int | None = None
+        cls,
+        num_tokens: int,
+        mask_ratio: float,
+        throw_ratio: float,
+        num_visible: int | None = None,
     ) -> "TokenCounts":
         """Returns the counts for `num_tokens` tokens. Both ratios are shares of all tokens.
 
         For example, 196 tokens with ratios 0.75 and 0.5 give 49 visible, 49 retained and 98 thrown tokens.
-        num_visible: `count_visible` by default. Frameworks that mask squares of tokens round in their own way.
+        num_visible: rounded down by default, as in MAE. Frameworks that mask units of tokens round in their own way.
         ValueError unless 0 <= throw_ratio < mask_ratio < 1 and at least one token is retained.
         """
         if not 0 <= throw_ratio < mask_ratio < 1:
@@ -89,7 +97,8 @@ class TokenCounts:
         if num_visible is None:
             num_visible = count_visible(num_tokens, mask_ratio)
         num_thrown = int(num_tokens * throw_ratio)
-        return cls(num_visible, num_tokens - num_visible - num_thrown, num_thrown)
+        num_retained = num_tokens - num_visible - num_thrown
+        return cls(num_visible, num_retained, num_thrown)
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +113,11 @@ class TokenCounts:
         return self.num_visible + self.num_retained
 
 
+def count_visible(num: int, mask_ratio: float) -> int:
+    """Returns how many of `num` tokens or units of tokens are visible: rounded down, as in MAE."""
+    return int(num * (1 - mask_ratio))
+
+
 class TokenOrder:
     """A batch's `ids_shuffle` [B, N] on the device, with gathers and scatters of static shape and no boolean indexing.
 
@@ -111,53 +125,61 @@ class TokenOrder:
     representation of token state. Below, "token order" means this order. "Raster order" means row by row.
     """
 
-    def __init__(self, ids_shuffle: torch.Tensor, counts: TokenCounts) -> None:
-        self.ids_shuffle, self.counts = torch.as_tensor(ids_shuffle), counts
-        if self.ids_shuffle.shape[-1] != counts.num_tokens:
-            raise ValueError(f"ids_shuffle must have {counts.num_tokens} columns, got {list(self.ids_shuffle.shape)}")
-        self.ids_visible = self.ids_shuffle[:, : counts.num_visible]
-        self.ids_kept = self.ids_shuffle[:, : counts.num_kept]
-        self.ids_thrown = self.ids_shuffle[:, counts.num_kept :]
-        ranks = torch.arange(counts.num_tokens, device=self.ids_shuffle.device).expand_as(self.ids_shuffle)
-        self.ids_restore = torch.empty_like(self.ids_shuffle).scatter_(1, self.ids_shuffle, ranks)
+    def __init__(self, ids_shuffle: Tensor, counts: TokenCounts) -> None:
+        ids_shuffle = torch.as_tensor(ids_shuffle)
+        if ids_shuffle.shape[-1] != counts.num_tokens:
+            raise ValueError(f"ids_shuffle must have {counts.num_tokens} columns, got {list(ids_shuffle.shape)}")
+        self.counts = counts
+        self.ids_shuffle = ids_shuffle
+        self.ids_visible = ids_shuffle[:, : counts.num_visible]
+        self.ids_kept = ids_shuffle[:, : counts.num_kept]
+        self.ids_thrown = ids_shuffle[:, counts.num_kept :]
+        places = torch.arange(counts.num_tokens, device=ids_shuffle.device)
+        places = places.expand_as(ids_shuffle)
+        self.ids_restore = torch.empty_like(ids_shuffle).scatter_(1, ids_shuffle, places)
 
     @property
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """Bool [B, N] in raster order: True at masked tokens, retained or thrown."""
         return self.ids_restore >= self.counts.num_visible
 
     @property
-    def thrown(self) -> torch.Tensor:
+    def thrown(self) -> Tensor:
         """Bool [B, N] in raster order: True at thrown tokens."""
         return self.ids_restore >= self.counts.num_kept
 
     @staticmethod
-    def take(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def take(x: Tensor, ids: Tensor) -> Tensor:
         """Gathers the rows of `x` [B or 1, N, C] at `ids` [B, n]. Returns [B, n, C]."""
-        return x.expand(len(ids), -1, -1).gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        x = x.expand(len(ids), -1, -1)
+        ids = ids.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+        return x.gather(1, ids)
 
-    def take_visible(self, x: torch.Tensor) -> torch.Tensor:
+    def take_visible(self, x: Tensor) -> Tensor:
         """Gathers the visible ones of tokens in raster order: [B or 1, N, C] to [B, num_visible, C]."""
         return self.take(x, self.ids_visible)
 
-    def take_kept(self, x: torch.Tensor) -> torch.Tensor:
+    def take_kept(self, x: Tensor) -> Tensor:
         """Gathers the kept ones of tokens in raster order: [B or 1, N, C] to [B, num_kept, C] in token order."""
         return self.take(x, self.ids_kept)
 
-    def append_mask_tokens(self, x: torch.Tensor, mask_token: torch.Tensor) -> torch.Tensor:
+    def append_mask_tokens(self, x: Tensor, mask_token: Tensor) -> Tensor:
         """Appends one mask token [1, 1, C] per retained token to the visible tokens `x` [B, num_visible, C].
 
         Thrown tokens get none. Returns [B, num_kept, C] in token order.
         """
-        return torch.cat([x, mask_token.expand(len(x), self.counts.num_retained, -1)], dim=1)
+        mask_tokens = mask_token.expand(len(x), self.counts.num_retained, -1)
+        return torch.cat([x, mask_tokens], dim=1)
 
-    def restore(self, x: torch.Tensor) -> torch.Tensor:
+    def restore(self, x: Tensor) -> Tensor:
         """Puts the order's first n tokens `x` [B, n, C] back into raster order. All other tokens are zero.
 
         With n = num_kept the zeros are the thrown tokens. Returns [B, N, C]. The backward pass is a plain gather.
         """
-        ids = self.ids_shuffle[:, : x.shape[1]].unsqueeze(-1).expand_as(x)
-        return x.new_zeros(x.shape[0], self.counts.num_tokens, x.shape[2]).scatter(1, ids, x)
+        B, n, C = x.shape
+        ids = self.ids_shuffle[:, :n].unsqueeze(-1).expand_as(x)
+        zeros = x.new_zeros(B, self.counts.num_tokens, C)
+        return zeros.scatter(1, ids, x)
 
 
 # ------------------------------------------------------------------------------ 3.2 Progressive reconstruction scheme
@@ -190,56 +212,62 @@ class ProgressiveDecoder(nn.Module):
         learned_pos_embed: bool = False,
     ) -> None:
         super().__init__()
-        self.grid_size, self.num_prefix = grid_size, num_prefix
+        self.grid_size = grid_size
+        self.num_prefix = num_prefix
         self.embed = nn.Linear(embed_dim, decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
         self.pos_embed = position_table(decoder_embed_dim, grid_size, num_prefix, learned_pos_embed)
-        blocks = (Block(decoder_embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList()
+        for _ in range(decoder_depth):
+            self.blocks.append(Block(decoder_embed_dim, decoder_num_heads, mlp_ratio))
         self.norm = layer_norm(decoder_embed_dim)
-        self.pred = head if isinstance(head, nn.Module) else nn.Linear(decoder_embed_dim, head)
+        if isinstance(head, int):
+            head = nn.Linear(decoder_embed_dim, head)
+        self.pred = head
         init_weights(self)
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation: SpatialAggregation | None = None
 
-    def forward(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens from the latent `x` [B, P + num_visible, D], class tokens first.
 
         Returns [B, num_supervised, out_dim] in token order.
         """
-        return self.predict(self.features(x, order)[:, order.counts.num_visible :])
+        x = self.features(x, order)
+        return self.predict(x[:, order.counts.num_visible :])
 
-    def features(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Turns the latent [B, P + num_visible, D] into features of all tokens [B, N, C] in token order.
 
         Plain partial reconstruction returns the features of the kept tokens [B, num_kept, C].
         """
-        return self.aggregate(self.decode(x, order), order)
-
-    def decode(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        """Runs the blocks on the latent [B, P + num_visible, D]. Returns the kept tokens [B, num_kept, C]."""
         x = self.embed_tokens(x, order)
         for block in self.blocks:
             x = block(x)
-        return x[:, self.num_prefix :]
+        return self.aggregate(x[:, self.num_prefix :], order)
 
-    def embed_tokens(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def embed_tokens(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Makes the input of the blocks from the latent [B, P + num_visible, D].
 
         Returns [B, P + num_kept, C]: the class tokens, then the kept tokens in token order, all with positions.
         """
-        x, P = self.embed(x), self.num_prefix
-        tokens = order.append_mask_tokens(x[:, P:], self.mask_token) + order.take_kept(self.pos_embed[:, P:])
-        return torch.cat([x[:, :P] + self.pos_embed[:, :P], tokens], dim=1)
+        x = self.embed(x)
+        P = self.num_prefix
+        prefix = x[:, :P] + self.pos_embed[:, :P]
+        tokens = order.append_mask_tokens(x[:, P:], self.mask_token)
+        tokens = tokens + order.take_kept(self.pos_embed[:, P:])
+        return torch.cat([prefix, tokens], dim=1)
 
-    def aggregate(self, x: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def aggregate(self, x: Tensor, order: TokenOrder) -> Tensor:
         """Adds the thrown tokens to the blocks' output on the kept ones [B, num_kept, C].
 
         Returns [B, N, C] in token order. Plain partial reconstruction returns `x` unchanged.
         """
-        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+        if self.aggregation is None:
+            return x
+        return self.aggregation(x, order, self.grid_size)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Applies norm and head to features [B, n, C], token by token. Returns [B, n, out_dim]."""
         return self.pred(self.norm(x))
 
@@ -250,11 +278,10 @@ class SpatialAggregation(nn.Module):
     It reads the grid of kept tokens, with zeros in the thrown cells.
 
     dim, kernel_size: number of channels, and odd side of the window. The `transformer` kind has no window.
-    kind: `dwconv`, the paper's depth-wise convolution, or an alternative of its ablation.
+    kind: name in `AGGREGATION` of the operator: `dwconv`, the paper's depth-wise convolution, or another one.
     applies_to: `thrown` replaces the thrown cells only, so retained tokens keep the decoder's output; or `all`.
     """
 
-    KINDS = ("dwconv", "avgpool", "transformer", "convnext")
     APPLIES_TO = ("thrown", "all")
 
     def __init__(self, dim: int, kernel_size: int = 7, kind: str = "dwconv", applies_to: str = "thrown") -> None:
@@ -263,72 +290,89 @@ class SpatialAggregation(nn.Module):
             raise ValueError(f"kernel_size must be odd, so that the window has a centre, got {kernel_size}")
         if applies_to not in self.APPLIES_TO:
             raise ValueError(f"unknown applies_to {applies_to!r}, choose from {', '.join(self.APPLIES_TO)}")
+        if kind not in AGGREGATION:
+            raise ValueError(f"unknown aggregation {kind!r}, choose from {', '.join(AGGREGATION)}")
         self.applies_to = applies_to
-        self.operator: nn.Module
-        if kind == "dwconv":
-            self.operator = _DepthwiseConv(dim, kernel_size)
-        elif kind == "avgpool":
-            self.operator = _AveragePool(kernel_size)
-        elif kind == "transformer":
-            self.operator = _TransformerLayer(dim)
-        elif kind == "convnext":
-            self.operator = _ConvNeXtLayer(dim, kernel_size)
-        else:
-            raise ValueError(f"unknown aggregation {kind!r}, choose from {', '.join(self.KINDS)}")
+        self.operator = AGGREGATION[kind](dim, kernel_size)
 
-    def forward(self, x: torch.Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> torch.Tensor:
+    def forward(self, x: Tensor, order: TokenOrder, grid_size: tuple[int, int]) -> Tensor:
         """Adds the thrown tokens to the kept ones `x` [B, num_kept, C]. Returns [B, N, C]. Both are in token order."""
         grid = order.restore(x).unflatten(1, grid_size)  # [B, rows, columns, C], zeros at thrown
-        grid = self.operator(grid).flatten(1, 2)  # [B, N, C], raster
+        kept = ~order.thrown.unflatten(1, grid_size)  # [B, rows, columns]
+        grid = self.operator(grid, kept).flatten(1, 2)  # [B, N, C], raster
         if self.applies_to == "all":
             return order.take(grid, order.ids_shuffle)
-        return torch.cat([x, order.take(grid, order.ids_thrown)], dim=1)
+        thrown = order.take(grid, order.ids_thrown)
+        return torch.cat([x, thrown], dim=1)
 
 
-class _DepthwiseConv(nn.Conv2d):
-    """The paper's operator, on [B, rows, columns, C]. It keeps PyTorch's default initialisation."""
+# An operator of an aggregation is a module that is made from (dim, kernel_size). It takes the grid of kept tokens
+# [B, rows, columns, C], with zeros in the thrown cells, and the mask of the kept cells, bool [B, rows, columns].
+# It returns a grid of the same shape.
+
+
+class DepthwiseConv(nn.Conv2d):
+    """The paper's operator. It keeps PyTorch's default initialisation."""
 
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
         self.to(memory_format=torch.channels_last)  # the layout of its gradient, which DDP's buckets follow
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+        grid = super().forward(grid.permute(0, 3, 1, 2))
+        return grid.permute(0, 2, 3, 1)
 
 
-class _AveragePool(nn.AvgPool2d):
+class AveragePool(nn.AvgPool2d):
     """A depth-wise convolution with a fixed uniform kernel. The zeros of thrown cells and of the border are counted."""
 
-    def __init__(self, kernel_size: int) -> None:
+    def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__(kernel_size, stride=1, padding=kernel_size // 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+        grid = super().forward(grid.permute(0, 3, 1, 2))
+        return grid.permute(0, 2, 3, 1)
 
 
-class _TransformerLayer(nn.Module):
+class TransformerLayer(nn.Module):
     """One pre-norm block with heads of at most 32 channels. Positions are added first, as thrown cells are zero."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__()
-        self.block = Block(dim, num_heads=dim // int(np.gcd(dim, 32)))
+        head_width = int(np.gcd(dim, 32))
+        self.block = Block(dim, num_heads=dim // head_width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = sincos_pos_embed(x.shape[3], x.shape[1:3], device=x.device).to(x.dtype)
-        return self.block(x.flatten(1, 2) + positions).view_as(x)
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+        _, rows, columns, dim = grid.shape
+        positions = sincos_pos_embed(dim, (rows, columns), device=grid.device)
+        tokens = grid.flatten(1, 2) + positions.to(grid.dtype)
+        return self.block(tokens).view_as(grid)
 
 
-class _ConvNeXtLayer(nn.Module):
+class ConvNeXtLayer(nn.Module):
     """One ConvNeXt block (Liu et al., CVPR 2022) without layer scale: depth-wise convolution, norm, MLP, residual."""
 
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__()
-        self.dwconv = _DepthwiseConv(dim, kernel_size)
+        self.dwconv = DepthwiseConv(dim, kernel_size)
         self.norm = layer_norm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim),
+            nn.GELU(),
+            nn.Linear(4 * dim, dim),
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(self.dwconv(x)))
+    def forward(self, grid: Tensor, kept: Tensor) -> Tensor:
+        x = self.norm(self.dwconv(grid, kept))
+        return grid + self.mlp(x)
+
+
+AGGREGATION: dict[str, Callable[[int, int], nn.Module]] = {
+    "dwconv": DepthwiseConv,
+    "avgpool": AveragePool,
+    "transformer": TransformerLayer,
+    "convnext": ConvNeXtLayer,
+}
 
 
 # ------------------------------------------------------------------------------------------- 3.3 Furthest sampling
@@ -348,31 +392,48 @@ def furthest_sampling(coords: np.ndarray, num_retained: int) -> np.ndarray:
     """
     check_num_retained(coords, num_retained)
     coords = np.moveaxis(np.asarray(coords), -1, 0)  # [2, B, M]
+    farthest = np.inf
     if np.issubdtype(coords.dtype, np.integer):
-        coords = coords - coords.min()
-        coords = coords.astype(np.int16 if coords.max() <= 127 else np.int64)  # 2 * 127^2 < 2^15; int16 is fastest
+        coords = as_small_integers(coords)
+        farthest = np.iinfo(coords.dtype).max
     coords = np.ascontiguousarray(coords)
-    rows = np.arange(coords.shape[1])
-    largest = np.iinfo(coords.dtype).max if coords.dtype.kind == "i" else np.inf
-    nearest = np.full(coords.shape[1:], largest, coords.dtype)  # [B, M], squared distance to the nearest pick
-    picks = np.empty((len(rows), num_retained), np.int64)
-    pick = np.zeros(len(rows), np.int64)
+    _, batch_size, num_masked = coords.shape
+    images = np.arange(batch_size)
+    nearest = np.full((batch_size, num_masked), farthest, coords.dtype)  # squared distance to the nearest pick
+    picks = np.empty((batch_size, num_retained), np.int64)
+    pick = np.zeros(batch_size, np.int64)
     for k in range(num_retained):
         picks[:, k] = pick
-        difference = coords - coords[:, rows, pick][..., None]  # [2, B, M]
+        picked = coords[:, images, pick]  # [2, B]
+        difference = coords - picked[..., None]  # [2, B, M]
         difference *= difference
-        np.minimum(nearest, difference[0] + difference[1], out=nearest)
+        distance = difference[0] + difference[1]
+        np.minimum(nearest, distance, out=nearest)
         pick = nearest.argmax(axis=1)
     return picks
 
 
-SAMPLING: dict[str, Callable[..., np.ndarray]] = dict(
-    furthest=furthest_sampling, random=random_sampling, running_cell=running_cell_sampling, attention=attention_sampling
-)
+def as_small_integers(coords: np.ndarray) -> np.ndarray:
+    """Shifts integer coordinates to begin at 0. They become int16, which is fastest, if squared distances fit."""
+    coords = coords - coords.min()
+    if coords.max() <= 127:  # 2 * 127^2 < 2^15
+        return coords.astype(np.int16)
+    return coords.astype(np.int64)
+
+
+SAMPLING: dict[str, Callable[..., np.ndarray]] = {
+    "furthest": furthest_sampling,
+    "random": random_sampling,
+    "running_cell": running_cell_sampling,
+    "attention": attention_sampling,
+}
 
 
 def addressed_noise(
-    seed: int, epoch: int | np.ndarray, indices: Sequence[int] | np.ndarray, num_tokens: int
+    seed: int,
+    epoch: int | np.ndarray,
+    indices: Sequence[int] | np.ndarray,
+    num_tokens: int,
 ) -> np.ndarray:
     """Returns uniform noise in [0, 1), float64 [B, num_tokens]. It is the only source of masking randomness.
 
@@ -389,13 +450,17 @@ class TokenOrderSampler:
 
     grid_size, counts: (rows, columns) of the tokens or one side of a square, and how many tokens of each kind.
     sampling: name in `SAMPLING` of the function that picks the retained tokens.
-    mask_unit: side, in tokens, of the squares that are masked as a whole (SimMIM). Throwing stays per token.
+    mask_unit: side, in tokens, of the units, the squares that are masked as a whole (SimMIM). Throwing stays per token.
     """
 
     def __init__(
-        self, grid_size: int | tuple[int, int], counts: TokenCounts, sampling: str = "furthest", mask_unit: int = 1
+        self,
+        grid_size: int | tuple[int, int],
+        counts: TokenCounts,
+        sampling: str = "furthest",
+        mask_unit: int = 1,
     ) -> None:
-        rows, columns = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        rows, columns = height_and_width(grid_size)
         if rows * columns != counts.num_tokens:
             raise ValueError(f"the grid must have the {counts.num_tokens} tokens of {counts}, got {rows} x {columns}")
         if sampling not in SAMPLING:
@@ -405,51 +470,94 @@ class TokenOrderSampler:
                 f"mask_unit {mask_unit} must divide the grid {rows} x {columns}, "
                 f"and its square the {counts.num_visible} visible tokens"
             )
-        self.grid_size, self.counts, self.sampling, self.mask_unit = (rows, columns), counts, sampling, mask_unit
-        self.coords = np.stack(np.divmod(np.arange(rows * columns), columns), axis=-1).astype(np.int16)  # [N, 2]
+        self.grid_size = (rows, columns)
+        self.counts = counts
+        self.sampling = sampling
+        self.mask_unit = mask_unit
+        cells = np.divmod(np.arange(rows * columns), columns)
+        self.coords = np.stack(cells, axis=-1).astype(np.int16)  # (row, column) of each token, [N, 2]
 
     @property
     def reads_weights(self) -> bool:
         """Whether the tokens' weights, which attention gives, decide anything."""
         return self.sampling == "attention" and self.counts.num_thrown > 0
 
+    def split_units(self, values: np.ndarray) -> np.ndarray:
+        """Splits values of tokens [B, N] by units. Returns [B, rows / side, side, columns / side, side]."""
+        rows, columns = self.grid_size
+        side = self.mask_unit
+        return values.reshape(-1, rows // side, side, columns // side, side)
+
+    def spread_units(self, values: np.ndarray) -> np.ndarray:
+        """Gives the values of units [B, units] to all tokens inside them. Returns [B, N]."""
+        rows, columns = self.grid_size
+        side = self.mask_unit
+        grid = values.reshape(-1, rows // side, columns // side)
+        tokens = grid.repeat(side, axis=1).repeat(side, axis=2)
+        return tokens.reshape(len(values), -1)
+
     def visible_tokens(self, noise: np.ndarray) -> np.ndarray:
         """Chooses the visible tokens by noise [B, N]. Returns bool [B, N] with `num_visible` True per row."""
-        unit, (rows, columns) = self.mask_unit, self.grid_size
         # A sum of uniform numbers modulo 1 is uniform and independent of each of its terms. If it chooses the units,
         # the shuffled order of the tokens inside them stays unbiased. For unit 1 it is the noise itself.
-        unit_noise = noise.reshape(-1, rows // unit, unit, columns // unit, unit).sum(axis=(2, 4)) % 1
+        unit_noise = self.split_units(noise).sum(axis=(2, 4)) % 1
         unit_noise = unit_noise.reshape(len(noise), -1)  # [B, units]
-        num_units = self.counts.num_visible // unit**2
+        num_units = self.counts.num_visible // self.mask_unit**2
+        visible_units = unit_noise.argsort(axis=1)[:, :num_units]
         visible = np.zeros(unit_noise.shape, bool)
-        np.put_along_axis(visible, unit_noise.argsort(axis=1)[:, :num_units], True, axis=1)
-        visible = visible.reshape(-1, rows // unit, 1, columns // unit, 1)
-        return np.broadcast_to(visible, (len(noise), rows // unit, unit, columns // unit, unit)).reshape(noise.shape)
+        np.put_along_axis(visible, visible_units, True, axis=1)
+        return self.spread_units(visible)
 
     def __call__(
-        self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
+        self,
+        noise: np.ndarray,
+        visible: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice.
 
         weights: of the tokens, [B, N], for sampling by attention. By default all tokens have the same weight.
         """
-        noise, counts = np.asarray(noise), self.counts
+        counts = self.counts
+        noise = np.asarray(noise)
         if noise.ndim != 2 or noise.shape[1] != counts.num_tokens:
             raise ValueError(f"noise must have shape [B, {counts.num_tokens}], got {list(noise.shape)}")
         if visible is None and self.mask_unit > 1:
             visible = self.visible_tokens(noise)
-        # Visible tokens become negative and come first. The masked ones keep the order of their noise.
-        shuffled = np.argsort(noise if visible is None else noise - visible, axis=1)
+        keys = noise
+        if visible is not None:  # visible tokens become negative and come first; masked ones keep their order
+            keys = noise - visible
+        shuffled = keys.argsort(axis=1)
         masked = shuffled[:, counts.num_visible :]  # [B, num_masked]
         retained = masked
         if counts.num_thrown:
-            more = () if weights is None else (np.take_along_axis(x, masked, axis=1) for x in (weights, noise))
-            picks = SAMPLING[self.sampling](self.coords[masked], counts.num_retained, *more)
-            retained = np.take_along_axis(masked, picks, axis=1)
-        state = np.full(noise.shape, 2, np.int8)  # 0 visible, 1 retained, 2 thrown
-        np.put_along_axis(state, shuffled[:, : counts.num_visible], 0, axis=1)
-        np.put_along_axis(state, retained, 1, axis=1)
-        return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
+            retained = self.choose_retained(masked, noise, weights)
+        state = np.full(noise.shape, THROWN, np.int8)
+        np.put_along_axis(state, shuffled[:, : counts.num_visible], VISIBLE, axis=1)
+        np.put_along_axis(state, retained, RETAINED, axis=1)
+        return sort_by_state(state)
+
+    def choose_retained(self, masked: np.ndarray, noise: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """Returns those of the masked tokens [B, num_masked], in shuffled order, that are retained."""
+        choose = SAMPLING[self.sampling]
+        coords = self.coords[masked]  # [B, num_masked, 2]
+        if weights is None:
+            picks = choose(coords, self.counts.num_retained)
+        else:
+            weights = np.take_along_axis(weights, masked, axis=1)
+            noise = np.take_along_axis(noise, masked, axis=1)
+            picks = choose(coords, self.counts.num_retained, weights, noise)
+        return np.take_along_axis(masked, picks, axis=1)
+
+
+VISIBLE = 0
+RETAINED = 1
+THROWN = 2
+
+
+def sort_by_state(state: np.ndarray) -> np.ndarray:
+    """Returns ids_shuffle [B, N] of tokens whose state [B, N] is VISIBLE, RETAINED or THROWN."""
+    return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
 
 
 class MaskCollator:
@@ -470,22 +578,29 @@ class MaskCollator:
         shared_visible: bool = False,
         token_weights: Callable[[Sequence], np.ndarray] | None = None,
     ) -> None:
-        self.sampler, self.seed, self.shared_visible = sampler, seed, shared_visible
+        self.sampler = sampler
+        self.seed = seed
+        self.shared_visible = shared_visible
         self.token_weights = token_weights
 
-    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         imgs, labels, addresses, *boxes = zip(*samples, strict=True)
         epochs, indices = np.asarray(addresses).T
-        noise = addressed_noise(self.seed, epochs, indices, self.sampler.counts.num_tokens)
-        visible = self.sampler.visible_tokens(noise[:1]) if self.shared_visible else None
-        weights = None if self.token_weights is None else self.token_weights(*boxes)
-        ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights))
-        ids_visible = ids_shuffle[:, : self.sampler.counts.num_visible]
+        counts = self.sampler.counts
+        noise = addressed_noise(self.seed, epochs, indices, counts.num_tokens)
+        visible = None
         if self.shared_visible:
-            ids_visible[:] = ids_visible[:1].clone()  # the set is shared already; this shares its order
-        # In a worker, default_collate stacks the images straight into shared memory.
-        return torch.utils.data.default_collate(imgs), torch.as_tensor(labels), ids_shuffle
+            visible = self.sampler.visible_tokens(noise[:1])
+        weights = None
+        if self.token_weights is not None:
+            weights = self.token_weights(*boxes)
+        ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights))
+        if self.shared_visible:  # the set is shared already; this shares its order
+            ids_visible = ids_shuffle[:, : counts.num_visible]
+            ids_visible[:] = ids_visible[:1].clone()
+        imgs = torch.utils.data.default_collate(imgs)  # in a worker it stacks them straight into shared memory
+        return imgs, torch.as_tensor(labels), ids_shuffle
 
-    def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
+    def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
         """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""
         return [self(samples)]

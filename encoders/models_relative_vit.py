@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.rel_pos import grid_coords, relative_offset_index
@@ -18,9 +18,10 @@ from models_vit import (
     MINI,
     Classifier,
     PatchEncoder,
+    ViTSizes,
     attention_of_first,
-    drop_path_rates,
     layer_norm,
+    make_drop_path,
     split_heads,
 )
 from util.attention import biased_attention
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-def relative_position_index(grid_size: tuple[int, int]) -> torch.Tensor:
+def relative_position_index(grid_size: tuple[int, int]) -> Tensor:
     """Returns the row of the bias table for each (query, key) of [class token, N raster tokens], int64 [1 + N, 1 + N].
 
     The table has a row for each of the (2 rows - 1) (2 columns - 1) offsets, which are query less key. Three rows
@@ -58,11 +59,12 @@ class RelativePositionBias(nn.Module):
 
     def __init__(self, grid_size: tuple[int, int], num_heads: int) -> None:
         super().__init__()
-        rows = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1) + 3
-        self.relative_position_bias_table = nn.Parameter(torch.zeros(rows, num_heads))
+        rows, columns = grid_size
+        num_offsets = (2 * rows - 1) * (2 * columns - 1)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(num_offsets + 3, num_heads))
         self.register_buffer("relative_position_index", relative_position_index(grid_size), persistent=False)
 
-    def forward(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: Tensor | None = None) -> Tensor:
         """Returns the biases of all tokens [1, heads, 1 + N, 1 + N].
 
         With raster `ids` [B, n] it returns those of these tokens only, [B, heads, 1 + n, 1 + n].
@@ -76,7 +78,7 @@ class RelativePositionBias(nn.Module):
         return lookup_bias(index, self.relative_position_bias_table)
 
 
-def lookup_bias(index: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def lookup_bias(index: Tensor, table: Tensor, mask: Tensor | None = None) -> Tensor:
     """Looks up rows `index` [..., q, k] of a bias table [rows, heads]. Returns [..., heads, q, k].
 
     mask: added to the biases of all heads, [..., q, k]. The result has the precision of autocast, and the memory layout
@@ -117,17 +119,19 @@ class RelativeAttention(nn.Module):
             self.relative_position_bias_table = position_bias.relative_position_bias_table
             self.register_buffer("relative_position_index", position_bias.relative_position_index, persistent=False)
 
-    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def project(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns queries, keys and values of x [B, T, C], each [B, heads, T, d], and the bias of the logits."""
-        qkv_bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        q, k, v = split_heads(F.linear(x, self.qkv.weight, qkv_bias), self.num_heads)
+        k_bias = torch.zeros_like(self.q_bias)
+        qkv_bias = torch.cat([self.q_bias, k_bias, self.v_bias])
+        qkv = F.linear(x, self.qkv.weight, qkv_bias)
+        q, k, v = split_heads(qkv, self.num_heads)
         if bias is None and hasattr(self, "relative_position_bias_table"):
             bias = lookup_bias(self.relative_position_index.unsqueeze(0), self.relative_position_bias_table)
         if bias is not None:
             bias = bias.to(q.dtype)
         return q, k, v, bias
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q, k, v, bias = self.project(x, bias)
         if bias is None:
             out = F.scaled_dot_product_attention(q, k, v)
@@ -135,7 +139,7 @@ class RelativeAttention(nn.Module):
             out = biased_attention(q, k, v, bias)
         return self.proj(out.transpose(1, 2).flatten(2))
 
-    def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def cls_attention(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns how much the first token of x [B, 1 + n, C] attends to the others, [B, heads, n]."""
         q, k, _, bias = self.project(x, bias)
         return attention_of_first(q, k, bias)
@@ -160,13 +164,15 @@ class RelativeBlock(nn.Module):
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
         self.gamma_1 = nn.Parameter(torch.full((dim,), init_values))
         self.gamma_2 = nn.Parameter(torch.full((dim,), init_values))
-        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = make_drop_path(drop_path)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
-        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        attended = self.attn(self.norm1(x), bias)
+        x = x + self.drop_path(self.gamma_1 * attended)
+        hidden = self.mlp(self.norm2(x))
+        return x + self.drop_path(self.gamma_2 * hidden)
 
-    def cls_attention(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def cls_attention(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
         return self.attn.cls_attention(self.norm1(x), bias)
 
@@ -174,37 +180,38 @@ class RelativeBlock(nn.Module):
 class RelativeViTEncoder(PatchEncoder):
     """SimMIM's ViT, which has tables of relative-position biases instead of a position table.
 
-    img_size to drop_path_rate: see `models_vit.ViTEncoder`.
     init_values: initial value of the layer scales.
     shared_bias: True if all blocks share one bias table (pre-training), False if each has its own (fine-tuning).
+    sizes: the fields of `models_vit.ViTSizes`.
     """
 
-    def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        drop_path_rate: float = 0.0,
-        init_values: float = 0.1,
-        shared_bias: bool = True,
-    ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim)
-        grid_size = None if shared_bias else self.grid_size
-        self.blocks = nn.ModuleList(
-            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values, grid_size)
-            for rate in drop_path_rates(drop_path_rate, depth)
-        )
-        self.rel_pos_bias = RelativePositionBias(self.grid_size, num_heads) if shared_bias else None
-        self.norm = layer_norm(embed_dim)
+    def __init__(self, init_values: float = 0.1, shared_bias: bool = True, **sizes: Any) -> None:
+        vit = ViTSizes(**sizes)
+        super().__init__(vit)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
-        limit = 0.02 if shared_bias else 2.0
+        limit = 0.02
+        grid_of_blocks = None
+        if not shared_bias:
+            limit = 2.0
+            grid_of_blocks = self.grid_size
+        self.blocks = nn.ModuleList()
+        for drop_path in vit.drop_path_rates:
+            block = RelativeBlock(
+                vit.embed_dim,
+                vit.num_heads,
+                vit.mlp_ratio,
+                drop_path,
+                init_values,
+                grid_of_blocks,
+            )
+            self.blocks.append(block)
+        self.rel_pos_bias: RelativePositionBias | None = None
+        if shared_bias:
+            self.rel_pos_bias = RelativePositionBias(self.grid_size, vit.num_heads)
+        self.norm = layer_norm(vit.embed_dim)
         init_weights_simmim(self, limit)
 
-    def encode(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, tokens: Tensor, ids: Tensor | None = None) -> Tensor:
         """Runs the blocks on embedded tokens [B, n, D], which lie at raster `ids` [B, n]. None means all tokens.
 
         Returns [B, 1 + n, D], class token first, before the final norm.
@@ -214,21 +221,22 @@ class RelativeViTEncoder(PatchEncoder):
             x = block(x, bias)
         return x
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, 1 + N, D] of normalised images [B, C, H, W], class token first, after the norm.
 
         The fine-tune model has no norm here.
         """
         return self.norm(self.encode(self.patch_embed(self.patchify(imgs))))
 
-    def start(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def start(self, tokens: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the input of the first block [B, 1 + n, D] and the bias that all blocks share, if they share one."""
-        x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        cls_token = self.cls_token.expand(len(tokens), -1, -1)
+        x = torch.cat([cls_token, tokens], dim=1)
         if self.rel_pos_bias is None:
             return x, None
         return x, self.rel_pos_bias(ids)
 
-    def cls_attention(self, imgs: torch.Tensor) -> torch.Tensor:
+    def cls_attention(self, imgs: Tensor) -> Tensor:
         """Returns how much the class token attends to the patches in the last block, float [B, heads, N].
 
         imgs: normalised images [B, C, H, W], of which all patches are visible.

@@ -11,15 +11,24 @@ an image. Windows do not line up with units, so they become groups of tokens.
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from encoders.models_relative_vit import lookup_bias
 from encoders.rel_pos import grid_coords, relative_offset_index
 from encoders.window_groups import GroupedWindows, WindowGroups, unit_coords
-from models_vit import PatchEmbed, check_image_size, check_pool, drop_path_rates, patchify, split_heads
+from models_vit import (
+    PatchEmbed,
+    Sizes,
+    check_image_size,
+    check_pool,
+    drop_path_rates,
+    make_drop_path,
+    patchify,
+    split_heads,
+)
 from util.attention import biased_attention
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
@@ -29,24 +38,10 @@ timm_layers = LazyModule("timm.layers")
 __all__ = ["SwinTransformer", "swin_micro_patch4_window4", "swin_base_patch4_window7", "swin_large_patch4_window14"]
 
 
-class SwinSizes(TypedDict, total=False):
-    """The size arguments of `SwinEncoder`, which says what they mean."""
-
-    img_size: int | tuple[int, int]
-    patch_size: int
-    in_chans: int
-    embed_dim: int
-    depths: Sequence[int]
-    num_heads: Sequence[int]
-    window_size: int
-    mlp_ratio: float
-    drop_path_rate: float
-
-
 # Micro is ours, for 32-px images.
-MICRO: SwinSizes = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)
-BASE: SwinSizes = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
-LARGE: SwinSizes = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
+MICRO: Sizes = dict(img_size=32, embed_dim=48, depths=(2, 4), num_heads=(2, 4), window_size=4)
+BASE: Sizes = dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32))
+LARGE: Sizes = dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))
 
 
 class SwinPatchEmbed(PatchEmbed):
@@ -56,7 +51,7 @@ class SwinPatchEmbed(PatchEmbed):
         super().__init__(patch_size, in_chans, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: Tensor) -> Tensor:
         return self.norm(super().forward(patches))
 
 
@@ -72,16 +67,16 @@ class WindowAttention(nn.Module):
         index = relative_offset_index(grid_coords(window, window), (window, window))  # [L, L]
         self.register_buffer("relative_position_index", index, persistent=False)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attends inside W windows of L tokens, [B, W, L, C]. The mask [W, L, L] is added to the logits."""
         return self.proj(self.attend(self.qkv(x), self.relative_position_index, mask))
 
-    def among_visible(self, x: torch.Tensor, groups: WindowGroups) -> torch.Tensor:
+    def among_visible(self, x: Tensor, groups: WindowGroups) -> Tensor:
         """Attends among visible tokens [B, T, C]. The projections do not run on the padding of the groups."""
         x = self.attend(groups.gather(self.qkv(x)), groups.bias_index, groups.mask)
         return self.proj(groups.scatter(x))
 
-    def attend(self, qkv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, qkv: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
         """Attends inside G groups of L tokens, given their queries, keys and values [B, G, L, 3 C].
 
         index: row of the bias table for each pair, [L, L] or [G, L, L]. mask: None, or [G, L, L], added to the logits.
@@ -90,13 +85,16 @@ class WindowAttention(nn.Module):
         B, G, L, _ = qkv.shape
         bias = lookup_bias(index, self.relative_position_bias_table, mask)  # [heads, L, L] or [G, heads, L, L]
         q, k, v = split_heads(qkv, self.num_heads)  # [B, G, heads, L, d] each
+        first = 0  # all groups of all images share the bias: join images and groups
         if bias.ndim == 4:  # each group has its own bias, which all images share: join groups and heads
-            joined = (1, 2)
+            first = 1
             bias = bias.flatten(0, 1).unsqueeze(0)
-        else:  # all groups of all images share the bias: join images and groups
-            joined = (0, 1)
-        x = biased_attention(q.flatten(*joined), k.flatten(*joined), v.flatten(*joined), bias.to(q.dtype))
-        return x.reshape(B, G, self.num_heads, L, -1).transpose(2, 3).flatten(3)
+        q = q.flatten(first, first + 1)
+        k = k.flatten(first, first + 1)
+        v = v.flatten(first, first + 1)
+        x = biased_attention(q, k, v, bias.to(q.dtype))
+        x = x.reshape(B, G, self.num_heads, L, -1)
+        return x.transpose(2, 3).flatten(3)
 
 
 class SwinBlock(nn.Module):
@@ -119,11 +117,11 @@ class SwinBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, window, num_heads)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = timm_layers.DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = make_drop_path(drop_path)
         mask = shifted_mask(grid_size, window, shift) if shift else None
         self.register_buffer("attn_mask", mask, persistent=False)
 
-    def forward(self, x: torch.Tensor, groups: WindowGroups | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, groups: WindowGroups | None = None) -> Tensor:
         """Runs the block on dense tokens [B, rows, columns, C] or, with `groups`, on visible tokens [B, T, C]."""
         normed = self.norm1(x)
         if groups is None:
@@ -133,7 +131,7 @@ class SwinBlock(nn.Module):
         x = x + self.drop_path(attended)
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         """Rolls dense tokens [B, rows, columns, C] by the shift, attends inside windows, and rolls them back."""
         _, rows, columns, _ = x.shape
         if self.shift:
@@ -145,21 +143,23 @@ class SwinBlock(nn.Module):
         return x
 
 
-def cut_windows(x: torch.Tensor, window: int) -> torch.Tensor:
+def cut_windows(x: Tensor, window: int) -> Tensor:
     """Cuts [B, rows, columns, C] into windows [B, W, window * window, C], both in raster order."""
     B, rows, columns, C = x.shape
     x = x.view(B, rows // window, window, columns // window, window, C)
     return x.transpose(2, 3).reshape(B, -1, window * window, C)
 
 
-def join_windows(x: torch.Tensor, window: int, grid_size: tuple[int, int]) -> torch.Tensor:
+def join_windows(x: Tensor, window: int, grid_size: tuple[int, int]) -> Tensor:
     """Joins windows [B, W, window * window, C] into [B, rows, columns, C], the inverse of `cut_windows`."""
     rows, columns = grid_size
-    x = x.view(len(x), rows // window, columns // window, window, window, x.shape[-1])
-    return x.transpose(2, 3).reshape(len(x), rows, columns, -1)
+    B = len(x)
+    C = x.shape[-1]
+    x = x.view(B, rows // window, columns // window, window, window, C)
+    return x.transpose(2, 3).reshape(B, rows, columns, C)
 
 
-def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> torch.Tensor:
+def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> Tensor:
     """Returns a mask [W, L, L] with -100 between tokens that share a window only because of the roll."""
     home_windows = []  # (row, column) of the window in which each place would be if nothing were rolled
     for side in grid_size:
@@ -167,8 +167,10 @@ def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> torch.T
         home_windows.append((rolled - shift + window) // window)
     home_row, home_column = home_windows
     region = home_row[:, None] * (max(grid_size) + 1) + home_column  # [rows, columns]
-    region = cut_windows(region.view(1, *grid_size, 1), window)[0, :, :, 0]  # [W, L]
-    return (region[:, :, None] != region[:, None, :]) * -100.0
+    windows = cut_windows(region[None, :, :, None], window)
+    region = windows[0, :, :, 0]  # [W, L]
+    is_other = region[:, :, None] != region[:, None, :]
+    return is_other * -100.0
 
 
 class PatchMerging(nn.Module):
@@ -179,13 +181,21 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Merges [B, rows, columns, C] into [B, rows / 2, columns / 2, 2 C].
 
         The four neighbours (row, column) are concatenated in the order 00, 10, 01, 11.
         """
-        neighbours = [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]]
-        return self.reduction(self.norm(torch.cat(neighbours, dim=-1)))
+        even_rows = x[:, 0::2]
+        odd_rows = x[:, 1::2]
+        neighbours = [
+            even_rows[:, :, 0::2],
+            odd_rows[:, :, 0::2],
+            even_rows[:, :, 1::2],
+            odd_rows[:, :, 1::2],
+        ]
+        x = torch.cat(neighbours, dim=-1)
+        return self.reduction(self.norm(x))
 
 
 class Stage(nn.Module):
@@ -222,7 +232,7 @@ class Stage(nn.Module):
         self.shifts = sorted({block.shift for block in self.blocks})
         self.downsample = PatchMerging(dim) if downsample else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Runs the stage on dense tokens [B, rows, columns, C]. Merging makes them [B, rows / 2, columns / 2, 2 C]."""
         for block in self.blocks:
             x = block(x)
@@ -230,7 +240,7 @@ class Stage(nn.Module):
             x = self.downsample(x)
         return x
 
-    def forward_visible(self, x: torch.Tensor, groups: dict[int, WindowGroups]) -> torch.Tensor:
+    def forward_visible(self, x: Tensor, groups: dict[int, WindowGroups]) -> Tensor:
         """Runs the stage on visible units [B, V, side, side, C], with the window groups of each shift.
 
         Merging makes them [B, V, side / 2, side / 2, 2 C].
@@ -281,7 +291,6 @@ class SwinEncoder(nn.Module):
         self.depths = tuple(depths)
         self.mlp_ratio = mlp_ratio
         self.token_grid = (height // patch_size, width // patch_size)
-        self.grid_size = self.token_grid
         self.unit_grid = (height // self.stride, width // self.stride)  # the cells of the last stage
         self.patch_embed = SwinPatchEmbed(patch_size, in_chans, embed_dim)
         rates = iter(drop_path_rates(drop_path_rate, sum(depths)))
@@ -304,24 +313,28 @@ class SwinEncoder(nn.Module):
         self.apply(init_weights)
 
     @property
-    def num_tokens(self) -> int:
-        return self.grid_size[0] * self.grid_size[1]
+    def grid_size(self) -> tuple[int, int]:
+        """The (rows, columns) of the tokens. GreenMIM masks units, which are its tokens."""
+        return self.token_grid
 
-    def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
+    @property
+    def num_tokens(self) -> int:
+        rows, columns = self.grid_size
+        return rows * columns
+
+    def patchify(self, imgs: Tensor) -> Tensor:
         """Cuts images [B, C, H, W] into patches [B, N, p*p*C]. Raises ValueError if their size is not the model's."""
         check_image_size(imgs, self.img_size)
         return patchify(imgs, self.patch_size)
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Runs all stages and the norm on embedded tokens [B, N, D]. Returns [B, cells, 8 D] in raster order."""
         x = tokens.unflatten(1, self.token_grid)
         for stage in self.layers:
             x = stage(x)
         return self.norm(x.flatten(1, 2))
 
-    def encode_visible(
-        self, tokens: torch.Tensor, units: torch.Tensor, groupings: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
+    def encode_visible(self, tokens: Tensor, units: Tensor, groupings: Sequence[Tensor] = ()) -> Tensor:
         """Runs all stages and the norm on embedded tokens of V units [B, V, side, side, D]. Returns [B, V, 8 D].
 
         units: raster ids [V] of the units, the same for all images.
@@ -353,7 +366,7 @@ class SwinEncoder(nn.Module):
             side //= 2
         return grouped
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Computes features [B, cells, 8 D] of normalised images [B, C, H, W]."""
         return self.encode(self.patch_embed(self.patchify(imgs)))
 
@@ -394,7 +407,7 @@ class SwinTransformer(SwinEncoder):
         """The blocks of all stages, in order."""
         return [block for stage in self.layers for block in stage.blocks]
 
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward(self, imgs: Tensor) -> Tensor:
         """Computes logits [B, num_classes] of normalised images [B, C, H, W]."""
         x = self.forward_features(imgs).mean(dim=1)
         with torch.autocast(x.device.type, enabled=False):  # many bfloat16 logits would tie

@@ -30,18 +30,6 @@ def rename(weights: Mapping[str, Any], patterns: Iterable[tuple[str, str]]) -> d
     return renamed
 
 
-def rename_prefixes(weights: Mapping[str, Any], prefixes: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a state dict whose keys begin with the values of `prefixes` where they began with its keys."""
-    renamed = {}
-    for name, value in weights.items():
-        for old, new in prefixes.items():
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-                break
-        renamed[name] = value
-    return renamed
-
-
 def select_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Returns the weights whose names begin with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

@@ -9,16 +9,17 @@ target's offsets.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
-def grid_coords(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+def grid_coords(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Returns the (row, column) of every cell of a grid in raster order, int64 [rows * columns, 2]."""
     row = torch.arange(rows, device=device).repeat_interleave(columns)
     column = torch.arange(columns, device=device).repeat(rows)
     return torch.stack([row, column], dim=-1)
 
 
-def relative_offset_index(coords: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+def relative_offset_index(coords: Tensor, grid_size: tuple[int, int]) -> Tensor:
     """Returns the row of the bias table for every pair (query, key) of cells, int64 [..., L, L].
 
     coords: int64 [..., L, 2], the (row, column) of the cells. grid_size: the (rows, columns) of the grid or window that
@@ -27,12 +28,12 @@ def relative_offset_index(coords: torch.Tensor, grid_size: tuple[int, int]) -> t
     rows, columns = grid_size
     offsets = coords.unsqueeze(-2) - coords.unsqueeze(-3)  # query less key
     down, across = offsets.unbind(-1)
-    return (down + rows - 1) * (2 * columns - 1) + (across + columns - 1)
+    table_row = down + rows - 1
+    table_column = across + columns - 1
+    return table_row * (2 * columns - 1) + table_column
 
 
-def resize_bias_table(
-    table: torch.Tensor, source: tuple[int, int], target: tuple[int, int], num_extra: int = 0
-) -> torch.Tensor:
+def resize_bias_table(table: Tensor, source: tuple[int, int], target: tuple[int, int], num_extra: int = 0) -> Tensor:
     """Resizes a table of biases [(2 r - 1)(2 c - 1) + num_extra, heads] from the grid `source` (r, c) to `target`.
 
     The extra rows (of a class token) are kept. Raises ValueError if the table does not belong to `source`.
@@ -46,8 +47,9 @@ def resize_bias_table(
     grid = table[:num_offsets].double().numpy().reshape(rows, columns, num_heads)
     down = interpolation_matrix(rows, 2 * target[0] - 1)
     across = interpolation_matrix(columns, 2 * target[1] - 1)
-    resized = np.einsum("ij,jkh,lk->ilh", down, grid, across).reshape(-1, num_heads)
-    return torch.cat([torch.from_numpy(resized).to(table.dtype), table[num_offsets:]])
+    resized = np.einsum("ij,jkh,lk->ilh", down, grid, across)
+    offsets = torch.from_numpy(resized.reshape(-1, num_heads))
+    return torch.cat([offsets.to(table.dtype), table[num_offsets:]])
 
 
 def interpolation_matrix(src: int, dst: int) -> np.ndarray:
@@ -59,7 +61,9 @@ def interpolation_matrix(src: int, dst: int) -> np.ndarray:
         basis_at_x = x[:, None] ** powers
         basis_at_queries = queries[:, None] ** powers
     else:
-        knots = np.concatenate([[x[0]] * 4, x[2:-2], [x[-1]] * 4])  # not-a-knot end conditions
+        first = [x[0]] * 4
+        last = [x[-1]] * 4
+        knots = np.concatenate([first, x[2:-2], last])  # not-a-knot end conditions
         basis_at_x = b_splines(x, knots)
         basis_at_queries = b_splines(queries, knots)
     return basis_at_queries @ np.linalg.inv(basis_at_x)
@@ -75,7 +79,8 @@ def geometric_offsets(src: int, dst: int) -> np.ndarray:
     high = 1.5
     while high - low > 1e-6:
         q = (low + high) / 2
-        if (1 - q**n) / (1 - q) > dst // 2:
+        outermost = (1 - q**n) / (1 - q)
+        if outermost > dst // 2:
             high = q
         else:
             low = q
@@ -91,12 +96,15 @@ def b_splines(x: np.ndarray, knots: np.ndarray, degree: int = 3) -> np.ndarray:
     is_inside[:, last] |= x[:, 0] == knots[-1]
     basis = is_inside.astype(float)
     for k in range(1, degree + 1):
-        rising = _divide(x - knots[: -k - 1], knots[k:-1] - knots[: -k - 1])
-        falling = _divide(knots[k + 1 :] - x, knots[k + 1 :] - knots[1:-k])
+        start = knots[: -k - 1]
+        end = knots[k + 1 :]
+        rising = _divide(x - start, knots[k:-1] - start)
+        falling = _divide(end - x, end - knots[1:-k])
         basis = rising * basis[:, :-1] + falling * basis[:, 1:]
     return basis
 
 
 def _divide(distances: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """Returns distances / widths, and 0 where intervals of repeated knots have no width."""
-    return np.divide(distances, widths, out=np.zeros_like(distances), where=widths > 0)
+    zeros = np.zeros_like(distances)
+    return np.divide(distances, widths, out=zeros, where=widths > 0)

@@ -8,8 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from encoders.names import Tensors
 from encoders.rel_pos import resize_bias_table
@@ -80,12 +79,12 @@ def fit_tables(
 
 
 def _fit_pos_embed(
-    table: torch.Tensor,
+    table: Tensor,
     grid: tuple[int, int] | None,
-    model_table: torch.Tensor,
+    model_table: Tensor,
     grid_size: tuple[int, int],
     label: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns a position table [1, P + n, D] resized to the model's `grid_size`; the same tensor if it fits already.
 
     grid: that of the table, from the settings of its run. If it is None or has another number of tokens, a square grid
@@ -108,8 +107,12 @@ def _fit_pos_embed(
 
 
 def _fit_bias_table(
-    table: torch.Tensor, grid: tuple[int, int] | None, model_table: torch.Tensor, model: nn.Module, label: str
-) -> torch.Tensor:
+    table: Tensor,
+    grid: tuple[int, int] | None,
+    model_table: Tensor,
+    model: nn.Module,
+    label: str,
+) -> Tensor:
     """Returns a table of relative-position biases resized to the model's grid (ViT) or window (Swin).
 
     The table of a ViT has three more rows, for the class token. Returns the same tensor if it fits already. grid: that
@@ -132,7 +135,7 @@ def _fit_bias_table(
     return resize_bias_table(table, source, target, num_extra)
 
 
-def _square_of(table: torch.Tensor, num_extra: int = 0) -> tuple[int, int]:
+def _square_of(table: Tensor, num_extra: int = 0) -> tuple[int, int]:
     """Returns the square grid or window of a bias table, which has (2 side - 1)^2 offsets and `num_extra` rows."""
     num_offsets_per_axis = round((len(table) - num_extra) ** 0.5)
     side = (num_offsets_per_axis + 1) // 2

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from encoders.rel_pos import grid_coords, relative_offset_index
 
@@ -54,9 +55,12 @@ def group_tokens(windows: Sequence[int] | np.ndarray, group_size: int, capacity:
     others, so that groupings for different masks have the same shape.
     """
     _, window_ids, counts = np.unique(np.asarray(windows), return_inverse=True, return_counts=True)
-    tokens_by_window = np.split(np.argsort(window_ids, kind="stable"), np.cumsum(counts)[:-1])
+    tokens = np.argsort(window_ids, kind="stable")
+    ends = np.cumsum(counts)
+    tokens_by_window = np.split(tokens, ends[:-1])
     groups = group_windows(counts, group_size)
-    grouping = np.full((max(len(groups), capacity), group_size), -1, np.int64)
+    num_groups = max(len(groups), capacity)
+    grouping = np.full((num_groups, group_size), -1, np.int64)
     for i, group in enumerate(groups):
         members = np.concatenate([tokens_by_window[window] for window in group])
         grouping[i, : len(members)] = members
@@ -72,10 +76,10 @@ class WindowGroups:
         the cost only, not the result.
     """
 
-    def __init__(self, coords: torch.Tensor, window: int, shift: int, groups: torch.Tensor | None = None) -> None:
-        self.ids: torch.Tensor | None = None  # [G, g], padded with 0
-        self.slots: torch.Tensor | None = None  # [T], where each token stands among the G * g
-        present: torch.Tensor | None = None  # [G, g], False where a group is padded
+    def __init__(self, coords: Tensor, window: int, shift: int, groups: Tensor | None = None) -> None:
+        self.ids: Tensor | None = None  # [G, g], padded with 0
+        self.slots: Tensor | None = None  # [T], where each token stands among the G * g
+        present: Tensor | None = None  # [G, g], False where a group is padded
         if groups is None:
             coords = coords.unsqueeze(0)  # [1, T, 2]
         else:
@@ -85,7 +89,8 @@ class WindowGroups:
             self.ids = groups.clamp(min=0)
             positions = torch.arange(groups.numel(), device=groups.device)
             tokens = torch.where(present, groups, num_tokens).flatten()  # padding becomes one more token
-            slots = torch.full((num_tokens + 1,), -1, device=groups.device).scatter_(0, tokens, positions)
+            slots = torch.full((num_tokens + 1,), -1, device=groups.device)
+            slots.scatter_(0, tokens, positions)
             self.slots = slots[:num_tokens]
             coords = coords[self.ids]  # [G, g, 2]
         windows = window_of(coords, window, shift)
@@ -95,22 +100,23 @@ class WindowGroups:
         self.bias_index = torch.where(attends, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
         self.mask = torch.where(attends, 0.0, -100.0)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Gathers the tokens [B, T, C] of each group. Returns [B, G, g, C]."""
         if self.ids is None:
             return x.unsqueeze(1)
-        return _Gather.apply(x, self.ids.flatten(), self.slots).unflatten(1, self.ids.shape)
+        tokens = _Gather.apply(x, self.ids.flatten(), self.slots)
+        return tokens.unflatten(1, self.ids.shape)
 
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """Puts the tokens of all groups [B, G, g, C] back into their order [B, T, C] and drops the padding."""
         if self.ids is None:
             return x.squeeze(1)
         return x.flatten(1, 2).index_select(1, self.slots)
 
 
-def _check_count(present: torch.Tensor, num_tokens: int) -> None:
+def _check_count(present: Tensor, num_tokens: int) -> None:
     """Raises ValueError if a grouping misses tokens. On other devices than the CPU the check would cost a sync."""
-    has_values = type(present) is torch.Tensor and present.device.type == "cpu"  # a fake tensor has none
+    has_values = type(present) is Tensor and present.device.type == "cpu"  # a fake tensor has none
     if torch.compiler.is_compiling() or not has_values:
         return
     num_present = int(present.sum())
@@ -126,22 +132,22 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(slots)
         return x.index_select(1, ids)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return gradient.index_select(1, slots), None, None
 
 
-def window_of(coords: torch.Tensor, window: int, shift: int) -> torch.Tensor:
+def window_of(coords: Tensor, window: int, shift: int) -> Tensor:
     """Returns the (row, column) of the shifted window that holds each token (row, column) [..., 2], without a roll."""
     return (coords + (window - shift) % window) // window
 
 
-def unit_coords(units: torch.Tensor, columns: int, side: int) -> torch.Tensor:
+def unit_coords(units: Tensor, columns: int, side: int) -> Tensor:
     """Returns the (row, column) of all tokens of the units [V], raster ids on a grid that is `columns` units wide.
 
     A unit has side * side tokens. The result has the shape [V * side * side, 2].
@@ -168,12 +174,16 @@ class WindowGrouper:
 
     unit_grid: (rows, columns) of all units. stages: those of `SwinEncoder.grouped_stages(num_visible)`.
 
-    The number of groups depends on the mask. Groupings are padded to the largest number among `samples` random masks.
-    If a mask needs more in any stage, they are padded to a number that no mask can exceed. So there are two shapes.
+    The number of groups depends on the mask. Groupings are padded to the maximum of `samples` random masks, or to the
+    worst case if a mask needs more in any stage. So there are two shapes in all.
     """
 
     def __init__(
-        self, unit_grid: tuple[int, int], num_visible: int, stages: Sequence[GroupedWindows], samples: int = 64
+        self,
+        unit_grid: tuple[int, int],
+        num_visible: int,
+        stages: Sequence[GroupedWindows],
+        samples: int = 64,
     ) -> None:
         self.columns = unit_grid[1]
         self.stages = stages
@@ -190,13 +200,13 @@ class WindowGrouper:
                 groupings = self.group(torch.from_numpy(units), self.capacities)
                 self.capacities = [len(grouping) for grouping in groupings]  # at least the former capacities
 
-    def __call__(self, units: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, units: Tensor) -> list[Tensor]:
         groupings = self.group(units, self.capacities)
         if [len(grouping) for grouping in groupings] == self.capacities:
             return groupings
         return self.group(units, self.ceilings)
 
-    def shapes(self, units: torch.Tensor) -> list[list[torch.Tensor]]:
+    def shapes(self, units: Tensor) -> list[list[Tensor]]:
         """Returns groupings of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
         if not self.stages:
             return []
@@ -204,7 +214,7 @@ class WindowGrouper:
         usual = [grouping[:capacity] for grouping, capacity in zip(largest, self.capacities, strict=True)]
         return [usual, largest]
 
-    def group(self, units: torch.Tensor, capacities: Sequence[int]) -> list[torch.Tensor]:
+    def group(self, units: Tensor, capacities: Sequence[int]) -> list[Tensor]:
         """Returns a grouping for each stage and shift, padded to at least `capacities` groups."""
         units = units.sort().values  # tokens are numbered in the order in which the encoder takes them
         groupings = []

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from framework import Framework
+from frameworks.models_amt_pr import AMTMasking
 from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
@@ -194,7 +195,8 @@ class AttentionPhases:
         epoch = loop.step // loop.steps_per_epoch
         last = next((e for e in self.refreshes if e >= epoch), args.epochs - 1)
         self.open_until = (last + 1) * loop.steps_per_epoch
-        self.model.counts = self.model.count_tokens(has_maps=maps is not None)
+        if isinstance(self.model, AMTMasking):
+            self.model.set_phase(has_maps=maps is not None)
         collator = self.model.collator(args.sampling, args.seed, None if maps is None else maps.token_weights)
         phase = range(loop.step, min(self.open_until, loop.last_step))
         run.batches = run.open_batches(phase, collator, with_boxes=maps is not None)

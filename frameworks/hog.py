@@ -4,13 +4,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 
 @torch.no_grad()
-def hog(
-    imgs: torch.Tensor, cells: Sequence[int], num_bins: int = 9, bias: torch.Tensor | None = None
-) -> list[torch.Tensor]:
+def hog(imgs: Tensor, cells: Sequence[int], num_bins: int = 9, bias: Tensor | None = None) -> list[Tensor]:
     """Returns histograms [B, C * num_bins, H / cell, W / cell] of images [B, C, H, W] for each side in `cells`.
 
     Every colour channel has its own histogram of unsigned orientations. The whole gradient of a pixel goes to one bin.
@@ -42,31 +41,40 @@ def hog(
             histograms.append(_normalize_colors(cell_means, num_bins))
     else:
         for cell, (horizontal_bias, vertical_bias) in zip(cells, bias, strict=True):
-            cell_means = _histograms(horizontal + horizontal_bias, vertical + vertical_bias, cell, num_bins)
+            biased_horizontal = horizontal + horizontal_bias
+            biased_vertical = vertical + vertical_bias
+            cell_means = _histograms(biased_horizontal, biased_vertical, cell, num_bins)
             histograms.append(_normalize_colors(cell_means, num_bins))
     return histograms
 
 
-def _normalize_colors(histograms: torch.Tensor, num_bins: int) -> torch.Tensor:
+def _normalize_colors(histograms: Tensor, num_bins: int) -> Tensor:
     """Divides the histogram of each colour in [B, C * num_bins, h, w] by its L2 norm."""
     by_color = histograms.unflatten(1, (-1, num_bins))  # [B, C, bins, h, w]
-    return F.normalize(by_color, dim=2, eps=1e-12).flatten(1, 2)
+    by_color = F.normalize(by_color, dim=2, eps=1e-12)
+    return by_color.flatten(1, 2)
 
 
-def _sobel(imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sobel(imgs: Tensor) -> tuple[Tensor, Tensor]:
     """Returns Sobel's responses "left minus right" and "top minus bottom", mirrored at the border, [B, C, H, W] each.
 
     Differences are taken before sums, so that they are exactly zero at the border.
     """
     padded = F.pad(imgs, (1, 1, 1, 1), mode="reflect")
-    across = padded[..., :-2] - padded[..., 2:]
+    across = padded[..., :, :-2] - padded[..., :, 2:]
+    upper = across[..., :-2, :]
+    middle = across[..., 1:-1, :]
+    lower = across[..., 2:, :]
+    horizontal = upper + 2 * middle + lower
     along = padded[..., :-2, :] - padded[..., 2:, :]
-    horizontal = across[..., :-2, :] + 2 * across[..., 1:-1, :] + across[..., 2:, :]
-    vertical = along[..., :-2] + 2 * along[..., 1:-1] + along[..., 2:]
+    left = along[..., :, :-2]
+    centre = along[..., :, 1:-1]
+    right = along[..., :, 2:]
+    vertical = left + 2 * centre + right
     return horizontal, vertical
 
 
-def _histograms(horizontal: torch.Tensor, vertical: torch.Tensor, cell: int, num_bins: int) -> torch.Tensor:
+def _histograms(horizontal: Tensor, vertical: Tensor, cell: int, num_bins: int) -> Tensor:
     """Returns the mean magnitude of responses [B, C, H, W] per bin and cell, [B, C * num_bins, H / cell, W / cell]."""
     magnitude = (horizontal.square() + vertical.square()).sqrt()
     half_turns = torch.atan2(horizontal, vertical) / math.pi  # in [-1, 1]
@@ -79,18 +87,22 @@ def _histograms(horizontal: torch.Tensor, vertical: torch.Tensor, cell: int, num
     return torch.stack(means, dim=2).flatten(1, 2)
 
 
-def orientation_colors(histograms: torch.Tensor, num_bins: int) -> torch.Tensor:
+def orientation_colors(histograms: Tensor, num_bins: int) -> Tensor:
     """Turns histograms [B, C * num_bins, h, w] into images [B, 3, h, w] in [0, 1].
 
     The hue is the mean orientation over all colours, the brightness is its strength.
     """
-    weights = histograms.float().unflatten(1, (-1, num_bins)).mean(dim=1)  # [B, bins, h, w]
+    by_color = histograms.float().unflatten(1, (-1, num_bins))  # [B, C, bins, h, w]
+    weights = by_color.mean(dim=1)
     bin_centers = torch.arange(num_bins, device=weights.device) + 0.5
-    angles = (2 * math.pi / num_bins * bin_centers).view(-1, 1, 1)
+    angles = 2 * math.pi / num_bins * bin_centers
+    angles = angles.view(-1, 1, 1)
     x = (weights * angles.cos()).sum(dim=1)
     y = (weights * angles.sin()).sum(dim=1)
     hue = torch.atan2(y, x).unsqueeze(1)  # [B, 1, h, w]
-    brightness = (x.square() + y.square()).sqrt().clamp(max=1).unsqueeze(1)
+    strength = (x.square() + y.square()).sqrt()
+    brightness = strength.clamp(max=1).unsqueeze(1)
     third = 2 * math.pi / 3
-    phases = hue.new_tensor([0.0, -third, third]).view(3, 1, 1)
-    return brightness * (0.5 + 0.5 * (hue + phases).cos())
+    phases = hue.new_tensor([0.0, -third, third])  # of red, green and blue
+    colors = (hue + phases.view(3, 1, 1)).cos()
+    return brightness * (0.5 + 0.5 * colors)

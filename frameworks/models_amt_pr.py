@@ -14,18 +14,19 @@ With `--progressive` they get PR-MIM's aggregation, which nobody has published.
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import Unpack
+from torch import Tensor
 
 from encoders.models_absolute_vit import AbsoluteViTEncoder
-from framework import Framework, MAEArguments, ViTArguments
+from framework import Framework
 from frameworks.models_simmim_pr import SimMIMOnViT, rename_release
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI
 from peer_sampling import weighted_permutation
-from prmim import TokenCounts, TokenOrder, TokenOrderSampler
+from prmim import RETAINED, THROWN, VISIBLE, Method, TokenCounts, TokenOrder, TokenOrderSampler, sort_by_state
 
 __all__ = [
     "AMTViT",
@@ -47,8 +48,9 @@ def count_amt(num_tokens: int, mask_ratio: float, throw_ratio: float) -> TokenCo
     For example, 196 tokens with ratios 0.85 and 0.4 give 30 visible, 88 retained and 78 thrown tokens.
     """
     TokenCounts.from_ratios(num_tokens, mask_ratio, throw_ratio)  # checks the ratios
-    # A difference of decimals such as .85 - .4 may lie just below its exact value.
-    num_retained, num_masked = (int(num_tokens * share + 1e-9) for share in (mask_ratio - throw_ratio, mask_ratio))
+    rounding = 1e-9  # a difference of decimals such as .85 - .4 may lie just below its exact value
+    num_retained = int(num_tokens * (mask_ratio - throw_ratio) + rounding)
+    num_masked = int(num_tokens * mask_ratio + rounding)
     return TokenCounts(num_tokens - num_masked, num_retained, num_masked - num_retained)
 
 
@@ -58,15 +60,18 @@ def count_amt_units(num_tokens: int, mask_ratio: float, throw_ratio: float, mask
     For example, 49 units with ratios 0.7 and 0.26 give 14 visible, 22 retained and 13 thrown units. Raises ValueError
     unless 0 <= throw_ratio < mask_ratio < 1 and at least one unit is visible.
     """
-    units = num_tokens // mask_unit**2
-    num_retained, num_thrown = (math.ceil(units * share - 1e-9) for share in (mask_ratio - throw_ratio, throw_ratio))
-    num_visible = units - num_retained - num_thrown
+    size = mask_unit**2  # of a unit
+    num_units = num_tokens // size
+    rounding = 1e-9
+    num_retained = math.ceil(num_units * (mask_ratio - throw_ratio) - rounding)
+    num_thrown = math.ceil(num_units * throw_ratio - rounding)
+    num_visible = num_units - num_retained - num_thrown
     if not 0 <= throw_ratio < mask_ratio < 1 or num_visible < 1:
         raise ValueError(
             f"ratios must satisfy 0 <= throw_ratio < mask_ratio < 1 (both are shares of all tokens) and leave one of "
-            f"{units} units visible, got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
+            f"{num_units} units visible, got throw_ratio {throw_ratio} and mask_ratio {mask_ratio}"
         )
-    return TokenCounts(*(count * mask_unit**2 for count in (num_visible, num_retained, num_thrown)))
+    return TokenCounts(num_visible * size, num_retained * size, num_thrown * size)
 
 
 class AMTOrderSampler(TokenOrderSampler):
@@ -75,31 +80,41 @@ class AMTOrderSampler(TokenOrderSampler):
     reads_weights = True
 
     def __call__(
-        self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
+        self,
+        noise: np.ndarray,
+        visible: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns ids_shuffle [B, N] for noise [B, N]. weights: of the tokens [B, N], by default all the same.
 
         The weight of a unit is the mean of its tokens' weights. Its noise is that of its first token. `visible` is not
         used.
         """
-        unit, (rows, columns) = self.mask_unit, self.grid_size
-        cells = (len(noise), rows // unit, unit, columns // unit, unit)
-        unit_noise = noise.reshape(cells)[:, :, 0, :, 0].reshape(len(noise), -1)  # [B, units]
+        noise_of_first = self.split_units(noise)[:, :, 0, :, 0]
+        unit_noise = noise_of_first.reshape(len(noise), -1)  # [B, units]
         unit_weights = np.ones_like(unit_noise)
         if weights is not None:
-            unit_weights = weights.reshape(cells).mean(axis=(2, 4)).reshape(len(noise), -1)
+            unit_weights = self.split_units(weights).mean(axis=(2, 4))
+            unit_weights = unit_weights.reshape(len(noise), -1)
         order = weighted_permutation(unit_weights, unit_noise)
-        num_retained, num_masked = (n // unit**2 for n in (self.counts.num_retained, self.counts.num_masked))
-        state = np.zeros(order.shape, np.int8)  # 0 visible, 1 retained, 2 thrown
-        np.put_along_axis(state, order[:, :num_retained], 1, axis=1)
-        np.put_along_axis(state, order[:, num_retained:num_masked], 2, axis=1)
-        state = state.reshape(-1, rows // unit, 1, columns // unit, 1)
-        state = np.broadcast_to(state, cells).reshape(noise.shape)
-        return state.argsort(axis=1, kind="stable")  # stable = raster-ascending inside each segment
+        size = self.mask_unit**2
+        num_retained = self.counts.num_retained // size
+        num_masked = self.counts.num_masked // size
+        state = np.full(order.shape, VISIBLE, np.int8)
+        np.put_along_axis(state, order[:, :num_retained], RETAINED, axis=1)
+        np.put_along_axis(state, order[:, num_retained:num_masked], THROWN, axis=1)
+        return sort_by_state(self.spread_units(state))
 
 
 class AMTMasking(Framework):
-    """Draws tokens by AMT's sampler, whatever `sampling` is."""
+    """Draws tokens by AMT's sampler, whatever `sampling` is. Before there are attention maps it has other counts."""
+
+    has_maps = True
+
+    def set_phase(self, has_maps: bool) -> None:
+        """Sets the token counts of epochs that draw tokens with attention maps, or without them."""
+        self.has_maps = has_maps
+        self.counts = self.count_tokens()
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
         return AMTOrderSampler(self.grid_size, self.counts, "attention", self.mask_unit)
@@ -109,61 +124,56 @@ class AMTViT(AMTMasking, MaskedAutoencoderViT):
     """MAE with AMT's masking and throwing. It has MAE's parameters, and loads MAE's releases and AMT's.
 
     mask_ratio, throw_ratio: shares of all tokens that are masked and thrown. The former includes the latter.
-    kwargs: arguments of `MaskedAutoencoderViT`. AMT itself has `progressive=False`.
+    arguments: those of `MaskedAutoencoderViT`. AMT itself has `progressive=False`.
     """
 
     flags = ()
+    method = Method(mask_ratio=0.85, throw_ratio=0.4)
 
-    def __init__(self, **kwargs: Unpack[MAEArguments]) -> None:
-        arguments: MAEArguments = {"mask_ratio": 0.85, "throw_ratio": 0.4, **kwargs}
-        super().__init__(**arguments)
-
-    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+    def count_tokens(self) -> TokenCounts:
         """Returns AMT's token counts, or those of random masking (.75, nothing thrown) before there are maps."""
-        if has_maps:
-            return count_amt(self.num_tokens, self.mask_ratio, self.throw_ratio)
+        if self.has_maps:
+            return count_amt(self.num_tokens, self.method.mask_ratio, self.method.throw_ratio)
         return TokenCounts.from_ratios(self.num_tokens, RANDOM_MASK_RATIO, 0.0)
-
-
-class AbsoluteArguments(ViTArguments, total=False):
-    """The arguments of AMT on SimMIM."""
-
-    init_values: float
-    pretraining: bool
 
 
 class AMTSimMIMViT(AMTMasking, SimMIMOnViT, AbsoluteViTEncoder):
     """SimMIM with AMT's masking and throwing of units. The encoder also runs on mask tokens. L1 loss, linear head.
 
     `mask_ratio` includes `throw_ratio`. The aggregation follows the last block. AMT itself has `progressive=False`.
-    kwargs: the method, see `framework.Framework`, and the arguments of `AbsoluteViTEncoder`.
+    arguments: of `framework.Framework`, which takes the method, and of `AbsoluteViTEncoder`.
     """
 
     release = "AMT"
+    method = Method(mask_ratio=0.7, throw_ratio=0.26)
 
-    def __init__(self, **kwargs: Unpack[AbsoluteArguments]) -> None:
-        arguments: AbsoluteArguments = {"mask_ratio": 0.7, "throw_ratio": 0.26, "mask_unit": 2, **kwargs}
-        super().__init__(**arguments)
+    def __init__(self, mask_unit: int = 2, **arguments: Any) -> None:
+        super().__init__(mask_unit=mask_unit, **arguments)
         self.add_head()
 
-    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
+    def count_tokens(self) -> TokenCounts:
         """Returns AMT's token counts. Before there are maps, as many units are masked at random and none is thrown."""
-        mask_ratio, throw_ratio = self.mask_ratio, self.throw_ratio
-        if not has_maps:
-            mask_ratio, throw_ratio = mask_ratio - throw_ratio, 0.0
+        mask_ratio = self.method.mask_ratio
+        throw_ratio = self.method.throw_ratio
+        if not self.has_maps:
+            mask_ratio = mask_ratio - throw_ratio
+            throw_ratio = 0.0
         return count_amt_units(self.num_tokens, mask_ratio, throw_ratio, self.mask_unit)
 
-    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Adds the positions and runs the encoder."""
         return self.encode(tokens + order.take_kept(self.patch_positions))
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of AMT's public code on SimMIM under the names here.
 
         That code has a layer scale for attention, `gamma_1`, but does not use it. So it becomes 1 here.
         """
         renamed = rename_release(weights, self.patch_size)
-        return renamed | {name: torch.ones_like(value) for name, value in renamed.items() if name.endswith(".gamma_1")}
+        for name, value in renamed.items():
+            if name.endswith(".gamma_1"):
+                renamed[name] = torch.ones_like(value)
+        return renamed
 
 
 amt_vit_micro_patch4 = partial(AMTViT, **MICRO, decoder_embed_dim=64, decoder_depth=4, decoder_num_heads=2)

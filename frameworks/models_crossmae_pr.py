@@ -13,16 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
-from encoders.names import rename_prefixes
-from framework import DECODER_FLAGS, Flag, PixelFramework, ViTArguments, check_blocks, decoder_heads
+from framework import DECODER_FLAGS, Flag, PixelFramework, check_blocks, decoder_heads, rename_prefixes
 from models_vit import BASE, HUGE, LARGE, MICRO, MINI, NANO, SMALL, ViTEncoder, init_weights, layer_norm
-from prmim import SpatialAggregation, TokenOrder
+from prmim import Method, SpatialAggregation, TokenOrder
 from util.lazy import LazyModule
-from util.pos_embed import sincos_pos_embed
+from util.pos_embed import position_table
 
 timm_layers = LazyModule("timm.layers")
 
@@ -48,8 +46,6 @@ OFFICIAL_NAMES = {
     "decoder_pred.": "decoder.pred.",
 }
 VISIBLE_SOURCES = ("embed", "zeros", "blocks")
-
-
 VISIBLE_SOURCE = Flag(
     "visible_source",
     "what the aggregation reads in visible cells. embed: a projection of the encoder's features; zeros: nothing; "
@@ -67,7 +63,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         The default is all blocks.
     use_input: whether the input of the first block is a level, too. It comes before the others.
     visible_source: see `CrossAggregation`. It has no effect without aggregation.
-    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
+    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
     """
 
     release = "CrossMAE"
@@ -81,65 +77,77 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         levels: Sequence[int] | None = None,
         use_input: bool = True,
         visible_source: str = "embed",
-        **kwargs: Unpack[ViTArguments],
+        **arguments: Any,
     ) -> None:
-        arguments: ViTArguments = {**LARGE, **kwargs}
-        super().__init__(**arguments)
-        self.decoder_embed_dim, self.decoder_depth = decoder_embed_dim, decoder_depth
+        if visible_source not in VISIBLE_SOURCES:
+            raise ValueError(f"unknown visible_source {visible_source!r}, choose from {', '.join(VISIBLE_SOURCES)}")
+        super().__init__(**{**LARGE, **arguments})
+        self.decoder_embed_dim = decoder_embed_dim
+        self.decoder_depth = decoder_depth
         self.decoder_num_heads = decoder_heads(decoder_embed_dim, decoder_depth, decoder_num_heads)
-        depth = len(self.blocks)
         self.norm = nn.Identity()
-        self.use_input, self.visible_source = use_input, visible_source
-        self.levels = check_blocks("levels", range(depth) if levels is None else levels, depth)
-        num_levels = len(self.levels) + use_input
+        self.use_input = use_input
+        self.visible_source = visible_source
+        depth = len(self.blocks)
+        if levels is None:
+            levels = range(depth)
+        self.levels = check_blocks("levels", levels, depth)
         self.decoder = CrossAttentionDecoder(
             self.grid_size,
             self.embed_dim,
-            num_levels,
+            num_levels=self.num_levels,
             out_dim=self.patch_size**2 * self.in_chans,
             decoder_embed_dim=decoder_embed_dim,
             decoder_depth=decoder_depth,
             decoder_num_heads=self.decoder_num_heads,
             mlp_ratio=self.mlp_ratio,
         )
-        if visible_source not in VISIBLE_SOURCES:
-            raise ValueError(f"unknown visible_source {visible_source!r}, choose from {', '.join(VISIBLE_SOURCES)}")
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def make_aggregation(self, dim: int) -> "CrossAggregation | None":
-        if not (self.progressive and self.counts.num_thrown):
-            return None
-        num_levels = len(self.levels) + self.use_input
-        return CrossAggregation(dim, self.embed_dim, num_levels, self.visible_source, *self.aggregation_options)
+    @property
+    def num_levels(self) -> int:
+        """The number k of levels that the decoder reads."""
+        return len(self.levels) + self.use_input
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_aggregation(self, dim: int) -> "CrossAggregation | None":
+        if not self.aggregates:
+            return None
+        return CrossAggregation(dim, self.embed_dim, self.num_levels, self.visible_source, self.method)
+
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
-        pred = self.decoder(self.forward_encoder(patches, order), order)  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, imgs, order).square().mean()}
+        levels = self.forward_encoder(patches, order)  # [k, B, 1 + num_visible, D]
+        pred = self.decoder(levels, order)  # [B, num_supervised, p*p*C]
+        error = self.error(pred, imgs, patches, order)
+        return {"pixel": error.square().mean()}
 
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
-        tokens = self.patch_embed(order.take_visible(patches)) + order.take_visible(self.patch_positions)
+        tokens = self.patch_embed(order.take_visible(patches))
+        tokens = tokens + order.take_visible(self.patch_positions)
         return self.encode_levels(tokens)
 
-    def encode_levels(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode_levels(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D]. Returns the levels [k, B, 1 + n, D]."""
         x = self.prepend_cls_token(tokens)
-        levels = [x] if self.use_input else []
+        levels = []
+        if self.use_input:
+            levels.append(x)
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i in self.levels:
                 levels.append(x)
         return torch.stack(levels)
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens. Visible ones, which the decoder does not predict, are zero."""
-        pred = self.decoder(self.forward_encoder(self.patchify(imgs), order), order)
-        return torch.cat([pred.new_zeros(len(pred), self.counts.num_visible, pred.shape[2]), pred], dim=1)
+        levels = self.forward_encoder(self.patchify(imgs), order)
+        pred = self.decoder(levels, order)
+        return F.pad(pred, (0, 0, self.counts.num_visible, 0))
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_prefixes(weights, OFFICIAL_NAMES)
 
 
@@ -165,12 +173,14 @@ class CrossAttentionDecoder(nn.Module):
         super().__init__()
         self.grid_size = grid_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
-        table = sincos_pos_embed(decoder_embed_dim, grid_size, num_prefix=1).float()
-        self.pos_embed = nn.Parameter(table.unsqueeze(0), requires_grad=False)  # the row of the class token is unused
+        # The row of the class token is unused.
+        self.pos_embed = position_table(decoder_embed_dim, grid_size, num_prefix=1, learned=False)
         self.level_weights = nn.Parameter(torch.empty(decoder_depth, num_levels))
-        self.level_norms = nn.ModuleList(layer_norm(embed_dim) for _ in range(decoder_depth))
-        blocks = (CrossBlock(decoder_embed_dim, embed_dim, decoder_num_heads, mlp_ratio) for _ in range(decoder_depth))
-        self.blocks = nn.ModuleList(blocks)
+        self.level_norms = nn.ModuleList()
+        self.blocks = nn.ModuleList()
+        for _ in range(decoder_depth):
+            self.level_norms.append(layer_norm(embed_dim))
+            self.blocks.append(CrossBlock(decoder_embed_dim, embed_dim, decoder_num_heads, mlp_ratio))
         self.norm = layer_norm(decoder_embed_dim)
         self.pred = nn.Linear(decoder_embed_dim, out_dim)
         init_weights(self)
@@ -178,24 +188,27 @@ class CrossAttentionDecoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
         self.aggregation: CrossAggregation | None = None
 
-    def forward(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward(self, levels: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens [B, num_supervised, out_dim] from the levels [k, B, 1 + num_visible, D]."""
         return self.pred(self.norm(self.features(levels, order)))
 
-    def features(self, levels: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def features(self, levels: Tensor, order: TokenOrder) -> Tensor:
         """Turns the levels [k, B, 1 + num_visible, D] into features of the supervised tokens [B, num_supervised, C]."""
-        positions, num_visible = order.take_kept(self.pos_embed[:, 1:]), order.counts.num_visible
+        num_visible = order.counts.num_visible
+        positions = order.take_kept(self.pos_embed[:, 1:])
         queries = self.mask_token + positions[:, num_visible:]  # [B, num_retained, C]
         if self.aggregation is None:
             return self.decode(queries, levels)
         visible = self.aggregation.visible_features(levels)  # [B, num_visible, C]
         if self.aggregation.visible_source == "blocks":
-            kept = self.decode(torch.cat([visible + positions[:, :num_visible], queries], dim=1), levels)
+            visible = visible + positions[:, :num_visible]
+            kept = self.decode(torch.cat([visible, queries], dim=1), levels)
         else:
             kept = torch.cat([visible, self.decode(queries, levels)], dim=1)
-        return self.aggregation(kept, order, self.grid_size)[:, num_visible:]
+        x = self.aggregation(kept, order, self.grid_size)
+        return x[:, num_visible:]
 
-    def decode(self, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    def decode(self, x: Tensor, levels: Tensor) -> Tensor:
         """Runs the blocks on queries [B, n, C], which read the levels [k, B, T, D]. Returns [B, n, C]."""
         mixtures = mix_levels(self.level_weights, levels).unbind()
         for block, norm, mixture in zip(self.blocks, self.level_norms, mixtures, strict=True):
@@ -203,12 +216,14 @@ class CrossAttentionDecoder(nn.Module):
         return x
 
 
-def mix_levels(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+def mix_levels(weights: Tensor, levels: Tensor) -> Tensor:
     """Returns the mixtures [J, B, T, D] of the levels [k, B, T, D] by the weights [J, k].
 
     Autocast is off: levels are residual streams in float32, and half precision would round their differences.
     """
-    device = "cpu" if levels.device.type == "meta" else levels.device.type  # autocast has no meta device
+    device = levels.device.type
+    if device == "meta":  # autocast has no meta device
+        device = "cpu"
     with torch.autocast(device, enabled=False):
         return Mixture.apply(weights, levels)
 
@@ -221,17 +236,21 @@ class Mixture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weights: Tensor, levels: Tensor) -> Tensor:
         """weights: [J, k]. levels: [k, B, T, D]. Returns [J, B, T, D]."""
         ctx.save_for_backward(weights, levels)
-        return (weights @ levels.flatten(1)).view(-1, *levels.shape[1:])
+        mixtures = weights @ levels.flatten(1)
+        return mixtures.view(-1, *levels.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of weights and levels."""
         weights, levels = ctx.saved_tensors
-        images = grad.flatten(2).transpose(0, 1) @ levels.flatten(2).permute(1, 2, 0)  # [B, J, k]
-        return images.sum(0), (weights.T @ grad.flatten(1)).view_as(levels)
+        grad_by_image = grad.flatten(2).transpose(0, 1)  # [B, J, T D]
+        levels_by_image = levels.flatten(2).permute(1, 2, 0)  # [B, T D, k]
+        grad_of_weights = grad_by_image @ levels_by_image  # [B, J, k]
+        grad_of_levels = weights.T @ grad.flatten(1)
+        return grad_of_weights.sum(0), grad_of_levels.view_as(levels)
 
 
 class CrossBlock(nn.Module):
@@ -247,7 +266,7 @@ class CrossBlock(nn.Module):
         self.norm2 = layer_norm(dim)
         self.mlp = timm_layers.Mlp(dim, int(dim * mlp_ratio))
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """Updates the queries `x` [B, n, C] from the context [B, T, D]. Returns [B, n, C]."""
         x = x + self.cross_attn(self.norm1(x), context)
         return x + self.mlp(self.norm2(x))
@@ -265,11 +284,13 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(context_dim, 2 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, n, d]
-        kv = self.kv(context).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
-        k, v = (tensor.transpose(1, 2) for tensor in kv)  # each [B, heads, T, d]
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.num_heads, -1))  # [B, n, heads, d]
+        q = q.transpose(1, 2)  # [B, heads, n, d]
+        kv = self.kv(context).unflatten(-1, (2, self.num_heads, -1))  # [B, T, 2, heads, d]
+        k, v = (tensor.transpose(1, 2) for tensor in kv.unbind(2))  # each [B, heads, T, d]
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).flatten(2))
 
 
 class CrossAggregation(SpatialAggregation):
@@ -285,25 +306,25 @@ class CrossAggregation(SpatialAggregation):
         dim: int,
         embed_dim: int,
         num_levels: int,
-        visible_source: str = "embed",
-        kernel_size: int = 7,
-        kind: str = "dwconv",
-        applies_to: str = "thrown",
+        visible_source: str,
+        method: Method,
     ) -> None:
-        super().__init__(dim, kernel_size, kind, applies_to)
-        self.dim, self.visible_source = dim, visible_source
+        super().__init__(dim, method.kernel_size, method.aggregation, method.applies_to)
+        self.dim = dim
+        self.visible_source = visible_source
         if visible_source != "zeros":
             self.visible_weights = nn.Parameter(torch.eye(num_levels)[-1].clone())
             self.visible_norm = layer_norm(embed_dim)
             self.visible_embed = nn.Linear(embed_dim, dim)
             init_weights(self.visible_embed)
 
-    def visible_features(self, levels: torch.Tensor) -> torch.Tensor:
+    def visible_features(self, levels: Tensor) -> Tensor:
         """Returns features of the visible tokens [B, n, C] from the levels [k, B, 1 + n, D]. They hold no positions."""
         if self.visible_source == "zeros":
-            return levels.new_zeros(levels.shape[1], levels.shape[2] - 1, self.dim)
-        mixture = mix_levels(self.visible_weights.unsqueeze(0), levels)[0, :, 1:]
-        return self.visible_embed(self.visible_norm(mixture))
+            _, B, length, _ = levels.shape
+            return levels.new_zeros(B, length - 1, self.dim)
+        mixtures = mix_levels(self.visible_weights.unsqueeze(0), levels)  # [1, B, 1 + n, D]
+        return self.visible_embed(self.visible_norm(mixtures[0, :, 1:]))
 
 
 crossmae_vit_nano_patch4 = partial(CrossMaskedAutoencoderViT, **NANO, decoder_embed_dim=64, decoder_depth=2)

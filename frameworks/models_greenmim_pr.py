@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import Unpack
+from torch import Tensor
 
 from encoders import models_swin
 from encoders.models_swin import SwinEncoder
 from encoders.names import swap_merging
 from encoders.window_groups import WindowGrouper
-from framework import Flag, PixelFramework, SwinArguments
-from models_vit import check_image_size, init_weights, patchify
-from prmim import MaskCollator, ProgressiveDecoder, TokenCounts, TokenOrder, TokenOrderSampler
+from framework import Flag, PixelFramework
+from models_vit import init_weights
+from prmim import MaskCollator, ProgressiveDecoder, TokenOrder, TokenOrderSampler
 
 __all__ = [
     "GreenMIMSwin",
@@ -41,12 +41,17 @@ class NoiseOrderSampler(TokenOrderSampler):
     """A `TokenOrderSampler` whose visible tokens are in the order of the mask's noise."""
 
     def __call__(
-        self, noise: np.ndarray, visible: np.ndarray | None = None, weights: np.ndarray | None = None
+        self,
+        noise: np.ndarray,
+        visible: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
     ) -> np.ndarray:
         ids_shuffle = super().__call__(noise, visible, weights)
-        ids_visible = ids_shuffle[:, : self.counts.num_visible]
-        ranks = np.take_along_axis(noise, ids_visible, axis=1).argsort(axis=1)
-        ids_shuffle[:, : self.counts.num_visible] = np.take_along_axis(ids_visible, ranks, axis=1)
+        num_visible = self.counts.num_visible
+        ids_visible = ids_shuffle[:, :num_visible]
+        noise_of_visible = np.take_along_axis(noise, ids_visible, axis=1)
+        ranks = noise_of_visible.argsort(axis=1)
+        ids_shuffle[:, :num_visible] = np.take_along_axis(ids_visible, ranks, axis=1)
         return ids_shuffle
 
 
@@ -57,16 +62,22 @@ class GroupCollator(MaskCollator):
         super().__init__(sampler, seed, shared_visible=True)
         self.grouper = grouper
 
-    def __call__(self, samples: Iterable[tuple]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         batch = super().__call__(samples)
-        return *batch, *self.grouper(self.units_of(batch))
+        groupings = self.grouper(self.visible_units(batch))
+        return (*batch, *groupings)
 
-    def examples(self, samples: Sequence[tuple]) -> list[tuple[torch.Tensor, ...]]:
+    def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
         batch = super().__call__(samples)
-        return [(*batch, *groupings) for groupings in self.grouper.shapes(self.units_of(batch))] or [batch]
+        shapes = self.grouper.shapes(self.visible_units(batch))
+        if not shapes:
+            return [batch]
+        return [(*batch, *groupings) for groupings in shapes]
 
-    def units_of(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return batch[2][0, : self.sampler.counts.num_visible]
+    def visible_units(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """Returns the raster ids of the units that all images of the batch share, int64 [V]."""
+        ids_shuffle = batch[2]
+        return ids_shuffle[0, : self.sampler.counts.num_visible]
 
 
 class GreenMIMSwin(PixelFramework, SwinEncoder):
@@ -77,7 +88,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     the order of the mask's noise. Each visible unit is then placed at a random one of the visible positions. That needs
     the batches of `collator`, since only they keep the order of the noise.
 
-    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `encoders.models_swin.SwinEncoder`.
+    arguments: of `framework.Framework`, which takes the method, and of `encoders.models_swin.SwinEncoder`.
     """
 
     release = "GreenMIM"
@@ -90,9 +101,9 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         decoder_depth: int = 1,
         decoder_num_heads: int = 16,
         decoder_order: str = "true",
-        **kwargs: Unpack[SwinArguments],
+        **arguments: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**arguments)
         if decoder_order not in DECODER_ORDERS:
             raise ValueError(f"unknown decoder_order {decoder_order!r}, choose from {', '.join(DECODER_ORDERS)}")
         self.decoder_order = decoder_order
@@ -100,9 +111,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             if isinstance(module, torch.nn.LayerNorm):
                 module.eps = 1e-6  # only in pre-training: fine-tuning uses Swin's 1e-5
         init_weights(self)  # MAE's initialisation of everything except the bias tables
-        self.grouper = WindowGrouper(
-            self.unit_grid, self.counts.num_visible, self.grouped_stages(self.counts.num_visible)
-        )
+        num_visible = self.counts.num_visible
+        self.grouper = WindowGrouper(self.unit_grid, num_visible, self.grouped_stages(num_visible))
         self.decoder = ProgressiveDecoder(
             self.grid_size,
             self.num_features,
@@ -115,20 +125,26 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         )
         self.decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
-        self.grid_size = self.unit_grid  # units are what is masked and thrown
-        return super().count_tokens(has_maps)
+    @property
+    def grid_size(self) -> tuple[int, int]:  # type: ignore[override]
+        """The (rows, columns) of the units, which are what is masked and thrown."""
+        return self.unit_grid
 
     def sampler(self, sampling: str) -> TokenOrderSampler:
-        kind = NoiseOrderSampler if self.decoder_order == "reference" else TokenOrderSampler
+        kind = TokenOrderSampler
+        if self.decoder_order == "reference":
+            kind = NoiseOrderSampler
         return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
     def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
         return GroupCollator(self.sampler(sampling), seed, self.grouper)
 
     def forward(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, *groupings: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+        self,
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        *groupings: Tensor,
+    ) -> dict[str, Tensor]:
         """Returns the scalar loss {"pixel"}.
 
         groupings: of the windows of the batch's visible set, made by `collator`. Without them each stage has one group
@@ -136,47 +152,45 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         """
         order = TokenOrder(ids_shuffle, self.counts)
         units = self.token_pixels(imgs)  # [B, N, 32 * 32 * C]
-        pred = self.decoder(self.forward_encoder(units, order, groupings), order)  # [B, num_supervised, 32 * 32 * C]
-        return {"pixel": self.error(pred, imgs, order).square().mean()}
-
-    def token_pixels(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Cuts images [B, C, H, W] of the model's size into units [B, N, 32 * 32 * C], pixels in MAE's layout."""
-        check_image_size(imgs, self.img_size)
-        return patchify(imgs, self.stride)
+        latent = self.forward_encoder(units, order, groupings)  # [B, num_visible, 8 D]
+        pred = self.decoder(latent, order)  # [B, num_supervised, 32 * 32 * C]
+        error = self.error(pred, imgs, units, order)
+        return {"pixel": error.square().mean()}
 
     def forward_encoder(
-        self, units: torch.Tensor, order: TokenOrder, groupings: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
+        self,
+        units: Tensor,
+        order: TokenOrder,
+        groupings: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Returns the latent of the visible units [B, num_visible, 8 D].
 
         units: all of them, [B, N, 32 * 32 * C]. Raises ValueError, on the CPU, if the images of the batch do not share
         their visible units.
         """
+        check_shared(order.ids_visible)
         ids = order.ids_visible
-        if ids.device.type != "meta" and not torch.compiler.is_compiling():
-            shared = (ids == ids[:1]).all()
-            if type(ids) is torch.Tensor and ids.device.type == "cpu" and not shared:  # a fake tensor has no values
-                raise ValueError(
-                    "all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True"
-                )
-            torch._assert_async(shared)  # without a host-device sync
         if self.decoder_order == "reference":  # the reference encodes in raster order, not in the order of the noise
             ids = ids.sort(dim=1).values
-        side, p = self.stride // self.patch_size, self.patch_size
-        pixels = order.take(units, ids).unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
-        tokens = self.patch_embed(pixels.transpose(3, 4).flatten(4))  # [B, V, 8, 8, D]
+        p = self.patch_size
+        side = self.stride // p
+        visible = order.take(units, ids)  # [B, V, 32 * 32 * C]
+        pixels = visible.unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
+        patches = pixels.transpose(3, 4).flatten(4)  # [B, V, 8, 8, 4 * 4 * C]
+        tokens = self.patch_embed(patches)  # [B, V, 8, 8, D]
         return self.encode_visible(tokens, ids[0], groupings)
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
         latent = self.forward_encoder(self.token_pixels(imgs), order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
     def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if "position_bias" in name or "token" in name}
+        names = [name for name, _ in self.named_parameters()]
+        return {name for name in names if "position_bias" in name or "token" in name}
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns GreenMIM's weights under the names here, without buffers that the model computes."""
-        renamed: dict[str, torch.Tensor] = {}
+        renamed: dict[str, Tensor] = {}
         for name, value in weights.items():
             if name.startswith("decoder_") or name == "mask_token":
                 renamed["decoder." + name.removeprefix("decoder_")] = value
@@ -191,7 +205,22 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         01, 11.
         """
         weights = state_dict.get("model", state_dict)
-        super().load_official(swap_merging(weights) if first_release else weights)
+        if first_release:
+            weights = swap_merging(weights)
+        super().load_official(weights)
+
+
+def check_shared(ids_visible: Tensor) -> None:
+    """Raises an error if images do not share their visible units [B, V]. On a GPU it comes without a sync."""
+    if ids_visible.device.type == "meta" or torch.compiler.is_compiling():
+        return
+    is_shared = (ids_visible == ids_visible[:1]).all()
+    has_values = type(ids_visible) is Tensor and ids_visible.device.type == "cpu"  # a fake tensor has none
+    if has_values and not is_shared:
+        raise ValueError(
+            "all images of a batch must share their visible tokens: use MaskCollator with shared_visible=True"
+        )
+    torch._assert_async(is_shared)
 
 
 greenmim_swin_micro_patch4_window4 = partial(

@@ -7,16 +7,16 @@ tokens, and all four decoders throw the same tokens of an image.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
-from framework import Framework, View, ViTArguments, check_blocks
+from framework import Framework, View, check_blocks
 from frameworks.hog import hog, orientation_colors
 from models_vit import BASE, LARGE, MICRO, MINI, ViTEncoder, layer_norm, patchify, unpatchify
-from prmim import ProgressiveDecoder, TokenOrder
+from prmim import Method, ProgressiveDecoder, TokenOrder
 
 __all__ = [
     "LocalMIMViT",
@@ -37,10 +37,11 @@ class LocalMIMViT(Framework, ViTEncoder):
         is the second, fourth, third last and last block, as in the release.
     num_bins: orientations of a histogram.
     hog_bias: give the gradient filters a random bias that is never trained, as in the release's ViT-L.
-    kwargs: the method, see `framework.Framework`, and the encoder's sizes, see `models_vit.ViTEncoder`.
+    arguments: of `framework.Framework`, which takes the method, and of `models_vit.ViTEncoder`, which takes the sizes.
     """
 
     release = "LocalMIM"
+    method = Method(throw_ratio=0.65)
 
     def __init__(
         self,
@@ -50,26 +51,30 @@ class LocalMIMViT(Framework, ViTEncoder):
         taps: Sequence[int] | None = None,
         num_bins: int = 9,
         hog_bias: bool = False,
-        **kwargs: Unpack[ViTArguments],
+        **arguments: Any,
     ) -> None:
-        arguments: ViTArguments = {"throw_ratio": 0.65, **kwargs}
         super().__init__(**arguments)
-        depth, patch_size = len(self.blocks), self.patch_size
-        self.taps = check_blocks("taps", (1, 3, depth - 3, depth - 1) if taps is None else taps, depth)
+        depth = len(self.blocks)
+        if taps is None:
+            taps = (1, 3, depth - 3, depth - 1)
+        self.taps = check_blocks("taps", taps, depth)
         if len(self.taps) != 4:
             raise ValueError(f"taps must be four numbers, got {self.taps}")
-        if patch_size % 4 or any(side % 2 for side in self.grid_size):
-            rows, columns = self.grid_size
+        rows, columns = self.grid_size
+        if self.patch_size % 4 or rows % 2 or columns % 2:
             raise ValueError(
                 f"LocalMIM needs a patch_size that is a multiple of 4 and an even grid of tokens, "
-                f"got patch_size {patch_size} and a grid of {rows} x {columns}"
+                f"got patch_size {self.patch_size} and a grid of {rows} x {columns}"
             )
-        self.cells = tuple(int(patch_size / scale) for scale in SCALES)  # side of a cell in pixels, at each level
+        self.cells = tuple(int(self.patch_size / scale) for scale in SCALES)  # side in pixels, at each level
         self.num_bins = num_bins
-        self.register_buffer("hog_bias", torch.empty(4, 2).uniform_(-1 / 3, 1 / 3) if hog_bias else None)
+        self.register_buffer("hog_bias", None)
+        if hog_bias:
+            self.hog_bias = torch.empty(4, 2).uniform_(-1 / 3, 1 / 3)
         self.norm = nn.ModuleList(layer_norm(self.embed_dim) for _ in SCALES)
-        self.decoder = nn.ModuleList(
-            LocalDecoder(
+        self.decoder = nn.ModuleList()
+        for scale in SCALES:
+            decoder = LocalDecoder(
                 self.grid_size,
                 self.embed_dim,
                 head=make_head(scale, decoder_embed_dim, self.in_chans * num_bins),
@@ -78,47 +83,54 @@ class LocalMIMViT(Framework, ViTEncoder):
                 decoder_num_heads=decoder_num_heads,
                 mlp_ratio=self.mlp_ratio,
             )
-            for scale in SCALES
-        )
+            self.decoder.append(decoder)
         for decoder in self.decoder:
             decoder.aggregation = self.make_aggregation(decoder_embed_dim)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns the scalar losses of normalised images [B, C, H, W] with ids_shuffle int64 [B, N].
 
         There is one per level, named by the side of a cell: "hog4", "hog8", "hog16" and "hog32" for patches of 16 px.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        *targets, coarse = self.target(imgs)
+        targets = self.target(imgs)
         latents = self.forward_encoder(imgs, order)
-        *features, last = [decoder.features(x, order) for decoder, x in zip(self.decoder, latents, strict=True)]
-        losses = [self.token_loss(k, x, t, order) for k, (x, t) in enumerate(zip(features, targets, strict=True))]
-        losses.append(self.group_loss(last, coarse, order))
-        return {f"hog{cell}": loss for cell, loss in zip(self.cells, losses, strict=True)}
+        losses = {}
+        for level, cell in enumerate(self.cells):
+            x = self.decoder[level].features(latents[level], order)
+            if level < 3:
+                loss = self.token_loss(level, x, targets[level], order)
+            else:
+                loss = self.group_loss(x, targets[level], order)
+            losses[f"hog{cell}"] = loss
+        return losses
 
-    def forward_encoder(self, imgs: torch.Tensor, order: TokenOrder) -> list[torch.Tensor]:
+    def forward_encoder(self, imgs: Tensor, order: TokenOrder) -> list[Tensor]:
         """Returns the latents of the visible tokens at the four levels, [B, 1 + num_visible, D] each."""
-        tokens = self.patch_embed(order.take_visible(self.patchify(imgs))) + order.take_visible(self.patch_positions)
+        tokens = self.patch_embed(order.take_visible(self.patchify(imgs)))
+        tokens = tokens + order.take_visible(self.patch_positions)
         return self.encode(tokens)
 
-    def encode(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, tokens: Tensor) -> list[Tensor]:
         """Returns the outputs of the four levels after their norms, [B, 1 + n, D] each, class token first."""
         x = self.prepend_cls_token(tokens)
-        levels: list[torch.Tensor] = []
+        norms = iter(self.norm)
+        levels = []
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i in self.taps:  # the norm is on a side branch; the next block takes x itself
-                levels.append(self.norm[len(levels)](x))
+                norm = next(norms)
+                levels.append(norm(x))
         return levels
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         return self.encode(self.embed(imgs))[-1]
 
-    def target(self, imgs: torch.Tensor) -> list[torch.Tensor]:
+    def target(self, imgs: Tensor) -> list[Tensor]:
         """Returns the HOG features of the four levels, float32 [B, C * num_bins, rows, columns] without gradient."""
         return hog(imgs, self.cells, self.num_bins, self.hog_bias)
 
-    def token_loss(self, level: int, x: torch.Tensor, target: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def token_loss(self, level: int, x: Tensor, target: Tensor, order: TokenOrder) -> Tensor:
         """Returns the loss of level 0, 1 or 2: the mean squared error over the cells of the supervised tokens.
 
         x: features [B, n, C] in token order. target: [B, C', rows, columns].
@@ -127,95 +139,126 @@ class LocalMIMViT(Framework, ViTEncoder):
         cells = patchify(target, int(SCALES[level]))  # [B, N, cells * C']
         target = order.take(cells, order.ids_shuffle[:, supervised])
         pred = self.decoder[level].predict(x[:, supervised])
-        return (pred.to(target.dtype) - target).square().mean()
+        error = pred.to(target.dtype) - target
+        return error.square().mean()
 
-    def group_loss(self, x: torch.Tensor, target: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def group_loss(self, x: Tensor, target: Tensor, order: TokenOrder) -> Tensor:
         """Returns the loss of level 3, in which a cell is a group of 2 x 2 tokens.
 
         It is the squared error, weighted by the share of supervised tokens in each group. x: features [B, n, C] in
         token order. target: [B, C', rows / 2, columns / 2].
         """
-        pred = self.decoder[3].predict(x, order)  # [B, N/4, C']
-        error = (pred.to(target.dtype) - target.flatten(2).transpose(1, 2)).square().mean(dim=-1)
-        supervised = self.supervised(order)
-        weights = pool(supervised.unsqueeze(-1).to(error.dtype), self.grid_size).squeeze(-1)  # 0, 1/4, 1/2, 3/4, 1
+        pred = self.decoder[3].predict_groups(x, order)  # [B, N/4, C']
+        target = target.flatten(2).transpose(1, 2)
+        error = (pred.to(target.dtype) - target).square().mean(dim=-1)  # [B, N/4]
+        supervised = self.supervised(order).unsqueeze(-1).to(error.dtype)
+        weights = pool(supervised, self.grid_size).squeeze(-1)  # 0, 1/4, 1/2, 3/4 or 1
         return (error * weights).sum() / weights.sum()
 
     @torch.no_grad()
-    def reconstruct(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[list[Tensor], Tensor]:
         """Returns (HOG features predicted at the four levels, mask of the predicted tokens, bool [B, N]).
 
         The features are [B, cells, C * num_bins] each, in raster order. Plain partial reconstruction predicts no thrown
         token. The mask is False there, and the cells of levels 0 to 2 are zero.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        latents, preds = self.forward_encoder(imgs, order), []
-        for level, (decoder, latent) in enumerate(zip(self.decoder, latents, strict=True)):
-            x = decoder.features(latent, order)
-            if level == 3:
-                preds.append(decoder.predict(x, order))
-            else:
-                grid = unpatchify(order.restore(decoder.predict(x)), int(SCALES[level]), self.grid_size)
+        latents = self.forward_encoder(imgs, order)
+        preds = []
+        for level, decoder in enumerate(self.decoder):
+            x = decoder.features(latents[level], order)
+            if level < 3:
+                pred = order.restore(decoder.predict(x))  # [B, N, cells of a token * C']
+                grid = unpatchify(pred, int(SCALES[level]), self.grid_size)
                 preds.append(grid.flatten(2).transpose(1, 2))
+            else:
+                preds.append(decoder.predict_groups(x, order))
         return preds, self.supervised(order)
 
     @torch.no_grad()
     def views(
-        self, imgs: torch.Tensor, ids_shuffle: torch.Tensor, undo: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        imgs: Tensor,
+        ids_shuffle: Tensor,
+        undo: Callable[[Tensor], Tensor],
     ) -> list[View]:
         """Returns a view per level, whose colours are orientations.
 
         The errors are squared errors of the features, averaged over the cells of each token. At level 3 the tokens of a
         cell have the same error.
         """
-        views, (preds, _) = [], self.reconstruct(imgs, ids_shuffle)
-        for cell, pred, target in zip(self.cells, preds, self.target(imgs), strict=True):
-            pred = pred.transpose(1, 2).reshape(target.shape)
-            error = (pred - target).square().mean(dim=1, keepdim=True)
-            resize = F.adaptive_avg_pool2d if cell <= self.patch_size else F.interpolate
-            truth, prediction = (
-                F.interpolate(orientation_colors(x, self.num_bins), size=self.img_size) for x in (target, pred)
+        preds, _ = self.reconstruct(imgs, ids_shuffle)
+        targets = self.target(imgs)
+        views = []
+        for level, cell in enumerate(self.cells):
+            target = targets[level]
+            pred = preds[level].transpose(1, 2).reshape(target.shape)
+            error = (pred - target).square().mean(dim=1, keepdim=True)  # [B, 1, rows, columns] of cells
+            if cell <= self.patch_size:
+                errors = F.adaptive_avg_pool2d(error, self.grid_size)
+            else:
+                errors = F.interpolate(error, self.grid_size)
+            view = View(
+                title=f"predicted, {cell} px",
+                truth_title=f"HOG, {cell} px",
+                truth=self.draw(target),
+                prediction=self.draw(pred),
+                measure=f"HOG error at {cell} px",
+                errors=errors.flatten(1),
             )
-            errors = resize(error, self.grid_size).flatten(1)
-            titles = f"predicted, {cell} px", f"HOG, {cell} px"
-            views.append(View(*titles, truth, prediction, f"HOG error at {cell} px", errors))
+            views.append(view)
         return views
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def draw(self, histograms: Tensor) -> Tensor:
+        """Turns histograms of cells [B, C * num_bins, rows, columns] into images of the model's size [B, 3, H, W]."""
+        return F.interpolate(orientation_colors(histograms, self.num_bins), size=self.img_size)
+
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns LocalMIM's weights without its gradient filters, which are computed here; but with their bias."""
-        filters = {name: weights.pop(name) for name in [*weights] if name.startswith("hog_enc.")}
+        filters = {}
+        others = {}
+        for name, value in weights.items():
+            if name.startswith("hog_enc."):
+                filters[name] = value
+            else:
+                others[name] = value
         if self.hog_bias is not None:
             zero = torch.zeros(2)
-            weights["hog_bias"] = torch.stack([filters.get(f"hog_enc.{k}.conv.bias", zero) for k in range(len(SCALES))])
+            biases = [filters.get(f"hog_enc.{level}.conv.bias", zero) for level in range(len(SCALES))]
+            others["hog_bias"] = torch.stack(biases)
         elif any(name.endswith(".bias") for name in filters):
             raise ValueError(
                 "these LocalMIM weights have a bias in their gradient filters: build the model with hog_bias=True"
             )
-        return weights
+        return others
 
 
 class LocalDecoder(ProgressiveDecoder):
     """The decoder of one level: blocks, aggregation, norm, and a head that brings the tokens to the level's scale."""
 
-    def predict(self, x: torch.Tensor, order: TokenOrder | None = None) -> torch.Tensor:
-        """Predicts the cells of each token from features [B, n, C]. Returns [B, n, cells * C'], cells in raster order.
+    def predict(self, x: Tensor) -> Tensor:
+        """Predicts the cells of each token, in raster order, from features [B, n, C]. Returns [B, n, cells * C']."""
+        return self.pred(self.norm(x)).flatten(2)
 
-        With `order` it predicts level 3, in which a cell is a group of 2 x 2 tokens, and returns [B, N/4, C']. Each
-        group is the mean over its tokens that are present. Plain partial reconstruction lacks some of them. A mean with
-        zeros in their place would shrink the features by the share of tokens that are present.
+    def predict_groups(self, x: Tensor, order: TokenOrder) -> Tensor:
+        """Predicts the cells of level 3, each of which is a group of 2 x 2 tokens, from features [B, n, C].
+
+        Each group is the mean over its tokens that are present. Plain partial reconstruction lacks some of them. A mean
+        with zeros in their place would shrink the features by the share of tokens that are present. Returns
+        [B, N/4, C'].
         """
         x = self.norm(x)
-        if order is not None:
-            present = pool(order.restore(torch.ones_like(x[..., :1])), self.grid_size)
-            # The share of present tokens is at least 1/4, unless the group is empty.
-            x = pool(order.restore(x), self.grid_size) / present.clamp(min=0.25)
-        return self.pred(x).flatten(2)
+        present = order.restore(torch.ones_like(x[..., :1]))
+        share = pool(present, self.grid_size)  # of tokens that are present: at least 1/4, unless the group is empty
+        x = pool(order.restore(x), self.grid_size) / share.clamp(min=0.25)
+        return self.pred(x)
 
 
-def pool(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+def pool(x: Tensor, grid_size: tuple[int, int]) -> Tensor:
     """Averages raster tokens [B, N, C] over groups of 2 x 2. Returns [B, N/4, C]."""
     rows, columns = grid_size
-    return x.reshape(len(x), rows // 2, 2, columns // 2, 2, -1).mean(dim=(2, 4)).flatten(1, 2)
+    grid = x.reshape(len(x), rows // 2, 2, columns // 2, 2, -1)
+    return grid.mean(dim=(2, 4)).flatten(1, 2)
 
 
 def make_head(scale: float, dim: int, out_dim: int) -> nn.Sequential:
@@ -226,8 +269,14 @@ def make_head(scale: float, dim: int, out_dim: int) -> nn.Sequential:
     the tokens that are needed.
     """
     if scale == 4:
-        up = [Upsample(dim, dim // 2), layer_norm(dim // 2), nn.GELU(), Upsample(dim // 2, dim // 4)]
-        return nn.Sequential(*up, Pointwise(dim // 4, out_dim), RasterCells())
+        return nn.Sequential(
+            Upsample(dim, dim // 2),
+            layer_norm(dim // 2),
+            nn.GELU(),
+            Upsample(dim // 2, dim // 4),
+            Pointwise(dim // 4, out_dim),
+            RasterCells(),
+        )
     if scale == 2:
         return nn.Sequential(Upsample(dim, dim // 2), Pointwise(dim // 2, out_dim))
     if scale == 1:
@@ -241,9 +290,10 @@ class Upsample(nn.ConvTranspose2d):
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__(dim, out_dim, kernel_size=2, stride=2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.permute(2, 3, 1, 0).flatten(0, 2)  # [4 * C', C]
-        return F.linear(x, weight, self.bias.repeat(4)).unflatten(-1, (4, -1))
+        x = F.linear(x, weight, self.bias.repeat(4))
+        return x.unflatten(-1, (4, -1))
 
 
 class Pointwise(nn.Conv2d):
@@ -252,15 +302,16 @@ class Pointwise(nn.Conv2d):
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__(dim, out_dim, kernel_size=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.flatten(1), self.bias)
 
 
 class RasterCells(nn.Module):
     """Puts the cells of cells that two upsamplings make, [B, n, 4, 4, C], in raster order, [B, n, 16, C]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(3, (2, 2)).unflatten(2, (2, 2)).transpose(3, 4).flatten(2, 5)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(3, (2, 2)).unflatten(2, (2, 2))  # [B, n, 2, 2, 2, 2, C]
+        return x.transpose(3, 4).flatten(2, 5)
 
 
 localmim_vit_micro_patch4 = partial(LocalMIMViT, **MICRO, decoder_embed_dim=64, decoder_num_heads=2, taps=(0, 1, 2, 3))

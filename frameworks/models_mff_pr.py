@@ -5,14 +5,15 @@ target, loss and throwing are those of MAE with PR-MIM. Fine-tuning drops the fu
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
-from typing_extensions import Unpack
+from torch import Tensor, nn
 
 from encoders.names import from_mmpretrain
-from framework import MAEArguments, check_blocks
+from framework import check_blocks
 from models_mae_pr import MaskedAutoencoderViT
 from models_vit import BASE, MICRO, MINI, init_weights
 
@@ -24,50 +25,64 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
 
     fused_blocks: numbers of the blocks (from 0) whose outputs are mixed. They increase and include the last block. The
         default is every second block and the last, for ViT-B 0, 2, 4, 6, 8 and 11 as in the release.
-    kwargs: the arguments of `MaskedAutoencoderViT`.
+    arguments: those of `MaskedAutoencoderViT`.
     """
 
     release = "MFF"
 
-    def __init__(self, fused_blocks: Sequence[int] | None = None, **kwargs: Unpack[MAEArguments]) -> None:
-        super().__init__(**(kwargs | {"progressive": False}))  # the aggregation is made last
+    def __init__(
+        self,
+        fused_blocks: Sequence[int] | None = None,
+        progressive: bool = True,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(progressive=False, **arguments)  # the aggregation is made last
         last = len(self.blocks) - 1
-        fused = [*range(0, last - 1, 2), last] if fused_blocks is None else fused_blocks
-        self.fused_blocks = check_blocks("fused_blocks", fused, last + 1)
+        if fused_blocks is None:
+            fused_blocks = [*range(0, last - 1, 2), last]
+        self.fused_blocks = check_blocks("fused_blocks", fused_blocks, len(self.blocks))
         # All levels but the last are projected. The last enters the mixture as it is.
-        self.proj_layers = nn.ModuleList(nn.Linear(self.embed_dim, self.embed_dim) for _ in self.fused_blocks[:-1])
+        self.proj_layers = nn.ModuleList()
+        for _ in self.fused_blocks[:-1]:
+            self.proj_layers.append(nn.Linear(self.embed_dim, self.embed_dim))
         self.proj_weights = nn.Parameter(torch.ones(len(self.fused_blocks), 1, 1, 1))
         init_weights(self.proj_layers)
-        self.progressive = kwargs.get("progressive", True)
+        self.method = replace(self.method, progressive=progressive)
         self.decoder.aggregation = self.make_aggregation(self.decoder_embed_dim)
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def encode(self, tokens: Tensor) -> Tensor:
         """Runs the blocks on embedded tokens with positions [B, n, D], and mixes the levels to [B, 1 + n, D]."""
-        x, last = self.prepend_cls_token(tokens), len(self.blocks) - 1
-        levels: list[torch.Tensor] = []
+        x = self.prepend_cls_token(tokens)
+        projections = iter(self.proj_layers)
+        levels: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             x = block(x)
-            if i == last:
+            if i == len(self.blocks) - 1:
                 levels.append(x)
             elif i in self.fused_blocks:
-                levels.append(self.proj_layers[len(levels)](x))
-        return (self.proj_weights.softmax(dim=0) * torch.stack(levels)).sum(dim=0)
+                project = next(projections)
+                levels.append(project(x))
+        weights = self.proj_weights.softmax(dim=0)  # [levels, 1, 1, 1]
+        return (weights * torch.stack(levels)).sum(dim=0)
 
-    def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward_features(self, imgs: Tensor) -> Tensor:
         """Returns the features of the last block alone, as the encoder is fine-tuned, [B, 1 + N, D] after the norm."""
         return self.norm(super().encode(self.embed(imgs)))
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token", "decoder.mask_token"}  # as in the release: `proj_weights` decay
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns MFF's weights under the names here.
 
         The position tables are the release's, too: MFF's encode the row first, those here the column first.
         """
+        renamed = from_mmpretrain(weights)
         known = ("backbone.", "neck.", "data_preprocessor.")  # the last are mean and std of the images
-        others = {name: value for name, value in weights.items() if not name.startswith(known)}
-        return others | from_mmpretrain(weights)
+        for name, value in weights.items():
+            if not name.startswith(known):
+                renamed[name] = value
+        return renamed
 
 
 mff_vit_micro_patch4 = partial(MFFMaskedAutoencoderViT, **MICRO, decoder_embed_dim=64, decoder_depth=4)

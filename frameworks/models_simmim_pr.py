@@ -9,19 +9,20 @@ whole grids. SimMIM on Swin is the release's baseline, and GreenMIM is the Swin 
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
-from typing_extensions import Unpack
+from torch import Tensor, nn
 
 from encoders import models_swin
 from encoders.models_relative_vit import RelativeViTEncoder
 from encoders.models_swin import SwinEncoder
 from encoders.names import from_simmim
-from framework import PixelFramework, SwinArguments, ViTArguments
+from framework import PixelFramework
 from models_vit import BASE, MICRO, MINI, patchify, unpatchify
-from prmim import TokenCounts, TokenOrder
+from prmim import Method, TokenOrder
 
 __all__ = [
     "SimMIMViT",
@@ -35,11 +36,13 @@ __all__ = [
 ]
 
 
-class RelativeArguments(ViTArguments, total=False):
-    """The arguments of SimMIM on a ViT."""
+def count_visible_units(num_units: int, mask_ratio: float) -> int:
+    """Returns how many units are visible. The number of masked ones is rounded up, as in the release.
 
-    init_values: float
-    shared_bias: bool
+    For example, 30 of 49 units are masked at mask_ratio 0.6.
+    """
+    num_masked = math.ceil(num_units * mask_ratio)
+    return num_units - num_masked
 
 
 class SimMIMOnViT(PixelFramework):
@@ -52,101 +55,119 @@ class SimMIMOnViT(PixelFramework):
         self.pred = nn.Linear(self.embed_dim, self.patch_size**2 * self.in_chans)
         self.aggregation = self.make_aggregation(self.embed_dim)
 
-    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Runs the encoder on the kept tokens [B, num_kept, D]. Returns [B, 1 + num_kept, D], class token first."""
         raise NotImplementedError
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
-        x = self.forward_encoder(patches, order)[:, self.counts.num_visible :]
-        pred = self.pred(self.norm(x))  # [B, num_supervised, p*p*C]
-        return {"pixel": self.error(pred, imgs, order).abs().mean()}
+        x = self.forward_encoder(patches, order)
+        pred = self.predict(x[:, self.counts.num_visible :])  # [B, num_supervised, p*p*C]
+        error = self.error(pred, imgs, patches, order)
+        return {"pixel": error.abs().mean()}
 
-    def forward_encoder(self, patches: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
 
         Returns [B, N, D] in token order. Plain partial reconstruction returns the kept tokens [B, num_kept, D].
         """
         visible = self.patch_embed(order.take_visible(patches))
         tokens = order.append_mask_tokens(visible, self.mask_token)  # [B, num_kept, D]
-        x = self.encode_kept(tokens, order)[:, 1:]
-        return x if self.aggregation is None else self.aggregation(x, order, self.grid_size)
+        x = self.encode_kept(tokens, order)
+        x = x[:, 1:]  # without the class token
+        if self.aggregation is None:
+            return x
+        return self.aggregation(x, order, self.grid_size)
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        return self.pred(self.norm(self.forward_encoder(self.patchify(imgs), order)))
+    def predict(self, x: Tensor) -> Tensor:
+        """Applies norm and head to features [B, n, D], token by token. Returns [B, n, p*p*C]."""
+        return self.pred(self.norm(x))
+
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
+        return self.predict(self.forward_encoder(self.patchify(imgs), order))
 
 
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     """A ViT with a shared relative-position bias, whose encoder also runs on mask tokens, and a linear head.
 
-    The number of masked units is rounded up, as in the release: 30 of 49 at mask_ratio 0.6.
-    kwargs: the method, see `framework.Framework`, and the arguments of `RelativeViTEncoder`.
+    arguments: of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
     """
 
     release = "SimMIM"
+    method = Method(mask_ratio=0.6, throw_ratio=0.3)
 
-    def __init__(self, **kwargs: Unpack[RelativeArguments]) -> None:
-        arguments: RelativeArguments = {"mask_ratio": 0.6, "throw_ratio": 0.3, "mask_unit": 2, **kwargs}
-        super().__init__(**arguments)
+    def __init__(self, mask_unit: int = 2, **arguments: Any) -> None:
+        super().__init__(mask_unit=mask_unit, **arguments)
         self.add_head()
 
-    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
-        return self.counts_of(self.num_units - math.ceil(self.num_units * self.mask_ratio))
+    def count_visible_units(self, num_units: int) -> int:
+        return count_visible_units(num_units, self.method.mask_ratio)
 
-    def encode_kept(self, tokens: torch.Tensor, order: TokenOrder) -> torch.Tensor:
+    def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""
         return self.encode(tokens, order.ids_kept)
 
     def no_weight_decay(self) -> set[str]:
         return {"cls_token"}  # as in the release: the mask token and the bias table decay
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_release(weights, self.patch_size)
 
 
 class SimMIMSwin(PixelFramework, SwinEncoder):
     """A dense Swin that also runs on mask tokens, with a linear head on the last stage. Its cells are the masked units.
 
-    The number of masked units is rounded up. No token can be thrown, so `throw_ratio` is 0 by default.
-    kwargs: the method, see `framework.Framework`, and the arguments of `encoders.models_swin.SwinEncoder`.
+    No token can be thrown, because its windows need whole grids.
+    arguments: of `framework.Framework`, which takes the method, and of `encoders.models_swin.SwinEncoder`.
     """
 
     release = "SimMIM"
-    throws = False  # its windows need whole grids
+    method = Method(mask_ratio=0.6, throw_ratio=0.0)
 
-    def __init__(self, **kwargs: Unpack[SwinArguments]) -> None:
-        arguments: SwinArguments = {"mask_ratio": 0.6, "throw_ratio": 0.0, **kwargs}
-        super().__init__(**arguments)
+    def __init__(self, depths: Sequence[int] = (2, 2, 18, 2), **arguments: Any) -> None:
+        side_of_unit = 2 ** (len(depths) - 1)  # in tokens
+        super().__init__(depths=depths, mask_unit=side_of_unit, **arguments)
+        throw_ratio = self.method.throw_ratio
+        if throw_ratio:
+            raise ValueError(f"{type(self).__name__} throws no tokens, got throw_ratio {throw_ratio}; set it to 0")
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
 
-    def count_tokens(self, has_maps: bool = True) -> TokenCounts:
-        self.mask_unit = self.stride // self.patch_size
-        return self.counts_of(self.num_units - math.ceil(self.num_units * self.mask_ratio))
+    def count_visible_units(self, num_units: int) -> int:
+        return count_visible_units(num_units, self.method.mask_ratio)
 
-    def forward(self, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        pred = self.predict_all(imgs, order)[:, self.counts.num_visible :]
-        return {"pixel": self.error(pred, imgs, order).abs().mean()}
+        patches = self.patchify(imgs)  # [B, N, p*p*C]
+        pred = self.predict_patches(patches, order)
+        error = self.error(pred[:, self.counts.num_visible :], imgs, patches, order)
+        return {"pixel": error.abs().mean()}
 
-    def predict_all(self, imgs: torch.Tensor, order: TokenOrder) -> torch.Tensor:
-        tokens = order.append_mask_tokens(self.patch_embed(order.take_visible(self.patchify(imgs))), self.mask_token)
-        cells = self.pred(self.encode(order.restore(tokens)))  # [B, cells, stride * stride * C]
-        patches = patchify(unpatchify(cells, self.stride, self.unit_grid), self.patch_size)  # [B, N, p*p*C], raster
-        return order.take(patches, order.ids_shuffle)
+    def predict_patches(self, patches: Tensor, order: TokenOrder) -> Tensor:
+        """Predicts all tokens [B, N, p*p*C], in token order, from the visible ones of all patches [B, N, p*p*C]."""
+        visible = self.patch_embed(order.take_visible(patches))
+        tokens = order.append_mask_tokens(visible, self.mask_token)
+        x = self.encode(order.restore(tokens))
+        cells = self.pred(x)  # [B, cells, stride * stride * C]
+        imgs = unpatchify(cells, self.stride, self.unit_grid)
+        pred = patchify(imgs, self.patch_size)  # [B, N, p*p*C], raster
+        return order.take(pred, order.ids_shuffle)
+
+    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
+        return self.predict_patches(self.patchify(imgs), order)
 
     def no_weight_decay(self) -> set[str]:
         return {"mask_token"}  # as in the release: bias tables decay
 
-    def official_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return rename_release(weights, self.stride)
 
 
-def rename_release(weights: dict[str, torch.Tensor], stride: int) -> dict[str, torch.Tensor]:
+def rename_release(weights: dict[str, Tensor], stride: int) -> dict[str, Tensor]:
     """Returns the weights of SimMIM's release under the names here, with the head re-indexed.
 
     The release's head is a 1x1 convolution with channels (colour, row, column). The linear head here has outputs (row,
@@ -154,14 +175,20 @@ def rename_release(weights: dict[str, torch.Tensor], stride: int) -> dict[str, t
     output of the head covers.
     """
     renamed = from_simmim(weights)
-    for kind in ("weight", "bias"):
-        if f"decoder.0.{kind}" in weights:
-            value = weights.pop(f"decoder.0.{kind}")
-            if kind == "weight":
-                value = value.flatten(1)
-            value = value.unflatten(0, (-1, stride, stride))
-            renamed[f"pred.{kind}"] = value.movedim(0, 2).flatten(0, 2)
-    return {name: value for name, value in weights.items() if not name.startswith("encoder.")} | renamed
+    for name, value in weights.items():
+        if name == "decoder.0.weight":
+            renamed["pred.weight"] = reorder_head(value.flatten(1), stride)
+        elif name == "decoder.0.bias":
+            renamed["pred.bias"] = reorder_head(value, stride)
+        elif not name.startswith("encoder."):
+            renamed.setdefault(name, value)
+    return renamed
+
+
+def reorder_head(value: Tensor, stride: int) -> Tensor:
+    """Returns a weight or bias whose outputs (colour, row, column) have become (row, column, colour)."""
+    value = value.unflatten(0, (-1, stride, stride))  # [colours, rows, columns, ...]
+    return value.movedim(0, 2).flatten(0, 2)
 
 
 simmim_vit_micro_patch4 = partial(SimMIMViT, **MICRO)

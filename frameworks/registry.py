@@ -19,6 +19,7 @@ from frameworks import (
     models_simmim_pr,
     models_tec_pr,
 )
+from prmim import METHOD_ARGUMENTS
 from util.text import count_of
 
 FRAMEWORKS = (
@@ -65,8 +66,9 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     name = settings["model"]
     if not read_files:
         settings = {**settings, **{flag.name: None for flag in CLASS_OF[name].flags if flag.names_file}}
-    names = ["mask_ratio", "throw_ratio", "progressive", "kernel_size", "aggregation", "applies_to", "norm_pix_loss"]
-    options = {option: settings[option] for option in names} | {"in_chans": settings.get("in_chans", 3)}
+    options = {name: settings[name] for name in METHOD_ARGUMENTS}
+    options["norm_pix_loss"] = settings["norm_pix_loss"]
+    options["in_chans"] = settings.get("in_chans", 3)
     for flag, families in own_flags().items():
         if settings.get(flag.name) is not None:
             if flag not in CLASS_OF[name].flags:

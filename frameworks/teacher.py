@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from encoders.kinds import PLAIN
@@ -34,8 +34,8 @@ class Teacher(ViTEncoder):
     statistics: tuple[Sequence[float], Sequence[float]] | None = None
     unused_keys = ("norm.",)  # the targets are outputs of blocks
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
         self.num_heads: int = self.blocks[0].attn.num_heads
         if len(self.blocks) < 2:
             raise ValueError("a teacher needs two blocks: its features are the mean of the outputs of the last two")
@@ -43,9 +43,7 @@ class Teacher(ViTEncoder):
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def forward(
-        self, imgs: torch.Tensor, order: TokenOrder, num_keys: int, topk: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, imgs: Tensor, order: TokenOrder, num_keys: int, topk: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (features, logits, queries) of normalised images [B, C, H, W].
 
         features [B, N, T], in raster order: the mean of the outputs of the last two blocks, without the final norm.
@@ -54,51 +52,64 @@ class Teacher(ViTEncoder):
         softmax: the rows are the class token and the `queries`, the columns the first num_keys patches in token order.
         """
         features, last_input = self._forward_blocks(imgs)
-        x, qkv = self.blocks[-1].norm1(last_input), self.blocks[-1].attn.qkv
-        (q_weight, k_weight, _), (q_bias, k_bias, _) = qkv.weight.chunk(3), qkv.bias.chunk(3)
+        last_block = self.blocks[-1]
+        x = last_block.norm1(last_input)
+        q_weight, k_weight, _ = last_block.attn.qkv.weight.chunk(3)
+        q_bias, k_bias, _ = last_block.attn.qkv.bias.chunk(3)
         patches = order.take(x[:, 1:], order.ids_shuffle[:, :num_keys])  # [B, num_keys, T]
-        keys = F.linear(patches, k_weight, k_bias) * (self.embed_dim // self.num_heads) ** -0.5
-        cls_row = attention_logits(
-            F.linear(x[:, :1], q_weight, q_bias), keys, self.num_heads
-        )  # [B, heads, 1, num_keys]
-        queries = cls_row.mean(dim=(1, 2)).topk(topk, dim=1).indices
-        rows = attention_logits(F.linear(order.take(patches, queries), q_weight, q_bias), keys, self.num_heads)
+        scale = (self.embed_dim // self.num_heads) ** -0.5
+        keys = F.linear(patches, k_weight, k_bias) * scale
+        cls_query = F.linear(x[:, :1], q_weight, q_bias)
+        cls_row = attention_logits(cls_query, keys, self.num_heads)  # [B, heads, 1, num_keys]
+        mean_row = cls_row.mean(dim=(1, 2))
+        queries = mean_row.topk(topk, dim=1).indices
+        patch_queries = F.linear(order.take(patches, queries), q_weight, q_bias)
+        rows = attention_logits(patch_queries, keys, self.num_heads)  # [B, heads, topk, num_keys]
         return features, torch.cat([cls_row, rows], dim=2), queries
 
     @torch.no_grad()
     def renormalize(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Folds a change of the pixel normalisation, to `mean` and `std`, into the patch embedding."""
         if self.statistics is not None:
-            kernel, bias = self.patch_embed.proj.weight, self.patch_embed.proj.bias
-            values = (torch.tensor(value, device=kernel.device) for value in (*self.statistics, mean, std))
-            old_mean, old_std, new_mean, new_std = values
-            bias += (kernel.sum(dim=(2, 3)) * ((new_mean - old_mean) / old_std)).sum(dim=1)
+            kernel = self.patch_embed.proj.weight
+            bias = self.patch_embed.proj.bias
+            old_mean, old_std = (torch.tensor(values, device=kernel.device) for values in self.statistics)
+            new_mean = torch.tensor(mean, device=kernel.device)
+            new_std = torch.tensor(std, device=kernel.device)
+            shift = (new_mean - old_mean) / old_std  # of each channel
+            bias += (kernel.sum(dim=(2, 3)) * shift).sum(dim=1)
             kernel *= (new_std / old_std).view(-1, 1, 1)
-        self.statistics = tuple(mean), tuple(std)
+        self.statistics = (tuple(mean), tuple(std))
 
     @torch.no_grad()
-    def features(self, imgs: torch.Tensor) -> torch.Tensor:
+    def features(self, imgs: Tensor) -> Tensor:
         """Returns the mean of the last two blocks' outputs, [B, N, T] in raster order, of normalised [B, C, H, W]."""
-        return self._forward_blocks(imgs)[0]
+        features, _ = self._forward_blocks(imgs)
+        return features
 
-    def _forward_blocks(self, imgs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_blocks(self, imgs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (features [B, N, T], input of the last block [B, 1 + N, T])."""
         x = self.prepend_cls_token(self.embed(imgs))
         for block in self.blocks[:-1]:
             x = block(x)
-        return (x + self.blocks[-1](x))[:, 1:] / 2, x
+        last_two = x + self.blocks[-1](x)
+        return last_two[:, 1:] / 2, x
 
 
-def attention_logits(q: torch.Tensor, k: torch.Tensor, num_heads: int) -> torch.Tensor:
+def attention_logits(q: Tensor, k: Tensor, num_heads: int) -> Tensor:
     """Returns the products of queries [B, Q, T] and keys [B, n, T] per head, unscaled, [B, heads, Q, n].
 
     They are computed in float32 or wider. Half precision would round the values before a ranking and a softmax. The
     cost is small, since there are few rows.
     """
-    device = "cpu" if q.device.type == "meta" else q.device.type  # autocast has no meta device, which counts costs
+    device = q.device.type
+    if device == "meta":  # autocast has no meta device, which counts costs
+        device = "cpu"
     with torch.autocast(device, enabled=False):
-        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        q, k = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k))
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        q = q.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # [B, heads, Q, d]
+        k = k.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # [B, heads, n, d]
         return q @ k.transpose(-2, -1)
 
 
@@ -124,7 +135,8 @@ def _open_checkpoint(source: str, img_size: tuple[int, int], patch_size: int) ->
     path = Path(weights.path)
     teacher = _build_teacher(weights, img_size, patch_size)
     _fold_normalization(teacher, weights.settings)
-    teacher.source, teacher.fingerprint = str(path.parent.resolve() / path.name), checkpoint.sha256(path)
+    teacher.source = str(path.parent.resolve() / path.name)
+    teacher.fingerprint = checkpoint.sha256(path)
     return teacher
 
 
@@ -141,39 +153,44 @@ def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> T
     teacher = _build_teacher(Weights(name, theirs.state_dict(), {"settings": settings}), img_size, patch_size)
     _check_equal_features(teacher, theirs, f"teacher {name!r}")
     _fold_normalization(teacher, theirs.pretrained_cfg)
-    teacher.source = teacher.fingerprint = name
+    teacher.source = name
+    teacher.fingerprint = name
     return teacher
 
 
 def _build_teacher(weights: Weights, img_size: tuple[int, int], patch_size: int) -> Teacher:
-    what = f"teacher {weights.what}"
+    label = f"teacher {weights.what}"
     if weights.kind is not PLAIN:
-        raise ValueError(f"{what} is {weights.kind.name}; a teacher must be a plain ViT")
+        raise ValueError(f"{label} is {weights.kind.name}; a teacher must be a plain ViT")
     sizes = weights.sizes
     if sizes["patch_size"] != patch_size:
         raise ValueError(
-            f"{what} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same"
+            f"{label} cuts patches of {sizes['patch_size']} px, the student of {patch_size}: tokens must be the same"
         )
     with torch.random.fork_rng(devices=[]):  # the student's first weights must not depend on the teacher's size
         teacher = Teacher(**{**sizes, "img_size": img_size})
     set_norm_eps(teacher, weights)
     report = fit(teacher, weights)
-    teacher.origin = f"{what}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
+    teacher.origin = f"{label}, width {teacher.embed_dim}, {len(teacher.blocks)} blocks: {report}"
     return teacher
 
 
 @torch.no_grad()
-def _check_equal_features(teacher: Teacher, theirs: nn.Module, what: str) -> None:
+def _check_equal_features(teacher: Teacher, theirs: nn.Module, label: str) -> None:
     """Raises ValueError if timm's model computes other features from equal weights, say by another activation."""
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
     handle = theirs.blocks[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
-    imgs = torch.randn(1, 3, *teacher.img_size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    imgs = torch.randn(1, 3, *teacher.img_size, generator=generator)
     theirs.forward_features(imgs)
     handle.remove()
+    expected = outputs[0]
     x = teacher.forward_features(imgs)
-    if outputs[0].shape != x.shape or not torch.allclose(outputs[0], x, rtol=1e-3, atol=1e-3 * x.abs().max().item()):
+    tolerance = 1e-3 * x.abs().max().item()
+    is_equal = expected.shape == x.shape and torch.allclose(expected, x, rtol=1e-3, atol=tolerance)
+    if not is_equal:
         raise ValueError(
-            f"{what} is no plain ViT with a class token: timm's network computes other features of equal weights"
+            f"{label} is no plain ViT with a class token: timm's network computes other features of equal weights"
         )
 
 
@@ -184,8 +201,10 @@ def _fold_normalization(teacher: Teacher, settings: Mapping[str, Any]) -> None:
     later. `settings` hold the teacher's own as `mean` and `std`; without them they are ImageNet's. A teacher of other
     channels keeps its own.
     """
-    if teacher.patch_embed.proj.in_channels == 3:
-        teacher.statistics = settings.get("mean") or IMAGENET_MEAN, settings.get("std") or IMAGENET_STD
+    mean = settings.get("mean")
+    std = settings.get("std")
+    if teacher.in_chans == 3:
+        teacher.statistics = (mean or IMAGENET_MEAN, std or IMAGENET_STD)
         teacher.renormalize(IMAGENET_MEAN, IMAGENET_STD)
-    elif settings.get("mean"):
-        teacher.statistics = settings["mean"], settings["std"]
+    elif mean:
+        teacher.statistics = (mean, settings["std"])

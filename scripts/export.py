@@ -50,7 +50,8 @@ import models_mae_pr
 from encoders.kinds import PLAIN, find_factory
 from encoders.load import Weights, build, read
 from encoders.models_swin import SwinEncoder
-from encoders.names import Tensors, rename_prefixes
+from encoders.names import Tensors
+from framework import rename_prefixes
 from frameworks.registry import load_run
 from scripts.parts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
 from scripts.parts.model_card import model_card

@@ -108,7 +108,9 @@ def spy_on_errors(model, batch):
 
 def exact_target(model, imgs, ids_shuffle):
     """Of all masked tokens, in float64."""
-    target = TokenOrder.take(model.target_tokens(imgs.double()), ids_shuffle[:, model.counts.num_visible :])
+    imgs = imgs.double()
+    target = model.target_tokens(imgs, model.token_pixels(imgs))
+    target = TokenOrder.take(target, ids_shuffle[:, model.counts.num_visible :])
     if not model.norm_pix_loss:
         return target
     return (target - target.mean(dim=-1, keepdim=True)) / (target.var(dim=-1, keepdim=True) + 1e-6).sqrt()

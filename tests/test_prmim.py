@@ -1,8 +1,11 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from prmim import (
+    AGGREGATION,
     SAMPLING,
     MaskCollator,
     SpatialAggregation,
@@ -351,7 +354,7 @@ def test_dwconv_against_a_loop_over_cells(applies_to):
     torch.testing.assert_close(aggregate(kept, order, (side, side)), expected)
 
 
-@pytest.mark.parametrize("kind", SpatialAggregation.KINDS)
+@pytest.mark.parametrize("kind", AGGREGATION)
 def test_aggregation_kinds(kind):
     order = an_order()
     aggregate = SpatialAggregation(32, 5, kind)
@@ -381,6 +384,37 @@ def test_average_pool_is_the_convolution_with_a_uniform_kernel():
     torch.nn.init.constant_(conv.operator.weight, 1 / 25)
     torch.nn.init.zeros_(conv.operator.bias)
     torch.testing.assert_close(SpatialAggregation(8, 5, "avgpool")(kept, order, (6, 6)), conv(kept, order, (6, 6)))
+
+
+class PartialConv(nn.Conv2d):
+    """A convolution whose output is divided by the share of its window that is kept (Liu et al., ECCV 2018)."""
+
+    def __init__(self, dim, kernel_size):
+        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=False)
+        self.window = (kernel_size, kernel_size)
+
+    def forward(self, grid, kept):
+        kept = kept.unsqueeze(1).to(grid.dtype)  # [B, 1, rows, columns]
+        share = F.avg_pool2d(kept, self.window, stride=1, padding=self.padding)
+        grid = super().forward(grid.permute(0, 3, 1, 2))
+        return (grid / share.clamp(min=1e-6)).permute(0, 2, 3, 1)
+
+
+def test_an_operator_is_told_which_cells_are_kept(monkeypatch):
+    """With a uniform kernel, a partial convolution is the mean of the kept tokens in the window."""
+    monkeypatch.setitem(AGGREGATION, "partialconv", PartialConv)
+    order = an_order()
+    kept = torch.randn(2, 18, 4)
+    aggregate = SpatialAggregation(4, 5, "partialconv")
+    nn.init.constant_(aggregate.operator.weight, 1 / 25)
+    out = aggregate(kept, order, (6, 6))
+    for b in range(2):
+        cells = torch.stack([order.ids_kept[b] // 6, order.ids_kept[b] % 6], dim=1)
+        for rank, token in enumerate(order.ids_thrown[b].tolist()):
+            distance = (cells - torch.tensor(divmod(token, 6))).abs().amax(dim=1)
+            is_near = distance <= 2
+            assert is_near.any()
+            torch.testing.assert_close(out[b, 18 + rank], kept[b, is_near].mean(dim=0))
 
 
 @pytest.mark.parametrize(

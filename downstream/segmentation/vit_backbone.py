@@ -9,7 +9,7 @@ from torch import nn
 
 from encoders.models_relative_vit import RelativeBlock
 from encoders.names import Tensors, rename
-from models_vit import PositionedEncoder, drop_path_rates, init_weights
+from models_vit import PositionedEncoder, ViTSizes, drop_path_rates, init_weights
 from models_vit import layer_norm as make_layer_norm
 from util.pos_embed import sincos_pos_embed
 
@@ -42,7 +42,7 @@ class DenseViT(PositionedEncoder):
         out_blocks: tuple[int, ...] | None = None,
         final_norm: bool = False,
     ) -> None:
-        super().__init__(img_size, patch_size, in_chans, embed_dim)
+        super().__init__(ViTSizes(img_size, patch_size, in_chans, embed_dim))
         self.out_blocks = (depth - 1,) if out_blocks is None else out_blocks
         table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]

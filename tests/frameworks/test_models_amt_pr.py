@@ -75,10 +75,10 @@ def test_the_random_phase_masks_three_quarters_and_throws_nothing():
     with torch.device("meta"):
         model = models_amt_pr.amt_vit_base_patch16()
     assert counts_of(model.counts) == (30, 88, 78)
-    model.counts = model.count_tokens(False)
+    model.set_phase(has_maps=False)
     assert counts_of(model.counts) == (49, 147, 0)
     assert model.sampler("attention").counts is model.counts
-    model.counts = model.count_tokens(True)
+    model.set_phase(has_maps=True)
     assert counts_of(model.counts) == (30, 88, 78)
 
 
@@ -86,9 +86,9 @@ def test_the_random_phase_of_simmim_masks_as_many_units_and_throws_none():
     with torch.device("meta"):
         model = models_amt_pr.amt_simmim_vit_base_patch16()
     assert counts_of(model.counts) == (56, 88, 52)
-    model.counts = model.count_tokens(False)
+    model.set_phase(has_maps=False)
     assert counts_of(model.counts) == (108, 88, 0) and model.sampler("attention").counts is model.counts
-    model.counts = model.count_tokens(True)
+    model.set_phase(has_maps=True)
     assert counts_of(model.counts) == (56, 88, 52)
 
 
@@ -145,7 +145,7 @@ def test_without_weights_all_sets_are_random():
 def test_loss_and_predictions_against_the_slow_derivation(has_maps, norm_pix_loss):
     torch.manual_seed(0)
     model = perturbed(AMTViT(**SIZES, progressive=False, norm_pix_loss=norm_pix_loss))
-    model.counts = model.count_tokens(has_maps)
+    model.set_phase(has_maps=has_maps)
     assert counts_of(model.counts) == ((3, 7, 6) if has_maps else (4, 12, 0))
     imgs, ids = torch.randn(2, 3, *model.img_size, dtype=torch.float64), orders(model, 2)
     losses, (pred, mask) = [], model.reconstruct(imgs, ids)
@@ -164,7 +164,7 @@ def test_with_the_aggregation_both_phases_use_every_parameter(applies_to):
     """DDP with a static graph needs that."""
     model = AMTViT(**SIZES, applies_to=applies_to)
     for has_maps in (False, True):
-        model.counts = model.count_tokens(has_maps)
+        model.set_phase(has_maps=has_maps)
         ids = orders(model, 2)
         losses = model(torch.randn(2, 3, 32, 32), ids)
         losses["pixel"].backward()
@@ -189,7 +189,7 @@ def test_weights_are_mae_s():
 def test_simmim_against_the_slow_derivation(has_maps, progressive):
     torch.manual_seed(0)
     model = perturbed(AMTSimMIMViT(**SIMMIM, progressive=progressive, kernel_size=3))
-    model.counts = model.count_tokens(has_maps)
+    model.set_phase(has_maps=has_maps)
     assert counts_of(model.counts) == ((8, 16, 12) if has_maps else (20, 16, 0))
     imgs, ids = torch.randn(2, 3, *model.img_size, dtype=torch.float64), orders(model, 2)
     losses, (pred, mask) = [], model.reconstruct(imgs, ids)

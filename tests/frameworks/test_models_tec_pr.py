@@ -22,7 +22,8 @@ ARMS = [(0.0, True), (0.5, False), (0.5, True)]
 
 def build(throw_ratio=0.5, progressive=True, teacher=None, **options):
     torch.manual_seed(0)
-    teacher = teacher or Teacher(32, 8, 3, 20, 3, 5)  # another size than the student's
+    if teacher is None:  # of another size than the student
+        teacher = Teacher(img_size=32, patch_size=8, embed_dim=20, depth=3, num_heads=5)
     model = TECViT(**SIZES | dict(throw_ratio=throw_ratio, progressive=progressive, teacher=teacher) | options)
     for parameter in model.teacher.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
