@@ -41,6 +41,14 @@ from tests.scripts.programs import MAINS, ROOT, SCRIPTS
 README = ROOT / "README.md"
 # The file that docs/add_a_framework.md shows, with a flag and models of its own.
 EXAMPLE = "models_example_pr.py"
+ADDS_THE_EXAMPLE = """
+import models_example_pr
+from frameworks import registry
+from tests import patches
+
+registry.FRAMEWORKS += (models_example_pr,)
+patches.ALLOWED.add("models_example_pr")
+"""
 EXAMPLE_FLAG = "--loss_beta"
 EXAMPLE_MODELS = "example_"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -113,8 +121,7 @@ def test_the_example_of_a_framework_keeps_the_contract(tmp_path: Path) -> None:
     """As the guide says: the contract's tests cover it without a new line. Those that compile take too long here."""
     (snippet,) = [text for text in blocks_of(ROOT / "docs" / "add_a_framework.md", "python") if EXAMPLE in text]
     (tmp_path / EXAMPLE).write_text(snippet)
-    adds_it = "import models_example_pr\nfrom frameworks import registry\nregistry.FRAMEWORKS += (models_example_pr,)\n"
-    (tmp_path / "adds_the_example.py").write_text(adds_it)
+    (tmp_path / "adds_the_example.py").write_text(ADDS_THE_EXAMPLE)
     chosen = "ExampleViT and not compile and not two_processes"
     flags = ["-q", "-p", "no:cacheprovider", "-p", "adds_the_example", "-k", chosen, f"--basetemp={tmp_path / 'temp'}"]
     done = subprocess.run(
