@@ -96,7 +96,12 @@ class Framework(nn.Module):
                     "give the flag another name"
                 )
 
-    def __init__(self, norm_pix_loss: bool = False, mask_unit: int = 1, **arguments: Any) -> None:
+    def __init__(
+        self,
+        norm_pix_loss: bool = False,
+        mask_unit: int = 1,
+        **arguments: Any,
+    ) -> None:
         method = {}
         for name in METHOD_ARGUMENTS:
             if name in arguments:
@@ -291,10 +296,11 @@ class PixelFramework(Framework):
         """Returns whether the targets are the tokens' pixels: no subclass has another `target_tokens`."""
         return type(self).target_tokens is PixelFramework.target_tokens
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
+    def predict_all(self, pixels: Tensor, order: TokenOrder) -> Tensor:
         """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.
 
-        Plain partial reconstruction predicts the kept tokens only, [B, num_kept, P].
+        pixels: `token_pixels(imgs)`, of which the model reads the visible ones. Plain partial reconstruction predicts
+        the kept tokens only, [B, num_kept, P].
         """
         raise NotImplementedError
 
@@ -341,8 +347,8 @@ class PixelFramework(Framework):
         Plain partial reconstruction predicts no thrown token: the mask is False there and the prediction is zero.
         """
         order = TokenOrder(ids_shuffle, self.counts)
-        pred = order.restore(self.predict_all(imgs, order))
-        return pred, self.supervised(order)
+        pred = self.predict_all(self.token_pixels(imgs), order)
+        return order.restore(pred), self.supervised(order)
 
     @torch.no_grad()
     def views(

@@ -85,8 +85,8 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         tokens = tokens + order.take_visible(self.patch_positions)
         return self.norm(self.encode(tokens))
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        latent = self.forward_encoder(self.patchify(imgs), order)
+    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
+        latent = self.forward_encoder(patches, order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
     def official_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -189,7 +189,13 @@ def attention_of_first(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tens
 class Block(nn.Module):
     """Pre-norm Transformer block: attention and MLP (exact GELU), each with a residual."""
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float = 4.0, drop_path: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        drop_path: float = 0.0,
+    ) -> None:
         super().__init__()
         self.norm1 = layer_norm(dim)
         self.attn = Attention(dim, num_heads)
@@ -251,7 +257,8 @@ class PatchEncoder(nn.Module):
 
 def check_divisible(height: int, width: int, patch_size: int) -> None:
     """Raises ValueError, with the nearest size that fits, unless patches divide an image."""
-    if patch_size >= 1 and height >= 1 and width >= 1 and height % patch_size == 0 and width % patch_size == 0:
+    is_positive = patch_size >= 1 and height >= 1 and width >= 1
+    if is_positive and height % patch_size == 0 and width % patch_size == 0:
         return
     step = max(1, patch_size)
     near_height = max(1, round(height / step)) * step
@@ -330,7 +337,12 @@ class ViTEncoder(PositionedEncoder):
     sizes: the fields of `ViTSizes`.
     """
 
-    def __init__(self, num_cls_tokens: int = 1, learned_pos_embed: bool = False, **sizes: Any) -> None:
+    def __init__(
+        self,
+        num_cls_tokens: int = 1,
+        learned_pos_embed: bool = False,
+        **sizes: Any,
+    ) -> None:
         vit = ViTSizes(**sizes)
         super().__init__(vit, num_cls_tokens)
         self.learned_pos_embed = learned_pos_embed

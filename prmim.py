@@ -60,6 +60,12 @@ METHOD_ARGUMENTS = tuple(field.name for field in fields(Method))
 # ------------------------------------------------------------------------------- 3.1 Preliminary: the state of a token
 
 
+# The states of a token.
+VISIBLE = 0
+RETAINED = 1
+THROWN = 2
+
+
 @dataclass(frozen=True)
 class TokenCounts:
     """How many tokens of each kind an image has. They are the same for every image, so all shapes are static."""
@@ -284,7 +290,13 @@ class SpatialAggregation(nn.Module):
 
     APPLIES_TO = ("thrown", "all")
 
-    def __init__(self, dim: int, kernel_size: int = 7, kind: str = "dwconv", applies_to: str = "thrown") -> None:
+    def __init__(
+        self,
+        dim: int,
+        kernel_size: int = 7,
+        kind: str = "dwconv",
+        applies_to: str = "thrown",
+    ) -> None:
         super().__init__()
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that the window has a centre, got {kernel_size}")
@@ -537,7 +549,12 @@ class TokenOrderSampler:
         np.put_along_axis(state, retained, RETAINED, axis=1)
         return sort_by_state(state)
 
-    def choose_retained(self, masked: np.ndarray, noise: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+    def choose_retained(
+        self,
+        masked: np.ndarray,
+        noise: np.ndarray,
+        weights: np.ndarray | None,
+    ) -> np.ndarray:
         """Returns those of the masked tokens [B, num_masked], in shuffled order, that are retained."""
         choose = SAMPLING[self.sampling]
         coords = self.coords[masked]  # [B, num_masked, 2]
@@ -548,11 +565,6 @@ class TokenOrderSampler:
             noise = np.take_along_axis(noise, masked, axis=1)
             picks = choose(coords, self.counts.num_retained, weights, noise)
         return np.take_along_axis(masked, picks, axis=1)
-
-
-VISIBLE = 0
-RETAINED = 1
-THROWN = 2
 
 
 def sort_by_state(state: np.ndarray) -> np.ndarray:

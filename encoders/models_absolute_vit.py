@@ -30,7 +30,12 @@ class AbsoluteViTEncoder(PositionedEncoder):
     sizes: the fields of `models_vit.ViTSizes`.
     """
 
-    def __init__(self, init_values: float = 0.1, pretraining: bool = True, **sizes: Any) -> None:
+    def __init__(
+        self,
+        init_values: float = 0.1,
+        pretraining: bool = True,
+        **sizes: Any,
+    ) -> None:
         vit = ViTSizes(**sizes)
         super().__init__(vit)
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.num_tokens, vit.embed_dim))  # class token first
@@ -55,7 +60,13 @@ class AbsoluteVisionTransformer(Classifier, AbsoluteViTEncoder):
     num_classes, global_pool, probe: see `models_vit.Classifier`. kwargs: arguments of `AbsoluteViTEncoder`.
     """
 
-    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        probe: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(pretraining=False, **kwargs)
         self.add_head(num_classes, global_pool, probe, std=0.02 * 0.001)
 

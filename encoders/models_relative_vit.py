@@ -106,7 +106,12 @@ class RelativeAttention(nn.Module):
         the caller passes the bias, or None for logits without bias.
     """
 
-    def __init__(self, dim: int, num_heads: int, grid_size: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -167,10 +172,8 @@ class RelativeBlock(nn.Module):
         self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        attended = self.attn(self.norm1(x), bias)
-        x = x + self.drop_path(self.gamma_1 * attended)
-        hidden = self.mlp(self.norm2(x))
-        return x + self.drop_path(self.gamma_2 * hidden)
+        x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), bias))
+        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
 
     def cls_attention(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns how much the class token attends to the patches in this block, [B, heads, n] for x [B, 1 + n, C]."""
@@ -185,7 +188,12 @@ class RelativeViTEncoder(PatchEncoder):
     sizes: the fields of `models_vit.ViTSizes`.
     """
 
-    def __init__(self, init_values: float = 0.1, shared_bias: bool = True, **sizes: Any) -> None:
+    def __init__(
+        self,
+        init_values: float = 0.1,
+        shared_bias: bool = True,
+        **sizes: Any,
+    ) -> None:
         vit = ViTSizes(**sizes)
         super().__init__(vit)
         # The release truncates the normal distribution at one sigma in pre-training, but not in fine-tuning.
@@ -272,7 +280,13 @@ class RelativeVisionTransformer(Classifier, RelativeViTEncoder):
 
     pools = ("avg",)
 
-    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        probe: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(shared_bias=False, **kwargs)
         self.add_head(num_classes, global_pool, probe, std=0.02 * 0.001)
 

@@ -334,7 +334,12 @@ class SwinEncoder(nn.Module):
             x = stage(x)
         return self.norm(x.flatten(1, 2))
 
-    def encode_visible(self, tokens: Tensor, units: Tensor, groupings: Sequence[Tensor] = ()) -> Tensor:
+    def encode_visible(
+        self,
+        tokens: Tensor,
+        units: Tensor,
+        groupings: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Runs all stages and the norm on embedded tokens of V units [B, V, side, side, D]. Returns [B, V, 8 D].
 
         units: raster ids [V] of the units, the same for all images.
@@ -393,7 +398,13 @@ class SwinTransformer(SwinEncoder):
     pools = ("avg",)
     frozen: Sequence[nn.Module] = ()  # modules that stay in eval mode
 
-    def __init__(self, num_classes: int = 1000, global_pool: str = "avg", probe: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        probe: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         check_pool(self, global_pool)
         if probe:

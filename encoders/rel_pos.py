@@ -33,7 +33,12 @@ def relative_offset_index(coords: Tensor, grid_size: tuple[int, int]) -> Tensor:
     return table_row * (2 * columns - 1) + table_column
 
 
-def resize_bias_table(table: Tensor, source: tuple[int, int], target: tuple[int, int], num_extra: int = 0) -> Tensor:
+def resize_bias_table(
+    table: Tensor,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    num_extra: int = 0,
+) -> Tensor:
     """Resizes a table of biases [(2 r - 1)(2 c - 1) + num_extra, heads] from the grid `source` (r, c) to `target`.
 
     The extra rows (of a class token) are kept. Raises ValueError if the table does not belong to `source`.
@@ -44,18 +49,21 @@ def resize_bias_table(table: Tensor, source: tuple[int, int], target: tuple[int,
     if len(table) != num_offsets + num_extra:
         raise ValueError(f"a bias table of {len(table)} rows does not belong to {rows} x {columns} offsets")
     num_heads = table.shape[1]
-    grid = table[:num_offsets].double().numpy().reshape(rows, columns, num_heads)
+    biases = table[:num_offsets].double().numpy()
+    grid = biases.reshape(rows, columns, num_heads)
     down = interpolation_matrix(rows, 2 * target[0] - 1)
     across = interpolation_matrix(columns, 2 * target[1] - 1)
     resized = np.einsum("ij,jkh,lk->ilh", down, grid, across)
-    offsets = torch.from_numpy(resized.reshape(-1, num_heads))
-    return torch.cat([offsets.to(table.dtype), table[num_offsets:]])
+    resized = torch.from_numpy(resized.reshape(-1, num_heads)).to(table.dtype)
+    extra = table[num_offsets:]
+    return torch.cat([resized, extra])
 
 
 def interpolation_matrix(src: int, dst: int) -> np.ndarray:
     """Returns the matrix [dst, src] from values at `src` geometric offsets to the spline's values at `dst` integers."""
     x = geometric_offsets(src, dst)
-    queries = np.clip(np.arange(dst) - dst // 2, x[0], x[-1])
+    offsets = np.arange(dst) - dst // 2
+    queries = offsets.clip(x[0], x[-1])
     if src < 4:  # too few points for a cubic spline: take the polynomial through all of them
         powers = np.arange(src)
         basis_at_x = x[:, None] ** powers

@@ -20,7 +20,12 @@ from util.text import count_of
 timm_models = LazyModule("timm.models")
 
 
-def check_cls_tokens(fitting: Tensors, model_state: Tensors, label: str, class_name: str) -> None:
+def check_cls_tokens(
+    fitting: Tensors,
+    model_state: Tensors,
+    label: str,
+    class_name: str,
+) -> None:
     """Raises CheckpointError if file and model have class tokens, but not as many."""
     if "cls_token" not in fitting or fitting["cls_token"].ndim < 2:
         return
@@ -33,7 +38,12 @@ def check_cls_tokens(fitting: Tensors, model_state: Tensors, label: str, class_n
         )
 
 
-def fit_patch_embed(fitting: Tensors, model_state: Tensors, label: str, class_name: str) -> list[str]:
+def fit_patch_embed(
+    fitting: Tensors,
+    model_state: Tensors,
+    label: str,
+    class_name: str,
+) -> list[str]:
     """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
 
     Raises CheckpointError for another width, or for other channels than 3.
@@ -62,7 +72,11 @@ def patch_size(weights: Tensors) -> int | None:
 
 
 def fit_tables(
-    fitting: Tensors, settings: Mapping[str, Any], model_state: Tensors, model: nn.Module, label: str
+    fitting: Tensors,
+    settings: Mapping[str, Any],
+    model_state: Tensors,
+    model: nn.Module,
+    label: str,
 ) -> list[str]:
     """Resizes the tables of positions and of relative-position biases, in place. Returns the keys of those resized."""
     side = settings.get("patch_size") or patch_size(fitting)  # exports lack the setting

@@ -48,7 +48,11 @@ def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[l
     return groups
 
 
-def group_tokens(windows: Sequence[int] | np.ndarray, group_size: int, capacity: int = 0) -> np.ndarray:
+def group_tokens(
+    windows: Sequence[int] | np.ndarray,
+    group_size: int,
+    capacity: int = 0,
+) -> np.ndarray:
     """Returns the tokens of each group, int64 [G, group_size], padded with -1.
 
     windows: the number of each token's window, [T]. capacity: the smallest number of groups. Empty groups follow the
@@ -76,7 +80,13 @@ class WindowGroups:
         the cost only, not the result.
     """
 
-    def __init__(self, coords: Tensor, window: int, shift: int, groups: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        coords: Tensor,
+        window: int,
+        shift: int,
+        groups: Tensor | None = None,
+    ) -> None:
         self.ids: Tensor | None = None  # [G, g], padded with 0
         self.slots: Tensor | None = None  # [T], where each token stands among the G * g
         present: Tensor | None = None  # [G, g], False where a group is padded
@@ -94,10 +104,12 @@ class WindowGroups:
             self.slots = slots[:num_tokens]
             coords = coords[self.ids]  # [G, g, 2]
         windows = window_of(coords, window, shift)
-        attends = (windows.unsqueeze(2) == windows.unsqueeze(1)).all(dim=-1)  # [G, g, g]
+        is_equal = windows.unsqueeze(2) == windows.unsqueeze(1)  # [G, g, g, 2]
+        attends = is_equal.all(dim=-1)
         if present is not None:
             attends = attends & present.unsqueeze(2) & present.unsqueeze(1)
-        self.bias_index = torch.where(attends, relative_offset_index(coords, (window, window)), 0)  # [G, g, g]
+        index = relative_offset_index(coords, (window, window))
+        self.bias_index = torch.where(attends, index, 0)  # [G, g, g]
         self.mask = torch.where(attends, 0.0, -100.0)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -152,9 +164,10 @@ def unit_coords(units: Tensor, columns: int, side: int) -> Tensor:
 
     A unit has side * side tokens. The result has the shape [V * side * side, 2].
     """
-    corners = side * torch.stack([units // columns, units % columns], dim=-1)  # [V, 2]
+    places = torch.stack([units // columns, units % columns], dim=-1)  # [V, 2]
+    corners = side * places.unsqueeze(1)  # [V, 1, 2]
     inside = grid_coords(side, side, units.device)  # [side * side, 2]
-    return (corners.unsqueeze(1) + inside).flatten(0, 1)
+    return (corners + inside).flatten(0, 1)
 
 
 class GroupedWindows(NamedTuple):
@@ -191,12 +204,14 @@ class WindowGrouper:
         for stage in stages:
             # Any two groups exceed the size of one group. Otherwise they would have been merged.
             num_tokens = num_visible * stage.side**2
-            self.ceilings.append(2 * (num_tokens // (stage.window**2 + 1)) + 1)
+            num_pairs = num_tokens // (stage.window**2 + 1)
+            self.ceilings.append(2 * num_pairs + 1)
         self.capacities = [0] * len(stages)
         if stages:
             rng = np.random.default_rng(0)
             for _ in range(samples):
-                units = np.sort(rng.permutation(math.prod(unit_grid))[:num_visible])
+                shuffled = rng.permutation(math.prod(unit_grid))
+                units = np.sort(shuffled[:num_visible])
                 groupings = self.group(torch.from_numpy(units), self.capacities)
                 self.capacities = [len(grouping) for grouping in groupings]  # at least the former capacities
 
@@ -211,7 +226,9 @@ class WindowGrouper:
         if not self.stages:
             return []
         largest = self.group(units, self.ceilings)
-        usual = [grouping[:capacity] for grouping, capacity in zip(largest, self.capacities, strict=True)]
+        usual = []
+        for grouping, capacity in zip(largest, self.capacities, strict=True):
+            usual.append(grouping[:capacity])
         return [usual, largest]
 
     def group(self, units: Tensor, capacities: Sequence[int]) -> list[Tensor]:

@@ -9,7 +9,12 @@ from torch.nn import functional as F
 
 
 @torch.no_grad()
-def hog(imgs: Tensor, cells: Sequence[int], num_bins: int = 9, bias: Tensor | None = None) -> list[Tensor]:
+def hog(
+    imgs: Tensor,
+    cells: Sequence[int],
+    num_bins: int = 9,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
     """Returns histograms [B, C * num_bins, H / cell, W / cell] of images [B, C, H, W] for each side in `cells`.
 
     Every colour channel has its own histogram of unsigned orientations. The whole gradient of a pixel goes to one bin.

@@ -54,7 +54,12 @@ def count_amt(num_tokens: int, mask_ratio: float, throw_ratio: float) -> TokenCo
     return TokenCounts(num_tokens - num_masked, num_retained, num_masked - num_retained)
 
 
-def count_amt_units(num_tokens: int, mask_ratio: float, throw_ratio: float, mask_unit: int) -> TokenCounts:
+def count_amt_units(
+    num_tokens: int,
+    mask_ratio: float,
+    throw_ratio: float,
+    mask_unit: int,
+) -> TokenCounts:
     """Returns AMT's counts if whole units of mask_unit * mask_unit tokens are masked and thrown, both rounded up.
 
     For example, 49 units with ratios 0.7 and 0.26 give 14 visible, 22 retained and 13 thrown units. Raises ValueError

@@ -141,9 +141,9 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
                 levels.append(x)
         return torch.stack(levels)
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
+    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Predicts the supervised tokens. Visible ones, which the decoder does not predict, are zero."""
-        levels = self.forward_encoder(self.patchify(imgs), order)
+        levels = self.forward_encoder(patches, order)
         pred = self.decoder(levels, order)
         return F.pad(pred, (0, 0, self.counts.num_visible, 0))
 

@@ -136,7 +136,12 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
             kind = NoiseOrderSampler
         return kind(self.grid_size, self.counts, sampling, self.mask_unit)
 
-    def collator(self, sampling: str, seed: int, token_weights: Callable | None = None) -> MaskCollator:
+    def collator(
+        self,
+        sampling: str,
+        seed: int,
+        token_weights: Callable | None = None,
+    ) -> MaskCollator:
         return GroupCollator(self.sampler(sampling), seed, self.grouper)
 
     def forward(
@@ -180,8 +185,8 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         tokens = self.patch_embed(patches)  # [B, V, 8, 8, D]
         return self.encode_visible(tokens, ids[0], groupings)
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        latent = self.forward_encoder(self.token_pixels(imgs), order)
+    def predict_all(self, units: Tensor, order: TokenOrder) -> Tensor:
+        latent = self.forward_encoder(units, order)
         return self.decoder.predict(self.decoder.features(latent, order))
 
     def no_weight_decay(self) -> set[str]:

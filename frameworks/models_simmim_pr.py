@@ -36,16 +36,17 @@ __all__ = [
 ]
 
 
-def count_visible_units(num_units: int, mask_ratio: float) -> int:
-    """Returns how many units are visible. The number of masked ones is rounded up, as in the release.
+class SimMIM(PixelFramework):
+    """How SimMIM counts: the number of masked units is rounded up, for example to 30 of 49 at mask_ratio 0.6."""
 
-    For example, 30 of 49 units are masked at mask_ratio 0.6.
-    """
-    num_masked = math.ceil(num_units * mask_ratio)
-    return num_units - num_masked
+    release = "SimMIM"
+
+    def count_visible_units(self, num_units: int) -> int:
+        num_masked = math.ceil(num_units * self.method.mask_ratio)
+        return num_units - num_masked
 
 
-class SimMIMOnViT(PixelFramework):
+class SimMIMOnViT(SimMIM):
     """What SimMIM has on any ViT: mask tokens that run through the encoder, a linear head, an L1 loss."""
 
     def add_head(self) -> None:
@@ -85,8 +86,8 @@ class SimMIMOnViT(PixelFramework):
         """Applies norm and head to features [B, n, D], token by token. Returns [B, n, p*p*C]."""
         return self.pred(self.norm(x))
 
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        return self.predict(self.forward_encoder(self.patchify(imgs), order))
+    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
+        return self.predict(self.forward_encoder(patches, order))
 
 
 class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
@@ -95,15 +96,11 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
     arguments: of `framework.Framework`, which takes the method, and of `RelativeViTEncoder`.
     """
 
-    release = "SimMIM"
     method = Method(mask_ratio=0.6, throw_ratio=0.3)
 
     def __init__(self, mask_unit: int = 2, **arguments: Any) -> None:
         super().__init__(mask_unit=mask_unit, **arguments)
         self.add_head()
-
-    def count_visible_units(self, num_units: int) -> int:
-        return count_visible_units(num_units, self.method.mask_ratio)
 
     def encode_kept(self, tokens: Tensor, order: TokenOrder) -> Tensor:
         """Thrown tokens have no row and no column in the bias."""
@@ -116,14 +113,13 @@ class SimMIMViT(SimMIMOnViT, RelativeViTEncoder):
         return rename_release(weights, self.patch_size)
 
 
-class SimMIMSwin(PixelFramework, SwinEncoder):
+class SimMIMSwin(SimMIM, SwinEncoder):
     """A dense Swin that also runs on mask tokens, with a linear head on the last stage. Its cells are the masked units.
 
     No token can be thrown, because its windows need whole grids.
     arguments: of `framework.Framework`, which takes the method, and of `encoders.models_swin.SwinEncoder`.
     """
 
-    release = "SimMIM"
     method = Method(mask_ratio=0.6, throw_ratio=0.0)
 
     def __init__(self, depths: Sequence[int] = (2, 2, 18, 2), **arguments: Any) -> None:
@@ -136,19 +132,16 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         nn.init.trunc_normal_(self.mask_token, std=0.02)
         self.pred = nn.Linear(self.num_features, self.stride**2 * self.in_chans)
 
-    def count_visible_units(self, num_units: int) -> int:
-        return count_visible_units(num_units, self.method.mask_ratio)
-
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
         patches = self.patchify(imgs)  # [B, N, p*p*C]
-        pred = self.predict_patches(patches, order)
-        error = self.error(pred[:, self.counts.num_visible :], imgs, patches, order)
+        pred = self.predict_all(patches, order)
+        pred = pred[:, self.counts.num_visible :]  # [B, num_supervised, p*p*C]
+        error = self.error(pred, imgs, patches, order)
         return {"pixel": error.abs().mean()}
 
-    def predict_patches(self, patches: Tensor, order: TokenOrder) -> Tensor:
-        """Predicts all tokens [B, N, p*p*C], in token order, from the visible ones of all patches [B, N, p*p*C]."""
+    def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
         visible = self.patch_embed(order.take_visible(patches))
         tokens = order.append_mask_tokens(visible, self.mask_token)
         x = self.encode(order.restore(tokens))
@@ -156,9 +149,6 @@ class SimMIMSwin(PixelFramework, SwinEncoder):
         imgs = unpatchify(cells, self.stride, self.unit_grid)
         pred = patchify(imgs, self.patch_size)  # [B, N, p*p*C], raster
         return order.take(pred, order.ids_shuffle)
-
-    def predict_all(self, imgs: Tensor, order: TokenOrder) -> Tensor:
-        return self.predict_patches(self.patchify(imgs), order)
 
     def no_weight_decay(self) -> set[str]:
         return {"mask_token"}  # as in the release: bias tables decay

@@ -182,9 +182,8 @@ class TECViT(Framework, ViTEncoder):
         plain partial reconstruction. latent: [B, 1 + num_visible, D].
         """
         # One pass through the shared blocks for both decoders: [2B, 1 + num_kept, C].
-        inputs_fea = self.decoder_fea.embed_tokens(latent, order)
-        inputs_att = self.decoder_att.embed_tokens(latent, order)
-        x = torch.cat([inputs_fea, inputs_att])
+        decoders = (self.decoder_fea, self.decoder_att)
+        x = torch.cat([decoder.embed_tokens(latent, order) for decoder in decoders])
         for block in self.decoder_fea.blocks:
             x = block(x)
         fea, att = x.chunk(2)

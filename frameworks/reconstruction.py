@@ -57,12 +57,16 @@ def measure(
     for imgs, ids_shuffle in crops(model, settings, images, indices):
         order = TokenOrder(ids_shuffle, model.counts)
         predicted = model.supervised(order)
-        tokens_of_kind = {"retained": predicted & ~order.thrown, "thrown": predicted & order.thrown}
+        tokens_of_kind = {
+            "retained": predicted & ~order.thrown,
+            "thrown": predicted & order.thrown,
+        }
         for view in model.views(normalize(imgs), ids_shuffle, normalize.undo):
             sums.setdefault(view.measure, {"retained": 0.0, "thrown": 0.0})
             counts.setdefault(view.measure, {"retained": 0, "thrown": 0})
             for kind, tokens in tokens_of_kind.items():
-                sums[view.measure][kind] += view.errors[tokens].sum().item()
+                errors = view.errors[tokens]
+                sums[view.measure][kind] += errors.sum().item()
                 counts[view.measure][kind] += int(tokens.sum())
     means: dict[str, dict[str, float]] = {}
     for name in sums:
@@ -73,7 +77,12 @@ def measure(
     return means
 
 
-def compose(view: View, visible: Tensor, predicted: Tensor, grid_size: tuple[int, int]) -> Tensor:
+def compose(
+    view: View,
+    visible: Tensor,
+    predicted: Tensor,
+    grid_size: tuple[int, int],
+) -> Tensor:
     """Returns images [B, C, H, W] with the truth at visible tokens, predictions at predicted ones, and grey elsewhere.
 
     visible, predicted: bool [B, N] in raster order.
@@ -92,7 +101,12 @@ def enlarge(mask: Tensor, grid_size: tuple[int, int], img_size: tuple[int, int])
     return F.interpolate(grid, size=img_size).bool()
 
 
-def reconstruction_picture(model: Framework, normalize: Normalize, imgs: Tensor, ids_shuffle: Tensor) -> np.ndarray:
+def reconstruction_picture(
+    model: Framework,
+    normalize: Normalize,
+    imgs: Tensor,
+    ids_shuffle: Tensor,
+) -> np.ndarray:
     """Draw each image, its tokens, and what the framework predicts side by side.
 
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are

@@ -43,7 +43,13 @@ class Teacher(ViTEncoder):
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def forward(self, imgs: Tensor, order: TokenOrder, num_keys: int, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        imgs: Tensor,
+        order: TokenOrder,
+        num_keys: int,
+        topk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (features, logits, queries) of normalised images [B, C, H, W].
 
         features [B, N, T], in raster order: the mean of the outputs of the last two blocks, without the final norm.
@@ -56,16 +62,19 @@ class Teacher(ViTEncoder):
         x = last_block.norm1(last_input)
         q_weight, k_weight, _ = last_block.attn.qkv.weight.chunk(3)
         q_bias, k_bias, _ = last_block.attn.qkv.bias.chunk(3)
-        patches = order.take(x[:, 1:], order.ids_shuffle[:, :num_keys])  # [B, num_keys, T]
+        ids_keys = order.ids_shuffle[:, :num_keys]
+        patches = order.take(x[:, 1:], ids_keys)  # [B, num_keys, T]
         scale = (self.embed_dim // self.num_heads) ** -0.5
         keys = F.linear(patches, k_weight, k_bias) * scale
         cls_query = F.linear(x[:, :1], q_weight, q_bias)
         cls_row = attention_logits(cls_query, keys, self.num_heads)  # [B, heads, 1, num_keys]
         mean_row = cls_row.mean(dim=(1, 2))
         queries = mean_row.topk(topk, dim=1).indices
-        patch_queries = F.linear(order.take(patches, queries), q_weight, q_bias)
+        queried = order.take(patches, queries)
+        patch_queries = F.linear(queried, q_weight, q_bias)
         rows = attention_logits(patch_queries, keys, self.num_heads)  # [B, heads, topk, num_keys]
-        return features, torch.cat([cls_row, rows], dim=2), queries
+        logits = torch.cat([cls_row, rows], dim=2)
+        return features, logits, queries
 
     @torch.no_grad()
     def renormalize(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -150,7 +159,8 @@ def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> T
     if not isinstance(theirs, timm.models.VisionTransformer):
         raise ValueError(f"teacher {name!r} is a {type(theirs).__name__}; a teacher must be a plain ViT")
     settings = {"num_heads": theirs.blocks[0].attn.num_heads}
-    teacher = _build_teacher(Weights(name, theirs.state_dict(), {"settings": settings}), img_size, patch_size)
+    weights = Weights(name, theirs.state_dict(), {"settings": settings})
+    teacher = _build_teacher(weights, img_size, patch_size)
     _check_equal_features(teacher, theirs, f"teacher {name!r}")
     _fold_normalization(teacher, theirs.pretrained_cfg)
     teacher.source = name

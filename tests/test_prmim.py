@@ -56,22 +56,28 @@ def test_nothing_retained_is_refused():
 def test_noise_is_uniform_and_uncorrelated():
     noise = addressed_noise(3, 5, np.arange(4000), 196)
     assert noise.shape == (4000, 196)
-    assert noise.min() >= 0 and noise.max() < 1
-    counts, _ = np.histogram(noise, bins=64, range=(0, 1))
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    frequencies, _ = np.histogram(noise, bins=64, range=(0, 1))
     expected = noise.size / 64
-    assert ((counts - expected) ** 2 / expected).sum() < 120  # chi-squared, 63 degrees: P(> 120) is 2e-5
-    deviations = noise - 0.5
-    for other in (np.roll(deviations, 1, axis=1), np.roll(deviations, 1, axis=0)):  # next token, next sample
-        assert abs((deviations * other).mean()) < 5 / 12 / noise.size**0.5
-    next_epoch = addressed_noise(3, 6, np.arange(4000), 196) - 0.5
-    assert abs((deviations * next_epoch).mean()) < 5 / 12 / noise.size**0.5
+    chi_squared = ((frequencies - expected) ** 2 / expected).sum()
+    assert chi_squared < 120  # with 63 degrees of freedom, P(> 120) is 2e-5
+    limit = 5 / 12 / noise.size**0.5
+    for other in (
+        np.roll(noise, 1, axis=1),  # the next token
+        np.roll(noise, 1, axis=0),  # the next sample
+        addressed_noise(3, 6, np.arange(4000), 196),  # the next epoch
+    ):
+        covariance = ((noise - 0.5) * (other - 0.5)).mean()
+        assert abs(covariance) < limit
 
 
 def test_noise_depends_on_the_address_alone():
     whole = addressed_noise(1, 2, np.arange(100), 16)
     assert np.array_equal(addressed_noise(1, 2, [7, 93, 7], 16), whole[[7, 93, 7]])
     assert np.array_equal(addressed_noise(1, [2, 3], [7, 7], 16)[0], whole[7])
-    for other in (addressed_noise(0, 2, [7], 16), addressed_noise(1, 3, [7], 16), addressed_noise(1, 2, [8], 16)):
+    for seed, epoch, index in ((0, 2, 7), (1, 3, 7), (1, 2, 8)):
+        other = addressed_noise(seed, epoch, [index], 16)
         assert not np.isin(other, whole[7]).any()
 
 
@@ -97,16 +103,26 @@ def test_noise_is_splitmix64_of_the_hashed_address():
 
 def literal_algorithm_1(coords, num_retained):
     """Algorithm 1 of the supplementary on one shuffled list: slice the distance matrix, minimum, first arg max."""
-    distances = np.sqrt(((coords[:, None].astype(np.float64) - coords[None]) ** 2).sum(-1))
+    coords = coords.astype(np.float64)
+    differences = coords[:, None] - coords[None]
+    distances = np.sqrt((differences**2).sum(axis=-1))
     tokens = [0]
     while len(tokens) < num_retained:
-        tokens.append(int(np.argmax(distances[:, tokens].min(axis=1))))
+        nearest = distances[:, tokens].min(axis=1)
+        tokens.append(int(nearest.argmax()))
     return tokens
 
 
-def shuffled_cells(rng, side, num_masked, batch):
-    cells = np.stack(np.divmod(np.arange(side * side), side), axis=-1)
-    return np.stack([cells[rng.permutation(side * side)[:num_masked]] for _ in range(batch)])
+def cells_of(tokens, columns):
+    """Returns the (row, column) of raster ids."""
+    return np.stack(np.divmod(tokens, columns), axis=-1)
+
+
+def shuffled_cells(side, num_masked, batch):
+    """Returns the cells of random tokens of a square grid in random order, [batch, num_masked, 2]."""
+    rng = np.random.default_rng(side + num_masked)
+    lists = [rng.permutation(side * side)[:num_masked] for _ in range(batch)]
+    return cells_of(np.array(lists), side)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +138,7 @@ def shuffled_cells(rng, side, num_masked, batch):
     ],
 )
 def test_furthest_sampling_is_algorithm_1_pick_by_pick(side, num_masked, num_retained, batch):
-    coords = shuffled_cells(np.random.default_rng(side + num_retained), side, num_masked, batch)
+    coords = shuffled_cells(side, num_masked, batch)
     picks = furthest_sampling(coords, num_retained)
     assert picks.tolist() == [literal_algorithm_1(c, num_retained) for c in coords]
 
@@ -134,10 +150,10 @@ def test_furthest_sampling_takes_real_valued_coordinates():
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_samplings_pick_exactly_and_without_repeats(sampling):
-    coords = shuffled_cells(np.random.default_rng(0), 14, 147, 50)
+    coords = shuffled_cells(14, 147, 50)
     picks = SAMPLING[sampling](coords, 49)
     assert picks.shape == (50, 49)
-    assert all(len(set(row)) == 49 for row in picks.tolist())
+    assert [len(set(row)) for row in picks.tolist()] == [49] * 50
 
 
 @pytest.mark.parametrize("num_retained", [0, 13])
@@ -152,21 +168,25 @@ def test_furthest_sampling_favours_no_side(throw_ratio):
     """P(retained | masked) is the same in opposite halves. If ties went by raster order, the upper half would win."""
     counts = TokenCounts.from_ratios(196, 0.75, throw_ratio)
     ids = TokenOrderSampler(14, counts)(addressed_noise(0, 0, np.arange(4000), 196))
-    retained = np.zeros(196)
-    np.add.at(retained, ids[:, counts.num_visible : counts.num_kept].ravel(), 1)
-    retained = retained.reshape(14, 14)
-    for half, other in ((retained[:7], retained[7:]), (retained[:, :7], retained[:, 7:])):
-        assert abs(half.sum() / other.sum() - 1) < 0.015
+    retained = ids[:, counts.num_visible : counts.num_kept]
+    frequencies = np.bincount(retained.ravel(), minlength=196).reshape(14, 14)
+    upper = frequencies[:7].sum()
+    lower = frequencies[7:].sum()
+    left = frequencies[:, :7].sum()
+    right = frequencies[:, 7:].sum()
+    assert upper / lower == pytest.approx(1, abs=0.015)
+    assert left / right == pytest.approx(1, abs=0.015)
 
 
 def test_furthest_sampling_disperses_more_than_random():
     counts = TokenCounts.from_ratios(196, 0.75, 0.5)
     noise = addressed_noise(0, 0, np.arange(200), 196)
     spread = {}
-    for name in SAMPLING:
-        ids = TokenOrderSampler(14, counts, name)(noise)[:, counts.num_visible : counts.num_kept]
-        cells = np.stack(np.divmod(ids, 14), -1)
-        distances = np.sqrt(((cells[:, :, None] - cells[:, None]) ** 2).sum(-1)) + 99 * np.eye(counts.num_retained)
+    for name in ("random", "furthest"):
+        ids = TokenOrderSampler(14, counts, name)(noise)
+        cells = cells_of(ids[:, counts.num_visible : counts.num_kept], 14)  # [200, 49, 2]
+        differences = cells[:, :, None] - cells[:, None]
+        distances = np.sqrt((differences**2).sum(axis=-1)) + 99 * np.eye(49)
         spread[name] = distances.min(axis=2).mean()
     assert spread["random"] == pytest.approx(1.25, abs=0.03)
     assert spread["furthest"] == pytest.approx(1.76, abs=0.03)
@@ -175,63 +195,89 @@ def test_furthest_sampling_disperses_more_than_random():
 # ----------------------------------------------------------------------------------------------------------- order
 
 
+HALF = TokenCounts(16, 16, 32)  # of 8 x 8 tokens
+
+
 def segments(ids, counts):
     return np.split(np.asarray(ids), [counts.num_visible, counts.num_kept], axis=1)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("grid", [14, (6, 10)])
-def test_order_is_a_permutation_with_ascending_segments(sampling, grid):
-    num_tokens = 196 if grid == 14 else 60
+@pytest.mark.parametrize(("rows", "columns"), [(14, 14), (6, 10)])
+def test_order_is_a_permutation_with_ascending_segments(sampling, rows, columns):
+    num_tokens = rows * columns
     counts = TokenCounts.from_ratios(num_tokens, 0.75, 0.5)
     noise = addressed_noise(0, 0, np.arange(20), num_tokens)
-    ids = TokenOrderSampler(grid, counts, sampling)(noise)
+    ids = TokenOrderSampler((rows, columns), counts, sampling)(noise)
     assert ids.dtype == np.int64
-    assert np.array_equal(np.sort(ids, axis=1), np.tile(np.arange(num_tokens), (20, 1)))
+    assert (np.sort(ids, axis=1) == np.arange(num_tokens)).all()
     for segment in segments(ids, counts):
         assert (np.diff(segment, axis=1) > 0).all()
-    # As in MAE, the head of the sorted noise is visible. The tail goes to the sampling function in its shuffled order.
-    columns = 14 if grid == 14 else 10
-    for row, shuffled in zip(ids, noise.argsort(axis=1), strict=True):
-        visible, masked = shuffled[: counts.num_visible], shuffled[counts.num_visible :]
-        assert set(row[: counts.num_visible]) == set(visible)
-        cells = np.stack(np.divmod(masked, columns), -1)
-        picks = SAMPLING[sampling](cells[None], counts.num_retained)[0]
-        if sampling == "furthest":
-            assert picks.tolist() == literal_algorithm_1(cells, counts.num_retained)
-        assert set(row[counts.num_visible : counts.num_kept]) == set(masked[list(picks)])
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(("rows", "columns"), [(14, 14), (6, 10)])
+def test_the_head_of_the_sorted_noise_is_visible_and_the_sampling_gets_the_rest(sampling, rows, columns):
+    """As in MAE. The rest is passed in its shuffled order."""
+    counts = TokenCounts.from_ratios(rows * columns, 0.75, 0.5)
+    noise = addressed_noise(0, 0, np.arange(20), rows * columns)
+    ids = TokenOrderSampler((rows, columns), counts, sampling)(noise)
+    visible, retained, _ = segments(ids, counts)
+    for b in range(20):
+        shuffled = noise[b].argsort()
+        head = shuffled[: counts.num_visible]
+        rest = shuffled[counts.num_visible :]
+        assert set(visible[b]) == set(head)
+        picks = SAMPLING[sampling](cells_of(rest, columns)[None], counts.num_retained)[0]
+        assert set(retained[b]) == set(rest[picks])
 
 
 def test_order_sampler_is_pure():
     sampler = TokenOrderSampler(14, TokenCounts.from_ratios(196, 0.75, 0.5))
     noise = addressed_noise(0, 0, np.arange(8), 196)
     before = noise.copy()
-    assert np.array_equal(sampler(noise), sampler(noise)) and np.array_equal(noise, before)
-    assert np.array_equal(sampler(noise[3:5]), sampler(noise)[3:5])
+    ids = sampler(noise)
+    assert np.array_equal(noise, before)
+    assert np.array_equal(sampler(noise), ids)
+    assert np.array_equal(sampler(noise[3:5]), ids[3:5])
+
+
+SIMMIM = TokenCounts(76, 62, 58)  # at 224 px: 19 of 49 units of 2 x 2 tokens are visible, and .30 are thrown
+
+
+def order_of_units(sampling):
+    sampler = TokenOrderSampler(14, SIMMIM, sampling, mask_unit=2)
+    ids = sampler(addressed_noise(0, 0, np.arange(500), 196))
+    return TokenOrder(torch.from_numpy(ids), SIMMIM)
+
+
+def by_units(tokens):
+    """Returns bool [500, 196] as float [500, 7, 7, 4], the tokens of each unit."""
+    grid = tokens.view(500, 7, 2, 7, 2).transpose(2, 3)
+    return grid.flatten(3).float()
 
 
 def test_mask_units_are_masked_whole_and_thrown_by_token():
-    counts = TokenCounts(76, 62, 58)  # SimMIM at 224 px: 19 of 49 units visible, rho_d .30
-    sampler = TokenOrderSampler(14, counts, mask_unit=2)
-    ids = sampler(addressed_noise(0, 0, np.arange(500), 196))
-    order = TokenOrder(torch.from_numpy(ids), counts)
-    units = order.mask.view(500, 7, 2, 7, 2).float().mean(dim=(2, 4))
-    assert set(units.unique().tolist()) == {0.0, 1.0}
-    assert units.sum(dim=(1, 2)).eq(30).all()
-    thrown = order.thrown.view(500, 7, 2, 7, 2).float().mean(dim=(2, 4))
-    assert ((thrown > 0) & (thrown < 1)).any()
-    corners = order.thrown.view(500, 7, 2, 7, 2).float().mean(dim=(0, 1, 3))
-    assert (corners / corners.mean()).sub(1).abs().max() < 0.06  # no corner of a unit is thrown more than another
+    order = order_of_units("furthest")
+    masked = by_units(order.mask).mean(dim=3)
+    assert masked.unique().tolist() == [0.0, 1.0]
+    assert masked.sum(dim=(1, 2)).eq(30).all()
+    thrown = by_units(order.thrown)
+    share_of_unit = thrown.mean(dim=3)
+    assert ((share_of_unit > 0) & (share_of_unit < 1)).any()
+    share_of_corner = thrown.mean(dim=(0, 1, 2))
+    ratio = share_of_corner / share_of_corner.mean()
+    assert (ratio - 1).abs().max() < 0.06  # no corner of a unit is thrown more than another
 
 
 def test_tokens_of_a_unit_are_thrown_independently_of_each_other():
     """The number of thrown tokens in a masked unit has the variance of 4 draws out of 58 thrown and 62 retained."""
-    counts = TokenCounts(76, 62, 58)
-    ids = TokenOrderSampler(14, counts, "random", mask_unit=2)(addressed_noise(0, 0, np.arange(500), 196))
-    order = TokenOrder(torch.from_numpy(ids), counts)
-    masked, thrown = (x.view(500, 7, 2, 7, 2).float().sum(dim=(2, 4)) for x in (order.mask, order.thrown))
+    order = order_of_units("random")
+    masked = by_units(order.mask).sum(dim=3)
+    thrown = by_units(order.thrown).sum(dim=3)
     share = 58 / 120
-    assert thrown[masked == 4].var() == pytest.approx(4 * share * (1 - share) * 116 / 119, rel=0.05)
+    expected = 4 * share * (1 - share) * 116 / 119
+    assert thrown[masked == 4].var() == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -250,62 +296,84 @@ def test_order_sampler_refuses(arguments, message):
 
 def test_order_sampler_refuses_noise_of_another_length():
     with pytest.raises(ValueError, match=r"\[B, 64\]"):
-        TokenOrderSampler(8, TokenCounts(16, 16, 32))(np.zeros((2, 196)))
+        TokenOrderSampler(8, HALF)(np.zeros((2, 196)))
 
 
-def test_token_order_round_trips():
-    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
-    ids = torch.from_numpy(TokenOrderSampler(8, counts)(addressed_noise(0, 0, np.arange(3), 64)))
-    order, x = TokenOrder(ids, counts), torch.randn(3, 64, 5)
-    assert torch.equal(order.ids_shuffle.gather(1, order.ids_restore), torch.arange(64).expand(3, -1))
+def test_token_order_knows_the_state_of_each_token():
+    order = an_order(side=8, batch=3)
     for b in range(3):
-        visible, kept = ids[b, :16].tolist(), ids[b, :32].tolist()
-        assert torch.equal(order.take_visible(x)[b], x[b, visible])
-        assert torch.equal(order.take_kept(x)[b], x[b, kept])
-        assert order.mask[b].nonzero().flatten().tolist() == sorted(set(range(64)) - set(visible))
-        assert order.thrown[b].nonzero().flatten().tolist() == sorted(set(range(64)) - set(kept))
-    assert torch.equal(order.take_visible(x[:1]), order.take_visible(x[:1].expand(3, -1, -1)))
-    restored = order.restore(order.take_kept(x))
-    assert torch.equal(restored, x.masked_fill(order.thrown.unsqueeze(-1), 0))
-    assert torch.equal(order.restore(order.take(x, ids)), x)
-    appended = order.append_mask_tokens(order.take_visible(x), torch.full((1, 1, 5), 7.0))
-    assert torch.equal(order.restore(appended)[order.mask & ~order.thrown], torch.full((48, 5), 7.0))
+        visible = set(order.ids_shuffle[b, :16].tolist())
+        kept = set(order.ids_shuffle[b, :32].tolist())
+        assert set(order.mask[b].nonzero().flatten().tolist()) == set(range(64)) - visible
+        assert set(order.thrown[b].nonzero().flatten().tolist()) == set(range(64)) - kept
+        assert order.ids_shuffle[b, order.ids_restore[b]].tolist() == list(range(64))
+
+
+def test_token_order_takes_and_restores():
+    order = an_order(side=8, batch=3)
+    x = torch.randn(3, 64, 5)
+    for b in range(3):
+        assert torch.equal(order.take_visible(x)[b], x[b, order.ids_shuffle[b, :16]])
+        assert torch.equal(order.take_kept(x)[b], x[b, order.ids_shuffle[b, :32]])
+    same = x[:1].expand(3, -1, -1)
+    assert torch.equal(order.take_visible(x[:1]), order.take_visible(same))
+    assert torch.equal(order.restore(order.take(x, order.ids_shuffle)), x)
+    kept = order.restore(order.take_kept(x))
+    assert torch.equal(kept, x.masked_fill(order.thrown.unsqueeze(-1), 0))
+
+
+def test_mask_tokens_stand_for_the_retained_tokens():
+    order = an_order(side=8, batch=3)
+    visible = torch.randn(3, 16, 5)
+    mask_token = torch.full((1, 1, 5), 7.0)
+    tokens = order.restore(order.append_mask_tokens(visible, mask_token))
+    retained = order.mask & ~order.thrown
+    assert (tokens[retained] == 7).all()
+    assert torch.equal(order.take_visible(tokens), visible)
 
 
 def test_token_order_refuses_another_grid():
     with pytest.raises(ValueError, match="64 columns"):
-        TokenOrder(torch.arange(196).view(1, -1), TokenCounts(16, 16, 32))
+        TokenOrder(torch.arange(196).view(1, -1), HALF)
 
 
 # -------------------------------------------------------------------------------------------------------- collator
 
 
 def sample(epoch, index):
-    return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10, (epoch, index)
+    img = torch.full((3, 8, 8), index, dtype=torch.uint8)
+    return img, index % 10, (epoch, index)
 
 
 def test_collator_addresses_each_sample():
-    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
+    sampler = TokenOrderSampler(8, HALF)
     collate = MaskCollator(sampler, seed=3)
-    imgs, labels, ids = collate([sample(2, i) for i in (5, 9, 40)])
-    assert imgs.dtype == torch.uint8 and imgs.is_contiguous() and imgs.shape == (3, 3, 8, 8)
-    assert labels.tolist() == [5, 9, 0] and ids.dtype == torch.int64
-    assert torch.equal(ids, torch.from_numpy(sampler(addressed_noise(3, 2, [5, 9, 40], 64))))
-    assert torch.equal(collate([sample(2, 9)])[2][0], ids[1])
-    assert not torch.equal(collate([sample(3, 9)])[2][0], ids[1])
+    imgs, labels, ids = collate([sample(2, 5), sample(2, 9), sample(2, 40)])
+    assert imgs.dtype == torch.uint8
+    assert imgs.shape == (3, 3, 8, 8)
+    assert imgs[:, 0, 0, 0].tolist() == [5, 9, 40]
+    assert labels.tolist() == [5, 9, 0]
+    expected = sampler(addressed_noise(3, 2, [5, 9, 40], 64))
+    assert torch.equal(ids, torch.from_numpy(expected))
+    _, _, alone = collate([sample(2, 9)])
+    assert torch.equal(alone[0], ids[1])
+    _, _, later = collate([sample(3, 9)])
+    assert not torch.equal(later[0], ids[1])
 
 
 def test_collator_shares_the_visible_set_but_not_the_thrown():
-    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
-    ids = MaskCollator(TokenOrderSampler(8, counts), seed=0, shared_visible=True)([sample(0, i) for i in range(6)])[2]
-    visible, retained, _ = segments(ids, counts)
-    assert (visible == visible[0]).all() and (np.sort(ids) == np.arange(64)).all()
-    assert len({tuple(row) for row in retained.tolist()}) == 6
+    collate = MaskCollator(TokenOrderSampler(8, HALF), seed=0, shared_visible=True)
+    _, _, ids = collate([sample(0, index) for index in range(6)])
+    visible, retained, _ = segments(ids, HALF)
+    assert (visible == visible[0]).all()
+    assert (np.sort(ids) == np.arange(64)).all()
+    assert len(np.unique(retained, axis=0)) == 6
 
 
 def _collate_in_child(queue):
-    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
-    queue.put(MaskCollator(sampler, seed=3)([sample(2, i) for i in (5, 9, 40)])[2].numpy())
+    collate = MaskCollator(TokenOrderSampler(8, HALF), seed=3)
+    _, _, ids = collate([sample(2, 5), sample(2, 9), sample(2, 40)])
+    queue.put(ids.numpy())
 
 
 def test_collator_gives_the_same_order_in_a_fresh_interpreter():
@@ -316,53 +384,55 @@ def test_collator_gives_the_same_order_in_a_fresh_interpreter():
     child.start()
     theirs = queue.get(timeout=240)
     child.join()
-    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
-    assert np.array_equal(theirs, sampler(addressed_noise(3, 2, [5, 9, 40], 64)))
+    expected = TokenOrderSampler(8, HALF)(addressed_noise(3, 2, [5, 9, 40], 64))
+    assert np.array_equal(theirs, expected)
 
 
 # ----------------------------------------------------------------------------------------------------- aggregation
 
 
-def an_order(side=6, throw_ratio=0.5, batch=2):
-    counts = TokenCounts.from_ratios(side * side, 0.75, throw_ratio)
+def an_order(side=6, batch=2):
+    """Of which half of the tokens are thrown."""
+    counts = TokenCounts.from_ratios(side * side, 0.75, 0.5)
     noise = addressed_noise(0, 0, np.arange(batch), side * side)
-    return TokenOrder(torch.from_numpy(TokenOrderSampler(side, counts)(noise)), counts)
+    ids = TokenOrderSampler(side, counts)(noise)
+    return TokenOrder(torch.from_numpy(ids), counts)
 
 
 @pytest.mark.parametrize("applies_to", SpatialAggregation.APPLIES_TO)
 def test_dwconv_against_a_loop_over_cells(applies_to):
     """A thrown cell (or any cell) is the bias plus the weighted sum of the kept tokens in its window, per channel."""
-    order, side, dim, kernel = an_order(), 6, 4, 3
-    aggregate = SpatialAggregation(dim, kernel, "dwconv", applies_to).double()
-    kept = torch.randn(2, order.counts.num_kept, dim, dtype=torch.float64)
-    weight, bias = aggregate.operator.weight, aggregate.operator.bias  # [dim, 1, 3, 3], [dim]
-    expected = torch.zeros(2, side * side, dim, dtype=torch.float64)
+    order = an_order()
+    aggregate = SpatialAggregation(4, 3, "dwconv", applies_to).double()
+    kept = torch.randn(2, 18, 4, dtype=torch.float64)
+    out = aggregate(kept, order, (6, 6))
+    weight = aggregate.operator.weight  # [4, 1, 3, 3]
     for b in range(2):
-        at = {int(cell): kept[b, rank] for rank, cell in enumerate(order.ids_kept[b])}
-        for rank, cell in enumerate(order.ids_shuffle[b].tolist()):
-            if applies_to == "thrown" and cell in at:
-                expected[b, rank] = at[cell]
-                continue
-            r, c = divmod(cell, side)
-            total = bias.clone()
-            for i in range(-1, 2):
-                for j in range(-1, 2):
-                    inside = 0 <= r + i < side and 0 <= c + j < side
-                    if inside and (r + i) * side + c + j in at:
-                        total = total + weight[:, 0, i + 1, j + 1] * at[(r + i) * side + c + j]
-            expected[b, rank] = total
-    torch.testing.assert_close(aggregate(kept, order, (side, side)), expected)
+        kept_at = {}
+        for rank, token in enumerate(order.ids_kept[b].tolist()):
+            kept_at[divmod(token, 6)] = kept[b, rank]
+        for rank, token in enumerate(order.ids_shuffle[b].tolist()):
+            row, column = divmod(token, 6)
+            if applies_to == "thrown" and (row, column) in kept_at:
+                expected = kept_at[row, column]
+            else:
+                expected = aggregate.operator.bias.clone()
+                for down in (-1, 0, 1):
+                    for across in (-1, 0, 1):
+                        neighbour = kept_at.get((row + down, column + across))
+                        if neighbour is not None:
+                            expected += weight[:, 0, down + 1, across + 1] * neighbour
+            torch.testing.assert_close(out[b, rank], expected)
 
 
 @pytest.mark.parametrize("kind", AGGREGATION)
 def test_aggregation_kinds(kind):
-    order = an_order()
     aggregate = SpatialAggregation(32, 5, kind)
-    kept = torch.randn(2, order.counts.num_kept, 32, requires_grad=True)
-    out = aggregate(kept, order, (6, 6))
+    kept = torch.randn(2, 18, 32, requires_grad=True)
+    out = aggregate(kept, an_order(), (6, 6))
     assert out.shape == (2, 36, 32)
-    assert torch.equal(out[:, : order.counts.num_kept], kept)  # applies_to="thrown" leaves the kept tokens unchanged
-    thrown = out[:, order.counts.num_kept :]
+    assert torch.equal(out[:, :18], kept)  # applies_to="thrown" leaves the kept tokens unchanged
+    thrown = out[:, 18:]
     assert thrown.std(dim=1).min() > 1e-4  # not one value for all thrown cells
     thrown.square().sum().backward()
     assert kept.grad.abs().sum() > 0

@@ -47,8 +47,10 @@ def weigh_thrown(weight: float) -> None:
 
     def forward(model: MaskedAutoencoderViT, imgs: torch.Tensor, ids_shuffle: torch.Tensor) -> dict[str, torch.Tensor]:
         order = TokenOrder(ids_shuffle, model.counts)
-        pred = model.decoder(model.forward_encoder(model.patchify(imgs), order), order)
-        losses = model.error(pred, imgs, order).square().mean(dim=(0, 2))  # [num_masked], the retained ones first
+        patches = model.patchify(imgs)
+        pred = model.decoder(model.forward_encoder(patches, order), order)
+        error = model.error(pred, imgs, patches, order)
+        losses = error.square().mean(dim=(0, 2))  # [num_masked], the retained ones first
         weights = torch.ones_like(losses)
         weights[model.counts.num_retained :] = weight
         return {"pixel": (weights * losses).sum() / weights.sum()}
@@ -61,7 +63,8 @@ def detach_aggregation() -> None:
 
     def forward(self: SpatialAggregation, x: torch.Tensor, order: TokenOrder, grid_size: tuple) -> torch.Tensor:
         grid = order.restore(x.detach()).unflatten(1, grid_size)
-        grid = self.operator(grid).flatten(1, 2)
+        kept = ~order.thrown.unflatten(1, grid_size)
+        grid = self.operator(grid, kept).flatten(1, 2)
         return torch.cat([x, order.take(grid, order.ids_thrown)], dim=1)
 
     SpatialAggregation.forward = forward
@@ -101,11 +104,14 @@ def change_after_half(retains_all: bool) -> None:
         if retains_all:
             counts = TokenCounts(counts.num_visible, counts.num_masked, 0)
         order = TokenOrder(ids_shuffle, counts)
-        decoded = model.decoder.decode(model.forward_encoder(model.patchify(imgs), order), order)
-        pred = model.decoder.predict(decoded[:, counts.num_visible :])
+        patches = model.patchify(imgs)
+        x = model.decoder.embed_tokens(model.forward_encoder(patches, order), order)
+        for block in model.decoder.blocks:
+            x = block(x)
+        pred = model.decoder.predict(x[:, 1 + counts.num_visible :])
         # The parameters of the aggregation get a gradient of zero.
         unused = sum(0 * parameter.sum() for parameter in model.decoder.aggregation.parameters())
-        return {"pixel": model.error(pred, imgs, order).square().mean() + unused}
+        return {"pixel": model.error(pred, imgs, patches, order).square().mean() + unused}
 
     MaskedAutoencoderViT.forward = forward
 

@@ -13,56 +13,78 @@ from tests.test_models_mae_pr import assert_same_weights, orders, perturbed, seg
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, taps=(0, 1, 2, 3))
 SIZES |= dict(decoder_embed_dim=16, decoder_num_heads=2)
+CELLS = (2, 4, 8, 16)  # sides in pixels
 ARMS = [(0.0, True), (0.5, False), (0.5, True)]
 
 
 def slow_losses(w, imgs, splits, throws, progressive, num_bins=9, bias=None):
     """Returns the four losses of a batch, computed image by image, level by level, token by token and cell by cell."""
     w = {name: value.double() for name, value in w.items()}
-    sums = [[0.0, 0.0] for _ in SCALES]
+    if bias is None:
+        bias = torch.zeros(4, 2)
+    sums = [0.0] * 4
+    weights = [0.0] * 4
     for img, (visible, retained, thrown) in zip(imgs, splits, strict=True):
-        supervised = {*retained, *(thrown if progressive else [])}
-        for k, latent in enumerate(slow_latents(w, img, visible)):
-            tokens = slow_decoder(w, f"decoder.{k}", latent, retained, thrown if progressive and throws else [])
-            target = slow_hog(img, (2, 4, 8, 16)[k], num_bins, bias[k].tolist() if bias is not None else (0.0, 0.0))
-            for (row, column), pred in slow_head(w, f"decoder.{k}.pred", k, tokens).items():
-                cells = 2 if k == 3 else (4, 2, 1)[k]
-                if k == 3:
-                    group = {4 * (2 * row + i) + 2 * column + j for i in range(2) for j in range(2)}
-                    weight = len(group & supervised) / 4
-                else:
-                    weight = float(4 * (row // cells) + column // cells in supervised)
-                error = sum((p - t) ** 2 for p, t in zip(pred.tolist(), target[row, column], strict=True)) / len(pred)
-                sums[k][0] += weight * error
-                sums[k][1] += weight
-    return [error / weight for error, weight in sums]
+        supervised = set(retained)
+        reconstructed = []
+        if progressive:
+            supervised |= set(thrown)
+        if progressive and throws:
+            reconstructed = thrown
+        for level, latent in enumerate(slow_latents(w, img, visible)):
+            tokens = slow_decoder(w, f"decoder.{level}", latent, retained, reconstructed)
+            targets = slow_hog(img, CELLS[level], num_bins, bias[level].tolist())
+            for (row, column), pred in slow_head(w, f"decoder.{level}.pred", level, tokens).items():
+                cell = tokens_of_cell(level, row, column)
+                weight = len(cell & supervised) / len(cell)
+                errors = [(p - t) ** 2 for p, t in zip(pred.tolist(), targets[row, column], strict=True)]
+                sums[level] += weight * sum(errors) / len(errors)
+                weights[level] += weight
+    return [error / weight for error, weight in zip(sums, weights, strict=True)]
+
+
+def tokens_of_cell(level, row, column):
+    """Returns the tokens of 4 x 4 in which a cell lies: one, or four at level 3."""
+    if level == 3:
+        return set(group_of(row, column))
+    cells_per_side = (4, 2, 1)[level]
+    return {4 * (row // cells_per_side) + column // cells_per_side}
+
+
+def group_of(row, column):
+    first = 8 * row + 2 * column
+    return [first, first + 1, first + 4, first + 5]
 
 
 def slow_latents(w, img, visible):
-    def pixels(t):
-        return img[:, 8 * (t // 4) : 8 * (t // 4) + 8, 8 * (t % 4) : 8 * (t % 4) + 8]
-
     tokens = {"cls": w["cls_token"][0, 0] + w["pos_embed"][0, 0]}
     for t in visible:
-        embedded = (w["patch_embed.proj.weight"] * pixels(t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
+        row, column = divmod(t, 4)
+        pixels = img[:, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8]
+        embedded = (w["patch_embed.proj.weight"] * pixels).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
         tokens[t] = embedded + w["pos_embed"][0, 1 + t]
-    for k in range(4):
-        tokens = slow_mae.block(tokens, w, f"blocks.{k}", heads=3)
-        yield {t: slow_mae.norm(x, w, f"norm.{k}") for t, x in tokens.items()}
+    for level in range(4):
+        tokens = slow_mae.block(tokens, w, f"blocks.{level}", heads=3)
+        yield {t: slow_mae.norm(x, w, f"norm.{level}") for t, x in tokens.items()}
 
 
 def slow_decoder(w, name, latent, retained, thrown):
     """Returns {token: features} of the kept tokens, and of the given thrown tokens by a 3 x 3 kernel."""
-    tokens = {t: slow_mae.linear(x, w, f"{name}.embed") for t, x in latent.items()}
-    tokens |= dict.fromkeys(retained, w[f"{name}.mask_token"][0, 0])
-    tokens = {t: x + w[f"{name}.pos_embed"][0, 0 if t == "cls" else 1 + t] for t, x in tokens.items()}
+    positions = w[f"{name}.pos_embed"][0]
+    tokens = {}
+    for t, x in latent.items():
+        row = 0 if t == "cls" else 1 + t
+        tokens[t] = slow_mae.linear(x, w, f"{name}.embed") + positions[row]
+    for t in retained:
+        tokens[t] = w[f"{name}.mask_token"][0, 0] + positions[1 + t]
     tokens = slow_mae.transformer(tokens, w, f"{name}.blocks", heads=2)
     del tokens["cls"]
     filled = dict(tokens)
     for t in thrown:
         filled[t] = w[f"{name}.aggregation.operator.bias"]
         for other, x in tokens.items():
-            i, j = other // 4 - t // 4 + 1, other % 4 - t % 4 + 1
+            i = other // 4 - t // 4 + 1
+            j = other % 4 - t % 4 + 1
             if 0 <= i < 3 and 0 <= j < 3:
                 filled[t] = filled[t] + w[f"{name}.aggregation.operator.weight"][:, 0, i, j] * x
     return {t: slow_mae.norm(x, w, f"{name}.norm") for t, x in filled.items()}
@@ -74,16 +96,21 @@ def slow_head(w, name, level, tokens):
     def point(x, index):
         return w[f"{name}.{index}.weight"][:, :, 0, 0] @ x + w[f"{name}.{index}.bias"]
 
-    def up(x, index):  # {(i, j): value}
+    def up(x, index):
+        """Returns {(i, j): value} of the four cells that one becomes."""
         kernel = w[f"{name}.{index}.weight"]
-        return {(i, j): kernel[:, :, i, j].T @ x + w[f"{name}.{index}.bias"] for i in range(2) for j in range(2)}
+        bias = w[f"{name}.{index}.bias"]
+        values = {}
+        for i in range(2):
+            for j in range(2):
+                values[i, j] = kernel[:, :, i, j].T @ x + bias
+        return values
 
     cells = {}
     if level == 3:
         for row in range(2):
             for column in range(2):
-                group = [4 * (2 * row + i) + 2 * column + j for i in range(2) for j in range(2)]
-                present = [tokens[t] for t in group if t in tokens]
+                present = [tokens[t] for t in group_of(row, column) if t in tokens]
                 if present:
                     cells[row, column] = point(sum(present) / len(present), 1)
         return cells
@@ -202,7 +229,7 @@ def test_weights_of_the_coarse_level_are_fractions():
     order = TokenOrder(orders(model, 5), model.counts)
     target = torch.zeros(5, 27, 2, 2, dtype=torch.float64)
     target[:, 0, 0, 0] = 27**0.5  # an error of 1 in the first cell alone, where the prediction is zero
-    model.decoder[3].predict = lambda x, order: torch.zeros(5, 4, 27, dtype=torch.float64)
+    model.decoder[3].predict_groups = lambda x, order: torch.zeros(5, 4, 27, dtype=torch.float64)
     loss = model.group_loss(torch.zeros(5, 16, 16), target, order)
     first = order.mask.view(5, 4, 4)[:, :2, :2].double().mean(dim=(1, 2))
     assert first.unique().numel() > 1
