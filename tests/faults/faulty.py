@@ -32,14 +32,19 @@ def kill_a_worker():
 
 def hold(loop):
     """Waits until a signal has asked this process to stop, so that no run is over before the test has sent one."""
-    while not loop.stop.is_asked:
+    while loop.stop.name is None:
         time.sleep(0.1)
 
 
+def fail():
+    raise RuntimeError("a fault")
+
+
+HANGS = {"hang": 10_000, "slow-compile": 15}  # seconds in a forward pass
 AT_STEP = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: os._exit(1),
-    "raise": lambda: (_ for _ in ()).throw(RuntimeError("a fault")),
+    "raise": fail,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "kill-worker": kill_a_worker,
@@ -57,7 +62,10 @@ IN_SAVE = {
 
 class Fault:
     def __init__(self, name, step, rank, marker):
-        self.name, self.step, self.rank, self.marker = name, int(step), rank, marker
+        self.name = name
+        self.step = int(step)
+        self.rank = rank
+        self.marker = marker
         self.calls = 0
 
     def strikes(self, step):
@@ -72,68 +80,75 @@ class Fault:
         return False
 
     def install(self):
-        begin_step, seed_draws, scaled_loss, fault = (
-            TrainLoop.begin_step,
-            TrainLoop.seed_draws,
-            TrainLoop.scaled_loss,
-            self,
-        )
-
-        def faulty_step(loop, step):
-            if fault.name in AT_STEP and fault.strikes(step):
-                AT_STEP[fault.name]()
-            if fault.name == "hold" and fault.strikes(step):
-                hold(loop)
-            return begin_step(loop, step)
-
-        def faulty_seed(loop, step, micro):  # it comes first in a forward pass
-            if fault.name == "hang" and fault.strikes(step):
-                time.sleep(10_000)
-            if fault.name == "slow-compile" and fault.strikes(step):
-                time.sleep(15)
-            return seed_draws(loop, step, micro)
-
-        def faulty_loss(loop, losses, micro):
-            if fault.name.startswith("nan") and fault.strikes(loop.step):
-                losses = {name: loss * torch.nan for name, loss in losses.items()}
-            return scaled_loss(loop, losses, micro)
-
         if self.name == "slow-compile":
             Framework.compile = lambda model, **options: None
         if self.name == "own-folder":  # for relative paths every process has a disk of its own
             own = Path(f"{self.marker}.{os.environ['RANK']}")
             own.mkdir()
             os.chdir(own)
-        TrainLoop.begin_step, TrainLoop.seed_draws, TrainLoop.scaled_loss = faulty_step, faulty_seed, faulty_loss
+        TrainLoop.begin_step = self.faulty_step(TrainLoop.begin_step)
+        TrainLoop.seed_draws = self.faulty_seed(TrainLoop.seed_draws)
+        TrainLoop.scaled_loss = self.faulty_loss(TrainLoop.scaled_loss)
         if self.name in IN_SAVE:
-            save = checkpoint.save_checkpoint
-
-            def faulty_save(output_dir, step, *args):  # in the saver's thread
-                atomic.os = fault.faulty_os(step - 1, *IN_SAVE[fault.name])
-                try:
-                    return save(output_dir, step, *args)
-                finally:
-                    atomic.os = os
-
-            checkpoint.save_checkpoint = faulty_save
+            checkpoint.save_checkpoint = self.faulty_save(checkpoint.save_checkpoint)
         if self.name == "hang-worker":
-            load = EncodedImages.load
+            EncodedImages.load = self.faulty_load(EncodedImages.load)
 
-            def faulty_load(images, i):
-                if multiprocessing.parent_process() and fault.strikes(fault.step):
-                    time.sleep(10_000)
-                return load(images, i)
+    def faulty_step(self, begin_step):
+        def step(loop, number):
+            if self.name in AT_STEP and self.strikes(number):
+                AT_STEP[self.name]()
+            if self.name == "hold" and self.strikes(number):
+                hold(loop)
+            return begin_step(loop, number)
 
-            EncodedImages.load = faulty_load
+        return step
+
+    def faulty_seed(self, seed_draws):
+        def seed(loop, step, micro):  # it comes first in a forward pass
+            if self.name in HANGS and self.strikes(step):
+                time.sleep(HANGS[self.name])
+            return seed_draws(loop, step, micro)
+
+        return seed
+
+    def faulty_loss(self, scaled_loss):
+        def loss(loop, losses, micro):
+            if self.name.startswith("nan") and self.strikes(loop.step):
+                losses = {name: value * torch.nan for name, value in losses.items()}
+            return scaled_loss(loop, losses, micro)
+
+        return loss
+
+    def faulty_load(self, load):
+        def load_in_worker(images, i):
+            if multiprocessing.parent_process() and self.strikes(self.step):
+                time.sleep(10_000)
+            return load(images, i)
+
+        return load_in_worker
+
+    def faulty_save(self, save):
+        def save_in_thread(output_dir, step, *args):
+            atomic.os = self.faulty_os(step - 1, *IN_SAVE[self.name])
+            try:
+                return save(output_dir, step, *args)
+            finally:
+                atomic.os = os
+
+        return save_in_thread
 
     def faulty_os(self, step, name, call):
         """The module `os`, one of whose functions kills the process at its `call`-th call in a save after `step`."""
-        fault, exact = self, getattr(os, name)
+        fault = self
+        exact = getattr(os, name)
         fault.calls = 0
 
         class FaultyOs:
             def __getattr__(self, attribute):
-                return deadly if attribute == name else getattr(os, attribute)
+                if attribute == name:
+                    return deadly
+                return getattr(os, attribute)
 
         def deadly(*args):
             fault.calls += 1

@@ -32,49 +32,63 @@ NOBODY = 65534  # the user without rights
 
 def test_a_lost_step_is_logged_once(photos, tmp_path):
     """Killed after step 5 with the checkpoint of step 3: steps 4 and 5 are run and reported again, once."""
-    pretrain(photos, tmp_path / "out")
-    for path in (tmp_path / "out").glob("checkpoint-6.*"):
+    out = tmp_path / "out"
+    pretrain(photos, out)
+    for path in out.glob("checkpoint-6.*"):
         path.unlink()
-    with open(tmp_path / "out" / "log.jsonl", "a") as file:
+    with open(out / "log.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1')  # a line cut off by the kill
-    pretrain(photos, tmp_path / "out")
-    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    pretrain(photos, out)
+    assert [report["step"] for report in reports(out)] == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.fault("F36", "all checkpoints damaged", "exit code 4; no start from scratch by accident")
 def test_a_damaged_checkpoint_is_passed_over_aloud(photos, tmp_path, capsys):
-    expected = pretrain(photos, tmp_path / "out")
-    newest = tmp_path / "out" / "checkpoint-6.pth"
+    folder = tmp_path / "out"
+    expected = pretrain(photos, folder)
+    newest = folder / "checkpoint-6.pth"
     newest.write_bytes(newest.read_bytes()[:-100])
-    assert_same_state(pretrain(photos, tmp_path / "out"), expected)
+    assert_same_state(pretrain(photos, folder), expected)
     out = capsys.readouterr().out
-    assert "skipped a checkpoint, checkpoint-6.pth: " in out and "checkpoint-3.pth at step 3" in out
-    for path in (tmp_path / "out").glob("*.pth"):
+    assert "skipped a checkpoint, checkpoint-6.pth: " in out
+    assert "checkpoint-3.pth at step 3" in out
+    for path in folder.glob("*.pth"):
         path.write_bytes(b"")
-    assert "no checkpoint in" in pretrain.refused(capsys, photos, tmp_path / "out", code=4)
+    assert "no checkpoint in" in pretrain.refused(capsys, photos, folder, code=4)
 
 
-def test_changed_settings_are_refused_or_by_request_take_effect(photos, tmp_path, capsys):
+@pytest.fixture
+def begun(photos, tmp_path):
+    """The folder of a run that has made two of its six steps."""
     pretrain(photos, tmp_path / "out", "--max_steps", 2)
-    message = pretrain.refused(capsys, photos, tmp_path / "out", "--weight_decay", 0.1, "--throw_ratio", 0.25)
+    return tmp_path / "out"
+
+
+def test_changed_settings_are_refused(photos, begun, capsys):
+    message = pretrain.refused(capsys, photos, begun, "--weight_decay", 0.1, "--throw_ratio", 0.25)
     assert "--throw_ratio was 0.5 and now is 0.25; --weight_decay was 0.05 and now is 0.1. Undo that" in message
-    assert "--batch_size" not in pretrain.refused(
-        capsys, photos, tmp_path / "out", "--seed", 1, "--batch_size", 4, "--accum_iter", 2
-    )
-    assert [r["step"] for r in reports(tmp_path / "out")] == [1, 2]  # and nothing was touched
-    content = pretrain(photos, tmp_path / "out", "--weight_decay", 0.1, "--allow_changes")
+    split = ("--batch_size", 4, "--accum_iter", 2)
+    assert "--batch_size" not in pretrain.refused(capsys, photos, begun, "--seed", 1, *split)
+    assert "total batch was 8 and now is 4" in pretrain.refused(capsys, photos, begun, "--batch_size", 4)
+    assert len(reports(begun)) == 2  # nothing was touched
+
+
+def test_changed_settings_take_effect_by_request(photos, begun, capsys):
+    content = pretrain(photos, begun, "--weight_decay", 0.1, "--allow_changes")
     out = capsys.readouterr().out
-    assert "warning: --weight_decay was 0.05 and now is 0.1" in out and out.count("warning") == 1
-    assert sorted(group["weight_decay"] for group in content["optimizer"]["param_groups"]) == [0.0, 0.1]
-    assert "total batch was 8 and now is 4" in pretrain.refused(capsys, photos, tmp_path / "out", "--batch_size", 4)
+    assert "warning: --weight_decay was 0.05 and now is 0.1" in out
+    assert out.count("warning") == 1
+    decays = {group["weight_decay"] for group in content["optimizer"]["param_groups"]}
+    assert decays == {0.0, 0.1}
 
 
 def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "out", "--max_steps", 2, "--precision", "fp16")
     content = pretrain(photos, tmp_path / "out", "--precision", "bf16", "--allow_changes")
-    assert content["scaler"] == {} and content["meta"]["settings"]["precision"] == "bf16"
+    assert content["scaler"] == {}
+    assert content["meta"]["settings"]["precision"] == "bf16"
     assert "warning: --precision was fp16 and now is bf16" in capsys.readouterr().out
 
 
@@ -84,16 +98,16 @@ def test_another_precision_does_not_inherit_the_loss_scale(photos, tmp_path, cap
     "refused, with both fingerprints; --allow_changes goes on",
 )
 def test_changed_data_is_refused_or_by_request_accepted(photos, tmp_path, capsys):
-    shutil.copytree(photos, tmp_path / "photos")
-    pretrain(tmp_path / "photos", tmp_path / "out", "--max_steps", 2)
-    cats = tmp_path / "photos" / "train" / "cat"
+    data = tmp_path / "photos"
+    shutil.copytree(photos, data)
+    pretrain(data, tmp_path / "out", "--max_steps", 2)
+    cats = data / "train" / "cat"
     (cats / "0.jpg").rename(cats / "x.jpg")  # as many as before, in another order
-    assert re.search(
-        r"the data had 24 images \(.*\) and now has 24", pretrain.refused(capsys, tmp_path / "photos", tmp_path / "out")
-    )
+    message = pretrain.refused(capsys, data, tmp_path / "out")
+    assert re.search(r"the data had 24 images \(.*\) and now has 24", message)
     (cats / "x.jpg").unlink()
-    assert "and now has 23 images" in pretrain.refused(capsys, tmp_path / "photos", tmp_path / "out")
-    pretrain(tmp_path / "photos", tmp_path / "out", "--allow_changes")
+    assert "and now has 23 images" in pretrain.refused(capsys, data, tmp_path / "out")
+    pretrain(data, tmp_path / "out", "--allow_changes")
     assert "warning: the data had 24 images" in capsys.readouterr().out
 
 
@@ -132,7 +146,8 @@ def test_files_of_others_are_not_overwritten(photos, tmp_path, capsys, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text('{"mine": 1}')
     assert f"holds {name}, but no run" in pretrain.refused(capsys, photos, tmp_path / "out")
-    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [(name, '{"mine": 1}')]
+    assert os.listdir(tmp_path / "out") == [name]
+    assert (tmp_path / "out" / name).read_text() == '{"mine": 1}'
 
 
 def test_a_run_without_its_lock_and_checkpoints_is_no_file_of_others(photos, tmp_path):
@@ -161,10 +176,8 @@ def small_disk(tmp_path):
     """A file system of 28 MB, where root may make one: room for three checkpoints of a micro model."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28m", "tmpfs", folder], capture_output=True).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=28m", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("no file system of one's own without root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -175,7 +188,8 @@ def small_disk(tmp_path):
 )
 def test_a_full_disk(photos, tmp_path, small_disk, capsys):
     """The disk is filled after the first epoch's checkpoint, apart from room for logs. The last save is required."""
-    output_dir, flags = small_disk / "out", ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
+    output_dir = small_disk / "out"
+    flags = ("--model", "mae_vit_micro_patch4", "--epochs", 3, "--picture_every", 0)
     expected = pretrain(photos, tmp_path / "whole", *flags)
     pretrain(photos, output_dir, *flags, "--max_steps", 3)
     ballast = small_disk / "ballast"
@@ -188,8 +202,10 @@ def test_a_full_disk(photos, tmp_path, small_disk, capsys):
         pretrain(photos, output_dir, *flags)
     captured = capsys.readouterr()
     assert "warning: checkpoint-6.pth could not be written ([Errno 28]" in captured.out
-    assert stop.value.code == 75 and "goes on from the newest checkpoint" in captured.err
-    assert sorted(p.name for p in output_dir.glob("*checkpoint*")) == ["checkpoint-3.json", "checkpoint-3.pth"]
+    assert stop.value.code == 75
+    assert "goes on from the newest checkpoint" in captured.err
+    left = [path.name for path in output_dir.glob("*checkpoint*")]
+    assert sorted(left) == ["checkpoint-3.json", "checkpoint-3.pth"]
     ballast.unlink()
     assert_same_state(pretrain(photos, output_dir, *flags), expected)
 
@@ -202,7 +218,8 @@ def test_a_read_only_folder(photos, small_disk, capsys):
 
 def delete_after_save(output_dir, folder):
     """Deletes `folder`, which holds the run's, after the save of step 3; meanwhile a thread may still write the log."""
-    wait_until(lambda: (output_dir / ".progress").exists() and (output_dir / ".progress").read_text() == "3\n")
+    progress = output_dir / ".progress"
+    wait_until(lambda: progress.exists() and progress.read_text() == "3\n")
 
     def is_gone():
         shutil.rmtree(folder, ignore_errors=True)
@@ -228,17 +245,18 @@ def test_a_deleted_output_folder(photos, tmp_path, before_step, capsys):
 
 @pytest.mark.fault("F60b", "the deleted folder is another run's by now", "exit code 2 with that process")
 def test_a_folder_that_another_run_has_taken(photos, tmp_path, before_step, capsys):
+    out = tmp_path / "out"
+    holders = []
     with ExitStack() as other:
 
         def take():
-            delete_after_save(tmp_path / "out", tmp_path / "out")
-            message.append(other.enter_context(held_by_another_process(tmp_path / "out")))
+            delete_after_save(out, out)
+            holders.append(other.enter_context(held_by_another_process(out)))
 
-        message = []
         before_step(4, take)
-        error = pretrain.refused(capsys, photos, tmp_path / "out")
-        assert message[0] in error
-    assert not list((tmp_path / "out").glob("checkpoint*"))
+        error = pretrain.refused(capsys, photos, out)
+    assert holders[0] in error
+    assert not list(out.glob("checkpoint*"))
 
 
 @pytest.fixture
@@ -246,10 +264,10 @@ def folder_of_nobody(photos, tmp_path):
     """A folder with photos that belongs to the user nobody, where root may make one."""
     if os.geteuid():
         pytest.skip("only root can be another user")
-    places = [tempfile.gettempdir(), sys.prefix, os.path.dirname(__file__)]  # of the data, the libraries and the code
-    folders = {folder for place in places for folder in (Path(place), *Path(place).parents)}
-    if closed := [str(folder) for folder in folders if not folder.stat().st_mode & stat.S_IXOTH]:
-        pytest.skip(f"other users cannot enter {', '.join(closed)}")
+    for place in (tempfile.gettempdir(), sys.prefix, os.path.dirname(__file__)):  # of data, libraries and code
+        for folder in (Path(place), *Path(place).parents):
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                pytest.skip(f"other users cannot enter {folder}")
     folder = Path(tempfile.mkdtemp())  # others cannot enter `tmp_path`
     shutil.copytree(photos, folder / "photos")
     subprocess.run(["chown", "-R", str(NOBODY), folder], check=True)
@@ -300,7 +318,8 @@ def test_a_file_of_another_user(folder_of_nobody, tmp_path, capfd, name):
 
 @pytest.mark.fault("F37b", "a signal at the step whose save has failed", "saved again; 0 lost")
 def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step):
-    save, failures = checkpoint.save_checkpoint, []
+    save = checkpoint.save_checkpoint
+    failures = []
 
     def full_once(output_dir, step, *args):
         if step == 3 and not failures:
@@ -311,7 +330,8 @@ def test_a_signal_after_a_failed_save(photos, tmp_path, monkeypatch, before_step
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", full_once)
     before_step(3, lambda: wait_until(lambda: failures))  # the saver's thread may be late
-    assert pretrain(photos, tmp_path / "out")["meta"]["step"] == 4 and failures == [3]  # it stops after the next step
+    assert pretrain(photos, tmp_path / "out")["meta"]["step"] == 4  # it stops after the next step
+    assert failures == [3]
 
 
 class Payload:
@@ -323,15 +343,15 @@ class Payload:
 def test_code_in_a_checkpoint(photos, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Payload(), "optimizer": {}, "meta": "{}"}, "evil.pth")
-    assert "cannot be read as a checkpoint of tensors" in pretrain.refused(
-        capsys, photos, "out", "--resume", "evil.pth", code=4
-    )
     for folder in ("train", "val"):
         shutil.copytree(photos / "train", tmp_path / "data" / folder)
-    error = finetune.refused(capsys, "data", "out2", "--finetune", "evil.pth", code=4)
-    assert "cannot be read as a checkpoint of tensors" in error
-    error = refused(capsys, export.main, "evil.pth", "--out", "out.safetensors")
-    assert "cannot be read as a checkpoint of tensors" in error
+    errors = [
+        pretrain.refused(capsys, photos, "out", "--resume", "evil.pth", code=4),
+        finetune.refused(capsys, "data", "out2", "--finetune", "evil.pth", code=4),
+        refused(capsys, export.main, "evil.pth", "--out", "out.safetensors"),
+    ]
+    for error in errors:
+        assert "cannot be read as a checkpoint of tensors" in error
     assert not Path("pwned").exists()
 
 
@@ -360,5 +380,6 @@ def test_kills_while_saving(tmp_path):
         os.waitpid(child, 0)
         path, _ = newest_checkpoint(folder)
         weights = torch.load(path, weights_only=True)["weights"]
-        assert len(weights.unique()) == 1 and path.name == f"checkpoint-{int(weights[0])}.pth"
+        assert len(weights.unique()) == 1
+        assert path.name == f"checkpoint-{int(weights[0])}.pth"
         shutil.rmtree(folder)

@@ -1,13 +1,10 @@
 """Updates that ruin the weights, and weights that are not finite: exit code 3, the last good state, no result."""
 
-import re
 import shlex
 
 import pytest
 import torch
 
-import main_finetune
-import main_pretrain
 from downstream.probe import main_probe
 from scripts import export, visualize
 from tests.runs import assert_same_state, finetune, pretrain, refused
@@ -30,14 +27,17 @@ def steps_in(folder):
     ],
 )
 def test_the_last_good_checkpoint_stays(photos, tmp_path, capsys, flags, expected):
-    out, calm = tmp_path / "out", ("--epochs", 20, "--warmup_epochs", 0, "--lr", 1e-3, "--picture_every", 0)
+    out = tmp_path / "out"
+    good = out / "checkpoint-6.pth"
+    calm = ("--epochs", 20, "--warmup_epochs", 0, "--lr", 1e-3, "--picture_every", 0)
     pretrain(photos, out, *calm, "--max_steps", 6)
     for _ in range(2):  # the same command fails again
         message = pretrain.refused(capsys, photos, out, *calm, *flags, "--lr", 1e10, "--allow_changes", code=3)
         assert "not finite in each of the last 20 steps before step 27" in message
-        named = re.search(r"The last checkpoint with a finite loss is '(.*)'\. .* --resume (.+) and --allow", message)
-        assert [named[1]] == shlex.split(named[2]) == [str(out / "checkpoint-6.pth")] and steps_in(out) == expected
-    goes_on = pretrain(photos, tmp_path / "new", *calm, "--resume", named[1], "--allow_changes", "--max_steps", 9)
+        assert f"The last checkpoint with a finite loss is {str(good)!r}" in message
+        assert f"--resume {shlex.quote(str(good))} and --allow" in message
+        assert steps_in(out) == expected
+    goes_on = pretrain(photos, tmp_path / "new", *calm, "--resume", good, "--allow_changes", "--max_steps", 9)
     assert_same_state(goes_on, pretrain(photos, tmp_path / "whole", *calm, "--max_steps", 9))
 
 
@@ -47,7 +47,8 @@ def test_a_short_run_is_no_result(labelled, tmp_path, capsys, program):
     flags = ("--epochs", 3, "--warmup_epochs", 0, "--lr", 1e6, "--max_steps", 8)
     for _ in range(2):
         message = program.refused(capsys, labelled, tmp_path, *flags, code=3)
-        assert "not finite" in message and "No checkpoint of this run has a finite loss" in message
+        assert "not finite" in message
+        assert "No checkpoint of this run has a finite loss" in message
         assert steps_in(tmp_path) in ([3], [])
 
 
@@ -56,9 +57,9 @@ def spoilt(photos, tmp_path_factory):
     """Checkpoints with a weight that is NaN, and with finite weights whose features overflow."""
     folder = tmp_path_factory.mktemp("spoilt")
     pretrain(photos, folder, "--throw_ratio", 0, "--max_steps", 1)
-    found = newest_checkpoint(folder)[0]
-    for name, factor in (("nan", torch.nan), ("large", 1e30)):
-        content = torch.load(found, weights_only=True)
+    path, _ = newest_checkpoint(folder)
+    for name, factor in {"nan": torch.nan, "large": 1e30}.items():
+        content = torch.load(path, weights_only=True)
         content["model"]["blocks.0.attn.qkv.weight"] *= factor
         torch.save({key: content[key] for key in ("model", "meta")}, folder / f"{name}.pth")
     return folder
@@ -69,28 +70,38 @@ def spoilt(photos, tmp_path_factory):
 )
 @pytest.mark.parametrize("weights", ["nan", "large"])
 def test_ruined_weights_give_no_result(labelled, spoilt, tmp_path, capsys, weights):
-    path, out = spoilt / f"{weights}.pth", tmp_path / "out"
+    path = spoilt / f"{weights}.pth"
     probe = [path, "--data_path", labelled, "--output_dir", tmp_path / "probe", "--num_workers", 0, "--device", "cpu"]
-    cases = {
-        "export": (export.main, [path, "--out", out]),
-        "export to a file": (export.main, [path, "--out", tmp_path / "out.safetensors"]),
-        "export for MAE": (export.main, [path, "--out", tmp_path / "out.pth", "--format", "mae"]),
-        "visualize": (visualize.main, [path, "--out", tmp_path / "out.png", "--images", labelled / "val" / "cat"]),
-        "kNN": (main_probe.main, [*probe, "--probes", "knn"]),
-        "heads": (main_probe.main, [*probe, "--probes", "linear", "--steps", 2, "--total_batch_size", 8]),
-    }
-    for what, (main, arguments) in cases.items():
-        message = refused(capsys, main, *arguments, code=3)
-        assert "not finite" in message and len(message.splitlines()) == 1, what
-        assert ("blocks.0.attn.qkv.weight" in message) == (weights == "nan"), what
+    messages = [
+        refused(capsys, export.main, path, "--out", tmp_path / "out", code=3),
+        refused(capsys, export.main, path, "--out", tmp_path / "out.safetensors", code=3),
+        refused(capsys, export.main, path, "--out", tmp_path / "out.pth", "--format", "mae", code=3),
+        refused(
+            capsys, visualize.main, path, "--out", tmp_path / "out.png", "--images", labelled / "val" / "cat", code=3
+        ),
+        refused(capsys, main_probe.main, *probe, "--probes", "knn", code=3),
+        refused(capsys, main_probe.main, *probe, "--probes", "linear", "--steps", 2, "--total_batch_size", 8, code=3),
+    ]
+    for message in messages:
+        assert "not finite" in message
+        assert len(message.splitlines()) == 1
+        assert ("blocks.0.attn.qkv.weight" in message) == (weights == "nan")
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
-    for main, words in (
-        (main_pretrain.main, pretrain.command(labelled, tmp_path / "p", "--throw_ratio", 0, "--pretrained", path)),
-        (main_finetune.main, finetune.command(labelled, tmp_path / "f", "--finetune", path)),
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [("nan", "blocks.0.attn.qkv.weight"), ("large", "No checkpoint of this run has a finite loss")],
+)
+def test_no_run_begins_with_ruined_weights(labelled, spoilt, tmp_path, capsys, weights, said):
+    path = spoilt / f"{weights}.pth"
+    flags = ("--throw_ratio", 0, "--pretrained", path)
+    for message in (
+        pretrain.refused(capsys, labelled, tmp_path / "p", *flags, code=3),
+        finetune.refused(capsys, labelled, tmp_path / "f", "--finetune", path, code=3),
     ):
-        message = refused(capsys, main, *words, code=3)
-        said = "blocks.0.attn.qkv.weight" if weights == "nan" else "No checkpoint of this run has a finite loss"
-        assert "not finite" in message and said in message
+        assert "not finite" in message
+        assert said in message
 
 
 @pytest.mark.fault("F49", "a full disk from the start", "exit code 75; no checkpoint is promised")

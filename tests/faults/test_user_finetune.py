@@ -21,10 +21,7 @@ def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch
     capsys.readouterr()
     finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")
     out = capsys.readouterr().out
-    assert (
-        "note: --compile was False and now is True: results agree to rounding, not to the last bit; compiled code"
-        in out
-    )
+    assert "note: --compile was False and now is True: results agree to rounding" in out
     assert "drop path differs" in out
 
 
@@ -44,12 +41,14 @@ def test_another_optimizer_starts_without_the_state_of_the_former_one(labelled, 
     flags = ("--aa", "none", "--optimizer")
     finetune(labelled, tmp_path / "out", *flags, "lars", "--max_steps", 2)
     message = finetune.refused(capsys, labelled, tmp_path / "out", *flags, "adamw")
-    said = "the optimizer was LARS and now is AdamW: it starts without the state of the former one"
-    assert said in message and "accept it by --allow_changes" in message
+    assert "the optimizer was LARS and now is AdamW" in message
+    assert "--allow_changes" in message
     content = finetune(labelled, tmp_path / "out", *flags, "adamw", "--allow_changes")
-    assert f"warning: {said}" in capsys.readouterr().out and content["meta"]["step"] == 6
-    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in content["optimizer"]["state"].values())
-    assert {int(state["step"]) for state in content["optimizer"]["state"].values()} == {6 - 2}
+    assert "warning: the optimizer was LARS and now is AdamW" in capsys.readouterr().out
+    assert content["meta"]["step"] == 6
+    for state in content["optimizer"]["state"].values():
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["step"] == 6 - 2
 
 
 @pytest.mark.fault(
@@ -73,8 +72,8 @@ def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys,
     for name in ("other", "moved/another.pth"):
         message = finetune.refused(capsys, labelled, "out", *flags, 6, "--finetune", name)
         assert "choose another --output_dir" in message
-    for path in Path("moved").iterdir():  # a run that has begun needs its encoder no longer
-        path.unlink() if path.is_file() else shutil.rmtree(path)
+    shutil.rmtree("moved")  # a run that has begun needs its encoder no longer
+    Path("moved").mkdir()
     assert finetune(labelled, "out", *flags, 6, "--finetune", "moved")["meta"]["step"] == 6
 
 
@@ -84,7 +83,8 @@ def test_the_encoder_is_known_by_its_content(photos, labelled, tmp_path, capsys,
     "both times said; results name their checkpoint; stale ones are refused",
 )
 def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
-    base, out = tmp_path / "base", tmp_path / "out"
+    base = tmp_path / "base"
+    out = tmp_path / "out"
     pretrain(photos, base, *MICRO, "--max_steps", 4)
     flags = ("--model", "vit_micro_patch4", "--aa", "none", "--finetune", base)
     finetune(labelled, out, *flags, "--max_steps", 4)
@@ -96,7 +96,8 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     assert "warning: this run continues from " in capsys.readouterr().out
     assert "holds the results of" in finetune.refused(capsys, labelled, out, *flags)
     content = finetune(labelled, tmp_path / "again", *flags)
-    assert content["meta"]["encoder"]["step"] == 6 and "not finished" not in capsys.readouterr().out
+    assert content["meta"]["encoder"]["step"] == 6
+    assert "not finished" not in capsys.readouterr().out
 
 
 @pytest.mark.fault(
@@ -109,36 +110,32 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
     "U72", "a checkpoint of pre-training is given to main_finetune --resume", "refused; the hint is --finetune"
 )
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("flags", "code", "messages"),
     [
-        (
-            "--model vit_base_patch16 --finetune {base}",
-            4,
-            "(made as mae_vit_micro_patch4) holds an encoder of width 96, ",
-        ),
-        ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, "--model swin_micro_patch4_window4 has no probe"),
-        ("--eval --resume {tuned} --model vit_mini_patch4", 2, "has vit_micro_patch4: leave it out"),
-        ("--resume {base}", 2, "is a run of main_pretrain.py"),
+        ("--model vit_base_patch16 --finetune {base}", 4, ["made as mae_vit_micro_patch4", "of width 96", "width 768"]),
+        ("--model swin_micro_patch4_window4 --trainable_blocks 0", 2, ["swin_micro_patch4_window4 has no probe"]),
+        ("--eval --resume {tuned} --model vit_mini_patch4", 2, ["has vit_micro_patch4: leave it out"]),
+        ("--resume {base}", 2, ["is a run of main_pretrain.py", "give it as --finetune"]),
     ],
 )
-def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys, flags, code, message):
+def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys, flags, code, messages):
     if "{tuned}" in flags:
         finetune(labelled, tmp_path / "tuned", "--aa", "none", "--max_steps", 1)
-    words = [word.format(base=pretrained, tuned=tmp_path / "tuned") for word in flags.split()]
+    words = flags.format(base=pretrained, tuned=tmp_path / "tuned").split()
     error = finetune.refused(capsys, labelled, tmp_path / "out", *words, code=code)
-    assert message in error
-    assert "this VisionTransformer has width 768" in error or code == 2
-    assert "give it as --finetune" in error or not flags.startswith("--resume")
+    for message in messages:
+        assert message in error
 
 
 @pytest.mark.fault("U21", "fine-tune on Train/ and test/", "trained on Train/, evaluated on test/, which is noted")
 def test_test_stands_in_for_val(labelled, tmp_path):
-    for name, split in (("Train", "train"), ("test", "val")):
-        shutil.copytree(labelled / split, tmp_path / "data" / name)
+    shutil.copytree(labelled / "train", tmp_path / "data" / "Train")
+    shutil.copytree(labelled / "val", tmp_path / "data" / "test")
     (tmp_path / "data" / "Train" / "cat" / "._0.jpg").write_bytes(b"not an image at all")
     content = finetune(tmp_path / "data", tmp_path / "out", *PLAIN, "--epochs", 1, "--warmup_epochs", 0)
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert content["meta"]["data"]["num_images"] == 24 and "ignored: 1 hidden path (cat/._0.jpg)" in log
+    assert content["meta"]["data"]["num_images"] == 24
+    assert "ignored: 1 hidden path (cat/._0.jpg)" in log
     assert "test/ is read as val, because there is no val" in log
     assert json.loads((tmp_path / "out" / "results.json").read_text())["last"]["val_num_images"] == 7
     content = pretrain(tmp_path / "data", tmp_path / "pre", "--max_steps", 1)

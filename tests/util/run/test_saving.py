@@ -176,6 +176,7 @@ def test_saves_by_time(tmp_path, monkeypatch):
     for saver.loop.step in range(1, 21):
         now[0] += 70
         saver.write("best", {}, {})  # does not count
+        saver.finish()
         saver.save_by_time()
         saver.finish()
         saved.append(steps_in(tmp_path)[-1:])
