@@ -280,7 +280,7 @@ RECIPES |= {
     "crossmae_prmim50_vit_huge_800ep": _CROSSMAE_HUGE | _progressive(800, 0.5),
 }
 
-# Small runs of this project. Their results are in docs/results.md.
+# Small runs of this project. Their results are in docs/study.md.
 _SMALL: Recipe = dict(model="mae_vit_mini_patch4", mask_ratio=0.75, norm_pix_loss=True, blr=1e-3)
 _CIFAR10 = _SMALL | dict(dataset="cifar10", total_batch_size=256, warmup_epochs=5)
 RECIPES |= {
@@ -409,7 +409,7 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     "mff_inat19_vit_base": _MFF_FINETUNE | _INATURALIST_19,
 }
 
-# Small runs of this project. Their results are in docs/results.md.
+# Small runs of this project. Their results are in docs/study.md.
 _MINI: Recipe = dict(model="vit_mini_patch4", total_batch_size=128, crop_pct=1.0, crop_scale=(0.3, 1.0))
 _MINI_FINETUNE = FINETUNE_DEFAULTS | _MINI
 _MINI_FINETUNE |= dict(warmup_epochs=1, layer_decay=0.75, aa=None, reprob=0.0, mixup=0.0, cutmix=0.0)

@@ -5,7 +5,7 @@
 
 A run is the folder of a run or its log.jsonl, with or without a label. The loss on the validation images is a dashed
 line. A loss that was not finite leaves a gap. If a run has kNN accuracies (--knn_every), a second panel shows them.
-docs/healthy.md says what the curves of docs/runs/ are.
+docs/run.md says what the curves of docs/runs/ are.
 """
 
 import math

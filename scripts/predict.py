@@ -40,7 +40,7 @@ USABLE = 0.9  # of the memory: the rest is for the CUDA context, libraries, comm
 USUAL_BATCH = 512  # images of a micro-batch, where they fit
 IMAGENET = 1_281_167
 GIB = 2**30
-# Images per second that one core decodes and crops: docs/benchmarks.md.
+# Images per second that one core decodes and crops: docs/costs.md.
 DECODING = {"jpeg": 559, "q90": 789}
 
 

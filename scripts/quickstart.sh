@@ -6,7 +6,7 @@
 #     OUTPUT_DIR=output/longer bash scripts/quickstart.sh --epochs 32
 #
 # Arguments are flags of main_pretrain.py and change the pre-training only. Everything is written to output/quickstart,
-# or to OUTPUT_DIR. A second call continues where the first one stopped. docs/quickstart.md explains the output.
+# or to OUTPUT_DIR. A second call continues where the first one stopped. docs/study.md has what other seeds give.
 set -euo pipefail
 for argument in "$@"; do
     case $argument in
@@ -41,12 +41,14 @@ sample() {
 sample unlabelled --num_train 100
 sample labelled --num_train 5 --num_val 90
 
-python main_pretrain.py --recipe quickstart --data_path "$output/unlabelled" --output_dir "$output/pretrain" "$@"
+# Seed 1 is the one whose gain is the median of the seeds in docs/study.md.
+seed=1
+python main_pretrain.py --recipe quickstart --data_path "$output/unlabelled" --seed $seed --output_dir "$output/pretrain" "$@"
 python scripts/visualize.py "$output/pretrain" --images "$output/unlabelled/val" --out "$output/reconstruction.png"
 
 # Both arms have the same labels, steps, augmentation and learning rate. Layer decay is for pre-trained layers only.
 finetune() {
-    python main_finetune.py --recipe quickstart_finetune --data_path "$output/labelled" --eval_every 50 "$@"
+    python main_finetune.py --recipe quickstart_finetune --data_path "$output/labelled" --eval_every 50 --seed $seed "$@"
 }
 finetune --finetune "$output/pretrain" --output_dir "$output/finetune"
 finetune --layer_decay 1 --output_dir "$output/scratch"
@@ -66,5 +68,5 @@ print(f"{num_labels} labelled crops, {num_unlabelled} crops without labels, {num
 print(f"  pre-trained with PR-MIM, then fine-tuned: top-1 {results['finetune']['val_top1']:.1f} %")
 print(f"  the same model from scratch:              top-1 {results['scratch']['val_top1']:.1f} %")
 EOF
-echo "One seed proves little. docs/quickstart.md has the figures of three seeds, and what they do not show."
+echo "One seed proves little: docs/study.md has the figures of three, and what they do not show."
 echo "Reconstructions of unseen crops: $output/reconstruction.png (retained tokens blue, thrown tokens yellow)"

@@ -36,14 +36,17 @@ def test_the_notebook_runs(notebook, monkeypatch, capsys):
 
 
 def test_outputs_are_stored_and_name_no_machine(notebook):
+    num_pictures = 0
     for cell in notebook["cells"]:
+        texts = list(cell["source"])
         if cell["cell_type"] == "code":
-            assert cell["execution_count"] and all(output["output_type"] != "error" for output in cell["outputs"])
-    pictures = [o for cell in notebook["cells"] for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 5
-    text = json.dumps([{k: v for k, v in cell.items() if k != "outputs"} for cell in notebook["cells"]])
-    streams = json.dumps([o.get("text") for cell in notebook["cells"] for o in cell.get("outputs", [])])
-    assert not re.search(r"/(root|home|opt|work|tmp)/", text + streams)
+            assert cell["execution_count"]
+            for output in cell["outputs"]:
+                assert output["output_type"] != "error"
+                texts += output.get("text", [])
+                num_pictures += "image/png" in output.get("data", {})
+        assert not re.search(r"/(root|home|opt|work|tmp)/", "".join(texts))
+    assert num_pictures == 5
 
 
 def test_the_weights_are_those_of_the_card():

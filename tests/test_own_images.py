@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts import sample_photos
-from tests.test_documents import ROOT, blocks_of, commands_of, program_of
+from tests.documents import ROOT, blocks_of, commands_of, program_of
 
 GUIDE = ROOT / "docs" / "own_images.md"
 CPU = "--num_workers 0 --device cpu"
