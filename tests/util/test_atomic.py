@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 
 import pytest
 
@@ -24,35 +23,47 @@ def test_a_file_is_replaced_in_one_step(tmp_path):
 
 
 def test_links_and_devices_are_not_replaced_themselves(tmp_path):
-    link, target = tmp_path / "link.png", tmp_path / "target.png"
+    target = tmp_path / "target.png"
     target.write_text("older")
+    link = tmp_path / "link.png"
     link.symlink_to(target)
     with replaced_file(link) as temporary:
         temporary.write_text("newer")
     assert link.is_symlink() and target.read_text() == "newer"
-    os.mkfifo(tmp_path / "pipe")
-    with replaced_file(tmp_path / "pipe") as path:
-        assert path == tmp_path / "pipe"
-    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with replaced_file(pipe) as temporary:
+        assert temporary == pipe
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_failed_write_names_the_file(tmp_path, durable):
     path = tmp_path / "state.pth"
-    for error in (OSError(errno.ENOSPC, "No space left on device"), FileNotFoundError(2, "missing", "other")):
-        with pytest.raises(OSError) as found, replaced_file(path, durable):
-            raise error
-        assert found.value.errno == error.errno and found.value.filename == (error.filename or str(path))
+    with pytest.raises(OSError, match="No space left") as found, replaced_file(path, durable):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert found.value.errno == errno.ENOSPC and found.value.filename == str(path)
     assert not any(tmp_path.iterdir())
 
 
+def test_an_error_that_names_another_file_is_kept(tmp_path):
+    with pytest.raises(FileNotFoundError) as found, replaced_file(tmp_path / "state.pth"):
+        raise FileNotFoundError(errno.ENOENT, "missing", "other")
+    assert found.value.filename == "other"
+
+
 def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypatch):
-    calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.replace_in(atomic, "os.fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor)))
-    monkeypatch.replace_in(atomic, "os.replace", lambda *paths: (calls.append("replace"), replace(*paths)))
-    with replaced_file(tmp_path / "state.pth", durable=True) as temporary:
+    path = tmp_path / "state.pth"
+    existed = []  # at each sync
+
+    def fsync(descriptor):
+        existed.append(path.exists())
+        os.fsync(descriptor)
+
+    monkeypatch.replace_in(atomic, "os.fsync", fsync)
+    with replaced_file(path, durable=True) as temporary:
         temporary.write_text("x")
-    assert calls == ["fsync", "replace", "fsync"] and (tmp_path / "state.pth").read_text() == "x"
+    assert existed == [False, True] and path.read_text() == "x"
 
 
 def test_a_new_folder_appears_as_a_whole(tmp_path):
@@ -65,20 +76,27 @@ def test_a_new_folder_appears_as_a_whole(tmp_path):
     assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new" / "a").read_text() == "1"
 
 
-def test_files_of_an_existing_folder_stay(tmp_path):
+@pytest.fixture
+def old_folder(tmp_path):
     folder = tmp_path / "old"
     folder.mkdir()
-    for name in ("a", "mine"):
-        (folder / name).write_text("older")
-    with pytest.raises(KeyboardInterrupt), filled_folder(folder) as temporary:
-        (temporary / "a").write_text("never")
-        raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == ["old"] and (folder / "a").read_text() == "older"
-    with filled_folder(folder) as temporary:
+    (folder / "a").write_text("older")
+    (folder / "mine").write_text("older")
+    return folder
+
+
+def test_files_of_an_existing_folder_stay(tmp_path, old_folder):
+    with filled_folder(old_folder) as temporary:
         (temporary / "a").write_text("newer")
         (temporary / "b").write_text("newer")
-        assert (folder / "a").read_text() == "older"
-    assert {name: (folder / name).read_text() for name in os.listdir(folder)} == dict(
-        a="newer", b="newer", mine="older"
-    )
+        assert (old_folder / "a").read_text() == "older"
+    contents = {path.name: path.read_text() for path in old_folder.iterdir()}
+    assert contents == {"a": "newer", "b": "newer", "mine": "older"}
     assert os.listdir(tmp_path) == ["old"]
+
+
+def test_an_interrupted_filling_changes_nothing(tmp_path, old_folder):
+    with pytest.raises(KeyboardInterrupt), filled_folder(old_folder) as temporary:
+        (temporary / "a").write_text("never")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["old"] and (old_folder / "a").read_text() == "older"
