@@ -204,36 +204,32 @@ MASKED_PATCHES = 147 * 768 * 768  # all patches are embedded
 PREDICTIONS = 50 * 512 * 768  # class token and visible tokens are predicted
 LOCALMIM_HEADS = 49 * (256 * 512 + 4 * 128 * 256 + 16 * 64 * 27 + 256 * 512 + 4 * 128 * 27 + 256 * 27)
 SIMMIM = 196 * 768 * 768  # 120 masked patches are embedded, 76 visible ones predicted
-TEC_QUERIES = (49 + 49 - 9) * 512 * 768  # TEC queries all tokens that it has, and not the nine closest ones
-TEC_MLP = -2 * 768 * 3072  # on the class token, which they do not count
-PUBLISHED = [  # recipe, changed settings, difference, multiply-adds in 10^9
-    ("mae_vit_base_100ep", {}, MASKED_PATCHES + PREDICTIONS, 9.781),
-    ("mff_vit_base_800ep", {}, MASKED_PATCHES + PREDICTIONS, 9.929),
-    ("mff_prmim50_vit_base_800ep", {}, MASKED_PATCHES + PREDICTIONS, 7.230),
-    ("amt_vit_base_400ep", {}, (196 - 30) * 768 * 768 + 31 * 512 * 768, 5.94),
-    ("simmim_vit_base_100ep", {}, SIMMIM, 17.679),
-    ("simmim_prmim30_vit_base_100ep", {}, SIMMIM, 0.701 * 17.679),
-    ("simmim_prmim50_vit_base_100ep", {}, SIMMIM, 0.499 * 17.679),
-    ("amt_simmim_vit_base_200ep", {}, SIMMIM, 12.90),
-    ("localmim_vit_base_100ep", {}, MASKED_PATCHES + LOCALMIM_HEADS, 5.234),
-    ("localmim_prmim65_vit_base_100ep", {"throw_ratio": 0.5}, MASKED_PATCHES + LOCALMIM_HEADS, 4.876),
-    ("localmim_prmim65_vit_base_100ep", {}, MASKED_PATCHES + LOCALMIM_HEADS, 4.775),
-    ("tec_vit_base_300ep", {}, MASKED_PATCHES + PREDICTIONS + (196 - 9) * 512 * 768 + TEC_MLP, 8.302),
-    ("tec_plain50_vit_base_300ep", {}, MASKED_PATCHES + PREDICTIONS + TEC_QUERIES + TEC_MLP, 6.834),
-    ("tec_prmim50_vit_base_300ep", {}, MASKED_PATCHES + PREDICTIONS + (196 - 9) * 512 * 768 + TEC_MLP, 6.960),
+TEC = MASKED_PATCHES + PREDICTIONS - 2 * 768 * 3072  # the MLP on the class token is not counted
+QUERY = 512 * 768  # of a token of TEC's student; here only the nine closest tokens are queried
+PUBLISHED = [  # recipe, difference, multiply-adds in 10^9
+    ("mae_vit_base_100ep", MASKED_PATCHES + PREDICTIONS, 9.781),
+    ("mff_vit_base_800ep", MASKED_PATCHES + PREDICTIONS, 9.929),
+    ("mff_prmim50_vit_base_800ep", MASKED_PATCHES + PREDICTIONS, 7.230),
+    ("amt_vit_base_400ep", (196 - 30) * 768 * 768 + 31 * 512 * 768, 5.94),
+    ("simmim_vit_base_100ep", SIMMIM, 17.679),
+    ("simmim_prmim30_vit_base_100ep", SIMMIM, 0.701 * 17.679),
+    ("simmim_prmim50_vit_base_100ep", SIMMIM, 0.499 * 17.679),
+    ("amt_simmim_vit_base_200ep", SIMMIM, 12.90),
+    ("localmim_vit_base_100ep", MASKED_PATCHES + LOCALMIM_HEADS, 5.234),
+    ("localmim_prmim65_vit_base_100ep", MASKED_PATCHES + LOCALMIM_HEADS, 4.775),
+    ("tec_vit_base_300ep", TEC + (196 - 9) * QUERY, 8.302),
+    ("tec_plain50_vit_base_300ep", TEC + (49 + 49 - 9) * QUERY, 6.834),
+    ("tec_prmim50_vit_base_300ep", TEC + (196 - 9) * QUERY, 6.960),
     # n (12 S D^2 + 2 S^2 D) + depth (12 T d^2 + 2 T^2 d) + embedding, convolution and head, with S = 8 + 64
-    ("pixio_vit_base", {}, 0, 35.21),
-    ("pixio_prmim50_vit_base", {}, 0, 20.66),
-    ("pixio_vit_large", {}, 0, 51.02),
-    ("pixio_prmim50_vit_large", {}, 0, 36.46),
-    ("pixio_vit_huge", {}, 0, 74.77),
-    ("pixio_prmim50_vit_huge", {}, 0, 60.21),
+    ("pixio_vit_base", 0, 35.21),
+    ("pixio_prmim50_vit_large", 0, 36.46),
+    ("pixio_prmim50_vit_huge", 0, 60.21),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "changes", "difference", "published"), PUBLISHED)
-def test_multiply_adds_are_the_published_ones(recipe, changes, difference, published):
-    counted, _ = forward_gmac(settings_of(recipe) | changes)
+@pytest.mark.parametrize(("recipe", "difference", "published"), PUBLISHED)
+def test_multiply_adds_are_the_published_ones(recipe, difference, published):
+    counted, _ = forward_gmac(settings_of(recipe))
     assert counted + difference / 1e9 == pytest.approx(published, rel=2e-3)
 
 
