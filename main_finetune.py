@@ -23,11 +23,11 @@ from encoders.load import load_encoder
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.accuracy import accuracy_text
-from util.data.datasets import stack
+from util.data.datasets import AddressedDataset, stack
 from util.data.images import check_classes, check_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import normalizer
+from util.data.statistics import Statistics, normalizer
 from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
@@ -43,8 +43,11 @@ from util.run.flags import (
     add_pixel_flags,
     add_run_flags,
     check_same,
+    schedule_by_epochs,
 )
-from util.run.run import Run
+from util.run.loader import TrainLoader
+from util.run.run import Run, RunFacts
+from util.run.training import Training
 from util.text import count_of
 
 timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
@@ -305,17 +308,33 @@ def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_im
     }
 
 
-def match_weights(run: Run, model: nn.Module, classes: list[str]) -> None:
+def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
     """ValueError if frozen blocks would stay untrained, or if a resumed run had other classes."""
-    if run.checkpoint is None:
+    if run.resumed is None:
         if model.frozen and run.encoder is None:
             blocks = f"--trainable_blocks {run.args.trainable_blocks}"
             raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
         return
-    check_classes(run.meta["classes"], classes, "the run", "the data")
-    has_mlp = any(name.startswith("cls_token_mlp.") for name in run.checkpoint["model"])
-    if run.meta["settings"].get("cls_token_mlp") and not has_mlp:
-        model.cls_token_mlp = nn.Identity()  # its first weights, TEC's published ones, had folded the MLP
+    check_classes(run.resumed.classes or [], classes, "the run", "the data")
+    if run.resumed.settings["cls_token_is_folded"]:
+        model.cls_token_mlp = nn.Identity()
+
+
+def describe_model(
+    args: argparse.Namespace, model: nn.Module, statistics: Statistics, val_images: Any, classes: list[str]
+) -> RunFacts:
+    """Returns what the checkpoints say about the model, beside the flags.
+
+    cls_token_is_folded: although --cls_token_mlp was given, the encoder had no such MLP. See `encoders.load.fit`.
+    """
+    is_folded = args.cls_token_mlp and isinstance(model.cls_token_mlp, nn.Identity)
+    settings = {
+        "nb_classes": len(classes),
+        "input_size": plain_size(model.img_size),
+        "patch_size": model.patch_size,
+        "cls_token_is_folded": is_folded,
+    }
+    return RunFacts(statistics, settings, val_images, classes)
 
 
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -339,10 +358,10 @@ def evaluate_model(model: nn.Module, images: Any, view: ResizeCenterCrop, contex
     return Evaluation(evaluate_images(model, images, view, context))
 
 
-def make_evaluator(run: Run, model: nn.Module, images: Any) -> Evaluator:
-    """Returns the evaluation of a run on `images`."""
-    view = ResizeCenterCrop(model.img_size, run.args.crop_pct, run.args.loader == "reference")
-    return Evaluator(run, partial(evaluate_model, model, images, view), describe_scores, best_by="top1")
+def make_evaluator(training: Training, model: nn.Module, images: Any) -> Evaluator:
+    """Returns the evaluation of a training on `images`."""
+    view = ResizeCenterCrop(model.img_size, training.args.crop_pct, training.args.loader == "reference")
+    return Evaluator(training, partial(evaluate_model, model, images, view), describe_scores, best_by="top1")
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
@@ -353,61 +372,58 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         with session_of_eval(parser, args, given, "this program, of MAE or of timm") as session:
             return evaluate_only(args, given, session)
     largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
-    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, default_batch_size=largest) as run:
+    with Run.begin(
+        PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
+    ) as run:
         images, val_images = open_data(args)
-        run.note(*val_images.notes, *note_on_size(args.dataset, val_images))
         classes = images.classes
+        run.note(*val_images.notes, *note_on_size(args.dataset, val_images))
+        statistics = run.choose_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_classifier({**vars(args), "nb_classes": len(classes)})
-        size = plain_size(model.img_size)
-        options = dict(classes=classes, first_release_merging=args.first_release_merging)
-        run.load_encoder("finetune", partial(load_encoder, model, **options))
-        match_weights(run, model, classes)
+        merging = args.first_release_merging
+        run.load_encoder(partial(load_encoder, model, classes=classes, first_release_merging=merging))
+        match_run(run, model, classes)
         model = model.to(run.build_device)
         optimizer = make_optimizer(model, args, run.plan.lr)
 
-        transform, remarks = make_augmentation(args, model.img_size, images.pixel_format, given)
-        run.note(*remarks)
-        augment = make_batch_augmentation(args, len(classes), run.process.device)
-        run.open(
-            model=model,
-            optimizer=optimizer,
-            images=images,
-            val_images=val_images,
-            transform=transform,
-            collate=stack,
-            statistics=run.choose_statistics(images),
-            rows=summary_rows(args, model, images, val_images),
-            settings={"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size},
-            classes=classes,
-            # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
-            split_changes_draws=True,
-        )
-        evaluator = make_evaluator(run, model, val_images)
-        train = partial(train_one_epoch, augment=augment)
-        return run.train(train, [evaluator], lambda: evaluator.summary(args.model))
+        augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
+        run.note(*notes)
+        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+        loader = TrainLoader(dataset, stack, model.img_size, run.plan, run.process, args.seed)
+
+        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
+        facts = describe_model(args, model, statistics, val_images, classes)
+        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training.announce(summary_rows(args, model, images, val_images))
+
+        evaluator = make_evaluator(training, model, val_images)
+        augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
+        train_steps = partial(train_one_epoch, augment=augment_batch)
+        return training.train(train_steps, loader, [evaluator], lambda: evaluator.summary(args.model))
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
     """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
-    model, settings, meta = load_classifier(args.resume, args)
+    classifier = load_classifier(args.resume, crop_pct=args.crop_pct, mean=args.mean, std=args.std)
+    settings = classifier.settings
     names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
     context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
-    if meta.get("classes"):
-        check_classes(meta["classes"], images.classes, "the checkpoint", "the data")
+    if classifier.info.classes:
+        check_classes(classifier.info.classes, images.classes, "the checkpoint", "the data")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
-    result = evaluate_model(model.to(context.device), images, view, context)
+    result = evaluate_model(classifier.model.to(context.device), images, view, context)
     session.print(*images.notes, *note_on_size(args.dataset, images))
     scores = result.scores
     line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
-    session.finish(result, line, args.resume, meta.get("step"))
+    session.finish(result, line, args.resume, classifier.info.step)
     return scores
 
 

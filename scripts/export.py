@@ -75,6 +75,7 @@ from util.code_version import code_version
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
+from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.folder import read_json
 
@@ -95,7 +96,7 @@ def export_timm(weights: Weights, out: Path, repository: str | None) -> list[str
     if out.suffix:
         refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
     model, report = build(weights)
-    (name, options), facts = timm_arguments(model), known_facts(model, weights.meta)
+    (name, options), facts = timm_arguments(model), known_facts(model, weights.info)
     state, source = timm_weights(model), Path(weights.path)
     if out.suffix:
         call, contents = timm_call(name, **options, checkpoint_path=str(out)), ""
@@ -195,7 +196,7 @@ def export_transformers(weights: Weights, out: Path, repository: str | None) -> 
     refuse_other_kinds(weights, "for Transformers", "leave out --format transformers for a folder for timm")
     refuse_class_tokens(weights, "Transformers' ViTs")
     model, remarks = transformers_model(weights)
-    name, facts, source = transformers_class(model), known_facts(model, weights.meta), Path(weights.path)
+    name, facts, source = transformers_class(model), known_facts(model, weights.info), Path(weights.path)
     state = mae_weights(model) if name == PRETRAINING else timm_weights(model)
     config = transformers_config(model, facts.get("classes"), weights.settings.get("mask_ratio"))
     with filled_folder(out) as temporary:
@@ -283,7 +284,7 @@ def write_card(
     """
     source = Path(weights.path)
     name = Path(location.rpartition(":")[2]).name
-    card = model_card(name, rows, weights.meta, source.parent, library, usage, is_classifier(model))
+    card = model_card(name, rows, weights.info, source.parent, library, usage, is_classifier(model))
     (folder / CARD).write_text(card)
     record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
     hashes = {file.name: checkpoint.sha256(file) for file in sorted(folder.iterdir())}
@@ -314,7 +315,7 @@ def export_mae(weights: Weights, out: Path) -> list[str]:
         state, name = mae_weights(model), mae_name(model, model.decoder)
     with torch.inference_mode():
         output_of(model, random_images(model), has_head)  # FloatingPointError if it is not finite
-    facts = known_facts(model, weights.meta)
+    facts = known_facts(model, weights.info)
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, facts, {})
     return [describe(f"{kind} of {weights.path}: {out}", state, facts), name, *(f"note: {text}" for text in remarks)]
@@ -366,12 +367,12 @@ def block_sizes(model: nn.Module) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
+def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
     """What is stored beside the weights, see `checkpoint.EXPORTED_FACTS`, as far as it is known.
 
-    meta: of the checkpoint. ValueError if the pixel statistics are unknown.
+    info: of the checkpoint. ValueError if the pixel statistics are unknown.
     """
-    settings, in_chans = checkpoint.pixel_settings(meta), model.in_chans
+    settings, in_chans = info.pixel_settings, model.in_chans
     found = known_statistics(settings, PixelFormat(in_chans, settings["pixels"] or RGB8.dtype))
     if found is None or {*map(len, found)} != {in_chans}:
         raise ValueError(
@@ -379,8 +380,8 @@ def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
             f"{settings['mean']} and {settings['std']}: give a checkpoint of a run that stores them"
         )
     facts = {"mean": found[0], "std": found[1], "pixels": settings["pixels"]}
-    facts |= {"input_size": list(model.img_size), "crop_pct": meta.get("settings", {}).get("crop_pct")}
-    facts["classes"] = meta.get("classes") if is_classifier(model) else None
+    facts |= {"input_size": list(model.img_size), "crop_pct": info.settings.get("crop_pct")}
+    facts["classes"] = info.classes if is_classifier(model) else None
     return {name: value for name, value in facts.items() if value}
 
 
@@ -394,7 +395,7 @@ def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata
         safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
         path.chmod(mode)  # safetensors may leave a file that only its owner can read
     else:
-        torch.save({"model": state, "meta": json.dumps(checkpoint.meta_of_facts(facts))}, path)
+        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, path)
 
 
 def describe(what: str, state: Tensors, facts: Mapping[str, Any]) -> str:

@@ -18,12 +18,12 @@ from models_vit import vit_micro_patch4
 from scripts import visualize
 from scripts.export import export
 from tests import runs
-from tests.runs import PLAIN, evaluate, evaluation, refused, reports, state
+from tests.runs import PLAIN, contents, evaluate, evaluation, refused, reports, state
 from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.datasets import open_images
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import measure_statistics
-from util.run.checkpoint import CheckpointError, newest_checkpoint, pixel_settings, read_checkpoint, save_checkpoint
+from util.run.checkpoint import CheckpointError, newest_checkpoint, read_info, save_checkpoint
 
 pretrain = runs.pretrain.also("--batch_size 4")
 finetune = runs.finetune.also("--batch_size 4")
@@ -75,14 +75,14 @@ def classifier(bands, encoder, tmp_path_factory):
     return folder
 
 
-def pixels_of(path):
-    return pixel_settings(read_checkpoint(path)["meta"])
+def pixels_of(folder):
+    return read_info(newest_checkpoint(folder)[0]).pixel_settings
 
 
 def test_pre_training_measures_five_bands_once(bands, encoder, dtype):
     content = state(encoder)
     mean, std = measure_statistics(open_images("folder", bands, in_chans=5))[0]
-    assert pixel_settings(content["meta"]) == {"mean": mean, "std": std, "pixels": dtype}
+    assert pixels_of(encoder) == {"mean": mean, "std": std, "pixels": dtype}
     assert content["meta"]["settings"]["in_chans"] == 5
     assert content["model"]["patch_embed.proj.weight"].shape == (96, 5, 4, 4)
     assert content["model"]["decoder.pred.weight"].shape[0] == 5 * 4 * 4
@@ -113,7 +113,7 @@ def test_a_probe_sees_the_images_that_the_run_has_seen(bands, encoder, tmp_path)
 
 
 def test_fine_tuning_on_five_bands(bands, encoder, classifier, dtype):
-    assert pixels_of(newest_checkpoint(classifier)[0]) == pixels_of(newest_checkpoint(encoder)[0])
+    assert pixels_of(classifier) == pixels_of(encoder)
     log = (classifier / "log.txt").read_text()
     assert "pixel mean and deviation are those of the encoder" in log and "measured on" not in log
     assert f"note: --aa rand-m9-mstd0.5-inc1 is not applied, because the images have {PixelFormat(5, dtype)}" in log
@@ -141,7 +141,7 @@ def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, classifier, tm
     export(classifier, tmp_path / "folder")
     assert evaluate(bands, tmp_path / "mae.pth")["loss"] == pytest.approx(expected, rel=1e-6)
     assert evaluate(bands, tmp_path / "folder")["loss"] == pytest.approx(expected, rel=1e-6)
-    torch.save({"model": read_checkpoint(tmp_path / "mae.pth")["model"]}, tmp_path / "bare.pth")
+    torch.save({"model": contents(tmp_path / "mae.pth")["model"]}, tmp_path / "bare.pth")
     settings = state(classifier)["meta"]["settings"]
     given = ["--mean", *settings["mean"], "--std", *settings["std"]]
     assert evaluate(bands, tmp_path / "bare.pth", *given)["loss"] == pytest.approx(expected, rel=1e-6)
@@ -213,7 +213,7 @@ def other_encoder(rgb_encoder, tmp_path):
     """A checkpoint that differs from `rgb_encoder` in one tensor."""
     folder = tmp_path / "other"
     folder.mkdir()
-    content = read_checkpoint(rgb_encoder)
+    content = contents(rgb_encoder)
     weights = content["model"] | {"norm.bias": torch.ones(96)}
     return save_checkpoint(folder, 1, {"model": weights}, content["meta"])
 
@@ -221,7 +221,7 @@ def other_encoder(rgb_encoder, tmp_path):
 @pytest.mark.parametrize("channels", [1, 2, 5, 7])
 @pytest.mark.parametrize(("factory", "part"), [(vit_micro_patch4, "encoder"), (mae_vit_micro_patch4, "blocks")])
 def test_rgb_weights_start_other_channels(rgb_encoder, channels, factory, part):
-    theirs = read_checkpoint(rgb_encoder)["model"]
+    theirs = contents(rgb_encoder)["model"]
     kernel = theirs["patch_embed.proj.weight"].double()
     expected = kernel.sum(dim=1, keepdim=True)
     if channels > 1:
@@ -240,7 +240,7 @@ def test_another_framework_takes_the_encoder(rgb_encoder, name):
     model = registry.MODELS[name]()
     load_encoder(model, rgb_encoder, "blocks")
     ours = model.state_dict()
-    for key, value in read_checkpoint(rgb_encoder)["model"].items():
+    for key, value in contents(rgb_encoder)["model"].items():
         if key.startswith(("blocks.", "patch_embed.", "cls_token", "pos_embed")):
             assert torch.equal(ours[key], value), key
 
@@ -258,7 +258,7 @@ def test_weights_of_another_size_are_refused(rgb_encoder, options, message):
 
 
 def test_first_weights_of_another_kind_of_encoder_are_refused(rgb_encoder, tmp_path):
-    weights = read_checkpoint(rgb_encoder)["model"] | {"blocks.0.ls1.gamma": torch.ones(96)}
+    weights = contents(rgb_encoder)["model"] | {"blocks.0.ls1.gamma": torch.ones(96)}
     torch.save({"model": weights}, tmp_path / "scaled.pth")
     with pytest.raises(CheckpointError, match="scaled.pth.* another kind of encoder.* has no blocks.0.ls1.gamma"):
         load_encoder(mae_vit_micro_patch4(), tmp_path / "scaled.pth", "blocks")
@@ -276,7 +276,7 @@ def test_a_resumed_pre_training_does_not_read_its_first_weights_again(photos, rg
     flags = ["--pretrained", first, *FREEZE]
     begun = pretrain(photos, tmp_path / "run", *flags)
     assert begun["meta"]["encoder"]["path"] == str(first)
-    theirs = read_checkpoint(rgb_encoder)["model"]
+    theirs = contents(rgb_encoder)["model"]
     for name, value in begun["model"].items():
         assert torch.equal(value, theirs[name]), name
     first.unlink()

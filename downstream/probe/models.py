@@ -18,7 +18,7 @@ from util.data.statistics import known_statistics
 from util.evaluate.features import class_feature, forward_blocks
 from util.lazy import LazyModule
 from util.run import checkpoint
-from util.run.resume import identify_encoder, warn_if_unfinished
+from util.run.resume import identify_encoder
 from util.text import shorten
 
 timm = LazyModule("timm")
@@ -39,7 +39,7 @@ class FrozenEncoder(nn.Module):
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
     num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens, see
     `util.evaluate.features.class_feature`.
-    sha256: of the weights. pixel_settings: see `util.run.checkpoint.pixel_settings`. notes: what is to be printed.
+    sha256: of the weights. pixel_settings: see `CheckpointInfo.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
     norm, too, as in DINOv2's evaluation.
@@ -112,10 +112,10 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     """
     weights = read(path)
     encoder, report = build(weights, with_head=False, **({} if input_size is None else {"img_size": input_size}))
-    origin, cls = identify_encoder(Path(weights.path), weights.meta), getattr(encoder, "num_cls_tokens", 0)
-    notes = [f"encoder: {report}", *warn_if_unfinished(origin)]
+    source, cls = identify_encoder(Path(weights.path), weights.info), getattr(encoder, "num_cls_tokens", 0)
+    notes = [f"encoder: {report}", *source.warnings()]
     sizes = encoder.img_size, cls, cls, encoder.in_chans
-    return FrozenEncoder(encoder, str(weights.path), *sizes, origin["sha256"], weights.pixels, notes)
+    return FrozenEncoder(encoder, str(weights.path), *sizes, source.sha256, weights.pixels, notes)
 
 
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
@@ -168,7 +168,8 @@ def refuse_other_network(network: nn.Module, unexpected: Sequence[str], what: st
 
 def timm_pixel_settings(config: Mapping[str, Any], file: Path | None, name: str) -> tuple[dict[str, Any], str]:
     """Returns (pixel settings of a network of timm, a note that says whose they are: the file's if it holds any)."""
-    stored = checkpoint.pixel_settings({} if file is None else checkpoint.meta_of(checkpoint.read_checkpoint(file)))
+    info = checkpoint.CheckpointInfo() if file is None else checkpoint.read_info(file)
+    stored = info.pixel_settings
     pixels = PixelFormat(config["input_size"][0], stored["pixels"] or RGB8.dtype)
     known = known_statistics(stored, pixels)
     mean, std, whose = config["mean"], config["std"], f"timm's for {name}"

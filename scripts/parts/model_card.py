@@ -10,6 +10,7 @@ from typing import Any
 
 import main_finetune
 import main_pretrain
+from util.run.checkpoint import CheckpointInfo, RunInfo
 from util.run.folder import read_json, read_reports
 from util.tables import markdown_table
 
@@ -44,7 +45,7 @@ LICENCE = "Not stated yet. Add it here, and as `license: ...` in the header of t
 def model_card(
     name: str,
     model: Mapping[str, str],
-    meta: Mapping[str, Any],
+    info: CheckpointInfo,
     folder: Path,
     library: str,
     usage: str,
@@ -52,20 +53,21 @@ def model_card(
 ) -> str:
     """Returns the text of the card.
 
-    name: title of the card. model: rows that describe the model. meta: what the checkpoint says about its run, or {}.
+    name: title of the card. model: rows that describe the model. info: what the checkpoint says.
     folder: where the checkpoint lies. library, usage: the one that loads the weights, and Python code for it.
     is_classifier: whether the model is one, and not an encoder.
     """
     task = "image-classification" if is_classifier else "image-feature-extraction"
-    training = training_rows(meta, folder)
+    training = training_rows(info, folder)
     text = CARD.format(library=library, task=task, name=name, usage=usage, model=table(model))
     text += table(training) if training else "The exported file does not say how it was trained."
-    if scores := find_scores(meta, folder):
+    scores = find_scores(info.run, folder)
+    if scores and info.run is not None and info.run.val_data is not None:
         rows = {"top-1": f"{scores['top1']:.2f} %"}
         if "top5" in scores:
             rows["top-5"] = f"{scores['top5']:.2f} %"
-        facts = meta["val_data"]
-        rows["images"] = f"{facts['num_images']}, fingerprint `{facts['fingerprint']}`"
+        data = info.run.val_data
+        rows["images"] = f"{data.num_images}, fingerprint `{data.fingerprint}`"
         text += f"\n\n## Evaluation\n\n{table(rows)}"
     return f"{text}\n\n## Licence\n\n{LICENCE}\n"
 
@@ -74,35 +76,35 @@ def table(rows: Mapping[str, str]) -> str:
     return markdown_table(["", ""], rows.items(), left=2)
 
 
-def training_rows(meta: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def training_rows(info: CheckpointInfo, folder: Path) -> dict[str, str]:
     """Returns what is known about the training, {name: text}. Empty for files of other projects.
 
     Its flags are those that change results.
     """
-    if not meta.get("settings") or "step" not in meta:
+    run = info.run
+    if run is None:
         return {}
-    settings = meta["settings"]
+    settings = info.settings
     rows = {
-        "program": f"`{meta['program']}`",
+        "program": f"`{run.program}`",
         "recipe": f"`{settings['recipe']}`" if settings.get("recipe") else "none",
         "model": f"`{settings['model']}`",
-        "length": f"{meta['step']} steps, {meta['epoch']:.4g} of {settings['epochs']} epochs",
+        "length": f"{run.step} steps, {run.epoch:.4g} of {settings['epochs']} epochs",
         "total batch": str(settings["total_batch_size"]),
-        "data": f"{meta['data']['num_images']} images, fingerprint `{meta['data']['fingerprint']}`",
+        "data": f"{run.data.num_images} images, fingerprint `{run.data.fingerprint}`",
     }
-    if meta.get("classes"):
-        rows["classes"] = str(len(meta["classes"]))
-    changes = PARSERS[meta["program"]]().changes
+    if info.classes:
+        rows["classes"] = str(len(info.classes))
+    changes = PARSERS[run.program]().changes
     rows["flags"] = flags_text(settings, [name for name, change in changes.items() if change == "results"])
-    for flag, fingerprint in meta["files"].items():
+    for flag, fingerprint in run.files.items():
         rows[flag] = f"`{Path(settings[flag]).name}`, fingerprint `{fingerprint}`"
-    loss = find_loss(meta, folder)
+    loss = find_loss(run, folder)
     if loss is not None:
         rows["loss at the end"] = f"{loss:.4f}"
-    if meta.get("encoder"):
-        encoder = meta["encoder"]
-        rows["pre-trained encoder"] = f"`{Path(encoder['path']).name}`, SHA-256 `{encoder['sha256']}`"
-    return rows | {"code": meta["origin"]["code"], "torch": meta["torch"]}
+    if run.encoder is not None:
+        rows["pre-trained encoder"] = f"`{Path(run.encoder.path).name}`, SHA-256 `{run.encoder.sha256}`"
+    return rows | {"code": run.origin.code, "torch": run.torch}
 
 
 def flags_text(settings: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -119,22 +121,24 @@ def flags_text(settings: Mapping[str, Any], names: Sequence[str]) -> str:
     return f"`{' '.join(words)}`"
 
 
-def find_loss(meta: Mapping[str, Any], folder: Path) -> float | None:
+def find_loss(run: RunInfo, folder: Path) -> float | None:
     """Returns the training loss of the last whole epoch up to the checkpoint, from the log beside it, or None."""
-    reports = [report for report in read_reports(folder / "log.jsonl") if report["step"] <= meta["step"]]
+    reports = [report for report in read_reports(folder / "log.jsonl") if report["step"] <= run.step]
     losses = [report["epoch_loss"] for report in reports if "epoch_loss" in report]
     return losses[-1] if losses else None
 
 
-def find_scores(meta: Mapping[str, Any], folder: Path) -> dict[str, float] | None:
+def find_scores(run: RunInfo | None, folder: Path) -> dict[str, float] | None:
     """Returns top-1 and, with more than five classes, top-5 of a fine-tuned checkpoint in percent, or None.
 
     They are those in the checkpoint, or those of the same step in the results.json beside it.
     """
-    if "val" in meta:
-        return meta["val"]
+    if run is None:
+        return None
+    if run.val is not None:
+        return run.val
     results = read_json(folder / "results.json")
     for name in ("last", "best"):
-        if name in results and results[name]["step"] == meta.get("step"):
+        if name in results and results[name]["step"] == run.step:
             return {key.removeprefix("val_"): value for key, value in results[name].items()}
     return None

@@ -53,8 +53,8 @@ class Run:
             return False  # which test sets are asked for is not known here
         if self.main == "main_pretrain":
             paths = checkpoint.list_checkpoints(self.folder)
-            record = checkpoint.read_record(paths[-1]) if paths else None
-            return record is not None and record["epoch"] >= record["settings"]["epochs"]
+            info = checkpoint.read_sidecar(paths[-1]) if paths else None
+            return info is not None and info.is_finished
         settings = read_json(self.folder / "settings.json")
         last = read_json(self.folder / "results.json").get("last")
         if last is None or not settings:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import main_finetune
 from encoders import classifiers
 from encoders.load import load_encoder
 from models_vit import vit_micro_patch4
@@ -30,6 +29,6 @@ def test_a_rectangle_keeps_its_grid_in_a_single_file(tmp_path, capsys, suffix):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, out):
     path, _ = finetuned(tmp_path, VIT[1], img_size=(16, 64), crop_pct=0.95)
     run(capsys, path, tmp_path / out)
-    flags = main_finetune.get_args_parser().parse_args([])
-    _, settings, meta = classifiers.load_classifier(tmp_path / out, flags)
-    assert settings["crop_pct"] == 0.95 and settings["input_size"] == [16, 64] and meta["classes"] == list("abcde")
+    found = classifiers.load_classifier(tmp_path / out)
+    assert found.settings["crop_pct"] == 0.95 and found.settings["input_size"] == [16, 64]
+    assert found.info.classes == list("abcde")

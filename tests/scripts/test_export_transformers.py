@@ -5,7 +5,6 @@ import pytest
 import torch
 from PIL import Image
 
-import main_finetune
 from encoders import classifiers
 from encoders.load import load_encoder, load_model, read
 from models_vit import vit_micro_patch4
@@ -133,7 +132,7 @@ def test_a_trained_folder_comes_back(tmp_path, capsys):
     """What the library saves lacks our metadata; its two .json files say the same."""
     path, _ = finetuned(tmp_path, VIT[1], global_pool="token", in_chans=5)
     weights = read(path)
-    meta = {**weights.meta, "pixels": "uint16"}
+    meta = {**weights.info.to_json(), "pixels": "uint16"}
     path = save_checkpoint(tmp_path, "deep", {"model": weights.raw}, meta)
     run(capsys, path, tmp_path / "vit", *FORMAT)
     theirs = load("ViTForImageClassification", tmp_path / "vit").float()
@@ -149,7 +148,7 @@ def test_a_trained_folder_comes_back(tmp_path, capsys):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys):
     path, _ = finetuned(tmp_path, VIT[1], global_pool="token", crop_pct=0.95)
     run(capsys, path, tmp_path / "vit", *FORMAT)
-    _, settings, _ = classifiers.load_classifier(tmp_path / "vit", main_finetune.get_args_parser().parse_args([]))
+    settings = classifiers.load_classifier(tmp_path / "vit").settings
     assert settings["crop_pct"] == 0.95 and settings["model"] == VIT[1]
 
 
@@ -170,7 +169,7 @@ def test_the_processor_is_the_evaluation_view(tmp_path, capsys, dtype, channels,
     """A rectangle is resized without its aspect ratio, so the image here has that of the model."""
     path, model = finetuned(tmp_path, VIT[1], global_pool="token", in_chans=channels, img_size=size, crop_pct=crop_pct)
     weights = read(path)
-    path = save_checkpoint(tmp_path, "typed", {"model": weights.raw}, weights.meta | {"pixels": dtype})
+    path = save_checkpoint(tmp_path, "typed", {"model": weights.raw}, weights.info.to_json() | {"pixels": dtype})
     run(capsys, path, tmp_path / "vit", *FORMAT)
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "vit")
     height, width = model.img_size

@@ -4,6 +4,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scripts.parts.model_card import model_card
+from tests.runs import info_of_run
+from util.run.checkpoint import CheckpointInfo, DataInfo, EncoderSource, StartInfo
 
 SETTINGS = {
     "model": "mae_vit_micro_patch4",
@@ -22,30 +24,27 @@ SETTINGS = {
     "data_path": "/home/me/photos",
     "output_dir": "/home/me/out",
 }
-META = {
-    "program": "main_pretrain.py",
-    "step": 20,
-    "epoch": 5.0,
-    "settings": SETTINGS,
-    "data": {"num_images": 1234, "fingerprint": "f1f1f1"},
-    "files": {"teacher": "a1a1"},
-    "origin": {"code": "commit abc, files def"},
-    "torch": "2.15.0",
-}
-TUNED = {
-    **META,
-    "program": "main_finetune.py",
-    "files": {},
-    "settings": {"model": "vit_micro_patch4", "epochs": 10, "total_batch_size": 8, "nb_classes": 2, "mixup": 0.8},
-    "classes": ["cat", "dog"],
-    "val_data": {"num_images": 77, "fingerprint": "e2e2e2"},
-    "encoder": {"path": "/home/me/out/checkpoint-9.pth", "sha256": "c3c3", "step": 9},
-}
+RUN = dict(
+    step=20,
+    epoch=5.0,
+    data=DataInfo(1234, "f1f1f1"),
+    origin=StartInfo("commit abc, files def", "main_pretrain.py"),
+    torch="2.15.0",
+)
+PRETRAINED = info_of_run(**RUN, settings=SETTINGS, files={"teacher": "a1a1"})
+TUNED = info_of_run(
+    **RUN,
+    program="main_finetune.py",
+    settings={"model": "vit_micro_patch4", "epochs": 10, "total_batch_size": 8, "nb_classes": 2, "mixup": 0.8},
+    classes=["cat", "dog"],
+    val_data=DataInfo(77, "e2e2e2"),
+    encoder=EncoderSource("/home/me/out/checkpoint-9.pth", "c3c3", 9),
+)
 
 
-def card(meta, folder):
-    is_classifier = "classes" in meta
-    text = model_card("My ViT", {"images": "3 channels"}, meta, folder, "timm", "import timm", is_classifier)
+def card(info, folder):
+    is_classifier = info.classes is not None
+    text = model_card("My ViT", {"images": "3 channels"}, info, folder, "timm", "import timm", is_classifier)
     assert "/home/me" not in text
     return text
 
@@ -65,7 +64,7 @@ def write_log(folder):
 
 def test_what_a_pretrained_encoder_says(tmp_path):
     write_log(tmp_path)
-    text = card(META, tmp_path)
+    text = card(PRETRAINED, tmp_path)
     assert ModelCard(text).data.pipeline_tag == "image-feature-extraction"
     assert "# My ViT\n" in text and "```python\nimport timm\n```" in text and "Not stated yet." in text
     assert rows(text, "Model") == {"images": "3 channels"} and "## Evaluation" not in text
@@ -98,18 +97,18 @@ def test_what_a_classifier_says(tmp_path):
 def test_scores_are_those_of_the_same_step(tmp_path, step, top1):
     last, best = ({"step": s, "val_top1": v, "val_top5": 95.25} for s, v in ((20, 81.5), (12, 83.0)))
     (tmp_path / "results.json").write_text(json.dumps({"last": last, "best": best}))
-    found = rows(card({**TUNED, "step": step}, tmp_path), "Evaluation")
+    found = rows(card(TUNED.at_step(step, 4), tmp_path), "Evaluation")
     expected = {"top-1": top1, "top-5": "95.25 %", "images": "77, fingerprint `e2e2e2`"}
     assert found == ({} if top1 is None else expected)
 
 
 def test_scores_in_the_checkpoint_come_first(tmp_path):
     (tmp_path / "results.json").write_text("{")
-    found = rows(card({**TUNED, "val": {"top1": 70.0, "top5": 90.0}}, tmp_path), "Evaluation")
+    found = rows(card(TUNED.at_step(20, 4, {"top1": 70.0, "top5": 90.0}), tmp_path), "Evaluation")
     assert (found["top-1"], found["top-5"]) == ("70.00 %", "90.00 %")
-    assert "top-5" not in card({**TUNED, "val": {"top1": 70.0}}, tmp_path)  # of few classes
+    assert "top-5" not in card(TUNED.at_step(20, 4, {"top1": 70.0}), tmp_path)  # of few classes
     assert "## Evaluation" not in card(TUNED, tmp_path)  # the file of results is damaged
 
 
 def test_files_of_other_projects(tmp_path):
-    assert "The exported file does not say how it was trained." in card({}, tmp_path)
+    assert "The exported file does not say how it was trained." in card(CheckpointInfo(), tmp_path)

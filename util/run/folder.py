@@ -23,7 +23,7 @@ from util.atomic import replaced_file
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run import checkpoint, distributed
-from util.run.checkpoint import CheckpointError
+from util.run.checkpoint import CheckpointError, StartInfo
 from util.run.cli import PROGRESS, Parser
 from util.run.supervise import first_timeout
 from util.text import shorten
@@ -135,8 +135,8 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
-        record = checkpoint.read_record(path) or {}
-        began_at = record.get("origin", {}).get("started_from")
+        info = checkpoint.read_info(path)
+        began_at = None if info.run is None else info.run.origin.started_from
         known = [path.resolve(), Path(output_dir).resolve()]
         if began_at:
             known += [Path(began_at).resolve(), Path(began_at).resolve().parent]
@@ -152,7 +152,9 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
         )
     if named in (None, Path(output_dir).resolve()):
         return None, remarks + (["warning: the run starts from step 0"] if skipped else [])
-    return checkpoint.find_checkpoint_file(resume), remarks
+    path = checkpoint.find_checkpoint_file(resume)
+    checkpoint.refuse_damage(path)
+    return path, remarks
 
 
 def adopt_unfinished(output_dir: str | Path) -> list[str]:
@@ -209,13 +211,18 @@ class Start:
     process: distributed.Process
     output_dir: Path
     resume_path: Path | None  # the checkpoint that the run continues from
-    origin: dict[str, Any]  # code version, command line and hosts, for the checkpoints
+    origin: StartInfo
     lock: FolderLock | None  # rank 0 holds the folder until its process ends
 
     @property
     def began_elsewhere(self) -> bool:
         """Whether the run starts at a checkpoint of another folder than its own."""
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
+
+    def close(self) -> None:
+        """Frees the folder."""
+        if self.lock is not None:
+            self.lock.file.close()
 
 
 def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
@@ -247,7 +254,7 @@ def enter_folder(
     output_dir = collectives.run_everywhere(check_folder)
     command = [program, *(sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
-    origin = {"code": code_version(), "command": shlex.join(command), "hosts": hosts}
+    origin = StartInfo(code_version(), shlex.join(command), hosts)
     lock: FolderLock | None = None
 
     def lock_and_look() -> tuple[Path | None, list[str]]:
