@@ -54,8 +54,6 @@ timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
 random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"
-# Classes and validation images of the published data sets.
-IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
 
 def get_args_parser() -> Parser:
@@ -232,41 +230,32 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
 
-def note_on_size(dataset: str, images: Any) -> list[str]:
-    """Returns a note if the validation images look like a part of a published data set."""
-    found = len(images.classes), len(images)
-    whole = INATURALIST.get(dataset, IMAGENET if found[0] == IMAGENET[0] else found)
-    if found == whole:
-        return []
-    name = dataset if dataset in INATURALIST else "ImageNet"
-    return [f"note: {found[1]} validation images of {found[0]} classes; {name} has {whole[1]} of {whole[0]}"]
-
-
 def make_augmentation(
     args: argparse.Namespace, img_size: Sequence[int], pixels: PixelFormat, given: Set[str]
 ) -> tuple[Callable, list[str]]:
-    """Returns (the augmentation of single training images, remarks).
+    """Returns (the augmentation of single training images, notes).
 
     Policies and colour jitter are for RGB of 8 bits. Other images are only cropped and flipped. given: flags that were
     set explicitly. ValueError if one of them cannot be applied.
     """
     reference = args.loader == "reference"
-    if args.clip_crop or pixels != RGB8:
-        remarks = []
-        for name in ("aa", "color_jitter"):
-            value = getattr(args, name)
-            if value and name in given:
-                raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
-            if value:
-                remarks.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
-        clip = bool(args.clip_crop)
-        return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), remarks
-    return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+    if not args.clip_crop and pixels == RGB8:
+        return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+    notes = []
+    for name in ("aa", "color_jitter"):
+        value = getattr(args, name)
+        if value and name in given:
+            raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
+        if value:
+            notes.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
+    clip = bool(args.clip_crop)
+    return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), notes
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:
     """Returns random erasing, mixup and cutmix, and label smoothing."""
-    erase = mixup = None
+    erase = None
+    mixup = None
     if args.reprob:
         erase = random_erasing.RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
     if args.mixup or args.cutmix:
@@ -298,10 +287,14 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
 def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    blocks = {None: "all blocks", 0: "a linear probe"}
-    what = blocks.get(args.trainable_blocks, f"the last {count_of(args.trainable_blocks or 0, 'block')}")
+    if args.trainable_blocks is None:
+        trained_parts = "all blocks"
+    elif args.trainable_blocks == 0:
+        trained_parts = "a linear probe"
+    else:
+        trained_parts = f"the last {count_of(args.trainable_blocks, 'block')}"
     return {
-        "model": f"{args.model}, {what}, {trained:.2f} M trainable parameters",
+        "model": f"{args.model}, {trained_parts}, {trained:.2f} M trainable parameters",
         "classes": str(len(images.classes)),
         "data": f"{count_of(len(images), 'image')} in {images.root}",
         "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
@@ -316,7 +309,7 @@ def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
             raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
         return
     check_classes(run.resumed.classes or [], classes, "the run", "the data")
-    if run.resumed.settings["cls_token_is_folded"]:
+    if run.resumed.settings.get("cls_token_is_folded"):
         model.cls_token_mlp = nn.Identity()
 
 
@@ -377,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
     ) as run:
         images, val_images = open_data(args)
         classes = images.classes
-        run.note(*val_images.notes, *note_on_size(args.dataset, val_images))
+        run.note(*val_images.notes)
         statistics = run.choose_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -420,7 +413,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
     result = evaluate_model(classifier.model.to(context.device), images, view, context)
-    session.print(*images.notes, *note_on_size(args.dataset, images))
+    session.print(*images.notes)
     scores = result.scores
     line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
     session.finish(result, line, args.resume, classifier.info.step)

@@ -202,24 +202,6 @@ def describe_model(model: Framework, statistics: Statistics) -> RunFacts:
     return RunFacts(statistics, settings, files=files)
 
 
-def notes_on_flags(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """Returns notes on a micro-batch or a learning rate that is probably not meant."""
-    return [*note_on_micro_batch(args, plan), *note_on_rate(args, plan)]
-
-
-def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """Returns a note if the micro-batch is not that of the recipe, for recipes whose results depend on it."""
-    if not args.recipe:
-        return []
-    size = RECIPES[args.recipe].get("batch_size", plan.batch_size)
-    if size == plan.batch_size:
-        return []
-    return [
-        f"note: --batch_size is {plan.batch_size}, in recipe {args.recipe} it is {size}: the images of a micro-batch "
-        "share their visible tokens, so masks are more or less varied than in the recipe"
-    ]
-
-
 def note_on_rate(args: argparse.Namespace, plan: Plan) -> list[str]:
     """Returns a note if the default rate, which is MAE's for batches of 4096, meets a far smaller batch."""
     if args.recipe or args.lr is not None or args.blr != BLR or plan.total_batch_size >= 1024:
@@ -330,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         val_images, notes = monitor.open_queries(args, images)
         statistics = run.choose_statistics(images)
-        run.note(*notes, *notes_on_flags(args, run.plan))
+        run.note(*notes, *note_on_rate(args, run.plan))
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.build_device)

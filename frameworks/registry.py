@@ -19,7 +19,7 @@ from frameworks import (
     models_simmim_pr,
     models_tec_pr,
 )
-from util.run.checkpoint import CheckpointInfo
+from util.run.checkpoint import CheckpointError, CheckpointInfo
 from util.text import count_of
 
 FRAMEWORKS = (
@@ -103,7 +103,13 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     weights = read(path)
     check_pretrained(weights.info, weights.path)
     settings = {**weights.settings, **weights.pixels, **(moved or {})}
-    model = build_model(settings)
+    try:
+        model = build_model(settings)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{str(weights.path)!r} does not say {error}: it was written by another version of this code, which can "
+            "read it"
+        ) from error
     files = {} if weights.info.run is None else weights.info.run.files
     for flag, file in model.named_files().items():
         if files.get(flag, file.fingerprint) != file.fingerprint:

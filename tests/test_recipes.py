@@ -12,7 +12,7 @@ from encoders import classifiers
 from framework import PixelFramework
 from frameworks.attention_phases import refresh_epochs
 from frameworks.registry import MODELS, build_model
-from main_pretrain import get_args_parser, note_on_micro_batch, note_on_rate, parse_args
+from main_pretrain import get_args_parser, note_on_rate, parse_args
 from recipes import FINETUNE_RECIPES, RECIPES
 from scripts.parts.paper_tables import TABLES
 from tests.gmac import forward_gmac
@@ -285,26 +285,6 @@ def test_a_row_s_classifier_has_the_size_of_its_encoder(pretrained, finetuned):
     assert encoder.patch_size == classifier.patch_size
     assert encoder.patch_embed.proj.out_channels == classifier.patch_embed.proj.out_channels
     assert len(encoder.state_dict().keys() & classifier.state_dict().keys()) > 100
-
-
-@pytest.mark.parametrize(
-    ("flags", "note"),
-    [
-        ("--recipe greenmim_swin_base_100ep", None),
-        ("--recipe greenmim_swin_base_100ep --batch_size 64", "--batch_size is 64, in recipe .* it is 256"),
-        ("--recipe mae_vit_base_100ep --batch_size 64", None),
-    ],
-)
-def test_another_micro_batch_than_the_recipe_s_is_said(flags, note):
-    """Visible sets of GreenMIM depend on the micro-batch. A flag wins over the recipe."""
-    args = parse_args(flags.split())[1]
-    plan = make_plan(args, Process(torch.device("cpu"), world_size=8, local_world_size=8))
-    assert plan.batch_size * plan.accum_iter * 8 == plan.total_batch_size == args.total_batch_size
-    notes = note_on_micro_batch(args, plan)
-    if note is None:
-        assert notes == []
-    else:
-        assert re.search(note, notes[0])
 
 
 @pytest.mark.parametrize(

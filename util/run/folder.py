@@ -35,7 +35,7 @@ LEFTOVERS = (
 )
 LOCK = ".lock"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
-PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
+LOCK_WAIT = 120  # seconds; NFS releases the locks of a lost client after 90
 
 
 def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path:
@@ -85,7 +85,8 @@ class FolderLock:
     def __init__(self, folder: str | Path, created: list[Path] | None = None) -> None:
         self.remarks: list[str] = []
         self.path = Path(folder) / LOCK
-        here, end = socket.gethostname(), time.monotonic() + PATIENCE
+        here = socket.gethostname()
+        end = time.monotonic() + LOCK_WAIT
         paths = [self.path.with_name(name) for name in (LOCK, *FILES)]
         new = [path for path in paths if not path.exists()]
         while True:
@@ -158,13 +159,17 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
 
 
 def adopt_unfinished(output_dir: str | Path) -> list[str]:
-    """Writes the records of all checkpoints that have none and can be read. Returns remarks for the log."""
-    finished, remarks = checkpoint.list_finished(output_dir), []
+    """Writes the sidecars of all checkpoints that have none and can be read. Returns remarks for the log."""
+    finished = checkpoint.list_finished(output_dir)
+    remarks = []
     for path in checkpoint.list_checkpoints(output_dir):
-        if path not in finished:
-            problem = checkpoint.adopt_checkpoint(path)
-            what = f"not used: {problem}" if problem else "it can be read, so one is written, and it is kept for good"
-            remarks.append(f"warning: {path.name} had no .json; {what}")
+        if path in finished:
+            continue
+        outcome = "it can be read, so one is written, and it is kept for good"
+        problem = checkpoint.adopt_checkpoint(path)
+        if problem is not None:
+            outcome = f"not used: {problem}"
+        remarks.append(f"warning: {path.name} had no .json; {outcome}")
     return remarks
 
 

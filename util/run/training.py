@@ -77,7 +77,9 @@ class Training:
         state: dict[str, Any] | None,
     ) -> None:
         """Opens the log and wraps the model. state: of the checkpoint that is resumed, see `Checkpoint.training`."""
-        args, plan, process = run.args, run.plan, run.process
+        args = run.args
+        plan = run.plan
+        process = run.process
         self.run = run
         self.args = args
         self.plan = plan
@@ -96,12 +98,12 @@ class Training:
         self.watchdog = Watchdog(args.dist_timeout, patience, process.rank, process.world_size, process.store)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
         cores = cores_per_process(process.local_world_size)
-        mean, std = info.settings["mean"], info.settings["std"]
+        normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
         self.loop = TrainLoop(
             parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
             optimizer=optimizer,
             precision=precision(plan.precision, process.device),
-            normalize=Normalize(mean, std, self.images.pixel_format).to(process.device),
+            normalize=normalize.to(process.device),
             learning_rate=schedule.learning_rate,
             log=self.log,
             images_per_step=plan.total_batch_size,
@@ -128,7 +130,9 @@ class Training:
 
     def announce(self, rows: dict[str, str]) -> None:
         """Writes settings.json, the summary, and all notes so far. rows: of the summary, about model and data."""
-        plan, origin, settings = self.plan, self.start.origin, self.info.settings
+        plan = self.plan
+        origin = self.start.origin
+        settings = self.info.settings
         processes = count_of(self.process.world_size, "process")
         if self.process.is_main:
             write_json(self.output_dir / "settings.json", settings)
