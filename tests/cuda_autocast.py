@@ -30,15 +30,17 @@ class Types(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kind = KINDS.get(operator.overloadpacket.__name__)
         if kind is not None:
-            floats = {str(x.dtype) for x in args if torch.is_tensor(x) and x.is_floating_point()}
-            self.found.setdefault(kind, set()).update(floats)
+            tensors = [x for x in args if torch.is_tensor(x)]
+            self.found.setdefault(kind, set()).update(str(x.dtype) for x in tensors if x.is_floating_point())
         return operator(*args, **(kwargs or {}))
 
 
 def to_fake(model, device):
     """Replaces the tensors of a framework and of its teacher by fake ones. Call it in a FakeTensorMode."""
-    teacher = getattr(model, "teacher", None)  # it is no submodule
-    for module in [*model.modules(), *(() if teacher is None else teacher.modules())]:
+    modules = list(model.modules())
+    if getattr(model, "teacher", None) is not None:  # it is no submodule
+        modules += model.teacher.modules()
+    for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
@@ -62,9 +64,9 @@ def main(*names):
             with torch.autocast("cuda", torch.bfloat16), Types() as types:
                 losses = model(*inputs)
         found = {kind: sorted(values) for kind, values in types.found.items()}
-        print(
-            json.dumps({"name": name, "result": sorted({str(x.dtype) for x in losses.values()}), **found}), flush=True
-        )
+        found["name"] = name
+        found["result"] = sorted({str(loss.dtype) for loss in losses.values()})
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

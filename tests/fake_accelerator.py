@@ -1,8 +1,9 @@
-"""Whole optimizer steps on an accelerator that need not exist: `python tests/fake_accelerator.py NAME NAME:FAULT`.
+"""Whole optimizer steps on an accelerator that need not exist: `python tests/fake_accelerator.py NAME ...`.
 
 The device is a PrivateUse1 backend. Each of its tensors holds its values in a tensor of the CPU, which computes them:
-shapes may follow from values, as in a detector. An operator that gets tensors of the device and of the host fails. The
-backend stays for the rest of a process, so this is a program of its own. It prints a line of JSON for each name.
+shapes may follow from values, as in a detector. An operator that gets tensors of the device and of the host fails. What
+would make the host wait for the device is recorded. The backend stays for the rest of a process, so this is a program
+of its own. It prints a line of JSON for each name.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
 from torch import library as operators
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,7 +31,6 @@ from downstream.segmentation.models import UPerNet
 from engine_finetune import BatchAugmentation
 from models_vit import MICRO, VisionTransformer
 from tests.loops import a_driver
-from tests.reads import reads
 from tests.util.run.test_shard import CLASSIFIERS, batches_of, make
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
@@ -37,13 +38,11 @@ from util.run.distributed import precision
 
 DEVICE = "fakegpu"
 SMALL = dict(img_size=64, patch_size=4, embed_dim=64, depth=4, num_heads=2)
-FAULTS = {  # of a loss
-    "a number is read": lambda loss: loss * loss.item(),
-    "a number is copied": lambda loss: loss * torch.tensor(2.0, device=loss.device),
-    "a mask is an index": lambda loss: loss.expand(4)[loss.expand(4) > 0].sum(),
-    "a tensor is on the host": lambda loss: (loss * torch.ones(4)).sum(),
-    "a tensor of the host is an index": lambda loss: loss.expand(4)[torch.arange(4)].sum(),
-}
+# Operators whose results, or the shapes of them, the host must know.
+READS = {"_local_scalar_dense", "equal", "allclose", "is_nonzero", "nonzero", "masked_select", "bincount", "nms"}
+READS |= {"_unique2", "unique_dim", "unique_consecutive"}
+SETTING = {"index_put", "index_put_", "_index_put_impl_"}
+found_reads = []  # the functions that made the host wait
 
 
 class OnDevice(torch.Tensor):
@@ -53,8 +52,14 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        layout = dict(strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype)
-        tensor = torch.Tensor._make_wrapper_subclass(cls, held.shape, **layout, device=f"{DEVICE}:0")
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=f"{DEVICE}:0",
+        )
         tensor.held = held
         return tensor
 
@@ -63,6 +68,7 @@ class OnDevice(torch.Tensor):
         return compute(operator, args, kwargs or {})
 
     def tolist(self):
+        found_reads.append(place())
         return self.held.tolist()
 
 
@@ -79,27 +85,66 @@ class Device(TorchDispatchMode):
 
 def compute(operator, args, kwargs):
     """Runs an operator on the CPU. The results belong to the device if it is named, or if an argument belongs to it."""
+    name = operator.overloadpacket.__name__
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    known = {id(x.held) if isinstance(x, OnDevice) else id(x): x for x in inputs}
-    on_device = any(isinstance(x, OnDevice) for x in inputs)
-    copies = operator.overloadpacket.__name__ in ("_to_copy", "copy_")
-    if on_device and not copies and any(x.ndim for x in inputs if not isinstance(x, OnDevice)):
+    on_device = [x for x in inputs if isinstance(x, OnDevice)]
+    on_host = [x for x in inputs if not isinstance(x, OnDevice)]
+    is_copy = name in ("_to_copy", "copy_")
+    if on_device and not is_copy and any(x.ndim for x in on_host):
         raise RuntimeError(f"{operator} gets tensors of the device and of the host")
+    is_result_on_device = bool(on_device)
     if kwargs.get("device") is not None:
-        on_device = torch.device(kwargs["device"]).type == DEVICE
+        is_result_on_device = torch.device(kwargs["device"]).type == DEVICE
         kwargs = {**kwargs, "device": "cpu"}
+    is_between_devices = is_copy and (bool(on_device) != is_result_on_device or bool(on_device and on_host))
+    if (is_between_devices and not is_asynchronous(args, kwargs)) or (
+        on_device and makes_host_wait(name, args, kwargs)
+    ):
+        found_reads.append(place())
+
+    tensors = {id(x): x for x in on_host} | {id(x.held): x for x in on_device}
     args, kwargs = tree_map_only(OnDevice, lambda x: x.held, (args, kwargs))
 
     def wrap(result):
-        if id(result) in known:  # changed in place
-            return known[id(result)]
-        return OnDevice(result) if on_device else result
+        if id(result) in tensors:  # changed in place
+            return tensors[id(result)]
+        return OnDevice(result) if is_result_on_device else result
 
     return tree_map_only(torch.Tensor, wrap, operator(*args, **kwargs))
 
 
-def fine_tuning_of(name):
-    return BatchAugmentation(mixup=Mixup(0.8, 1.0, num_classes=5)) if name in CLASSIFIERS else None
+def is_asynchronous(args, kwargs):
+    """Whether the call of _to_copy or copy_ returns before the copy is made."""
+    return bool(kwargs.get("non_blocking")) or (len(args) > 2 and args[2] is True)
+
+
+def makes_host_wait(name, args, kwargs):
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    # A mask as an index is turned into the places where it is true. `x[mask] = number` fills without that.
+    if name == "index" or (name in SETTING and args[2].ndim > 0):
+        return any(torch.is_tensor(index) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return name in READS
+
+
+def place():
+    """Returns the innermost function outside of torch and the tests."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        function = frame.f_code.co_name
+        if package not in ("torch", "tests", "__main__") and not function.startswith("<"):  # a comprehension
+            owner = frame.f_locals.get("self")
+            return function if owner is None else f"{type(owner).__name__}.{function}"
+        frame = frame.f_back
+    return "the backward pass"
+
+
+def augmentation_of(name):
+    if name not in CLASSIFIERS:
+        return None
+    erase = RandomErasing(0.9, mode="pixel", device=DEVICE)
+    return BatchAugmentation(erase, Mixup(0.8, 1.0, num_classes=5))
 
 
 def detection_batches():
@@ -118,27 +163,29 @@ def detection_batches():
         yield PadAndStack(64)(samples)
 
 
-def training(name, fault):
+def training(name, is_faulty):
     """Returns (weights, optimizer, function that makes a step) of a training loop, in bf16 with clipping."""
     train = None
     if name == "UPerNet":
-        model, train = UPerNet(num_classes=5, channels=8, **SMALL), engine_segmentation.train_iterations
+        train = engine_segmentation.train_iterations
+        model = UPerNet(num_classes=5, channels=8, **SMALL)
         batches = [(torch.zeros(2, 3, 64, 64).byte(), torch.zeros(2, 64, 64).byte())] * 4
     elif name == "Mask R-CNN":
+        train = engine_detection.train_iterations
         model = Detector(3, channels=8, num_rois=16, pretrain_size=32, window_size=4, **SMALL)
-        train, batches = engine_detection.train_iterations, detection_batches()
+        batches = detection_batches()
     else:
         model = make(name)
-        batches = batches_of(name, model, 0, 4)
-    if fault is not None:
-        forward = model.forward
-        model.forward = lambda *batch: {name: FAULTS[fault](loss) for name, loss in forward(*batch).items()}
+        batches = list(batches_of(name, model, 0, 4))
+    if is_faulty:
+        model.register_forward_hook(lambda module, args, losses: {n: x * x.item() for n, x in losses.items()})
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
-    options = dict(accum_iter=2, clip_grad=1.0, print_freq=1000, augment=fine_tuning_of(name))
-    driver = a_driver(model, optimizer, lambda *_, **__: 1e-2, "bf16", DEVICE, **options)
-    driver.train = train or driver.train
-    return model.parameters(), optimizer, partial(driver.step, iter([*batches]))
+    options = dict(accum_iter=2, clip_grad=1.0, print_freq=1000, augment=augmentation_of(name))
+    driver = a_driver(model, optimizer, lambda step, lr_scale=1.0: 1e-2, "bf16", DEVICE, **options)
+    if train is not None:
+        driver.train = train
+    return model.parameters(), optimizer, partial(driver.step, iter(batches))
 
 
 def probing():
@@ -148,10 +195,12 @@ def probing():
     network = VisionTransformer(global_pool="token", **MICRO)
     encoder = FrozenEncoder(network, "ViT", (32, 32), 1, 1, 3, "", {}).to(device)
     heads = Probes(encoder, ("linear", "attentive"), 5).to(device)
-    groups = [group for grid in heads.grids.values() for group in grid.parameter_groups(1.0)]
+    groups = []
+    for grid in heads.grids.values():
+        groups += grid.parameter_groups(1.0)
     optimizer = torch.optim.AdamW(groups, fused=True)
     context = EvalContext(Normalize().to(device), precision("bf16", device).autocast, batch_size=4, num_workers=0)
-    batches = iter([*batches_of("ViT", network, 0, 4)])
+    batches = iter(list(batches_of("ViT", network, 0, 4)))
     return heads.parameters(), optimizer, lambda step: update_heads(heads, optimizer, encoder, batches, 2, context)
 
 
@@ -161,14 +210,20 @@ def check(name, fault=None):
     Two steps of two micro-batches with fused AdamW.
     """
     with Device():
-        weights, optimizer, step = probing() if name == "probe" else training(name, fault)
-        weights = [*weights]
-        step(0)
-        with reads() as found:
-            step(1)
-        moments = [value for state in optimizer.state.values() for value in state.values()]
+        if name == "probe":
+            weights, optimizer, make_step = probing()
+        else:
+            weights, optimizer, make_step = training(name, is_faulty=fault is not None)
+        weights = list(weights)
+        make_step(0)
+        found_reads.clear()
+        make_step(1)
+        reads = list(found_reads)
         assert all(x.isfinite().all() for x in weights)
-    return found, sorted({str(tensor.device) for tensor in [*weights, *moments]})
+    tensors = list(weights)
+    for state in optimizer.state.values():
+        tensors += state.values()
+    return reads, sorted({str(tensor.device) for tensor in tensors})
 
 
 def main(*names):
@@ -177,12 +232,12 @@ def main(*names):
     kernels = operators.Library("_", "IMPL")
     kernels.fallback(operators.fallthrough_kernel, "AutocastPrivateUse1")
     for name in names:
-        found, devices, error = [], [], None
+        result = {"name": name, "reads": [], "devices": [], "error": None}
         try:
-            found, devices = check(*name.split(":"))
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        print(json.dumps({"name": name, "reads": found, "devices": devices, "error": error}), flush=True)
+            result["reads"], result["devices"] = check(*name.split(":"))
+        except Exception as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

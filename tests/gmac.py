@@ -1,6 +1,8 @@
-"""Multiply-adds of full-size models. Each model is counted once in a session: a count takes seconds."""
+"""Multiply-adds of full-size models. Each model is counted once in a session: a count takes a second."""
 
 import json
+
+import torch
 
 from frameworks.registry import build_model
 from util import costs
@@ -16,7 +18,8 @@ def forward_gmac(settings):
     """Returns (model, frozen teacher) as `util.costs.forward_gmac`."""
     key = json.dumps({name: value for name, value in settings.items() if name not in SCHEDULE}, sort_keys=True)
     if key not in _counted:
-        _counted[key] = costs.forward_gmac(settings, build_model)
+        with torch.no_grad():  # counting calls hooks on every tensor that needs a gradient
+            _counted[key] = costs.forward_gmac(settings, build_model)
     return _counted[key]
 
 
@@ -26,9 +29,11 @@ def of_depths(count, depth, decoder_depth):
     The count is linear in each of the two.
     """
 
-    def of_encoder(blocks):
-        first = count(1, blocks)
-        return first + (depth - 1) * (count(2, blocks) - first)
+    def of_encoder(decoder_blocks):
+        one_block = count(1, decoder_blocks)
+        two_blocks = count(2, decoder_blocks)
+        return one_block + (depth - 1) * (two_blocks - one_block)
 
-    first = of_encoder(1)
-    return first + (decoder_depth - 1) * (of_encoder(2) - first)
+    one_block = of_encoder(1)
+    two_blocks = of_encoder(2)
+    return one_block + (decoder_depth - 1) * (two_blocks - one_block)

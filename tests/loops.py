@@ -11,7 +11,8 @@ from util.run.loop import TrainLoop
 
 class SilentLog:
     def __init__(self):
-        self.reports, self.lines = [], []
+        self.reports = []
+        self.lines = []
 
     def advance(self):
         pass
@@ -31,7 +32,10 @@ class Driver:
     """Runs an engine's `train_one_epoch` on `model`. `more` are its last arguments."""
 
     def __init__(self, train, model, loop, *more):
-        self.train, self.model, self.loop, self.more = train, model, loop, more
+        self.train = train
+        self.model = model
+        self.loop = loop
+        self.more = more
 
     def step(self, batches, step):
         """Makes the optimizer step number `step`."""
@@ -46,21 +50,25 @@ class Driver:
 
     def losses_of(self, batch, step, micro=0):
         """Returns the losses of a micro-batch, {name: scalar}, and changes no weights."""
-        exact, accum_iter = self.loop.scaled_loss, self.loop.accum_iter
+        loop = self.loop
+        scaled_loss = loop.scaled_loss
+        accum_iter = loop.accum_iter
 
-        def scaled_loss(losses, number):
+        def stop(losses, number):
             if number == micro:
                 raise Found(losses)
-            return exact(losses, number)
+            return scaled_loss(losses, number)
 
-        self.loop.scaled_loss, self.loop.accum_iter = scaled_loss, micro + 1
+        loop.scaled_loss = stop
+        loop.accum_iter = micro + 1
         try:
             self.step(iter([batch] * (micro + 1)), step)
         except Found as found:
             return found.args[0]
         finally:
-            self.loop.scaled_loss, self.loop.accum_iter = exact, accum_iter
-            self.loop.optimizer.zero_grad()
+            loop.scaled_loss = scaled_loss
+            loop.accum_iter = accum_iter
+            loop.optimizer.zero_grad()
         raise AssertionError("the loop computed no losses")
 
     def weights(self):

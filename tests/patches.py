@@ -14,6 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {"datasets.config"}  # settings that are read from the environment once, at the import
 
 
+def refuse_foreign(module):
+    file = Path(getattr(module, "__file__", None) or "/")
+    is_ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts
+    assert is_ours or module.__name__ in ALLOWED, f"{module} is patched for the whole process: use `replace_in`"
+
+
 class StandIn:
     """`library` with other attributes. The library itself stays as it is."""
 
@@ -27,12 +33,13 @@ class StandIn:
 class MonkeyPatch(pytest.MonkeyPatch):
     def setattr(self, target, *arguments, **options):
         """AssertionError if the target is a module or a class of another package."""
-        owner = pkgutil.resolve_name(target.rpartition(".")[0]) if isinstance(target, str) else target
-        if isinstance(owner, (ModuleType, type)):
-            module = owner if isinstance(owner, ModuleType) else sys.modules[owner.__module__]
-            file = Path(getattr(module, "__file__", None) or "/")
-            ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts
-            assert ours or module.__name__ in ALLOWED, f"{owner} is patched for the whole process: use `replace_in`"
+        owner = target
+        if isinstance(target, str):
+            owner = pkgutil.resolve_name(target.rpartition(".")[0])
+        if isinstance(owner, type):
+            refuse_foreign(sys.modules[owner.__module__])
+        elif isinstance(owner, ModuleType):
+            refuse_foreign(owner)
         super().setattr(target, *arguments, **options)
 
     def replace_in(self, module, path, value):

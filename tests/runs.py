@@ -34,7 +34,8 @@ def refused(capsys, main: Callable[[list[str]], Any], *arguments, code: int = 2)
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in arguments])
     out, shown = capsys.readouterr()
-    assert stop.value.code == code and not re.search("^(pre-)?trained ", out, re.MULTILINE), shown
+    assert stop.value.code == code, shown
+    assert not re.search("^(pre-)?trained ", out, re.MULTILINE), shown
     begin = re.search(r"^\w+\.py: error: ", shown, re.MULTILINE)  # a progress bar may stand before it
     assert begin and "Traceback" not in shown
     message = shown[begin.start() :]
@@ -119,8 +120,9 @@ def reports(output_dir) -> list[dict[str, Any]]:
 
 def losses(output_dir) -> list[tuple[int, float]]:
     """[(step, loss)] of the log, which must hold each step once, in order."""
-    found = [(r["step"], r["loss"]) for r in reports(output_dir)]
-    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    found = [(report["step"], report["loss"]) for report in reports(output_dir)]
+    steps = [step for step, _ in found]
+    assert steps == list(range(1, len(found) + 1))
     return found
 
 
@@ -129,8 +131,10 @@ def assert_same_state(ours, theirs):
     for name, value in theirs["model"].items():
         assert torch.equal(ours["model"][name], value), name
     for index, moments in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(ours["optimizer"]["state"][index][k], v) for k, v in moments.items())
-    assert ours["meta"]["step"] == theirs["meta"]["step"] and ours["scaler"] == theirs["scaler"]
+        for name, value in moments.items():
+            assert torch.equal(ours["optimizer"]["state"][index][name], value), (index, name)
+    assert ours["meta"]["step"] == theirs["meta"]["step"]
+    assert ours["scaler"] == theirs["scaler"]
 
 
 # ------------------------------------------------------------------------------------------- processes of their own
@@ -184,12 +188,15 @@ def wait_for_step(output_dir, step, process):
 
 def steps_lost(text):
     """Steps that were run twice, by the log's `resuming` and the last step reported before it."""
-    lost, last = [], 0
+    lost = []
+    last_step = 0
     for line in text.splitlines():
-        if found := re.search(r"step (\d+)/\d+: ", line):
-            last = int(found[1])
-        elif found := re.search(r"resuming .* at step (\d+)", line):
-            lost.append(last - int(found[1]))
+        reported = re.search(r"step (\d+)/\d+: ", line)
+        resumed = re.search(r"resuming .* at step (\d+)", line)
+        if reported:
+            last_step = int(reported[1])
+        elif resumed:
+            lost.append(last_step - int(resumed[1]))
     return lost
 
 

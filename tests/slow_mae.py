@@ -21,83 +21,124 @@ def slow_loss(
     img = img.double()
     columns = img.shape[2] // patch
 
-    def pixels(token):
-        r, c = divmod(token, columns)
-        return img[:, r * patch : (r + 1) * patch, c * patch : (c + 1) * patch]
-
-    kernel = w["patch_embed.proj.weight"]
-    prefix = ["cls", *(f"cls{i}" for i in range(1, w["cls_token"].shape[1]))]
-    tokens = {name: w["cls_token"][0, i] + w["pos_embed"][0, i] for i, name in enumerate(prefix)}
+    # The encoder sees class tokens and visible tokens. A token is named by its raster id, a class token by a word.
+    prefix = [f"cls{i}" for i in range(w["cls_token"].shape[1])]
+    row_of = {}  # of the tables of positions
+    for i, name in enumerate(prefix):
+        row_of[name] = i
+    for t in [*visible, *retained]:
+        row_of[t] = len(prefix) + t
+    tokens = {}
+    for i, name in enumerate(prefix):
+        tokens[name] = w["cls_token"][0, i] + w["pos_embed"][0, i]
     for t in visible:
-        convolved = (kernel * pixels(t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
-        tokens[t] = convolved + w["pos_embed"][0, len(prefix) + t]
-    tokens = (encode or transformer)(tokens, w, "blocks", heads)
-    tokens = {t: norm(x, w, "norm") for t, x in tokens.items()}
+        convolved = (w["patch_embed.proj.weight"] * pixels_of(img, t, patch)).sum(dim=(1, 2, 3))
+        tokens[t] = convolved + w["patch_embed.proj.bias"] + w["pos_embed"][0, row_of[t]]
+    if encode is None:
+        tokens = transformer(tokens, w, "blocks", heads)
+    else:
+        tokens = encode(tokens, w, "blocks", heads)
 
-    embedded = {t: linear(x, w, "decoder_embed") for t, x in tokens.items()}
+    # The decoder sees mask tokens at the retained ones, too.
+    embedded = {}
+    for t, x in tokens.items():
+        embedded[t] = linear(norm(x, w, "norm"), w, "decoder_embed")
     for t in retained:
         embedded[t] = w["mask_token"][0, 0]
-    positions = w["decoder_pos_embed"][0]
-    rows = {t: prefix.index(t) if t in prefix else len(prefix) + t for t in embedded}
-    embedded = {t: x + positions[rows[t]] for t, x in embedded.items()}
+    for t, x in embedded.items():
+        embedded[t] = x + w["decoder_pos_embed"][0, row_of[t]]
     decoded = transformer(embedded, w, "decoder_blocks", decoder_heads)
-    decoded = {t: x for t, x in decoded.items() if t not in prefix}
+    for name in prefix:
+        del decoded[name]
 
+    supervised = list(retained)
     if aggregation is not None:
-        side = aggregation["weight"].shape[-1]
-        filled = dict(decoded)
+        filled = {}
         for t in thrown:
-            r, c = divmod(t, columns)
-            total = aggregation["bias"].double()
-            for other, x in decoded.items():
-                i, j = other // columns - r + side // 2, other % columns - c + side // 2
-                if 0 <= i < side and 0 <= j < side:
-                    total = total + aggregation["weight"][:, 0, i, j].double() * x
-            filled[t] = total
-        decoded = filled
+            filled[t] = aggregate(decoded, t, columns, aggregation)
+        decoded |= filled
+        supervised += thrown
 
-    errors, predictions = [], {}
-    for t in [*retained, *(thrown if aggregation is not None else [])]:
+    predictions = {}
+    total = 0.0
+    for t in supervised:
         predictions[t] = linear(norm(decoded[t], w, "decoder_norm"), w, "decoder_pred")
-        patch_pixels = pixels(t)
-        target = torch.stack(
-            [patch_pixels[ch, i, j] for i in range(patch) for j in range(patch) for ch in range(img.shape[0])]
-        )
-        if norm_pix:
-            mean = target.sum() / len(target)
-            variance = ((target - mean) ** 2).sum() / (len(target) - 1)
-            target = (target - mean) / (variance + 1e-6) ** 0.5
-        errors.append(((predictions[t] - target) ** 2).sum() / len(target))
-    return sum(errors) / len(errors), predictions
+        target = target_of(pixels_of(img, t, patch), norm_pix)
+        total = total + ((predictions[t] - target) ** 2).sum() / len(target)
+    return total / len(supervised), predictions
+
+
+def pixels_of(img, token, patch):
+    row, column = divmod(token, img.shape[2] // patch)
+    return img[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+
+
+def target_of(pixels, norm_pix):
+    """Returns the values of a patch [C, p, p], row by row, with the channels innermost."""
+    values = []
+    for i in range(pixels.shape[1]):
+        for j in range(pixels.shape[2]):
+            values += list(pixels[:, i, j])
+    target = torch.stack(values)
+    if not norm_pix:
+        return target
+    mean = target.sum() / len(target)
+    variance = ((target - mean) ** 2).sum() / (len(target) - 1)
+    return (target - mean) / (variance + 1e-6) ** 0.5
+
+
+def aggregate(decoded, token, columns, aggregation):
+    """Returns the depth-wise convolution at a thrown token. Thrown tokens are zeros for it."""
+    kernel = aggregation["weight"].double()
+    side = kernel.shape[-1]
+    row, column = divmod(token, columns)
+    total = aggregation["bias"].double()
+    for other, x in decoded.items():
+        i = other // columns - row + side // 2
+        j = other % columns - column + side // 2
+        if 0 <= i < side and 0 <= j < side:
+            total = total + kernel[:, 0, i, j] * x
+    return total
 
 
 def transformer(tokens, w, name, heads):
-    depth = 1 + max(int(key.removeprefix(name + ".").split(".")[0]) for key in w if key.startswith(name + "."))
-    for layer in range(depth):
+    layer = 0
+    while f"{name}.{layer}.norm1.weight" in w:
         tokens = block(tokens, w, f"{name}.{layer}", heads)
+        layer += 1
     return tokens
 
 
 def block(tokens, w, prefix, heads):
-    qkv = {t: linear(norm(x, w, f"{prefix}.norm1"), w, f"{prefix}.attn.qkv") for t, x in tokens.items()}
-    attended = {t: _attend(t, qkv, heads) for t in tokens}
-    tokens = {t: x + linear(attended[t], w, f"{prefix}.attn.proj") for t, x in tokens.items()}
+    qkv = {}
     for t, x in tokens.items():
+        qkv[t] = linear(norm(x, w, f"{prefix}.norm1"), w, f"{prefix}.attn.qkv")
+    result = {}
+    for t, x in tokens.items():
+        x = x + linear(attend(t, qkv, heads), w, f"{prefix}.attn.proj")
         hidden = linear(norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp.fc1")
         hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-        tokens[t] = x + linear(hidden, w, f"{prefix}.mlp.fc2")
-    return tokens
+        result[t] = x + linear(hidden, w, f"{prefix}.mlp.fc2")
+    return result
 
 
-def _attend(query, qkv, heads):
+def attend(query, qkv, heads):
     dim = len(qkv[query]) // 3
-    width, out = dim // heads, []
-    for h in range(heads):
-        span = slice(h * width, (h + 1) * width)
-        scores = {t: (qkv[query][:dim][span] @ x[dim : 2 * dim][span]) / math.sqrt(width) for t, x in qkv.items()}
-        total = sum(s.exp() for s in scores.values())
-        out.append(sum(s.exp() / total * qkv[t][2 * dim :][span] for t, s in scores.items()))
-    return torch.cat(out)
+    width = dim // heads
+    outputs = []
+    for start in range(0, dim, width):
+        q = qkv[query][start : start + width]
+        shares = {}
+        for t, x in qkv.items():
+            key = x[dim + start : dim + start + width]
+            shares[t] = (q @ key / math.sqrt(width)).exp()
+        total = sum(shares.values())
+        output = 0.0
+        for t, x in qkv.items():
+            value = x[2 * dim + start : 2 * dim + start + width]
+            output = output + shares[t] / total * value
+        outputs.append(output)
+    return torch.cat(outputs)
 
 
 def linear(x, w, name):

@@ -12,13 +12,12 @@ from frameworks.models_crossmae_pr import CrossMaskedAutoencoderViT
 from frameworks.models_mff_pr import MFFMaskedAutoencoderViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
-from tests.runs import assert_same_state, pretrain
+from tests.runs import pretrain
 from tests.slow_mae import slow_loss
 from tests.test_models_mae_pr import official_state_dict, perturbed, segments
 
 FAMILIES = ("mae", "mff", "crossmae")
 FLAGS = ("decoder_depth", "decoder_embed_dim", "decoder_num_heads", "mask_unit")
-MICRO = ("--model", "mae_vit_micro_patch4")
 
 
 def build(*flags):
@@ -28,9 +27,10 @@ def build(*flags):
         return registry.build_model(vars(args))
 
 
-def decoder_settings(model):
-    """Returns the recorded values of the four flags that MAE, MFF and CrossMAE share."""
-    return {flag.removeprefix("decoder_"): value for flag, value in model.own_settings().items() if flag in FLAGS}
+def settings_of(model):
+    """Returns the recorded values of FLAGS."""
+    settings = model.own_settings()
+    return tuple(settings[flag] for flag in FLAGS)
 
 
 # ------------------------------------------------------------------------------------------------------ decoder's sizes
@@ -39,25 +39,38 @@ def decoder_settings(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_flags_give_the_decoder_its_sizes(family):
     model = build("--model", f"{family}_vit_base_patch16", "--decoder_depth", 3, "--decoder_embed_dim", 384)
-    assert len(model.decoder.blocks) == 3 and model.decoder.blocks[0].mlp.fc1.weight.shape == (4 * 384, 384)
-    attentions = [getattr(block, "cross_attn" if family == "crossmae" else "attn") for block in model.decoder.blocks]
-    assert {attention.num_heads for attention in attentions} == {12}
+    assert settings_of(model) == (3, 384, 12, 1)
+    assert len(model.decoder.blocks) == 3
+    for block in model.decoder.blocks:
+        attention = block.cross_attn if family == "crossmae" else block.attn
+        assert attention.num_heads == 12
+        assert block.mlp.fc1.weight.shape == (4 * 384, 384)
     assert model.decoder.aggregation.operator.weight.shape == (384, 1, 7, 7)
-    model = build("--model", f"{family}_vit_base_patch16", "--decoder_embed_dim", 100, "--decoder_num_heads", 4)
-    depth = 12 if family == "crossmae" else 8
-    assert decoder_settings(model) == dict(depth=depth, embed_dim=100, num_heads=4, mask_unit=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "depth", "heads"),
-    [(f"{family}_vit_micro_patch4", 64, 4, 2) for family in FAMILIES]
-    + [(f"{family}_vit_mini_patch4", 128, 4, 4) for family in FAMILIES]
-    + [("mae_vit_base_patch16", 512, 8, 16), ("mff_vit_base_patch16", 512, 8, 16)]
-    + [("crossmae_vit_small_patch16", 256, 12, 8), ("crossmae_vit_base_patch16", 512, 12, 16)],
-)
-def test_without_flags_the_decoder_is_as_before(name, width, depth, heads):
-    settings = decoder_settings(build("--model", name))
-    assert settings == dict(depth=depth, embed_dim=width, num_heads=heads, mask_unit=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_width_that_no_head_of_32_divides_needs_a_number_of_heads(family):
+    model = build("--model", f"{family}_vit_micro_patch4", "--decoder_embed_dim", 100, "--decoder_num_heads", 4)
+    assert settings_of(model) == (4, 100, 4, 1)
+
+
+DEFAULTS = {  # of models: (depth, width, heads) of the decoder
+    "mae_vit_micro_patch4": (4, 64, 2),
+    "mff_vit_micro_patch4": (4, 64, 2),
+    "crossmae_vit_micro_patch4": (4, 64, 2),
+    "mae_vit_mini_patch4": (4, 128, 4),
+    "mff_vit_mini_patch4": (4, 128, 4),
+    "crossmae_vit_mini_patch4": (4, 128, 4),
+    "mae_vit_base_patch16": (8, 512, 16),
+    "mff_vit_base_patch16": (8, 512, 16),
+    "crossmae_vit_small_patch16": (12, 256, 8),
+    "crossmae_vit_base_patch16": (12, 512, 16),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_without_flags_the_decoder_is_the_release_s(name):
+    assert settings_of(build("--model", name)) == (*DEFAULTS[name], 1)
 
 
 @pytest.mark.parametrize(
@@ -90,23 +103,31 @@ def test_frameworks_without_these_flags_refuse_them(model, flag):
         build("--model", model, f"--{flag}", 2)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "depth"), [("mae", 1), ("mff", 3), ("crossmae", 3)])
 def test_decoders_of_other_depths_train_and_resume(family, depth, photos, tmp_path, capsys):
     flags = ["--model", f"{family}_vit_micro_patch4", "--decoder_depth", depth, "--mask_unit", 2, "--epochs", 1]
-    expected = pretrain(photos, tmp_path / "whole", *flags)
-    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 1)
-    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
-    settings = json.loads((tmp_path / "parts" / "settings.json").read_text())
-    assert (settings["decoder_depth"], settings["decoder_num_heads"], settings["mask_unit"]) == (depth, 2, 2)
-    model, _ = registry.load_run(tmp_path / "parts")
-    assert len(model.decoder.blocks) == depth and model.collator("furthest", 0).sampler.mask_unit == 2
+    pretrain(photos, tmp_path / "run", *flags, "--max_steps", 1)
+    resumed = pretrain(photos, tmp_path / "run", *flags)
+    assert resumed["meta"]["step"] == 3
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert tuple(settings[flag] for flag in FLAGS) == (depth, 64, 2, 2)
+    model, _ = registry.load_run(tmp_path / "run")
+    assert len(model.decoder.blocks) == depth
+    assert model.collator("furthest", 0).sampler.mask_unit == 2
     for flag, before in {"decoder_num_heads": 2, "mask_unit": 2, "decoder_depth": depth}.items():
-        changed = [*flags, f"--{flag}", 4]
-        assert f"--{flag} was {before} and now is 4" in pretrain.refused(capsys, photos, tmp_path / "parts", *changed)
+        message = pretrain.refused(capsys, photos, tmp_path / "run", *flags, f"--{flag}", 4)
+        assert f"--{flag} was {before} and now is 4" in message
 
 
 # ----------------------------------------------------------------------------------------------------- masks in squares
+
+
+def token_counts(grid_size, mask_ratio, throw_ratio, mask_unit):
+    """Returns the counts of MAE on such a grid."""
+    sizes = dict(img_size=tuple(4 * side for side in grid_size), patch_size=4, depth=1, decoder_depth=1)
+    with torch.device("meta"):
+        model = MaskedAutoencoderViT(mask_ratio=mask_ratio, throw_ratio=throw_ratio, mask_unit=mask_unit, **sizes)
+    return model.counts
 
 
 @pytest.mark.parametrize("grid_size", [(16, 16), (14, 14), (8, 12)])
@@ -129,18 +150,29 @@ def test_visible_squares_are_rounded_down(grid_size, mask_ratio, mask_unit, coun
     assert token_counts(grid_size, mask_ratio, 0.5, mask_unit) == counts
 
 
-@pytest.mark.parametrize("model", [MaskedAutoencoderViT, MFFMaskedAutoencoderViT, CrossMaskedAutoencoderViT])
-def test_visible_squares_are_whole_and_tokens_are_thrown_one_by_one(model):
-    sizes = dict(embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=32, decoder_depth=1)
-    model = model(img_size=64, patch_size=4, mask_unit=4, throw_ratio=0.5, **sizes)
-    imgs = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    _, _, ids = model.collator("furthest", seed=0)([(imgs, 0, (0, i)) for i in range(200)])
-    order = TokenOrder(ids, model.counts)
-    squares = (~order.mask).view(200, 4, 4, 4, 4).sum(dim=(2, 4))  # visible tokens of each square
-    assert sorted(squares.unique().tolist()) == [0, 16] and squares.eq(16).sum(dim=(1, 2)).eq(4).all()
-    assert ids[:, : model.counts.num_visible].shape[1] == 64
-    thrown = order.thrown.view(200, 4, 4, 4, 4).sum(dim=(2, 4))
-    assert thrown.sum(dim=(1, 2)).eq(128).all() and thrown[squares == 0].unique().numel() > 4
+def draw_orders(model, num_images):
+    """Returns token orders that the model's collator draws."""
+    blank = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    _, _, ids_shuffle = model.collator("furthest", seed=0)([(blank, 0, (0, i)) for i in range(num_images)])
+    return ids_shuffle
+
+
+def tokens_per_square(tokens):
+    """Counts the true ones of 16 x 16 tokens in each of 4 x 4 squares. tokens: bool [B, 256]."""
+    return tokens.view(-1, 4, 4, 4, 4).sum(dim=(2, 4))
+
+
+@pytest.mark.parametrize("framework", [MaskedAutoencoderViT, MFFMaskedAutoencoderViT, CrossMaskedAutoencoderViT])
+def test_visible_squares_are_whole_and_tokens_are_thrown_one_by_one(framework):
+    sizes = dict(img_size=64, patch_size=4, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=32, decoder_depth=1)
+    model = framework(**sizes, mask_unit=4, throw_ratio=0.5)
+    order = TokenOrder(draw_orders(model, 200), model.counts)
+    visible = tokens_per_square(~order.mask)
+    assert sorted(visible.unique().tolist()) == [0, 16]
+    assert visible.eq(16).sum(dim=(1, 2)).eq(4).all()
+    thrown = tokens_per_square(order.thrown)
+    assert thrown.sum(dim=(1, 2)).eq(128).all()
+    assert len(thrown[visible == 0].unique()) > 4
 
 
 @pytest.mark.parametrize("progressive", [True, False])
@@ -149,43 +181,41 @@ def test_deep_decoder_and_squares_against_the_slow_derivation(progressive):
     sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=64, decoder_depth=3)
     options = dict(mask_unit=2, throw_ratio=0.5, kernel_size=3, progressive=progressive, norm_pix_loss=True)
     model = perturbed(MaskedAutoencoderViT(**sizes, **options))
-    blank = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    ids = model.collator("furthest", seed=0)([(blank, 0, (0, i)) for i in range(2)])[2]
+    ids = draw_orders(model, 2)
     imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     kernel = dict(model.decoder.aggregation.operator.named_parameters()) if progressive else None
-    losses = []
-    for b in range(2):
-        args = (official_state_dict(model), imgs[b], *segments(ids[b], model.counts), 8, 3, 2, True)
-        losses.append(slow_loss(*args, aggregation=kernel)[0])
-    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
-
-
-def token_counts(grid_size, mask_ratio, throw_ratio, mask_unit):
-    """Returns the counts of MAE on such a grid."""
-    sizes = dict(img_size=tuple(4 * side for side in grid_size), patch_size=4, depth=1, decoder_depth=1)
-    with torch.device("meta"):
-        model = MaskedAutoencoderViT(mask_ratio=mask_ratio, throw_ratio=throw_ratio, mask_unit=mask_unit, **sizes)
-    return model.counts
+    weights = official_state_dict(model)
+    expected = 0.0
+    for img, order in zip(imgs, ids, strict=True):
+        visible, retained, thrown = segments(order, model.counts)
+        loss, _ = slow_loss(weights, img, visible, retained, thrown, 8, 3, 2, norm_pix=True, aggregation=kernel)
+        expected += loss / 2
+    torch.testing.assert_close(model(imgs, ids)["pixel"], expected, rtol=1e-10, atol=0)
 
 
 def fewest_kept_neighbours(sampling):
-    """Returns, for 200 images of 16 x 16 tokens, the kept tokens in the 7 x 7 window of the poorest thrown token.
+    """Returns, for 100 images of 16 x 16 tokens, the kept tokens in the 7 x 7 window of the poorest thrown token.
 
     The masks are squares of 4 x 4 tokens, 75 % masked and 50 % thrown. The windows are counted cell by cell.
     """
     counts = token_counts((16, 16), 0.75, 0.5, mask_unit=4)
     sampler = TokenOrderSampler(16, counts, sampling, mask_unit=4)
-    ids = torch.from_numpy(sampler(addressed_noise(0, 0, np.arange(200), 256)))
+    ids = torch.from_numpy(sampler(addressed_noise(0, 0, np.arange(100), 256)))
     fewest = []
-    for thrown in TokenOrder(ids, counts).thrown.view(200, 16, 16).numpy():
-        cells = np.argwhere(thrown)
-        windows = [thrown[max(0, r - 3) : r + 4, max(0, c - 3) : c + 4] for r, c in cells]
-        fewest.append(min((~window).sum() for window in windows))
+    for thrown in TokenOrder(ids, counts).thrown.view(100, 16, 16).numpy():
+        neighbours = []
+        for row, column in np.argwhere(thrown):
+            window = thrown[max(0, row - 3) : row + 4, max(0, column - 3) : column + 4]
+            neighbours.append((~window).sum())
+        fewest.append(min(neighbours))
     return np.array(fewest)
 
 
 def test_furthest_sampling_leaves_every_thrown_token_neighbours_in_large_squares():
     """Random sampling leaves some thrown tokens without any: the convolution would read zeros alone."""
-    furthest, random = fewest_kept_neighbours("furthest"), fewest_kept_neighbours("random")
-    assert furthest.min() >= 1 and random.min() == 0
-    assert furthest.mean() == pytest.approx(5.7, abs=0.3) and random.mean() == pytest.approx(3.8, abs=0.3)
+    furthest = fewest_kept_neighbours("furthest")
+    assert furthest.min() >= 1
+    assert furthest.mean() == pytest.approx(5.7, abs=0.3)
+    random = fewest_kept_neighbours("random")
+    assert random.min() == 0
+    assert random.mean() == pytest.approx(3.8, abs=0.3)

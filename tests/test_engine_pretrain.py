@@ -1,4 +1,5 @@
-import itertools
+"""The loop of pre-training: optimizer steps, accumulation, reports, and steps that are not finite."""
+
 from contextlib import nullcontext
 
 import pytest
@@ -7,12 +8,13 @@ from timm.layers import DropPath
 from torch import nn
 
 from tests.loops import a_driver
-from tests.reads import reads
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.run import loop
 from util.run.distributed import precision
 from util.run.loop import Meter
+
+CPU = torch.device("cpu")
 
 
 class TwoLosses(nn.Module):
@@ -29,60 +31,74 @@ class TwoLosses(nn.Module):
         return {"square": out.square().mean(), "sum": 0.1 * (out * ids_shuffle).mean()}
 
 
-def a_loop(precision_name="fp32", accum_iter=1, model=None, print_freq=2, device="cpu"):
-    """A Driver with the learning rate `rate`."""
-    if model is None:
-        model = TwoLosses()
-    model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
-    return a_driver(model, optimizer, rate, precision_name, device, accum_iter=accum_iter, print_freq=print_freq)
-
-
-def rate(step, lr_scale=1.0):
+def learning_rate(step, lr_scale=1.0):
     return 1e-2 * (step + 1)
 
 
-def stream(num, size=8, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def a_loop(precision_name="fp32", accum_iter=1, model=None, print_freq=2, device="cpu"):
+    """A Driver with the learning rate .01 (step + 1)."""
+    model = TwoLosses() if model is None else model
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
+    options = dict(accum_iter=accum_iter, print_freq=print_freq)
+    return a_driver(model, optimizer, learning_rate, precision_name, device, **options)
+
+
+def stream(num, size=8):
+    """Yields batches that are the same in each call."""
+    generator = torch.Generator().manual_seed(0)
     for _ in range(num):
         imgs = torch.randint(0, 256, (size, 3, 1, 1), dtype=torch.uint8, generator=generator)
         yield imgs, torch.zeros(size), torch.ones(size, 4, dtype=torch.int64)
 
 
-def cut(batches, starts):
-    """Yields the micro-batches of two images that begin at `starts` in each batch."""
+def parts_of(batches, starts, size):
+    """Yields the samples from each of `starts` on, of each batch, as micro-batches."""
     for batch in batches:
         for start in starts:
-            yield [tensor[start : start + 2] for tensor in batch]
+            yield [tensor[start : start + size] for tensor in batch]
+
+
+def history_of(engine, steps, batches):
+    """Makes the steps. Returns the weights after each."""
+    history = []
+    engine.steps(steps, batches, lambda step: history.append(engine.weights()))
+    return history
+
+
+def losses_of(engine):
+    return [report["loss"] for report in engine.loop.log.reports]
+
+
+# ----------------------------------------------------------------------------------------------------- ordinary steps
+
+
+class DroppingPaths(TwoLosses):
+    def forward(self, imgs, ids_shuffle):
+        return {"kept": DropPath(0.5)(imgs.flatten(1)).square().mean() + 0 * self.linear.weight.sum()}
 
 
 def test_drop_path_is_drawn_by_the_step_and_no_other_state():
     """So a resumed run draws what the undisturbed one drew."""
-
-    class Dropping(TwoLosses):
-        def forward(self, imgs, ids_shuffle):
-            return {"kept": DropPath(0.5)(imgs.flatten(1)).square().mean() + 0 * self.linear.weight.sum()}
-
     (batch,) = stream(1)
-
-    def draw(step):
-        return a_loop(model=Dropping()).losses_of(batch, step)["kept"].item()
-
-    drawn = [draw(step) for step in range(4)]
+    torch.manual_seed(0)
+    engine = a_loop(model=DroppingPaths())
+    losses = [engine.losses_of(batch, step)["kept"].item() for step in range(4)]
+    assert len(set(losses)) > 1
     torch.manual_seed(1)
-    assert draw(3) == drawn[3]
-    assert draw(2) == drawn[2]
-    assert len(set(drawn)) > 1
+    engine = a_loop(model=DroppingPaths())
+    assert engine.losses_of(batch, 3)["kept"].item() == losses[3]
+    assert engine.losses_of(batch, 2)["kept"].item() == losses[2]
 
 
 def test_every_micro_batch_of_every_rank_and_step_has_a_seed_of_its_own(monkeypatch):
-    seeds = []
+    seeds = set()
     for rank in range(3):
         monkeypatch.setattr(loop, "rank_and_world_size", lambda rank=rank: (rank, 3))
         for step, micro in ((0, 0), (0, 1), (0, 2), (1, 0)):
             a_loop().loop.seed_draws(step, micro)
-            seeds.append(torch.initial_seed())
-    assert len(set(seeds)) == 12
+            seeds.add(torch.initial_seed())
+    assert len(seeds) == 12
 
 
 def test_steps_are_adamw_s_on_the_summed_losses():
@@ -93,7 +109,8 @@ def test_steps_are_adamw_s_on_the_summed_losses():
     for step, (imgs, _, ids) in zip((3, 4, 5), stream(3), strict=True):
         optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1)
         optimizer.zero_grad()
-        sum(model(Normalize()(imgs), ids).values()).backward()
+        losses = model(Normalize()(imgs), ids)
+        (losses["square"] + losses["sum"]).backward()
         optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(engine.weights(), expected, rtol=1e-6, atol=1e-7)
@@ -103,7 +120,7 @@ def test_accumulation_equals_the_whole_batch():
     whole = a_loop()
     whole.steps(range(5), stream(5))
     parts = a_loop(accum_iter=4)
-    parts.steps(range(5), cut(stream(5), starts=(0, 2, 4, 6)))
+    parts.steps(range(5), parts_of(stream(5), starts=(0, 2, 4, 6), size=2))
     torch.testing.assert_close(parts.weights(), whole.weights(), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(parts.loop.log.reports, whole.loop.log.reports, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -115,160 +132,33 @@ def test_reports_are_means_of_all_steps_since_the_last():
     squares = []
     totals = []
 
-    def note(model, args, losses):
+    def keep(module, args, losses):
         squares.append(losses["square"].item())
-        totals.append(sum(losses.values()).item())
+        totals.append(losses["square"].item() + losses["sum"].item())
 
-    engine.model.register_forward_hook(note)
+    engine.model.register_forward_hook(keep)
     engine.steps(range(120, 125), stream(5))
     first, second, last = engine.loop.log.reports
-    assert first["step"] == 122
+    assert [first["step"], second["step"], last["step"]] == [122, 124, 125]
     assert first["loss"] == pytest.approx(sum(totals[:2]) / 2)
     assert first["loss_square"] == pytest.approx(sum(squares[:2]) / 2)
-    assert second["step"] == 124
-    assert "epoch_loss" not in second
-    assert last["step"] == 125
     assert last["loss"] == pytest.approx(totals[4])
+    assert "epoch_loss" not in second
     assert last["epoch_loss"] == pytest.approx(sum(totals) / 5)
     assert last["lr"] == pytest.approx(1.25)
     assert last["epoch"] == 4
 
 
-def spoil(engine, steps, what="both"):
-    """Makes the losses of the given forward passes NaN; or only their values ("loss") or their gradient."""
-    calls = itertools.count()
-
-    def hook(module, args, losses):
-        if next(calls) not in steps:
-            return losses
-        for name, loss in losses.items():
-            if what == "gradient":
-                loss.register_hook(lambda gradient: gradient * torch.inf)
-            elif what == "loss":
-                losses[name] = loss + torch.inf
-            else:
-                losses[name] = loss * torch.nan
-        return losses
-
-    engine.model.register_forward_hook(hook)
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-@pytest.mark.parametrize("what", ["both", "loss", "gradient"])
-def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name, what):
-    engine = a_loop(name)
-    spoil(engine, {1}, what)
-    history = weights_after(engine, 4)
-    assert torch.equal(history[0], history[1])
-    assert not torch.equal(history[1], history[2])
-    assert torch.stack(history).isfinite().all()
-    state = engine.loop.optimizer.state_dict()["state"][0]
-    assert state["step"] == 3
-    assert state["exp_avg"].isfinite().all()
-    for report in engine.loop.log.reports:
-        assert 0 < report["loss"] < 100  # means over the finite steps
-    clean = a_loop(name)
-    clean.steps(range(1), stream(1))
-    assert torch.equal(clean.weights(), history[0])
-
-
-def weights_after(engine, num_steps):
-    """Makes these steps. Returns the weights after each."""
-    history = []
-    engine.steps(range(num_steps), stream(num_steps), lambda step: history.append(engine.weights()))
-    return history
-
-
-def test_an_optimizer_that_cannot_skip_is_not_stepped():
+@pytest.mark.parametrize(("share", "hint", "said"), [(0.5, "buy a disk", 1), (0.5, "", 0), (0.05, "buy a disk", 0)])
+def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, said, monkeypatch):
+    rates = {"seconds_per_step": 1.0, "images_per_s": 8.0, "data_share": share}
+    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: rates)
     engine = a_loop()
-    engine.loop.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3, momentum=0.9)
-    spoil(engine, {1})
-    history = weights_after(engine, 3)
-    assert torch.equal(history[0], history[1])
-    assert not torch.equal(history[1], history[2])
-    assert torch.stack(history).isfinite().all()
-
-
-def test_skipped_steps_are_counted_and_poison_no_mean():
-    engine = a_loop(print_freq=2)
-    spoil(engine, {1, 2, 3})
-    engine.steps(range(19, 25), stream(6))  # reports after steps 20, 22, 24, 25
-    reports = engine.loop.log.reports
-    assert [report["skipped_steps"] for report in reports] == [0, 2, 1, 0]
-    assert reports[1]["loss"] is None
-    assert reports[1]["grad_norm"] is None
-    for report in (reports[0], reports[2], reports[3]):
-        assert 0 < report["loss"] < 100
-    assert reports[3]["epoch_loss"] > 0
-
-
-@pytest.mark.fault("F22", "150 non-finite steps of 300", "each skipped; the others count; weights finite")
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_many_skips_in_all_do_not_wear_the_guard_out(name):
-    """Every other step counts, to the last: only many in a row end a run."""
-    engine = a_loop(name)
-    spoil(engine, range(0, 300, 2))
-    history = weights_after(engine, 300)
-    for step in range(2, 300, 2):
-        assert torch.equal(history[step - 1], history[step])
-    assert not torch.equal(history[-1], history[-2])
-    assert engine.weights().isfinite().all()
-    assert engine.loop.optimizer.state_dict()["state"][0]["step"] == 150
-
-
-def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
-    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 4)
-    engine = a_loop()
-    spoil(engine, range(3, 10**6))
-    with pytest.raises(FloatingPointError, match="last 5 steps before step 8, .* skipped: lower the learning rate"):
-        engine.steps(range(20), stream(20))
-    assert engine.weights().isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "what", "ends"),
-    [
-        ("fp32", {98, 99}, "both", True),
-        ("bf16", {98, 99}, "gradient", True),
-        ("fp32", {99}, "both", False),  # one of two since the last report
-        ("fp32", {97, 98}, "both", False),
-        ("fp16", {98, 99}, "both", True),
-        ("fp16", {98, 99}, "gradient", False),  # the scale is too large, and falls
-        ("fp16", range(90, 100), "gradient", True),
-    ],
-)
-def test_a_run_does_not_end_well_if_its_last_steps_are_lost(name, steps, what, ends):
-    engine = a_loop(name)
-    spoil(engine, {step - 80 for step in steps}, what)
-    with pytest.raises(FloatingPointError, match="steps before step 100") if ends else nullcontext():
-        engine.steps(range(80, 100), stream(20))
-
-
-@pytest.mark.fault("F21", "infinite gradients under fp16", "the scale is lowered")
-def test_fp16_scales_and_backs_off():
-    engine = a_loop("fp16")
-    assert engine.loop.precision.scaler.get_scale() == 65536
-    spoil(engine, {0})
-    engine.steps(range(1), stream(1))
-    assert engine.loop.precision.scaler.get_scale() == 32768
-
-
-def test_only_fp16_needs_a_scale():
-    for name in ("fp32", "bf16", "auto"):
-        assert not precision(name, torch.device("cpu")).scaler.is_enabled()
-    assert precision("auto", torch.device("cpu")).name == "fp32"
-
-
-def test_a_step_never_reads_from_the_device():
-    engine = a_loop(accum_iter=2, print_freq=1000)
-    batches = stream(20)
-    engine.step(batches, 1)  # state is made in the first step
-    with reads() as found:
-        engine.step(batches, 1)
-    assert found == []
-    with reads() as found:
-        engine.loop.report(epoch_ends=False)
-    assert found
+    engine.loop.data_hint = hint
+    engine.steps(range(2), stream(2))
+    assert engine.loop.log.lines == []
+    engine.steps(range(2, 8), stream(6))
+    assert engine.loop.log.lines == ["warning: 50% of the time is spent waiting for data: buy a disk"] * said
 
 
 @pytest.mark.gpu
@@ -284,24 +174,132 @@ def test_a_step_never_waits_for_the_gpu(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("share", "hint", "said"), [(0.5, "buy a disk", 1), (0.5, "", 0), (0.05, "buy a disk", 0)])
-def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, said, monkeypatch):
-    rates = {"seconds_per_step": 1.0, "images_per_s": 8.0, "data_share": share}
-    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: rates)
+# ---------------------------------------------------------------------------------------- steps that are not finite
+
+
+def spoil(engine, passes, what="both"):
+    """Makes the losses of the given forward passes NaN; or only their values ("loss") or their gradient."""
+    count = 0
+
+    def hook(module, args, losses):
+        nonlocal count
+        count += 1
+        if count - 1 not in passes:
+            return losses
+        if what == "loss":
+            return {name: loss + torch.inf for name, loss in losses.items()}
+        if what == "both":
+            return {name: loss * torch.nan for name, loss in losses.items()}
+        for loss in losses.values():
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return losses
+
+    engine.model.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("what", ["both", "loss", "gradient"])
+def test_a_non_finite_step_is_skipped_and_the_rest_goes_on(name, what):
+    engine = a_loop(name)
+    spoil(engine, {1}, what)
+    history = history_of(engine, range(4), stream(4))
+    clean = a_loop(name)
+    clean.steps(range(1), stream(1))
+    assert torch.equal(history[0], clean.weights())
+    assert torch.equal(history[1], history[0])
+    assert not torch.equal(history[2], history[1])
+    assert history[3].isfinite().all()
+    state = engine.loop.optimizer.state_dict()["state"][0]
+    assert state["step"] == 3 and state["exp_avg"].isfinite().all()
+    assert all(0 < loss < 100 for loss in losses_of(engine))  # means over the finite steps
+
+
+def test_an_optimizer_that_cannot_skip_is_not_stepped():
     engine = a_loop()
-    engine.loop.data_hint = hint
-    engine.steps(range(2), stream(2))
-    assert engine.loop.log.lines == []
-    assert len(engine.loop.log.reports) == 1
-    engine.steps(range(2, 8), stream(6))
-    assert engine.loop.log.lines == ["warning: 50% of the time is spent waiting for data: buy a disk"] * said
+    engine.loop.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3, momentum=0.9)
+    spoil(engine, {1})
+    history = history_of(engine, range(3), stream(3))
+    assert torch.equal(history[1], history[0])
+    assert not torch.equal(history[2], history[1])
+    assert history[2].isfinite().all()
 
 
-def a_meter(*losses):
-    """A meter of one step for each of these losses."""
-    meter = Meter(torch.device("cpu"))
-    for loss in losses:
-        meter.add({"a": torch.tensor(loss)}, torch.tensor(3.0))
+def test_skipped_steps_are_counted_and_poison_no_mean():
+    engine = a_loop(print_freq=2)
+    spoil(engine, {1, 2, 3})
+    engine.steps(range(19, 25), stream(6))  # reports after steps 20, 22, 24, 25
+    reports = engine.loop.log.reports
+    assert [report["skipped_steps"] for report in reports] == [0, 2, 1, 0]
+    assert reports[1]["loss"] is None and reports[1]["grad_norm"] is None
+    for report in (reports[0], reports[2], reports[3]):
+        assert 0 < report["loss"] < 100
+    assert reports[3]["epoch_loss"] > 0
+
+
+@pytest.mark.fault("F22", "150 non-finite steps of 300", "each skipped; the others count; weights finite")
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_many_skips_in_all_do_not_wear_the_guard_out(name):
+    """Every other step counts, to the last: only many in a row end a run."""
+    engine = a_loop(name)
+    spoil(engine, range(0, 300, 2))
+    history = history_of(engine, range(300), stream(300))
+    for before, skipped in zip(history[1:-1:2], history[2::2], strict=True):
+        assert torch.equal(before, skipped)
+    assert history[-1].isfinite().all() and not torch.equal(history[-1], history[-2])
+    assert engine.loop.optimizer.state_dict()["state"][0]["step"] == 150
+
+
+def test_losing_every_step_ends_the_run_with_good_weights(monkeypatch):
+    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 4)
+    engine = a_loop()
+    spoil(engine, range(4, 20))
+    with pytest.raises(FloatingPointError, match="last 4 steps before step 8, .* lower the learning rate"):
+        engine.steps(range(20), stream(20))
+    assert engine.weights().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "what", "ends"),
+    [
+        ("fp32", {98, 99}, "both", True),
+        ("bf16", {98, 99}, "gradient", True),
+        ("fp32", {99}, "both", False),  # one of two since the last report
+        ("fp32", {97, 98}, "both", False),
+        ("fp16", {98, 99}, "both", True),
+        ("fp16", {98, 99}, "gradient", False),  # the scale is too large, and falls
+        ("fp16", set(range(90, 100)), "gradient", True),
+    ],
+)
+def test_a_run_does_not_end_well_if_its_last_steps_are_lost(name, steps, what, ends):
+    engine = a_loop(name)
+    spoil(engine, {step - 80 for step in steps}, what)
+    error = pytest.raises(FloatingPointError, match="steps before step 100")
+    with error if ends else nullcontext():
+        engine.steps(range(80, 100), stream(20))
+
+
+@pytest.mark.fault("F21", "infinite gradients under fp16", "the scale is lowered")
+def test_fp16_scales_and_backs_off():
+    engine = a_loop("fp16")
+    assert engine.loop.precision.scaler.get_scale() == 65536
+    spoil(engine, {0})
+    engine.steps(range(1), stream(1))
+    assert engine.loop.precision.scaler.get_scale() == 32768
+
+
+def test_other_precisions_are_not_scaled():
+    assert not a_loop("fp32").loop.precision.scaler.is_enabled()
+    assert not a_loop("bf16").loop.precision.scaler.is_enabled()
+    assert precision("auto", CPU)[0] == "fp32"
+
+
+# -------------------------------------------------------------------------------------------------------- the meter
+
+
+def a_meter(*values):
+    meter = Meter(CPU)
+    for value in values:
+        meter.add({"a": torch.tensor(value)}, torch.tensor(3.0))
     return meter
 
 
@@ -309,7 +307,7 @@ def test_meter_survives_a_checkpoint():
     meter = a_meter(1.0, 2.0)
     meter.read()
     meter.add({"a": torch.tensor(6.0)}, torch.tensor(3.0))
-    other = a_meter()
+    other = Meter(CPU)
     other.load_state_dict(meter.state_dict())
     assert other.read() == ({"a": 6.0, "grad_norm": 3.0}, 0)
     assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 0)
@@ -319,27 +317,23 @@ def test_meter_survives_a_checkpoint():
 def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_size, loss, monkeypatch):
     first = a_meter(2.0)
     second = a_meter(6.0)
-    state = first.state_dict()
-    state["sums"] = torch.stack([first.sums, second.sums])
+    state = first.state_dict() | {"sums": torch.stack([first.sums, second.sums])}
     monkeypatch.setattr(loop, "rank_and_world_size", lambda: (1, world_size))
     monkeypatch.setattr(loop, "all_reduce_sum", lambda tensor: tensor)
     first.load_state_dict(state)
-    means, _ = first.read()
-    assert means["a"] == loss
+    assert first.read()[0]["a"] == loss
+
+
+# ------------------------------------------------------------------------------------------------------ two processes
 
 
 def _train_half(rank, what):
-    engine = a_loop()
+    engine = a_loop(accum_iter=2)
     engine.model = nn.parallel.DistributedDataParallel(engine.model, gradient_as_bucket_view=True)
-    engine.loop.accum_iter = 2
     if rank == 1:
         spoil(engine, {3}, what)  # one micro-batch of one process: both must skip that step
-    engine.steps(range(4), cut(stream(4), starts=(4 * rank, 4 * rank + 2)))
+    engine.steps(range(4), parts_of(stream(4), starts=(4 * rank, 4 * rank + 2), size=2))
     return {"weights": engine.weights(), "losses": losses_of(engine)}
-
-
-def losses_of(engine):
-    return [report["loss"] for report in engine.loop.log.reports]
 
 
 @pytest.mark.parametrize("what", ["both", "loss"])

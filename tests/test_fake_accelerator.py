@@ -10,32 +10,30 @@ from tests.util.run.test_shard import CLASSIFIERS
 from tests.warm import ROOT, Python
 
 MODELS = [*CLASSES, *CLASSIFIERS, "UPerNet", "probe"]
-FAULTS = ["a number is read", "a number is copied", "a mask is an index", "a tensor is on the host"]
-FAULTS += ["a tensor of the host is an index"]
-IMAGES, MICRO_BATCHES = 2, 2
-# What the detector reads, because numbers of boxes follow from values. All but the last four are torchvision's.
-READS_PER_IMAGE = {
-    "nonzero in remove_small_boxes": 1,
-    "nonzero in RegionProposalNetworkL1.filter_proposals": 1,
-    "_to_copy in _batched_nms_coordinate_trick": 1,
-    "nms in nms": 1,
-    "nonzero in Matcher.set_low_quality_matches_": 1,
-    "nonzero in BalancedPositiveNegativeSampler.__call__": 4,  # positive and negative ones, of anchors and of proposals
-    "nonzero in RoIHeadsL1.subsample": 1,
+FAULTY = "MaskedAutoencoderViT:a number is read"
+MICRO_BATCHES = 2
+# What the detector reads in a micro-batch, because numbers of boxes follow from values.
+READS_OF_OURS = {
+    "RegionProposalNetworkL1.compute_loss": 2,
+    "AlignedRoIPool.forward": 2,  # of boxes and of masks
+    "RoIHeadsL1.forward": 2,
 }
-READS_PER_MICRO_BATCH = {
-    "tensor in BoxCoder.decode_single": 2,
-    "as_tensor in BoxCoder.encode_single": 2,
-    "nonzero in RegionProposalNetworkL1.compute_loss": 2,
-    "tolist in AlignedRoIPool.forward": 2,  # of boxes and of masks
-    "nonzero in RoIHeadsL1.forward": 1,
-    "tolist in RoIHeadsL1.forward": 1,
+READS_OF_TORCHVISION = {
+    "remove_small_boxes",
+    "RegionProposalNetworkL1.filter_proposals",
+    "_batched_nms_coordinate_trick",
+    "nms",
+    "Matcher.set_low_quality_matches_",
+    "BalancedPositiveNegativeSampler.__call__",
+    "RoIHeadsL1.subsample",
+    "BoxCoder.decode_single",
+    "BoxCoder.encode_single",
 }
 
 
 @pytest.fixture(scope="module")
 def found():
-    names = [*MODELS, "Mask R-CNN", *(f"MaskedAutoencoderViT:{fault}" for fault in FAULTS)]
+    names = [*MODELS, "Mask R-CNN", FAULTY]
     out, _ = Python(ROOT / "tests" / "fake_accelerator.py", *names).communicate(timeout=250)
     lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')]
     assert [line["name"] for line in lines] == names, out[-2000:]
@@ -48,13 +46,13 @@ def test_a_step_stays_on_the_device_and_nothing_is_read(name, found):
 
 
 def test_a_detector_reads_how_many_boxes_there_are_and_nothing_else(found):
-    reads = Counter(found["Mask R-CNN"].pop("reads"))
-    per_step = [{k: IMAGES * v for k, v in READS_PER_IMAGE.items()}, READS_PER_MICRO_BATCH]
-    assert reads == {k: MICRO_BATCHES * v for part in per_step for k, v in part.items()}
-    assert found["Mask R-CNN"] == {"name": "Mask R-CNN", "devices": ["fakegpu:0"], "error": None}
+    detector = found["Mask R-CNN"]
+    assert detector["error"] is None and detector["devices"] == ["fakegpu:0"]
+    reads = Counter(detector["reads"])
+    for function, count in READS_OF_OURS.items():
+        assert reads.pop(function) == MICRO_BATCHES * count, function
+    assert reads.keys() == READS_OF_TORCHVISION
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, found):
-    result = found[f"MaskedAutoencoderViT:{fault}"]
-    assert result["reads"] or result["error"]
+def test_a_loss_that_is_read_is_found(found):
+    assert found[FAULTY]["reads"]

@@ -1,410 +1,313 @@
+"""The recipes of pre-training: settings of the papers and releases, and costs that they publish."""
+
+import functools
+import json
 import re
+from fnmatch import fnmatch
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from encoders import classifiers
 from framework import PixelFramework
 from frameworks.attention_phases import refresh_epochs
-from frameworks.registry import build_model
-from main_pretrain import get_args_parser, note_on_rate
-from prmim import TokenOrder
+from frameworks.registry import MODELS, build_model
+from main_pretrain import get_args_parser, note_on_rate, parse_args
 from recipes import FINETUNE_RECIPES, RECIPES
+from scripts.parts.paper_tables import TABLES
 from tests.gmac import forward_gmac
 from util.run.cli import parse_with_recipe
 from util.run.distributed import Process
 from util.run.flags import make_plan
 
-# {throw_ratio: numbers of visible, retained and thrown tokens} for 196 tokens and mask ratio .75.
-COUNTS = {0.0: (49, 147, 0), 0.25: (49, 98, 49), 0.4: (49, 69, 78), 0.5: (49, 49, 98), 0.65: (49, 20, 127)}
-BASE, LARGE = "mae_vit_base_patch16", "mae_vit_large_patch16"
-# Multiply-adds of one forward pass relative to throw_ratio 0, counted by hand for 196 embedded and predicted tokens.
-COST = {(BASE, 0.25): 0.860, (BASE, 0.5): 0.724, (BASE, 0.65): 0.645, (LARGE, 0.5): 0.870}
+
+@functools.cache
+def settings_of(recipe):
+    return vars(parse_args(["--recipe", recipe])[1])
 
 
-def settings_of(recipe, **changes):
-    return vars(parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", recipe])) | changes
-
-
-def forward_multiply_adds(settings):
+def meta_model(settings):
     with torch.device("meta"):
-        model = build_model(settings)
-        imgs = torch.empty(1, 3, *model.img_size)
-        ids_shuffle = torch.empty(1, model.counts.num_tokens, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        model(imgs, ids_shuffle)
-    return counter.get_total_flops() / 2
+        return build_model(settings)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_builds_and_counts(recipe):
+def test_a_recipe_builds_its_model(recipe):
     settings = settings_of(recipe)
-    with torch.device("meta"):
-        model = build_model(settings)
-    if model.counts.num_tokens == 196 and not recipe.startswith(("simmim_", "amt_")):
-        counts = (model.counts.num_visible, model.counts.num_retained, model.counts.num_thrown)
-        assert counts == COUNTS[settings["throw_ratio"]]
+    model = meta_model(settings)
+    assert abs(model.counts.num_thrown - settings["throw_ratio"] * model.counts.num_tokens) < model.mask_unit**2
     if isinstance(model, PixelFramework):
         assert model.norm_pix_loss == settings["norm_pix_loss"]
+    has_weights_of_aggregation = any("aggregation" in name for name, _ in model.named_parameters())
+    is_progressive = settings["progressive"] and settings["throw_ratio"] > 0
+    assert has_weights_of_aggregation == (is_progressive and settings["aggregation"] != "avgpool")
+
+
+# ------------------------------------------------------------------------------------------- settings of the releases
+
+# Recipes and their settings; the later of two lines wins. `peak` is the learning rate at the total batch size.
+RELEASES = [
+    # The supplementary's "Pre-training details", and MAE's release.
+    (
+        "*",
+        dict(
+            peak=2.4e-3,
+            total_batch_size=4096,
+            min_lr=0.0,
+            warmup_epochs=40,
+            warmup_lr=0.0,
+            lr_schedule="mae",
+            weight_decay=0.05,
+            betas=(0.9, 0.95),
+            clip_grad=None,
+            mask_ratio=0.75,
+            norm_pix_loss=True,
+            crop="resized",
+            crop_scale=(0.2, 1.0),
+            interpolation="bicubic",
+            decoder_depth=None,
+            decoder_order=None,
+            visible_source=None,
+            batch_size=None,
+        ),
+    ),
+    ("deep16_*", dict(decoder_depth=16)),
+    ("deep32_*", dict(decoder_depth=32)),
+    # At a batch of 8192 images the release's peak is 8e-4.
+    ("pixio_*", dict(peak=8e-4, total_batch_size=8192, decoder_depth=32, mask_unit=4, num_cls_tokens=8, hflip=False)),
+    ("mff_*", dict(crop="padded", interpolation="bilinear", lr_schedule="mff", warmup_lr=2.4e-3 * 1e-9)),
+    ("mff_*_300ep", dict(warmup_lr=2.4e-3 * 1e-4)),
+    # The release's rates at 512 images, times 2048 / 512: peaks 1e-4 and 2e-4, starts 5e-7 and 1e-6, a floor of 1e-5.
+    (
+        "*simmim*",
+        dict(
+            total_batch_size=2048,
+            warmup_epochs=10,
+            betas=(0.9, 0.999),
+            clip_grad=5.0,
+            mask_ratio=0.6,
+            norm_pix_loss=False,
+            crop_scale=(0.67, 1.0),
+            interpolation="bilinear",
+        ),
+    ),
+    ("simmim_*_100ep", dict(peak=8e-4, warmup_lr=4e-6, min_lr=4e-5, lr_schedule="simmim")),
+    ("simmim_*_800ep", dict(peak=4e-4, warmup_lr=2e-6, lr_schedule="simmim_steps", lr_steps=(700,))),
+    # Swin-L, 100 epochs: 8 processes of 512 images; all others: 8 of 256. Each process draws one visible set.
+    ("greenmim_*", dict(peak=8e-4, total_batch_size=2048, batch_size=256)),
+    ("greenmim_*swin_base_100ep", dict(peak=1.2e-3)),
+    ("greenmim_*swin_large_100ep", dict(peak=1.6e-3, total_batch_size=4096, batch_size=512)),
+    ("greenmim_*_800ep", dict(decoder_order="reference")),
+    # The release's peak times the predicted share of the masked tokens. PR-MIM supervises all of them.
+    ("crossmae_*_400ep", dict(warmup_epochs=20)),
+    ("crossmae_plain50_*", dict(peak=2.4e-3 * (0.75 - 0.5) / 0.75)),
+    ("crossmae_plain65_*", dict(peak=2.4e-3 * (0.75 - 0.65) / 0.75)),
+    ("localmim_*", dict(peak=1.6e-3, total_batch_size=2048, min_lr=1e-6, norm_pix_loss=False)),
+    ("localmim_*_100ep", dict(warmup_epochs=10)),
+    ("localmim_*large*", dict(peak=2.4e-3, total_batch_size=4096)),
+    ("tec_*", dict(att_topk=9, att_tau=1.0, teacher=None, norm_pix_loss=False)),
+    ("tec_mae_*", dict(att_topk=15, att_tau=1.8)),
+    ("tec_mae_vit_large_*", dict(att_tau=1.4)),
+    # MAE's settings, but raw pixels; maps after epochs 40, 80, ..., 360. On SimMIM: peak 1e-4, start 5e-7 and floor
+    # 5e-6 at 512 images.
+    ("amt_*", dict(norm_pix_loss=False, attention_start=40, attention_every=40, attention_crop="view")),
+    ("amt_*vit_base_400ep", dict(sampling="attention", mask_ratio=0.85, throw_ratio=0.4, progressive=False)),
+    ("amt_masking_*", dict(mask_ratio=0.75, throw_ratio=0.0)),
+    ("amt_progressive_*", dict(progressive=True)),
+    ("amt_mae_*", dict(sampling="furthest", mask_ratio=0.75, throw_ratio=0.0, progressive=True)),
+    ("amt_simmim*", dict(peak=4e-4, warmup_lr=2e-6, min_lr=2e-5, lr_schedule="simmim", sampling="attention")),
+    ("amt_simmim_*", dict(mask_ratio=0.7, throw_ratio=0.26, progressive=False)),
+    ("amt_simmim24_*", dict(mask_ratio=0.68, throw_ratio=0.24, progressive=False)),
+]
+LARGE_RUNS = [name for name in RECIPES if not name.startswith(("cifar10", "quickstart"))]
+
+
+def assert_settings(recipe, settings, table):
+    """Compares the settings of a recipe with those of all lines of a table whose pattern its name matches."""
+    found = settings | {"peak": settings["blr"] * settings["total_batch_size"] / 256}
+    expected = {}
+    for pattern, values in table:
+        if fnmatch(recipe, pattern):
+            expected |= values
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize("recipe", LARGE_RUNS)
+def test_a_recipe_trains_as_its_paper_or_release(recipe):
+    assert_settings(recipe, settings_of(recipe), RELEASES)
+
+
+ARMS = {  # {name of an arm: (progressive, sampling)}
+    "plain": (False, "random"),
+    "progressive": (True, "random"),
+    "furthest": (False, "furthest"),
+    "prmim": (True, "furthest"),
+    "attention": (False, "attention"),
+    "attention_progressive": (True, "attention"),
+    "cell": (False, "running_cell"),
+    "cell_progressive": (True, "running_cell"),
+}
+DESIGNS = ("kernel", "avgpool", "transformer", "convnext")  # of the aggregation of PR-MIM at rho_d .5
+
+
+@pytest.mark.parametrize("recipe", [name for name in LARGE_RUNS if not name.startswith("amt_")])
+def test_a_recipe_s_name_tells_its_method_and_epochs(recipe):
+    settings = settings_of(recipe)
+    arm = re.search(rf"({'|'.join(ARMS)})(\d\d)_", recipe)
+    if arm:
+        method = (int(arm[2]) / 100, *ARMS[arm[1]])
+    elif recipe.startswith(DESIGNS):
+        method = (0.5, True, "furthest")
+    else:
+        method = (0.0, True, "furthest")
+    assert (settings["throw_ratio"], settings["progressive"], settings["sampling"]) == method
     epochs = re.search(r"_(\d+)ep$", recipe)
-    assert epochs is None or settings["epochs"] == int(epochs[1])
-    aggregates = any("aggregation" in name for name, _ in model.named_parameters())
-    assert aggregates == (
-        settings["progressive"] and settings["throw_ratio"] > 0 and settings["aggregation"] != "avgpool"
-    )
+    assert settings["epochs"] == (int(epochs[1]) if epochs else 400)  # Pixio's have one schedule
+    size = re.search(r"(vit|swin)_(base|large|huge)", recipe)[0]
+    assert size in settings["model"]
 
 
-@pytest.mark.parametrize(
-    "recipe", [n for n in RECIPES if RECIPES[n]["model"] in (BASE, LARGE) and not n.startswith(("amt_", "pixio_"))]
-)
-def test_recipe_trains_by_the_supplementary(recipe):
-    """Pre-training details: lr 2.4e-3 at batch 4096, 40 warm-up epochs, weight decay .05, per-patch targets."""
-    s = settings_of(recipe)
-    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(2.4e-3)
-    assert (s["total_batch_size"], s["warmup_epochs"], s["weight_decay"]) == (4096, 40, 0.05)
-    assert (s["mask_ratio"], s["norm_pix_loss"], s["min_lr"], s["crop_scale"]) == (0.75, True, 0, (0.2, 1.0))
-    assert s["epochs"] == int(re.search(r"_(\d+)ep$", recipe)[1])
-    deep, kind, percent = re.match(r"(?:deep(\d+)_)?([a-z_]+?)(\d*)_vit", recipe).groups()
-    assert s["decoder_depth"] == (int(deep) if deep else None)
-    expected = {
-        "mae": (0.0, True, "furthest"),
-        "plain": (None, False, "random"),
-        "progressive": (None, True, "random"),
-        "furthest": (None, False, "furthest"),
-        "attention": (None, False, "attention"),
-        "attention_progressive": (None, True, "attention"),
-        "cell": (None, False, "running_cell"),
-        "cell_progressive": (None, True, "running_cell"),
-    }.get(kind, (None, True, "furthest"))
-    throw_ratio = expected[0] if kind == "mae" else int(percent or 50) / 100 if kind != "kernel" else 0.5
-    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == (throw_ratio, *expected[1:])
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ratios"),
-    [
-        ("amt_vit_base_400ep", (0.85, 0.4)),
-        ("amt_masking_vit_base_400ep", (0.75, 0.0)),
-        ("amt_progressive_vit_base_400ep", (0.85, 0.4)),
-        ("amt_mae_vit_base_400ep", (0.75, 0.0)),
-    ],
-)
-def test_amt_trains_mae_as_its_release(recipe, ratios):
-    """MAE's settings for 400 epochs, but raw pixels; maps after epochs 40, 80, ..., 360."""
-    s, mae = settings_of(recipe), settings_of("mae_vit_base_800ep")
-    own = {"recipe", "model", "epochs", "mask_ratio", "throw_ratio", "norm_pix_loss", "sampling", "progressive"}
-    assert {k: v for k, v in s.items() if k not in own} == {k: v for k, v in mae.items() if k not in own}
-    assert (s["epochs"], s["mask_ratio"], s["throw_ratio"], s["norm_pix_loss"]) == (400, *ratios, False)
-    assert s["model"] == (BASE if recipe.startswith("amt_mae") else "amt_vit_base_patch16")
-    assert s["sampling"] == "attention" or recipe.startswith("amt_mae")
-    assert s["progressive"] == (recipe.startswith(("amt_progressive", "amt_mae")))
-    assert (s["attention_start"], s["attention_every"], s["attention_crop"]) == (40, 40, "view")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "mask_ratio", "throw_ratio"),
-    [("amt_simmim_vit_base_200ep", 0.7, 0.26), ("amt_simmim24_vit_base_200ep", 0.68, 0.24)],
-)
-def test_amt_trains_simmim_as_its_release(recipe, mask_ratio, throw_ratio):
-    """Rates at a batch of 512: peak 1e-4, start 5e-7, floor 5e-6."""
-    s, simmim = settings_of(recipe), settings_of("simmim_vit_base_100ep")
-    assert (s["blr"] * 2, s["warmup_lr"] / 4, s["min_lr"] / 4) == pytest.approx((1e-4, 5e-7, 5e-6))
-    own = {"recipe", "model", "epochs", "mask_ratio", "throw_ratio", "sampling", "progressive"}
-    own |= {"blr", "warmup_lr", "min_lr"}
-    assert {k: v for k, v in s.items() if k not in own} == {k: v for k, v in simmim.items() if k not in own}
-    assert (s["epochs"], s["mask_ratio"], s["throw_ratio"]) == (200, mask_ratio, throw_ratio)
-    assert (s["sampling"], s["progressive"], s["attention_start"]) == ("attention", False, 40)
-
-
-@pytest.mark.parametrize("recipe", [n for n in RECIPES if n.startswith("attention") or n == "cifar10_attention"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if re.match("attention|cifar10_attention", name)])
 def test_attention_as_a_sampling_keeps_amt_s_share_of_refreshes(recipe):
     """Nine refreshes, from a tenth of the schedule on, as in 400 epochs."""
-    s = settings_of(recipe)
-    refreshes = refresh_epochs(s["epochs"], s["attention_start"], s["attention_every"])
-    assert [epoch / s["epochs"] for epoch in refreshes] == pytest.approx([i / 10 for i in range(1, 10)])
-
-
-def test_cost_of_amt():
-    """5.94 G of one forward pass if all tokens are embedded and predicted, against 9.78 G of MAE."""
-    counted = forward_multiply_adds(settings_of("amt_vit_base_400ep"))
-    # All patches embedded, and class and visible tokens predicted.
-    lean = (196 - 30) * 768 * 768 + 31 * 512 * 768
-    assert counted + lean == pytest.approx(5.94e9, rel=2e-3)
-    simmim = forward_multiply_adds(settings_of("amt_simmim_vit_base_200ep"))
-    lean = (196 - 56 + 56) * 768 * 768  # patches not embedded; visible tokens not predicted
-    assert simmim + lean == pytest.approx(12.90e9, rel=5e-3)
-
-
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("mff_")])
-def test_mff_trains_as_its_release(recipe):
-    s = settings_of(recipe)
-    assert (s["blr"] * s["total_batch_size"] / 256, s["total_batch_size"]) == (pytest.approx(2.4e-3), 4096)
-    assert (s["weight_decay"], s["warmup_epochs"], s["min_lr"], s["norm_pix_loss"]) == (0.05, 40, 0, True)
-    assert (s["crop"], s["interpolation"], s["lr_schedule"]) == ("padded", "bilinear", "mff")
-    assert tuple(s["betas"]) == (0.9, 0.95)
-    assert s["warmup_lr"] / 2.4e-3 == pytest.approx(1e-9 if s["epochs"] == 800 else 1e-4) and s["clip_grad"] is None
-    throws, method = "50" in recipe, recipe.split("_")[1]
-    assert (s["throw_ratio"], s["progressive"]) == (0.5 if throws else 0.0, method != "plain50")
-    assert s["sampling"] == ("random" if method == "plain50" else "furthest")
-
-
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("simmim_")])
-def test_simmim_trains_as_its_release(recipe):
-    """Rates at a total batch of 2048: peaks 4e-4 and 8e-4; starts and floors are the release's times 2048 / 512."""
-    s = settings_of(recipe)
-    assert (s["total_batch_size"], s["mask_ratio"], s["norm_pix_loss"], s["clip_grad"]) == (2048, 0.6, False, 5.0)
-    assert (tuple(s["betas"]), s["weight_decay"], s["warmup_epochs"]) == ((0.9, 0.999), 0.05, 10)
-    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.67, 1.0), "resized", "bilinear")
-    peak = s["blr"] * s["total_batch_size"] / 256
-    if s["epochs"] == 100:
-        assert (peak, s["warmup_lr"], s["min_lr"], s["lr_schedule"]) == (pytest.approx(8e-4), 4e-6, 4e-5, "simmim")
-    else:
-        assert (peak, s["warmup_lr"]) == (pytest.approx(4e-4), 2e-6)
-        assert (s["lr_schedule"], s["lr_steps"]) == ("simmim_steps", (700,))
-    percent = re.search(r"(plain|prmim)(\d+)", recipe)
-    assert s["throw_ratio"] == (int(percent[2]) / 100 if percent else 0)
-    plain = percent is not None and percent[1] == "plain"
-    assert (s["progressive"], s["sampling"]) == ((False, "random") if plain else (True, "furthest"))
-
-
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("greenmim_")])
-def test_greenmim_trains_as_its_release(recipe):
-    """Swin-L, 100 epochs: 8 processes of 512 images; all others: 8 of 256. Each process draws one visible set."""
-    s = settings_of(recipe)
-    size, epochs = ("large" if "large" in recipe else "base"), int(re.search(r"_(\d+)ep$", recipe)[1])
-    batch, lr = {("large", 100): (512, 1.6e-3), ("base", 100): (256, 1.2e-3)}.get((size, epochs), (256, 8e-4))
-    assert (s["epochs"], s["batch_size"], s["total_batch_size"]) == (epochs, batch, 8 * batch)
-    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(lr)
-    assert (s["warmup_epochs"], s["min_lr"], s["weight_decay"], tuple(s["betas"])) == (40, 0, 0.05, (0.9, 0.95))
-    assert (s["norm_pix_loss"], s["mask_ratio"], s["clip_grad"], s["lr_schedule"]) == (True, 0.75, None, "mae")
-    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
-    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.5)
-    assert s["decoder_order"] == ("reference" if "800" in recipe else None)
-    assert s["model"] == f"greenmim_swin_{'large_patch4_window14' if 'large' in recipe else 'base_patch4_window7'}"
-
-
-@pytest.mark.parametrize(
-    ("size", "width", "plain", "progressive"), [("base", 128, 0.972, 0.981), ("large", 192, 0.987, 0.991)]
-)
-def test_cost_of_greenmim(size, width, plain, progressive):
-    """Compares with a count by hand. Throwing saves little: it saves in the decoder, a small part of Swin's cost."""
-    recipes = [f"greenmim_{arm}swin_{size}_100ep" for arm in ("", "plain50_", "prmim50_")]
-    full, *thrown = (forward_gmac(settings_of(recipe))[0] for recipe in recipes)
-    assert [gmac / full for gmac in thrown] == pytest.approx([plain, progressive], abs=1e-3)
-    with torch.device("meta"):
-        model = build_model(settings_of(recipes[0]))
-    groups = dict(zip(model.grouper.stages, model.grouper.capacities, strict=True))
-    count = 768 * 48 * width
-    for s, depth in enumerate((2, 2, 18, 2)):
-        side, C = 8 >> s, width << s
-        T, stage = 12 * side**2, model.layers[s]
-        for b in range(depth):
-            shift = stage.shifts[-1] if b % 2 else 0
-            group = (side, stage.window, shift)
-            G, g = (groups[group], stage.window**2) if group in groups else (1, T)
-            count += 12 * T * C**2 + 2 * G * g**2 * C
-        count += 2 * T * C**2 if s < 3 else 0  # 4 C to 2 C of a quarter of the tokens
-    count += 12 * 8 * width * 512 + 12 * 49 * 512**2 + 2 * 49**2 * 512 + 37 * 512 * 3072
-    assert full == pytest.approx(count / 1e9, rel=1e-9)
-
-
-def arm_of(recipe, throw_ratio):
-    """Returns the (throw_ratio, progressive, sampling) that a recipe's name stands for."""
-    arm = re.search(r"_(plain|prmim)\d\d_", recipe)
-    plain = bool(arm) and arm[1] == "plain"
-    return (throw_ratio if arm else 0.0, not plain, "random" if plain else "furthest")
-
-
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("crossmae_")])
-def test_crossmae_trains_as_its_release(recipe):
-    """lr 2.4e-3 at batch 4096, times the predicted share of the masked tokens; PR-MIM supervises all of them."""
-    s = settings_of(recipe)
-    share = 1.0 if s["progressive"] else (s["mask_ratio"] - s["throw_ratio"]) / s["mask_ratio"]
-    assert (s["blr"] * s["total_batch_size"] / 256, s["total_batch_size"]) == (pytest.approx(2.4e-3 * share), 4096)
-    assert (s["epochs"], s["warmup_epochs"]) == {400: (400, 20), 800: (800, 40)}[s["epochs"]]
-    assert f"_{s['epochs']}ep" in recipe and s["model"].split("_")[2] in recipe
-    assert (s["min_lr"], s["weight_decay"], tuple(s["betas"]), s["clip_grad"]) == (0, 0.05, (0.9, 0.95), None)
-    assert (s["norm_pix_loss"], s["mask_ratio"], s["lr_schedule"], s["visible_source"]) == (True, 0.75, "mae", None)
-    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
-    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.65 if "65" in recipe else 0.5)
-
-
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("localmim_")])
-def test_localmim_trains_as_its_release(recipe):
-    """lr 1.6e-3 at batch 2048, for ViT-L 2.4e-3 at 4096; floor 1e-6; 10 warm-up epochs of 100, 40 of longer runs."""
-    s = settings_of(recipe)
-    large = "large" in recipe
-    assert (s["total_batch_size"], s["min_lr"], s["weight_decay"]) == (4096 if large else 2048, 1e-6, 0.05)
-    assert s["blr"] * s["total_batch_size"] / 256 == pytest.approx(2.4e-3 if large else 1.6e-3)
-    assert (s["epochs"], s["warmup_epochs"]) == {100: (100, 10), 800: (800, 40), 1600: (1600, 40)}[s["epochs"]]
-    assert (tuple(s["betas"]), tuple(s["crop_scale"]), s["interpolation"]) == ((0.9, 0.95), (0.2, 1.0), "bicubic")
-    assert (s["lr_schedule"], s["warmup_lr"], s["clip_grad"], s["mask_ratio"]) == ("mae", 0, None, 0.75)
-    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.65)
-
-
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("tec_")])
-def test_tec_trains_as_its_release(recipe):
-    """lr 2.4e-3 at batch 4096, no floor, 40 warm-up epochs. att_topk and att_tau depend on the teacher."""
-    s = settings_of(recipe)
-    assert (s["blr"] * s["total_batch_size"] / 256, s["total_batch_size"]) == (pytest.approx(2.4e-3), 4096)
-    assert (s["warmup_epochs"], s["min_lr"], s["weight_decay"], tuple(s["betas"])) == (40, 0, 0.05, (0.9, 0.95))
-    mae_tau = 1.4 if "large" in recipe else 1.8
-    assert (s["att_topk"], s["att_tau"]) == ((15, mae_tau) if recipe.startswith("tec_mae") else (9, 1.0))
-    assert s["teacher"] is None and s["epochs"] == int(re.search(r"_(\d+)ep$", recipe)[1])
-    assert (tuple(s["crop_scale"]), s["crop"], s["interpolation"]) == ((0.2, 1.0), "resized", "bicubic")
-    assert (s["throw_ratio"], s["progressive"], s["sampling"]) == arm_of(recipe, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("throw_ratio", "total", "ratio"), [(0.0, 5.234, 1), (0.5, 4.876, 0.932), (0.65, 4.775, 0.912)]
-)
-def test_cost_of_localmim(throw_ratio, total, ratio):
-    """Counts as if all patches were embedded and the heads of levels 0 to 2 ran on all cells."""
-    recipe = "localmim_prmim65_vit_base_100ep"
-    heads = 256 * 512 + 4 * 128 * 256 + 16 * 64 * 27 + 256 * 512 + 4 * 128 * 27 + 256 * 27  # of a token
-    lean = 147 * 768 * 768 + 49 * heads
-    counted = forward_multiply_adds(settings_of(recipe, throw_ratio=throw_ratio)) + lean
-    assert counted == pytest.approx(total * 1e9, rel=2e-4)
-    assert counted / 5.234e9 == pytest.approx(ratio, abs=5e-4)
-
-
-@pytest.mark.parametrize(
-    ("throw_ratio", "progressive", "total", "ratio"),
-    [
-        (0.0, True, 8.302, 1),
-        (0.25, False, 7.558, 0.910),
-        (0.5, False, 6.834, 0.823),
-        (0.65, False, 6.415, 0.773),
-        (0.5, True, 6.960, 0.838),
-    ],
-)
-def test_cost_of_tecs_student(throw_ratio, progressive, total, ratio):
-    """Counts as if all patches were embedded, all tokens predicted and queried; without teacher and cls_token_mlp."""
-    s = settings_of("tec_prmim50_vit_base_300ep", throw_ratio=throw_ratio, progressive=progressive)
-    with torch.device("meta"):
-        model = build_model(s)
-        imgs, ids_shuffle = torch.empty(1, 3, 224, 224), torch.empty(1, 196, dtype=torch.int64)
-    num_keys = 196 if progressive else model.counts.num_kept
-    with FlopCounterMode(display=False) as counter:
-        model.teacher(imgs, TokenOrder(ids_shuffle, model.counts), num_keys, topk=9)
-    teacher = counter.get_total_flops() / 2
-    lean = 147 * 768 * 768 + 50 * 512 * 768 + (num_keys - 9) * 512 * 768 - 2 * 768 * 3072
-    counted = forward_multiply_adds(s) - teacher + lean
-    assert counted == pytest.approx(total * 1e9, rel=1e-3)
-    assert counted / 8.302e9 == pytest.approx(ratio, abs=1e-3)
-    assert teacher == pytest.approx(17.68e9, rel=5e-3)
-
-
-@pytest.mark.parametrize(("throw_ratio", "ratio", "thrown"), [(0.3, 0.701, 58), (0.5, 0.499, 98)])
-def test_cost_of_simmim(throw_ratio, ratio, thrown):
-    """17.679 G if all tokens are embedded and predicted, and the shares of it at 30 and 50 % thrown."""
-    recipe = "simmim_prmim30_vit_base_100ep"
-    full = forward_multiply_adds(settings_of(recipe, throw_ratio=0.0))
-    ours = forward_multiply_adds(settings_of(recipe, throw_ratio=throw_ratio))
-    lean = (120 + 76) * 768 * 768  # masked patches not embedded, visible ones not predicted
-    assert full + lean == pytest.approx(17.679e9, rel=1e-3)
-    assert (ours + lean) / (full + lean) == pytest.approx(ratio, abs=1e-3)
-
-
-def test_cost_of_mff():
-    """9.929 G if all tokens are embedded and predicted; 7.230 G at rho_d .5. Both include the five projections."""
-    full = forward_multiply_adds(settings_of("mff_vit_base_800ep"))
-    thrown = forward_multiply_adds(settings_of("mff_prmim50_vit_base_800ep"))
-    lean = 147 * 768 * 768 + 50 * 512 * 768  # patches not embedded; class and visible tokens not predicted
-    assert full + lean == pytest.approx(9.929e9, rel=1e-3)
-    assert thrown + lean == pytest.approx(7.230e9, rel=1e-3)
-    assert (thrown + lean) / (full + lean) == pytest.approx(0.728, abs=5e-4)
-
-
-@pytest.mark.parametrize(("model", "throw_ratio"), COST)
-def test_forward_cost_relative_to_mae(model, throw_ratio):
-    """The code embeds only visible and predicts only masked tokens, which changes the ratios by less than .005."""
-    recipe = "prmim50_vit_base_100ep"
-    full = forward_multiply_adds(settings_of(recipe, model=model, throw_ratio=0.0))
-    thrown = forward_multiply_adds(settings_of(recipe, model=model, throw_ratio=throw_ratio))
-    assert thrown / full == pytest.approx(COST[model, throw_ratio], abs=0.005)
-
-
-def test_cost_of_mae_itself_and_of_the_convolution():
-    """9.781 G if all tokens are embedded and predicted; 4.92e-3 G for 49 taps x 196 cells x 512 channels."""
-    recipe = "prmim50_vit_base_100ep"
-    full = forward_multiply_adds(settings_of(recipe, throw_ratio=0.0))
-    lean = 147 * 768 * 768 + 50 * 512 * 768  # patches not embedded; class and visible tokens not predicted
-    assert full + lean == pytest.approx(9.781e9, rel=1e-3)
-    plain = forward_multiply_adds(settings_of(recipe, progressive=False))
-    progressive = forward_multiply_adds(settings_of(recipe))
-    assert progressive - plain - 98 * 512 * 768 == pytest.approx(49 * 196 * 512, rel=1e-6)
-
-
-# The rows of the paper's other tables: beginnings and end of their names in RECIPES, and how they are fine-tuned.
-ROWS = [
-    (("mae_", "plain50_", "prmim50_"), "vit_base_300ep", "finetune_vit_base"),
-    (("mae_", "plain50_", "prmim50_"), "vit_large_100ep", "finetune_vit_large"),
-    (("mae_", "prmim50_"), "vit_large_800ep", "finetune_vit_large"),
-    (("simmim_", "simmim_plain30_", "simmim_prmim30_"), "vit_base_100ep", "simmim_finetune_vit_base"),
-    (("simmim_", "simmim_prmim30_"), "vit_base_800ep", "simmim_finetune_vit_base"),
-    (("localmim_", "localmim_plain65_", "localmim_prmim65_"), "vit_base_100ep", "localmim_finetune_vit_base_100ep"),
-    (("tec_", "tec_plain50_", "tec_prmim50_"), "vit_base_300ep", "tec_finetune_vit_base_300ep"),
-    (("greenmim_", "greenmim_plain50_", "greenmim_prmim50_"), "swin_base_100ep", "greenmim_finetune_swin_base"),
-    (("greenmim_", "greenmim_plain50_", "greenmim_prmim50_"), "swin_large_100ep", "greenmim_finetune_swin_large"),
-    (("prmim50_",), "vit_base_400ep", "finetune_vit_base"),
-    (("kernel3_", "kernel5_", "prmim50_", "kernel9_", "kernel11_"), "vit_base_100ep", "finetune_vit_base"),
-    (("avgpool_", "prmim50_", "transformer_", "convnext_"), "vit_base_100ep", "finetune_vit_base"),
-]
-# Tables "Training schedules", "Robust evaluation" and "Top-1 accuracy of image classification".
-for arms, name in (("mae_", "plain50_", "prmim50_"), ""), (("mff_", "mff_plain50_", "mff_prmim50_"), "mff_"):
-    ROWS += [(arms, "vit_base_800ep", f"{name}{task}_vit_base") for task in ("finetune", "inat18", "inat19")]
-
-
-@pytest.mark.parametrize(("arms", "end", "finetune"), ROWS)
-def test_the_paper_s_rows_have_recipes_whose_encoders_are_fine_tuned(arms, end, finetune):
-    """The model of a fine-tuning recipe has the size of the pre-trained one."""
-    tuned = FINETUNE_RECIPES[finetune]
-    with torch.device("meta"):
-        classifier = classifiers.MODELS[tuned["model"]]()
-        encoders = [build_model(settings_of(arm + end)) for arm in arms]
-    for encoder in encoders:
-        assert (encoder.patch_size, encoder.patch_embed.proj.out_channels) == (
-            *(classifier.patch_size, classifier.patch_embed.proj.out_channels),
-        )
-        assert len(encoder.state_dict().keys() & classifier.state_dict().keys()) > 100
-
-
-def test_the_default_rate_for_a_small_batch_is_said():
-    process = Process(torch.device("cpu"), world_size=1, local_world_size=1)
-    for flags, peak in (
-        (["--total_batch_size", "64"], "3.75e-05"),
-        (["--total_batch_size", "64", "--blr", "2e-3"], None),
-        (["--total_batch_size", "64", "--lr", "1e-4"], None),
-        (["--total_batch_size", "4096"], None),
-        (["--recipe", "prmim50_vit_base_100ep", "--total_batch_size", "64"], None),
-    ):
-        args = parse_with_recipe(get_args_parser(), RECIPES, flags)
-        notes = note_on_rate(args, make_plan(args, process))
-        assert len(notes) == (peak is not None) and all(f"rate is {peak}: " in note for note in notes)
+    settings = settings_of(recipe)
+    refreshes = refresh_epochs(settings["epochs"], settings["attention_start"], settings["attention_every"])
+    shares = [epoch / settings["epochs"] for epoch in refreshes]
+    assert shares == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 
 
 def test_average_pooling_fills_all_cells_in_the_paper_s_row_only():
-    paper, ours = (settings_of(f"avgpool_{name}vit_base_100ep") for name in ("", "thrown_"))
+    paper = settings_of("avgpool_vit_base_100ep")
+    ours = settings_of("avgpool_thrown_vit_base_100ep")
     assert {key for key in paper if paper[key] != ours[key]} == {"recipe", "applies_to"}
-    assert (paper["applies_to"], ours["applies_to"]) == ("all", "thrown")
+    assert paper["applies_to"] == "all" and ours["applies_to"] == "thrown"
 
 
-def test_the_ablation_table_is_complete():
-    arms = {"plain", "progressive", "furthest", "prmim"}
-    names = {f"{arm}{rho}_vit_base_100ep" for arm in arms for rho in (25, 50, 65)} | {"mae_vit_base_100ep"}
-    assert names <= set(RECIPES)
-    distinct = {tuple(sorted((k, str(v)) for k, v in RECIPES[name].items())) for name in RECIPES}
+def test_pixio_s_recipes_differ_in_the_method_alone():
+    expected = settings_of("pixio_vit_large")
+    for arm in ("plain50", "prmim50"):
+        settings = settings_of(f"pixio_{arm}_vit_large")
+        changed = {name for name in settings if settings[name] != expected[name]}
+        assert changed <= {"recipe", "throw_ratio", "progressive", "sampling"}
+
+
+def test_no_two_recipes_are_the_same():
+    distinct = {json.dumps(recipe, sort_keys=True) for recipe in RECIPES.values()}
     assert len(distinct) == len(RECIPES)
 
 
-def test_explicit_flags_win_and_unknown_recipes_are_named(capsys):
-    args = parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", "cifar10", "--epochs", "7"])
-    assert args.epochs == 7 and args.model == "mae_vit_mini_patch4"
-    with pytest.raises(SystemExit):
-        parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", "prmim50_vit_bas"])
-    assert "unknown recipe 'prmim50_vit_bas'; close to it: prmim50_vit_base" in capsys.readouterr().err
+# --------------------------------------------------------------------------------------------------- published costs
+
+# Multiply-adds that the papers count and this code does not do.
+MASKED_PATCHES = 147 * 768 * 768  # all patches are embedded
+PREDICTIONS = 50 * 512 * 768  # class token and visible tokens are predicted
+LOCALMIM_HEADS = 49 * (256 * 512 + 4 * 128 * 256 + 16 * 64 * 27 + 256 * 512 + 4 * 128 * 27 + 256 * 27)
+SIMMIM = 196 * 768 * 768  # 120 masked patches are embedded, 76 visible ones predicted
+TEC = MASKED_PATCHES + PREDICTIONS - 2 * 768 * 3072  # the MLP on the class token is not counted
+QUERY = 512 * 768  # of a token of TEC's student; here only the nine closest tokens are queried
+PUBLISHED = [  # recipe, difference, multiply-adds in 10^9
+    ("mae_vit_base_100ep", MASKED_PATCHES + PREDICTIONS, 9.781),
+    ("mff_vit_base_800ep", MASKED_PATCHES + PREDICTIONS, 9.929),
+    ("mff_prmim50_vit_base_800ep", MASKED_PATCHES + PREDICTIONS, 7.230),
+    ("amt_vit_base_400ep", (196 - 30) * 768 * 768 + 31 * 512 * 768, 5.94),
+    ("simmim_vit_base_100ep", SIMMIM, 17.679),
+    ("simmim_prmim30_vit_base_100ep", SIMMIM, 0.701 * 17.679),
+    ("simmim_prmim50_vit_base_100ep", SIMMIM, 0.499 * 17.679),
+    ("amt_simmim_vit_base_200ep", SIMMIM, 12.90),
+    ("localmim_vit_base_100ep", MASKED_PATCHES + LOCALMIM_HEADS, 5.234),
+    ("localmim_prmim65_vit_base_100ep", MASKED_PATCHES + LOCALMIM_HEADS, 4.775),
+    ("tec_vit_base_300ep", TEC + (196 - 9) * QUERY, 8.302),
+    ("tec_plain50_vit_base_300ep", TEC + (49 + 49 - 9) * QUERY, 6.834),
+    ("tec_prmim50_vit_base_300ep", TEC + (196 - 9) * QUERY, 6.960),
+    # n (12 S D^2 + 2 S^2 D) + depth (12 T d^2 + 2 T^2 d) + embedding, convolution and head, with S = 8 + 64
+    ("pixio_vit_base", 0, 35.21),
+    ("pixio_prmim50_vit_large", 0, 36.46),
+    ("pixio_prmim50_vit_huge", 0, 60.21),
+]
+
+
+@pytest.mark.parametrize(("recipe", "difference", "published"), PUBLISHED)
+def test_multiply_adds_are_the_published_ones(recipe, difference, published):
+    counted, _ = forward_gmac(settings_of(recipe))
+    assert counted + difference / 1e9 == pytest.approx(published, rel=2e-3)
+
+
+def test_multiply_adds_of_tec_s_teacher():
+    assert forward_gmac(settings_of("tec_prmim50_vit_base_300ep"))[1] == pytest.approx(17.68, rel=5e-3)
+
+
+@pytest.mark.parametrize(("size", "width"), [("base", 128), ("large", 192)])
+def test_multiply_adds_of_greenmim_by_hand(size, width):
+    settings = settings_of(f"greenmim_swin_{size}_100ep")
+    model = meta_model(settings)
+    capacities = dict(zip(model.grouper.stages, model.grouper.capacities, strict=True))
+    count = 768 * 48 * width
+    for stage_number, depth in enumerate((2, 2, 18, 2)):
+        side = 8 >> stage_number  # of the part of a stage's grid that 32 x 32 pixels have
+        dim = width << stage_number
+        num_tokens = 12 * side**2
+        stage = model.layers[stage_number]
+        for block in range(depth):
+            shift = stage.shifts[-1] if block % 2 else 0
+            num_groups = capacities.get((side, stage.window, shift), 1)
+            group_size = num_tokens
+            if (side, stage.window, shift) in capacities:
+                group_size = stage.window**2
+            count += 12 * num_tokens * dim**2
+            count += 2 * num_groups * group_size**2 * dim
+        if stage_number < 3:
+            count += 2 * num_tokens * dim**2  # 4 dim to 2 dim, for a quarter of the tokens
+    decoder = 12 * 49 * 512**2 + 2 * 49**2 * 512
+    count += 12 * 8 * width * 512 + decoder + 37 * 512 * 3072
+    assert forward_gmac(settings)[0] == pytest.approx(count / 1e9, rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------- use
+
+
+def models_of_the_paper_s_rows():
+    """Returns the pairs (model of pre-training, model of fine-tuning) of all rows of the paper's tables."""
+    pairs = set()
+    for table in TABLES.values():
+        for row in table.rows:
+            for recipe in row.finetune.values():
+                if recipe in FINETUNE_RECIPES:
+                    pairs.add((RECIPES[row.pretrain]["model"], FINETUNE_RECIPES[recipe]["model"]))
+    return sorted(pairs)
+
+
+@pytest.mark.parametrize(("pretrained", "finetuned"), models_of_the_paper_s_rows())
+def test_a_row_s_classifier_has_the_size_of_its_encoder(pretrained, finetuned):
+    with torch.device("meta"):
+        encoder = MODELS[pretrained]()
+        classifier = classifiers.MODELS[finetuned]()
+    assert encoder.patch_size == classifier.patch_size
+    assert encoder.patch_embed.proj.out_channels == classifier.patch_embed.proj.out_channels
+    assert len(encoder.state_dict().keys() & classifier.state_dict().keys()) > 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "peak"),
+    [
+        ("--total_batch_size 64", "3.75e-05"),
+        ("--total_batch_size 64 --blr 2e-3", None),
+        ("--total_batch_size 64 --lr 1e-4", None),
+        ("--total_batch_size 4096", None),
+        ("--recipe prmim50_vit_base_100ep --total_batch_size 64", None),
+    ],
+)
+def test_the_default_rate_for_a_small_batch_is_said(flags, peak):
+    args = parse_args(flags.split())[1]
+    plan = make_plan(args, Process(torch.device("cpu"), world_size=1, local_world_size=1))
+    notes = note_on_rate(args, plan)
+    if peak is None:
+        assert notes == []
+    else:
+        assert f"rate is {peak}: " in notes[0]
+
+
+def test_a_recipe_of_a_flag_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse_with_recipe(get_args_parser(), {"odd": dict(depth=3)}, ["--recipe", "odd"])
     assert "recipe 'odd' sets depth, which main_pretrain.py does not know" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from util.run.folder import write_progress
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "slurm_on_one_machine.sh"
 HOME = Path("/run/slurm-on-one-machine")
+DAEMONS = {"slurmctld", "slurmd", "slurmstepd"}
 FINISHED = "pre-trained"
 # 12 steps an epoch, and 72 in all
 TINY = [*pretrain.flags.split(), "--batch_size", "1", "--blr", "0.1"]
@@ -40,12 +40,9 @@ def slurm():
     was_up = HOME.exists()
     start = subprocess.run(["bash", SCRIPT, "up"], capture_output=True, text=True)
     with MonkeyPatch.context() as patch:
-        for name, value in {
-            "SLURM_CONF": HOME / "slurm.conf",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": 1,
-        }.items():
-            patch.setenv(name, str(value))
+        patch.setenv("SLURM_CONF", str(HOME / "slurm.conf"))
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
         try:
             if start.returncode:
                 pytest.skip(f"SLURM does not start here: {start.stderr.strip()}")
@@ -53,8 +50,8 @@ def slurm():
         finally:
             if not was_up:
                 subprocess.run(["bash", SCRIPT, "down"], check=True)
-    left = ("slurmctld", "slurmd", "slurmstepd")
-    wait_until(lambda: was_up or not [pid for pid, name in process_names() if name in left], process_names)
+    if not was_up:
+        wait_until(lambda: not DAEMONS.intersection(process_names().values()), process_names)
 
 
 class Run:
@@ -62,7 +59,9 @@ class Run:
 
     def __init__(self, photos, folder, epochs=6):
         self.flags = [*TINY, "--epochs", str(epochs), "--data_path", str(photos), "--output_dir", str(folder)]
-        self.folder, self.job, self.starts, self.told = folder, None, 0, []
+        self.folder = folder
+        self.job = None
+        self.starts = 0
 
     def submit(self, *options):
         """By a function call, which saves the seconds of another Python's imports."""
@@ -76,7 +75,9 @@ class Run:
     def step(self):
         """The last one of which this run has told."""
         path = self.folder / "log.jsonl"
-        steps = re.findall(r'^{"step": (\d+),.*}$', path.read_text(), re.MULTILINE) if path.exists() else []
+        if not path.exists():
+            return 0
+        steps = re.findall(r'^{"step": (\d+),.*}$', path.read_text(), re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
     def wait_until_under_way(self):
@@ -87,19 +88,17 @@ class Run:
         self.starts += 1
         return self.step()
 
-    def disturb(self, what, *command):
+    def disturb(self, *command):
         """Runs the command while the run is under way, and waits for its next start; -> the step where that resumed."""
-        before = self.wait_until_under_way()
-        begin = time.monotonic()
+        self.wait_until_under_way()
         subprocess.run(command, check=True, capture_output=True)
-        return self.resumed(what, before, begin)
+        return self.resumed()
 
-    def resumed(self, what, before, begin):
+    def resumed(self):
         """Waits for the next start's first step; -> the step where it resumed."""
         wait_until(lambda: len(re.findall(r"resuming .+ at step", self.text())) == self.starts, self.why)
         at = int(re.findall(r"resuming .+ at step (\d+)", self.text())[-1])
         wait_until(lambda: self.step() > at, self.why)
-        self.told.append(f"{what}: {max(0, before - at)} steps lost, {time.monotonic() - begin:.0f} s to the next step")
         return at
 
     def stopped(self):
@@ -108,8 +107,7 @@ class Run:
 
     def state(self):
         """RUNNING, PENDING, ...: SLURM's word for the job."""
-        shown = subprocess.run(["scontrol", "show", "job", self.job], capture_output=True, text=True, check=True).stdout
-        return re.search(r"JobState=(\w+)", shown)[1]
+        return re.search(r"JobState=(\w+)", shown_by_slurm(self.job))[1]
 
     def wait_for_the_end(self):
         """-> the loss of each step, in order; every step must stand in the log once."""
@@ -124,23 +122,28 @@ class Run:
         return "\n".join([self.state() if self.job else "no job", self.text()[-1000:], *logs])
 
 
+def shown_by_slurm(job):
+    return subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
+
+
 def process_names():
-    """[(pid, name)] of all processes that are not dead."""
-    found = []
+    """{pid: name} of all processes that are not dead."""
+    names = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             pid, rest = path.read_text().split(" (", 1)
         except OSError:
             continue
-        name, _, rest = rest.rpartition(") ")
-        found += [(int(pid), name)] if rest[0] != "Z" else []
-    return found
+        name, _, state = rest.rpartition(") ")
+        if not state.startswith("Z"):
+            names[int(pid)] = name
+    return names
 
 
 def task(run, rank):
     """The process id of a rank, which is of Python, not of what leads to it."""
     wanted = {f"SLURM_JOB_ID={run.job}", f"SLURM_PROCID={rank}", "SUBMITIT_EXECUTOR=slurm"}
-    for pid, name in process_names():
+    for pid, name in process_names().items():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
@@ -179,15 +182,15 @@ def test_signals_cost_no_step(undisturbed, photos, tmp_path, requeue):
     run = Run(photos, tmp_path / "run")
     run.flags += ["--num_workers", "1"]  # which SLURM sends its signals, too
     run.submit()
-    resumed = [run.disturb("USR2", "scancel", "--signal=USR2", run.job)]
+    expected = [("SIGUSR2", run.disturb("scancel", "--signal=USR2", run.job))]
     urgent = ["sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
-    resumed.append(run.disturb("preemption", *urgent))
+    expected.append(("SIGTERM", run.disturb(*urgent)))
     if requeue:
-        resumed.append(run.disturb("requeue", "scontrol", "requeue", run.job))
-    assert run.stopped() == list(zip(("SIGUSR2", "SIGTERM", "SIGTERM")[: len(resumed)], resumed, strict=True))
+        expected.append(("SIGTERM", run.disturb("scontrol", "requeue", run.job)))
+    assert run.stopped() == expected
     assert run.wait_for_the_end() == undisturbed
     said = (run.folder / "jobs" / f"{run.job}_0_log.out").read_text()
-    assert re.findall(r"restarted (\d) times", said) == list("0123"[: len(resumed) + 1])
+    assert re.findall(r"restarted (\d) times", said) == list("0123"[: len(expected) + 1])
 
 
 @pytest.mark.fault(
@@ -203,39 +206,39 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
     run = Run(photos, tmp_path / "run")
     run.flags += ["--save_steps", "3"]
     run.submit()
-    before = run.wait_until_under_way()
+    run.wait_until_under_way()
     subprocess.run(["scancel", run.job], check=True)
     wait_until(lambda: run.state() == "CANCELLED", run.why)
     [(name, step)] = run.stopped()
     assert name == "SIGTERM" and (run.folder / f"checkpoint-{step}.json").exists()
-    cancelled, begin = run.job, time.monotonic()
+    cancelled = run.job
     run.submit()
-    assert run.resumed("the same command after scancel", before, begin) == step
+    assert run.resumed() == step
 
     run.wait_until_under_way()
-    begin = time.monotonic()
     os.kill(task(run, 1), signal.SIGKILL)
     before = run.step()
-    assert before - 5 <= run.resumed("kill -9 of a process", before, begin)
+    assert before - 5 <= run.resumed()
 
     # srun ends the other process by TERM: it may save before it is killed.
     assert run.wait_for_the_end() == undisturbed and run.stopped()[:1] == [(name, step)]
-    shown = subprocess.run(["scontrol", "show", "job", cancelled], capture_output=True, text=True, check=True).stdout
-    assert "JobState=CANCELLED" in shown
+    assert "JobState=CANCELLED" in shown_by_slurm(cancelled)
 
 
 @pytest.mark.long
 def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tmp_path):
     """A requeue of the first job is not its end. If the first job is cancelled, so is the second."""
-    first, second = Run(photos, tmp_path / "first", epochs=3), Run(photos, tmp_path / "second", epochs=1)
+    first = Run(photos, tmp_path / "first", epochs=3)
     first.submit()
+    second = Run(photos, tmp_path / "second", epochs=1)
     second.submit("--dependency", f"afterok:{first.job}")
-    first.disturb("USR2", "scancel", "--signal=USR2", first.job)
+    first.disturb("scancel", "--signal=USR2", first.job)
     assert second.state() == "PENDING" and not second.text()
     first.wait_for_the_end()
     second.wait_for_the_end()
-    third, fourth = Run(photos, tmp_path / "third"), Run(photos, tmp_path / "fourth")
+    third = Run(photos, tmp_path / "third")
     third.submit()
+    fourth = Run(photos, tmp_path / "fourth")
     fourth.submit("--dependency", f"afterok:{third.job}")
     third.wait_until_under_way()
     subprocess.run(["scancel", third.job], check=True)
@@ -257,7 +260,7 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
     write_progress(run.folder, 5)
     run.submit()
     wait_until(lambda: run.state() == "FAILED", run.why)
-    shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
+    shown = shown_by_slurm(run.job)
     assert f"Restarts={restarts} " in shown and (code == 75 or f"ExitCode={code}:0" in shown)
     assert submitit_launch.slurm_state(run.job) == "" and submitit_launch.slurm_state("999999") == ""
     assert sorted(path.name for path in (run.folder / "jobs").iterdir() if "_" not in path.name) == ["progress"]
@@ -275,7 +278,7 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     flags = "--nodes 1 --tasks_per_node 2 --gpus_per_node 2 --slurm gpus-per-task=1 --slurm exclusive= --slurm nice=7"
     run.submit(*flags.split())
     wait_until(lambda: run.state() == "FAILED", run.why)
-    shown = subprocess.run(["scontrol", "show", "job", run.job], capture_output=True, text=True, check=True).stdout
+    shown = shown_by_slurm(run.job)
     assert "Restarts=1 " in shown and "Nice=7 " in shown and "OverSubscribe=NO" in shown
     for rank in (0, 1):
         said = (run.folder / "jobs" / f"{run.job}_{rank}_log.out").read_text()
@@ -294,14 +297,14 @@ def test_a_run_outlives_its_node(undisturbed, photos, tmp_path):
     run.flags += ["--save_steps", "3"]
     run.submit()
     run.wait_until_under_way()
-    lost, begin = task(run, 1), time.monotonic()
+    lost = task(run, 1)
     keeper = int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1])  # its slurmstepd
     for pid in (int((HOME / "slurmd.n2.pid").read_text()), keeper, lost):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: run.state() != "RUNNING", run.why)
     before = run.step()
     subprocess.run(["bash", SCRIPT, "up"], check=True)
-    assert before - 5 <= run.resumed("loss of a node", before, begin)
+    assert before - 5 <= run.resumed()
     assert run.wait_for_the_end() == undisturbed and not run.stopped()
 
 
@@ -313,7 +316,8 @@ def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path):
     run = Run(photos, tmp_path / "run", epochs=100)
     run.submit("--timeout_min", "1", "--signal_delay_s", "20")
     wait_until(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why, seconds=800)
-    losses, stops = run.wait_for_the_end(), run.stopped()
+    losses = run.wait_for_the_end()
+    stops = run.stopped()
     assert len(losses) == 1200 and len(stops) >= 2 and {name for name, _ in stops} == {"SIGUSR2"}
     resumed = [int(step) for step in re.findall(r"resuming .+ at step (\d+)", run.text())]
     assert resumed == [step for _, step in stops]

@@ -18,12 +18,17 @@ def run_in_processes(num, function, *args, timeout_s=120):
 
     If a result is a dict, its tensors come back as arrays. An exception in a process is raised again here.
     """
-    context, port = server(), reserve_port()
-    queues = [context.Queue() for _ in range(num)]
-    shared = function, args, dict(os.environ)
-    processes = [context.Process(target=_child, args=(rank, num, port, queues[rank], *shared)) for rank in range(num)]
-    for process in processes:
+    context = server()
+    port = reserve_port()
+    queues = []
+    processes = []
+    for rank in range(num):
+        results_of_rank = context.Queue()
+        child_args = (rank, num, port, results_of_rank, function, args, dict(os.environ))
+        process = context.Process(target=_child, args=child_args)
         process.start()
+        queues.append(results_of_rank)
+        processes.append(process)
     try:
         results = [_wait(*pair, timeout_s) for pair in zip(queues, processes, strict=True)]
     finally:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def server():
     """Returns the multiprocessing context whose processes are forks of the server. One main imports the others."""
     context = mp.get_context("forkserver")
-    lazy = "timm.data", "timm.optim", "torch.distributed.fsdp", "util.run.events"  # LazyModules
+    lazy = ["timm.data", "timm.optim", "torch.distributed.fsdp", "util.run.events"]  # LazyModules
     context.set_forkserver_preload(["downstream.robustness.main_robustness", *lazy, "torch.distributed.run"])
     return context
 
@@ -39,10 +39,12 @@ def reserve_port():
     The port belongs to a socket that does not listen. With SO_REUSEADDR, which torch sets too, a server may share it.
     """
     if socket.has_dualstack_ipv6():
-        holder, everywhere = socket.socket(socket.AF_INET6), "::"
+        everywhere = "::"
+        holder = socket.socket(socket.AF_INET6)
         holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # of IPv4, too
     else:
-        holder, everywhere = socket.socket(socket.AF_INET), "0.0.0.0"
+        everywhere = "0.0.0.0"
+        holder = socket.socket(socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((everywhere, 0))
     RESERVED.append(holder)
@@ -123,7 +125,8 @@ def _child(command, environment, output):
         file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
     # As in a program that was not started by multiprocessing:
     multiprocessing.process._parent_process = None
