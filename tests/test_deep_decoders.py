@@ -13,8 +13,7 @@ from frameworks.models_mff_pr import MFFMaskedAutoencoderViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from tests.runs import assert_same_state, pretrain
-from tests.slow_mae import slow_loss
-from tests.test_models_mae_pr import official_state_dict, perturbed, segments
+from tests.test_models_mae_pr import assert_is_slow_mae, perturbed
 
 FAMILIES = ("mae", "mff", "crossmae")
 FLAGS = ("decoder_depth", "decoder_embed_dim", "decoder_num_heads", "mask_unit")
@@ -151,13 +150,7 @@ def test_deep_decoder_and_squares_against_the_slow_derivation(progressive):
     model = perturbed(MaskedAutoencoderViT(**sizes, **options))
     blank = torch.zeros(3, 4, 4, dtype=torch.uint8)
     ids = model.collator("furthest", seed=0)([(blank, 0, (0, i)) for i in range(2)])[2]
-    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    kernel = dict(model.decoder.aggregation.operator.named_parameters()) if progressive else None
-    losses = []
-    for b in range(2):
-        args = (official_state_dict(model), imgs[b], *segments(ids[b], model.counts), 8, 3, 2, True)
-        losses.append(slow_loss(*args, aggregation=kernel)[0])
-    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+    assert_is_slow_mae(model, ids)
 
 
 def token_counts(grid_size, mask_ratio, throw_ratio, mask_unit):
