@@ -15,8 +15,7 @@ from models_mae_pr import MaskedAutoencoderViT
 from models_vit import ViTEncoder, vit_micro_patch4
 from scripts import export
 from tests.runs import assert_same_state, finetune, pretrain, state
-from tests.slow_mae import slow_loss
-from tests.test_models_mae_pr import SIZES, official_state_dict, orders, perturbed, segments
+from tests.test_models_mae_pr import SIZES, assert_is_slow_mae, official_state_dict, orders, perturbed
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.evaluate.features import class_feature
 from util.run.checkpoint import CheckpointError
@@ -38,20 +37,16 @@ def build(*flags):
 @pytest.mark.parametrize(("throw_ratio", "progressive"), [(0.0, True), (0.5, False), (0.5, True)])
 def test_loss_against_the_slow_derivation(throw_ratio, progressive):
     torch.manual_seed(0)
-    options = dict(throw_ratio=throw_ratio, progressive=progressive, norm_pix_loss=True, kernel_size=3)
-    model = perturbed(MaskedAutoencoderViT(**SIZES, **options, num_cls_tokens=3, learned_pos_embed=True))
-    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    ids = orders(model, 2)
-    kernel = None
-    if throw_ratio and progressive:
-        kernel = dict(model.decoder.aggregation.operator.named_parameters())
-    weights = official_state_dict(model)
-    expected = 0.0
-    for img, order in zip(imgs, ids, strict=True):
-        visible, retained, thrown = segments(order, model.counts)
-        loss, _ = slow_loss(weights, img, visible, retained, thrown, 8, 3, 2, norm_pix=True, aggregation=kernel)
-        expected += loss / 2
-    torch.testing.assert_close(model(imgs, ids)["pixel"], expected, rtol=1e-10, atol=0)
+    model = MaskedAutoencoderViT(
+        **SIZES,
+        throw_ratio=throw_ratio,
+        progressive=progressive,
+        norm_pix_loss=True,
+        kernel_size=3,
+        num_cls_tokens=3,
+        learned_pos_embed=True,
+    )
+    assert_is_slow_mae(perturbed(model), orders(model, 2))
 
 
 def a_batch(model):

@@ -13,8 +13,7 @@ from frameworks.models_mff_pr import MFFMaskedAutoencoderViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from tests.runs import pretrain
-from tests.slow_mae import slow_loss
-from tests.test_models_mae_pr import official_state_dict, perturbed, segments
+from tests.test_models_mae_pr import assert_is_slow_mae, perturbed
 
 FAMILIES = ("mae", "mff", "crossmae")
 FLAGS = ("decoder_depth", "decoder_embed_dim", "decoder_num_heads", "mask_unit")
@@ -181,16 +180,7 @@ def test_deep_decoder_and_squares_against_the_slow_derivation(progressive):
     sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, decoder_embed_dim=64, decoder_depth=3)
     options = dict(mask_unit=2, throw_ratio=0.5, kernel_size=3, progressive=progressive, norm_pix_loss=True)
     model = perturbed(MaskedAutoencoderViT(**sizes, **options))
-    ids = draw_orders(model, 2)
-    imgs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    kernel = dict(model.decoder.aggregation.operator.named_parameters()) if progressive else None
-    weights = official_state_dict(model)
-    expected = 0.0
-    for img, order in zip(imgs, ids, strict=True):
-        visible, retained, thrown = segments(order, model.counts)
-        loss, _ = slow_loss(weights, img, visible, retained, thrown, 8, 3, 2, norm_pix=True, aggregation=kernel)
-        expected += loss / 2
-    torch.testing.assert_close(model(imgs, ids)["pixel"], expected, rtol=1e-10, atol=0)
+    assert_is_slow_mae(model, draw_orders(model, 2))
 
 
 def fewest_kept_neighbours(sampling):

@@ -21,13 +21,16 @@ SIZES = dict(
 
 def official_state_dict(model):
     """Returns the model's weights under MAE's names, without the aggregation."""
-    ours = {new: old for old, new in OFFICIAL_NAMES.items()}
-    renamed = {}
+    official = {}
     for name, value in model.state_dict().items():
-        prefix = next((new for new in ours if name.startswith(new)), "")
-        if not name.startswith("decoder.aggregation."):
-            renamed[ours.get(prefix, "") + name[len(prefix) :]] = value.clone()
-    return renamed
+        if name.startswith("decoder.aggregation."):
+            continue
+        for old, new in OFFICIAL_NAMES.items():
+            if name.startswith(new):
+                name = old + name.removeprefix(new)
+                break
+        official[name] = value.clone()
+    return official
 
 
 def perturbed(model):
@@ -41,7 +44,56 @@ def perturbed(model):
 
 def orders(model, batch):
     sampler = TokenOrderSampler(model.grid_size, model.counts, "furthest")
-    return torch.from_numpy(sampler(addressed_noise(0, 0, np.arange(batch), model.counts.num_tokens)))
+    noise = addressed_noise(0, 0, np.arange(batch), model.counts.num_tokens)
+    return torch.from_numpy(sampler(noise))
+
+
+def segments(row, counts):
+    """Returns the lists of visible, retained and thrown tokens."""
+    row = row.tolist()
+    return row[: counts.num_visible], row[counts.num_visible : counts.num_kept], row[counts.num_kept :]
+
+
+def assert_is_slow(model, ids, slow):
+    """Loss and predictions of two random images equal those of `slow(img, visible, retained, thrown)`.
+
+    It returns (loss, {token: prediction}) of one image.
+    """
+    imgs = torch.randn(2, 3, *model.img_size, dtype=torch.float64)
+    pred, mask = model.reconstruct(imgs, ids)
+    losses = []
+    for b in range(2):
+        loss, predictions = slow(imgs[b], *segments(ids[b], model.counts))
+        losses.append(loss)
+        assert mask[b].nonzero().flatten().tolist() == sorted(predictions)
+        for token, value in predictions.items():
+            torch.testing.assert_close(pred[b, token], value.flatten(), rtol=1e-9, atol=1e-9)
+    expected = torch.stack(losses).mean()
+    torch.testing.assert_close(model(imgs, ids)["pixel"], expected, rtol=1e-10, atol=0)
+
+
+def assert_is_slow_mae(model, ids, encode=None):
+    aggregation = None
+    if model.decoder.aggregation is not None:
+        aggregation = dict(model.decoder.aggregation.operator.named_parameters())
+    weights = official_state_dict(model)
+
+    def slow(img, visible, retained, thrown):
+        return slow_loss(
+            weights,
+            img,
+            visible,
+            retained,
+            thrown,
+            patch=model.patch_size,
+            heads=model.blocks[0].attn.num_heads,
+            decoder_heads=model.decoder_num_heads,
+            norm_pix=model.norm_pix_loss,
+            aggregation=aggregation,
+            encode=encode,
+        )
+
+    assert_is_slow(model, ids, slow)
 
 
 @pytest.mark.parametrize("norm_pix_loss", [True, False])
@@ -49,35 +101,25 @@ def orders(model, batch):
 @pytest.mark.parametrize("img_size", [32, (16, 40)])
 def test_loss_and_predictions_against_the_slow_derivation(throw_ratio, progressive, norm_pix_loss, img_size):
     torch.manual_seed(0)
-    sizes = SIZES | dict(img_size=img_size)
-    options = dict(throw_ratio=throw_ratio, progressive=progressive, norm_pix_loss=norm_pix_loss, kernel_size=3)
-    model = perturbed(MaskedAutoencoderViT(**sizes, **options))
-    imgs = torch.randn(2, 3, *model.img_size, dtype=torch.float64)
-    ids = orders(model, 2)
-    aggregation = dict(model.decoder.aggregation.operator.named_parameters()) if throw_ratio and progressive else None
-    losses, weights = [], official_state_dict(model)
-    pred, mask = model.reconstruct(imgs, ids)
-    for b in range(2):
-        args = (weights, imgs[b], *segments(ids[b], model.counts), 8, 3, 2, norm_pix_loss)
-        loss, predictions = slow_loss(*args, aggregation=aggregation)
-        losses.append(loss)
-        assert mask[b].nonzero().flatten().tolist() == sorted(predictions)
-        for token, value in predictions.items():
-            torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
-
-
-def segments(row, counts):
-    row = row.tolist()
-    return row[: counts.num_visible], row[counts.num_visible : counts.num_kept], row[counts.num_kept :]
+    model = MaskedAutoencoderViT(
+        **{**SIZES, "img_size": img_size},
+        throw_ratio=throw_ratio,
+        progressive=progressive,
+        norm_pix_loss=norm_pix_loss,
+        kernel_size=3,
+    )
+    assert_is_slow_mae(perturbed(model), orders(model, 2))
 
 
 def test_views_undo_the_target_normalisation():
     """A perfect prediction of the normalised target gives back the image."""
     model = MaskedAutoencoderViT(**SIZES, norm_pix_loss=True, throw_ratio=0.5)
-    imgs, ids = torch.randn(2, 3, 32, 32), orders(model, 2)
-    target = model.patchify(imgs)
-    target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6) ** 0.5
+    imgs = torch.randn(2, 3, 32, 32)
+    ids = orders(model, 2)
+    patches = model.patchify(imgs)
+    mean = patches.mean(-1, keepdim=True)
+    variance = patches.var(-1, keepdim=True)
+    target = (patches - mean) / (variance + 1e-6) ** 0.5
     model.reconstruct = lambda imgs, ids: (target, None)
     (view,) = model.views(imgs, ids, lambda imgs: imgs)
     torch.testing.assert_close(view.prediction, imgs, rtol=1e-5, atol=1e-5)

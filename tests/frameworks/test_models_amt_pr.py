@@ -9,9 +9,8 @@ from frameworks.models_amt_pr import AMTOrderSampler, AMTSimMIMViT, AMTViT, coun
 from frameworks.models_simmim_pr import SimMIMViT
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenCounts, addressed_noise
-from tests.frameworks.test_models_simmim_pr import slow_simmim, table_row
-from tests.slow_mae import slow_loss
-from tests.test_models_mae_pr import SIZES, official_state_dict, perturbed, segments
+from tests.frameworks.test_models_simmim_pr import assert_is_slow_simmim, table_row
+from tests.test_models_mae_pr import SIZES, assert_is_slow_mae, official_state_dict, perturbed
 from util.run.checkpoint import save_checkpoint
 
 # 36 tokens, which are 9 units.
@@ -147,16 +146,7 @@ def test_loss_and_predictions_against_the_slow_derivation(has_maps, norm_pix_los
     model = perturbed(AMTViT(**SIZES, progressive=False, norm_pix_loss=norm_pix_loss))
     model.set_phase(has_maps=has_maps)
     assert counts_of(model.counts) == ((3, 7, 6) if has_maps else (4, 12, 0))
-    imgs, ids = torch.randn(2, 3, *model.img_size, dtype=torch.float64), orders(model, 2)
-    losses, (pred, mask) = [], model.reconstruct(imgs, ids)
-    for b in range(2):
-        args = (official_state_dict(model), imgs[b], *segments(ids[b], model.counts), 8, 3, 2, norm_pix_loss)
-        loss, predictions = slow_loss(*args)
-        losses.append(loss)
-        assert mask[b].nonzero().flatten().tolist() == sorted(predictions)
-        for token, value in predictions.items():
-            torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+    assert_is_slow_mae(model, orders(model, 2))
 
 
 @pytest.mark.parametrize("applies_to", ["thrown", "all"])
@@ -191,16 +181,7 @@ def test_simmim_against_the_slow_derivation(has_maps, progressive):
     model = perturbed(AMTSimMIMViT(**SIMMIM, progressive=progressive, kernel_size=3))
     model.set_phase(has_maps=has_maps)
     assert counts_of(model.counts) == ((8, 16, 12) if has_maps else (20, 16, 0))
-    imgs, ids = torch.randn(2, 3, *model.img_size, dtype=torch.float64), orders(model, 2)
-    losses, (pred, mask) = [], model.reconstruct(imgs, ids)
-    for b in range(2):
-        args = (model.state_dict(), imgs[b], *segments(ids[b], model.counts), model.grid_size, 4, 3)
-        loss, predictions = slow_simmim(*args, kernel_size=3 if progressive else None)
-        losses.append(loss)
-        assert mask[b].nonzero().flatten().tolist() == sorted(predictions)
-        for token, value in predictions.items():
-            torch.testing.assert_close(pred[b, token], value.flatten(), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(model(imgs, ids)["pixel"], torch.stack(losses).mean(), rtol=1e-10, atol=0)
+    assert_is_slow_simmim(model, orders(model, 2))
 
 
 @pytest.mark.parametrize("kind", [SimMIMViT, AMTSimMIMViT])
