@@ -18,7 +18,7 @@ from tests import runs
 from tests.conftest import write_photo
 from tests.runs import PLAIN, assert_same_state, evaluate, evaluation, refused, reports
 from tests.util.data.test_pixel_format import pixels, write_tiff
-from util.data.datasets import open_images
+from util.data.open import open_images
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import measure_statistics
 from util.run.checkpoint import (

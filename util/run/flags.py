@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from util.attention import KERNELS
-from util.data.datasets import DATASETS, cores_per_process
+from util.data.datasets import cores_per_process
 from util.data.folders import DEFAULT_PATH
+from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule
 from util.run.cli import Change, FlagGroup, Parser
 from util.run.distributed import PRECISIONS, Process, precision

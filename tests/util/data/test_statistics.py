@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.util.data.test_pixel_format import choose, pixels
-from util.data.datasets import open_images
+from util.data.open import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import complete_settings, measure_statistics, normalizer
 from util.run.checkpoint import pixel_settings, save_checkpoint
