@@ -148,22 +148,19 @@ class EncodedImages:
                 raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
             except PILLOW_ERRORS as error:
                 problems.append(unreadable(self.path(i), error))
+        message = f"{len(problems)} of {len(checked)} checked images cannot be read"
+        listed = "; ".join(problems[:10])
         num_accepted = 0.0
         if max_bad_fraction:
             num_accepted = max(1, max_bad_fraction * len(checked))
-        bad = f"{len(problems)} of {len(checked)} checked images cannot be read"
-        listed = "; ".join(problems[:10])
-        if not formats or len(problems) > num_accepted:
-            message = listed
-            if len(problems) > 1:
-                message = f"{bad}: {message}"
-            if formats and max_bad_fraction:
-                message += f". Or raise --max_bad_fraction, {max_bad_fraction:g} now"
-            raise ImageError(message)
+        if not good or len(problems) > num_accepted:
+            if max_bad_fraction:
+                message += f", more than --max_bad_fraction {max_bad_fraction:g}"
+            raise ImageError(f"{message}: {listed}")
+        if problems:
+            self.notes.append(f"warning: {message} and will be replaced: {listed}")
         self.pixel_format = self.one_format(formats)
         self._note_lost(formats[self.pixel_format])
-        if problems:
-            self.notes.append(f"warning: {bad} and will be replaced: {listed}")
         if self.pixel_format.is_float:
             step = -(-len(good) // self.num_decoded)
             for i in good[::step]:
@@ -174,16 +171,9 @@ class EncodedImages:
 
         formats: those that were found, each with an image that has it.
         """
-        fitting = [i for pixels, i in formats.items() if pixels.channels == self.in_chans]
         for pixels, i in formats.items():
-            if pixels.channels == self.in_chans:
-                continue
-            message = f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}"
-            if fitting:
-                message += f", as {self.path(fitting[0])!r} has"
-            if fitting and pixels.channels < self.in_chans:
-                message += ": a band is missing"
-            raise ImageError(message)
+            if pixels.channels != self.in_chans:
+                raise ImageError(f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}")
         first, *others = formats
         for other in others:
             differing = f"{self.path(formats[first])!r} has {first}, but {self.path(formats[other])!r} has {other}"
