@@ -116,7 +116,8 @@ def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
 def shard_bounds(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
     """Returns [(first, end)]: runs of images with about `shard_bytes` of files."""
     number = (np.cumsum(sizes) - sizes) // shard_bytes  # by the position at which an image begins
-    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(sizes)]
+    starts = np.flatnonzero(np.diff(number)) + 1
+    bounds = [0, *starts.tolist(), len(sizes)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
@@ -224,7 +225,8 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
     finally:
         pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
     packed = {"command": packing_command(args), "quality": args.quality}
-    write_index(index, make_rows(scans), {"classes": images.classes, "notes": [], "packed": packed, "tars": tars})
+    content = {"classes": images.classes, "notes": [], "packed": packed, "tars": tars}
+    write_index(index, make_rows(scans), content)
     for path in paths:
         os.replace(path, folder / path.name)
     staging.rmdir()

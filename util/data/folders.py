@@ -176,7 +176,9 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
         advice = f"give {str(path / folder)!r}, or move all classes into a folder {chosen}/"
         beside = shorten([name for name in no_split if name in listing.folders])
         raise ValueError(f"--data_path {str(path)!r}: {folder}/ may be a split or a class beside {beside}; {advice}")
-    return SplitFiles(path / folder, list_folder(path / folder).readable_tars(), note_stand_in(folder, chosen, split))
+    return SplitFiles(
+        path / folder, list_folder(path / folder).readable_tars(), note_stand_in(f"{folder}/", chosen, split)
+    )
 
 
 def refuse_split_words(listing: Listing) -> None:
@@ -207,7 +209,8 @@ def find_samples(root: Path, labelled: bool = False) -> tuple[list[str], list[tu
         found = f"images directly ({shorten(listing.images)}) beside folders of images ({shorten([*images_of])})"
         raise ValueError(f"--data_path {str(root)!r} holds {found}: move one of them away")
     if images_of and empty:
-        raise ValueError(f"in --data_path {str(root)!r} the classes {shorten(empty, 10)} have no image: remove them")
+        found = f"no valid file for the classes {shorten(empty, 10)}"
+        raise ValueError(f"in --data_path {str(root)!r} is {found}: remove them, or put images into them")
     if not images_of and not listing.images:
         raise ValueError(f"--data_path {str(root)!r} holds no image{advise_in(root)}; {LAYOUT}")
     if labelled and not images_of:

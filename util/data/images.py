@@ -171,9 +171,16 @@ class EncodedImages:
 
         formats: those that were found, each with an image that has it.
         """
+        fitting = [i for pixels, i in formats.items() if pixels.channels == self.in_chans]
         for pixels, i in formats.items():
-            if pixels.channels != self.in_chans:
-                raise ImageError(f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}")
+            if pixels.channels == self.in_chans:
+                continue
+            message = f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}"
+            if fitting:
+                message += f", as {self.path(fitting[0])!r} has"
+            if fitting and pixels.channels < self.in_chans:
+                message += ": a band is missing"
+            raise ImageError(message)
         first, *others = formats
         for other in others:
             differing = f"{self.path(formats[first])!r} has {first}, but {self.path(formats[other])!r} has {other}"

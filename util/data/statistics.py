@@ -11,7 +11,7 @@ from util.collectives import run_on_rank0
 from util.data.images import ImageError, Images, evenly_spaced
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
-from util.text import count_of
+from util.text import count_of, shorten
 
 SAMPLE = 256  # images that statistics are computed from
 
@@ -19,6 +19,7 @@ NAMES = ("mean", "deviation")  # in messages
 IMAGENET = ([*IMAGENET_MEAN], [*IMAGENET_STD])
 FAR = 3  # how many times the range of all other values a fill value lies away from them, at least
 Statistics = tuple[list[float], list[float]]  # mean and standard deviation of each channel
+PixelSettings = Mapping[str, Any]  # "pixels": the type, "mean", "std"; see `checkpoint.pixel_settings`
 
 
 class Measurement(NamedTuple):
@@ -98,12 +99,14 @@ class ChannelSums:
         mean = pixels.mean(axis=0, dtype=np.float64)
         squares = np.zeros(len(mean))
         for c in range(len(mean)):
-            squares[c] = np.square(pixels[:, c].astype(np.float64) - mean[c]).sum()
+            values = pixels[:, c].astype(np.float64)
+            squares[c] = np.square(values - mean[c]).sum()
         # Chan et al.: sums of squared deviations of two sets, without the loss of digits of a sum of squares.
         total = self.count + len(pixels)
         shift = mean - self.mean
+        between = shift**2 * self.count * len(pixels) / total
         self.mean = self.mean + shift * len(pixels) / total
-        self.squares = self.squares + squares + shift**2 * self.count * len(pixels) / total
+        self.squares = self.squares + squares + between
         self.count = total
 
 
@@ -135,7 +138,7 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         raise ValueError(f"no pixel statistics: none of {num_images} images of {images.root} can be read")
     std = np.sqrt(sums.squares / sums.count)
     if not std.all():
-        constant = ", ".join(map(str, np.flatnonzero(std == 0).tolist()))
+        constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         found = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
         raise ValueError(f"{found}: remove it, or give --mean and --std")
     fill_values: list[str] = []
@@ -162,8 +165,8 @@ def measure_on_rank0(images: Images, used: Sequence[str] = NAMES) -> tuple[Stati
 def choose_statistics(
     given: Sequence[Sequence[float] | None],
     images: Images,
-    resumed: Mapping[str, Any] | None,
-    encoder: Mapping[str, Any],
+    resumed: PixelSettings | None,
+    encoder: PixelSettings,
 ) -> tuple[Statistics, list[str]]:
     """Returns the statistics that a run normalises with, and remarks. All ranks must call it.
 
@@ -192,7 +195,7 @@ def choose_statistics(
 
 
 def default_statistics(
-    images: Images, settings: Mapping[str, Any], encoder: Mapping[str, Any], used: Sequence[str]
+    images: Images, settings: PixelSettings, encoder: PixelSettings, used: Sequence[str]
 ) -> tuple[Statistics, list[str]]:
     """Returns the statistics where flags give none, and remarks on those used. See `choose_statistics`."""
     if settings.get("mean"):
@@ -208,7 +211,7 @@ def default_statistics(
     return measure_on_rank0(images, used)
 
 
-def fits_encoder(stored: Mapping[str, Any], pixels: PixelFormat) -> bool:
+def fits_encoder(stored: PixelSettings, pixels: PixelFormat) -> bool:
     """Whether a checkpoint has statistics of images with as many channels, and of the same kind, integer or float.
 
     stored: its `pixel_settings`. If their type is unknown, integers are assumed.
@@ -218,7 +221,7 @@ def fits_encoder(stored: Mapping[str, Any], pixels: PixelFormat) -> bool:
     return len(stored["mean"] or ()) == len(stored["std"] or ()) == pixels.channels
 
 
-def same_kind(settings: Mapping[str, Any], pixels: PixelFormat) -> bool:
+def same_kind(settings: PixelSettings, pixels: PixelFormat) -> bool:
     """Whether a model had integers if `pixels` are integers, or floats if they are floats, as far as this is known.
 
     settings: hold the type of its `pixels`, None or nothing if it is unknown.
@@ -240,7 +243,7 @@ def check_statistics(mean: Sequence[float], std: Sequence[float], pixels: PixelF
             raise ValueError(f"{unit}, got {list(values)}: divide by {pixels.full_range:g}")
 
 
-def known_statistics(settings: Mapping[str, Any], pixels: PixelFormat) -> Statistics | None:
+def known_statistics(settings: PixelSettings, pixels: PixelFormat) -> Statistics | None:
     """Returns the statistics in the settings of a trained model for images of a format, or None if they are unknown.
 
     Older runs and files of other projects have none of their own: for RGB integers they are ImageNet's.
@@ -264,7 +267,7 @@ def describe_pixels(pixels: str | None) -> str:
     return f"pixels of {pixels}, divided by {PixelFormat(1, pixels).full_range:g}"
 
 
-def complete_settings(settings: Mapping[str, Any], images: Images) -> tuple[dict[str, Any], list[str]]:
+def complete_settings(settings: PixelSettings, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Returns the pixel settings of a trained model with mean and deviation, and remarks. All ranks must call it.
 
     Statistics that its file lacks are ImageNet's for RGB integers, or else those of the `images`.
@@ -277,7 +280,7 @@ def complete_settings(settings: Mapping[str, Any], images: Images) -> tuple[dict
     return {**settings, "mean": mean, "std": std}, remarks
 
 
-def normalizer(settings: Mapping[str, Any], pixels: PixelFormat) -> Normalize:
+def normalizer(settings: PixelSettings, pixels: PixelFormat) -> Normalize:
     """Returns the normalisation of a trained model for images of a format. settings: of its run, and the
     type of its `pixels`.
 

@@ -166,17 +166,18 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
             raise ValueError(f"{missing}: copy it, too, or pack again. {packed_by(manifest)}")
     scans = [scan_tar(path) for path in tars]
     source = describe_tars(tars)
-    splits = set[str]().union(*(scan.splits for scan in scans))
+    splits: set[str] = set()
+    for scan in scans:
+        splits |= scan.splits
     if len(splits) > 1:
-        found = " and ".join(f"{split}/" for split in sorted(splits))
-        raise ValueError(f"inside {source} are {found}: unpack them, and pack each by scripts/pack_dataset.py")
+        found = "/ and ".join(sorted(splits))
+        raise ValueError(f"inside {source} are {found}/: unpack them, and pack each by scripts/pack_dataset.py")
     filled = [scan for scan in scans if scan.names]
     if not filled:
         raise ValueError(f"no image is in {source}; if it holds tars, unpack them, and pack by scripts/pack_dataset.py")
-    labels = [label for scan in filled for label in scan.labels]
-    classes: list[str] = []
-    if labels:
-        classes = [str(number) for number in range(max(labels) + 1)]
+    num_classes = max(max(scan.labels, default=-1) for scan in filled) + 1
+    classes = [str(number) for number in range(num_classes)]
+    if classes:
         for scan in filled:
             if not scan.labels:
                 raise ValueError(f"some of {source} have .cls members, but {scan.names[0]!r} has none beside it")
@@ -343,7 +344,7 @@ def open_tars(
         index = find_index(root, tars)
     images = TarImages(index, root, notes, in_chans, use_pillow)
     if {*images.tars} != {*tars}:
-        others = shorten(sorted(tar.name for tar in {*images.tars} ^ {*tars}))
+        others = shorten([tar.name for tar in sorted({*images.tars} ^ {*tars})])
         advice = f"give the folder, and move away tars that are not in it ({others})"
         raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: {advice}")
     if labelled and not images.classes:

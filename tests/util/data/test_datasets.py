@@ -49,7 +49,7 @@ def test_images_say_what_stands_in(photos):
     assert open_images("folder", photos).notes == []
     images = open_images("folder", photos, "val")
     assert images.root == photos / "train" and len(images) == 24
-    assert images.notes == ["train is read as val, because there is no val"]
+    assert images.notes == ["train/ is read as val, because there is no val"]
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
@@ -69,7 +69,7 @@ def test_bad_folders_are_named(tmp_path, photos):
     (tmp_path / "cat").mkdir()
     (tmp_path / "dog").mkdir()
     write_photo(tmp_path / "cat" / "0.jpg")
-    with pytest.raises(ValueError, match="the classes dog have no image"):
+    with pytest.raises(ValueError, match="no valid file for the classes dog"):
         FolderImages(tmp_path)
     with pytest.raises(ValueError, match="unknown dataset 'mnist', choose from folder, cifar10, cifar100"):
         open_images("mnist", photos)
