@@ -77,11 +77,48 @@ def wanted_channels(in_chans: int) -> str:
     return f"the model takes {count_of(in_chans, 'channel')} (--in_chans in training)"
 
 
-class EncodedImages:
+class Images:
+    """Images of one format, with labels. Subclasses define `path`, `fingerprint`, `check` and `load`.
+
+    labels: int64 [n]. notes: sentences on what is ignored or replaced, for the log. in_chans: channels that are wanted.
+    """
+
+    in_chans = 3
+    pixel_format = RGB8
+
+    def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
+        self.root = root
+        self.labels = labels
+        self.classes = list(classes)
+        self.notes = list(notes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, i: int) -> str:
+        """Returns where image i is stored, for messages."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Returns a hash of what the images are: equal for two copies of a data set."""
+        raise NotImplementedError
+
+    def check(self, max_bad_fraction: float = 0.0) -> None:
+        """Looks at the files before training. ImageError if more than that share of images is bad."""
+
+    def load(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file."""
+        raise NotImplementedError
+
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""
+        return self.load(i)
+
+
+class EncodedImages(Images):
     """Images that are stored encoded. Subclasses define `path` and `read`.
 
-    names: bytes [n]. labels: int64 [n]. notes: sentences on what is ignored or replaced, for the log. in_chans: that
-    are wanted. use_pillow: decode everything by Pillow, as torchvision's ImageFolder does. `check` finds out the
+    names: bytes [n]. use_pillow: decode everything by Pillow, as torchvision's ImageFolder does. `check` finds out the
     `pixel_format` of all images.
     """
 
@@ -98,21 +135,10 @@ class EncodedImages:
         in_chans: int = 3,
         use_pillow: bool = False,
     ) -> None:
-        self.root = root
+        super().__init__(root, labels, classes, notes)
         self.names = names
-        self.labels = labels
-        self.classes = list(classes)
-        self.notes = list(notes)
         self.in_chans = in_chans
         self.use_pillow = use_pillow
-        self.pixel_format = RGB8
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def path(self, i: int) -> str:
-        """Returns where image i is stored, for messages."""
-        raise NotImplementedError
 
     def read(self, i: int) -> bytes:
         """Returns the encoded bytes of image i; ImageError if that file is missing or unreadable."""
@@ -201,16 +227,11 @@ class EncodedImages:
         return io.BytesIO(self.read(i))
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file."""
         data = self.read(i)
         try:
             return read_pixels(data, self.pixel_format, self.use_pillow), int(self.labels[i])
         except PILLOW_ERRORS as error:
             raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove it") from error
-
-    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""
-        return self.load(i)
 
 
 class ImageFiles(EncodedImages):
@@ -293,49 +314,27 @@ class INaturalistImages(ImageFiles):
         super().__init__(data_path, samples, classes, (), in_chans, use_pillow)
 
 
-class CifarImages:
-    """torchvision's CIFAR-10 or CIFAR-100 in `data_path`. It is downloaded if it is not there."""
-
-    in_chans: int = 3
-    pixel_format = RGB8
+class CifarImages(Images):
+    """torchvision's CIFAR-10 or CIFAR-100, downloaded to `data_path` if it is not there. Its hash is checked."""
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
         make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
         try:
             self.images = make(data_path, train=split == "train", download=True)
         except (OSError, RuntimeError) as error:
-            what = f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error})"
-            raise ValueError(f"{what}; put torchvision's {make.base_folder} there") from error
-        self.classes: list[str] = self.images.classes
-        self.labels = np.array(self.images.targets, np.int64)
-        self.root = f"{name}'s {split} split"
-        self.notes: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.images)
+            problem = f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error})"
+            raise ValueError(f"{problem}; put torchvision's {make.base_folder} there") from error
+        super().__init__(f"{name}'s {split} split", np.array(self.images.targets, np.int64), self.images.classes)
 
     def fingerprint(self) -> str:
-        """Returns the data set's name: its content is fixed."""
-        return self.root
-
-    def check(self, max_bad_fraction: float = 0.0) -> None:
-        """Does nothing: torchvision has compared the files' hashes."""
+        return str(self.root)  # the content is fixed
 
     def path(self, i: int) -> str:
-        """Returns the name of image i, for messages."""
         return f"image {i} of {self.root}"
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns (uint8 [H, W, 3], label)."""
         img, label = self.images[i]
         return np.array(img), label
-
-    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns what `load` does."""
-        return self.load(i)
-
-
-Images = EncodedImages | CifarImages
 
 
 def find_storage_error(images: Images) -> OSError | None:
