@@ -18,10 +18,10 @@ import torch
 from framework import Framework
 from util.accuracy import accuracy_text
 from util.addressed import BANK, addressed_uniform
-from util.collectives import run_on_rank0
 from util.data.datasets import AddressedDataset
+from util.data.folders import MissingSplit
 from util.data.images import Images, check_splits, evenly_spaced, has_one_label
-from util.data.open import has_val, open_everywhere
+from util.data.open import open_everywhere
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.evaluator import context_of_training
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
@@ -91,10 +91,15 @@ def missing_classes(images: Images) -> str:
 
 
 def open_val_images(args: argparse.Namespace, images: Images) -> Images:
-    """Opens the validation images. ValueError unless they have the classes and the format of the training `images`."""
+    """Opens the validation images. MissingSplit if there are none.
+
+    ValueError unless they have the classes and the format of the training `images`.
+    """
     try:
         val_images = open_everywhere(args, "val", labelled=True, max_bad_fraction=args.max_bad_fraction)
         check_splits(images, val_images)
+    except MissingSplit:
+        raise
     except ValueError as error:
         raise ValueError(f"--knn_every: {error}. Without --knn_every, the run reads no validation images") from error
     return val_images
@@ -110,17 +115,18 @@ def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | Non
     missing = missing_classes(images)
     if missing:
         return None, [f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels"]
-    if run_on_rank0(lambda: has_val(args, images)):
+    try:
         val_images = open_val_images(args, images)
-        return val_images, val_images.notes
-    bank_size = min(len(images), args.knn_train or len(images))
-    if bank_size < 2:
-        raise ValueError(
-            f"--knn_every: there are no validation images, and {count_of(bank_size, 'training image')} "
-            "cannot be classified by the others: give --knn_train 2 or more"
-        )
-    note = "there is no validation split, so --knn_every classifies training images by the others (leave-one-out)"
-    return None, [f"note: {note}"]
+    except MissingSplit:
+        bank_size = min(len(images), args.knn_train or len(images))
+        if bank_size < 2:
+            raise ValueError(
+                f"--knn_every: there are no validation images, and {count_of(bank_size, 'training image')} "
+                "cannot be classified by the others: give --knn_train 2 or more"
+            ) from None
+        note = "there is no validation split, so --knn_every classifies training images by the others (leave-one-out)"
+        return None, [f"note: {note}"]
+    return val_images, val_images.notes
 
 
 @dataclass

@@ -25,7 +25,9 @@ import shlex
 import signal
 import sys
 import tarfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from util.atomic import replaced_file
 from util.data.datasets import available_cores
 from util.data.decode import PILLOW_ERRORS
-from util.data.folders import PACKING, find_split, list_folder
-from util.data.images import EncodedImages, FolderImages, ImageError
+from util.data.folders import PACKING, MissingSplit, SplitFiles, find_files
+from util.data.images import EncodedImages, FolderImages, ImageError, unreadable
 from util.data.pixel_format import RGB8, read_format
-from util.data.tar_scan import MANIFEST, Manifest, Rows, read_manifest, repair_command, scan_tars
-from util.data.tars import INDEX, TarImages, find_tars, write_index
+from util.data.tars import (
+    INDEX,
+    MANIFEST,
+    Manifest,
+    TarImages,
+    TarScan,
+    make_rows,
+    packed_by,
+    read_manifest,
+    scan_tar,
+    write_index,
+)
 from util.data.workers import ignore_in_worker
 from util.run.checkpoint import sha256
 from util.run.cli import Parser, run_program, user_errors
@@ -51,21 +63,19 @@ from util.text import count_of
 _worker: dict[str, FolderImages] = {}  # a worker's images: sent once to each worker, not with every shard
 
 
+# ------------------------------------------------------------------------------------------------------------ shards
+
+
 def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Manifest]:
     """Returns {name: manifest} of all shards of a split."""
     sizes = file_sizes(images)
     bounds = shard_bounds(sizes, args.shard_mb * 1_000_000)
-    words = ["python", "scripts/pack_dataset.py", *(str(Path(path).resolve()) for path in args.folders)]
-    words += ["--shard_mb", str(args.shard_mb)]
-    if args.quality is not None:
-        words += ["--quality", str(args.quality)]
-    if args.in_chans != 3:
-        words += ["--in_chans", str(args.in_chans)]
-    shards = {}
+    command = packing_command(args)
+    shards: dict[str, Manifest] = {}
     for number, (first, end) in enumerate(bounds):
         files = sizes[first:end].tobytes() + images.labels[first:end].tobytes()
         shards[f"shard-{number:06d}.tar"] = {
-            "command": shlex.join(words),  # for messages; the paths may change
+            "command": command,  # for messages; the paths may change
             "quality": args.quality,
             "shard_mb": args.shard_mb,
             "classes": images.classes,
@@ -78,18 +88,36 @@ def plan_shards(images: FolderImages, args: argparse.Namespace) -> dict[str, Man
     return shards
 
 
+def packing_command(args: argparse.Namespace) -> str:
+    words = ["python", "scripts/pack_dataset.py"]
+    words += [str(Path(folder).resolve()) for folder in args.folders]
+    words += ["--shard_mb", str(args.shard_mb)]
+    if args.quality is not None:
+        words += ["--quality", str(args.quality)]
+    if args.in_chans != 3:
+        words += ["--in_chans", str(args.in_chans)]
+    return shlex.join(words)
+
+
 def file_sizes(images: FolderImages, chunk: int = 1000) -> np.ndarray:
     """Returns the bytes of each file, int64 [n]. Uses threads: a network disk answers many requests at once."""
-    chunks = [range(first, min(first + chunk, len(images))) for first in range(0, len(images), chunk)]
+
+    def sizes_from(first: int) -> list[int]:
+        indices = range(first, min(first + chunk, len(images)))
+        return [os.stat(images.path(i)).st_size for i in indices]
+
+    sizes: list[int] = []
     with ThreadPoolExecutor(32) as pool:
-        sizes = pool.map(lambda part: [os.stat(images.path(i)).st_size for i in part], chunks)
-        return np.array([size for part in sizes for size in part], np.int64)
+        for part in pool.map(sizes_from, range(0, len(images), chunk)):
+            sizes += part
+    return np.array(sizes, np.int64)
 
 
 def shard_bounds(sizes: np.ndarray, shard_bytes: int) -> list[tuple[int, int]]:
     """Returns [(first, end)]: runs of images with about `shard_bytes` of files."""
     number = (np.cumsum(sizes) - sizes) // shard_bytes  # by the position at which an image begins
-    bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(sizes)]
+    starts = np.flatnonzero(np.diff(number)) + 1
+    bounds = [0, *starts.tolist(), len(sizes)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
@@ -99,33 +127,38 @@ def start_worker(images: FolderImages) -> None:
     ignore_in_worker(None)
 
 
-def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
-    """Writes a shard, unless it is there and whole. Returns (its entry in the index, its rows, content of an index)."""
-    try:
-        scan = scan_tars([path]) if is_shard(path, manifest) else None
-    except ValueError:  # damaged
-        scan = None
+def pack_shard(path: Path, manifest: Manifest) -> tuple[dict[str, Any], TarScan]:
+    """Writes a shard, unless it is there and whole. Returns its entry in the index, and where its images lie."""
+    scan = None
+    if is_shard(path, manifest):
+        with suppress(ValueError):  # damaged
+            scan = scan_tar(path)
     if scan is None:
         write_shard(_worker["images"], path, manifest)
-        scan = scan_tars([path])
-    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, *scan
+        scan = scan_tar(path)
+    scan.names = manifest["names"]
+    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}, scan
 
 
 def is_shard(path: Path, manifest: Manifest | None) -> bool:
     """Whether the file at `path` was written with this manifest, by whatever paths of the source and destination."""
-    found = read_manifest(path)
-    return found is not None and manifest is not None and found | {"command": ""} == manifest | {"command": ""}
+    stored = read_manifest(path)
+    if stored is None or manifest is None:
+        return False
+    return {**stored, "command": ""} == {**manifest, "command": ""}
 
 
 def write_shard(images: FolderImages, path: Path, manifest: Manifest) -> None:
+    quality = manifest["quality"]
     with replaced_file(path, durable=True) as temporary, tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
         add_member(tar, MANIFEST, json.dumps(manifest).encode())
         for i, name in enumerate(manifest["names"], start=manifest["first"]):
             key = os.path.join(os.path.dirname(name), f"{i:09d}")  # unique up to the first dot, as WebDataset needs it
-            extension = os.path.splitext(name)[1].lower() if manifest["quality"] is None else ".jpg"
+            extension = os.path.splitext(name)[1].lower()
             # WebDataset's to_tuple("jpg", "cls") then reads all of ImageNet, also its PNG that is named .JPEG.
-            extension = ".jpg" if extension == ".jpeg" else extension
-            add_member(tar, key + extension, encoded(images, i, manifest["quality"]))
+            if quality is not None or extension == ".jpeg":
+                extension = ".jpg"
+            add_member(tar, key + extension, encoded(images, i, quality))
             if images.classes:
                 add_member(tar, f"{key}.cls", str(images.labels[i]).encode())
 
@@ -143,10 +176,10 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
         try:
             read_format(io.BytesIO(data), images.in_chans)
         except PILLOW_ERRORS as error:
-            message = f"{images.path(i)!r} is not a readable image ({error}); replace or remove it"
-            raise ImageError(message) from error
+            raise ImageError(unreadable(images.path(i), error)) from error
         return data
-    picture, buffer = Image.fromarray(images.load(i)[0]), io.BytesIO()
+    picture = Image.fromarray(images.load(i)[0])
+    buffer = io.BytesIO()
     try:
         picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
     except OSError as error:  # for example a side above 65,535 px
@@ -154,13 +187,17 @@ def encoded(images: FolderImages, i: int, quality: int | None) -> bytes:
     return buffer.getvalue()
 
 
+# ------------------------------------------------------------------------------------------------------------ splits
+
+
 def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> None:
     """Packs `images` into `folder`. Whole shards of the same files and settings are kept.
 
     Shards are written to a hidden folder. They are moved when all are whole and the index has been written.
     """
-    staging, index = folder / PACKING, folder / INDEX
-    shards = {staging / name: manifest for name, manifest in plan_shards(images, args).items()}
+    staging = folder / PACKING
+    index = folder / INDEX
+    shards = plan_shards(images, args)
     refuse_other_data(folder, shards)
     if index.exists():
         try:
@@ -174,115 +211,153 @@ def pack_split(images: FolderImages, folder: Path, args: argparse.Namespace) -> 
         os.replace(path, staging / path.name)
     index.unlink(missing_ok=True)
     for path in staging.iterdir():  # of a killed process, or of other files
-        if not is_shard(path, shards.get(path)):
+        if not is_shard(path, shards.get(path.name)):
             path.unlink()
+    tars: list[dict[str, Any]] = []
+    scans: list[TarScan] = []
+    paths = [staging / name for name in shards]
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(images,))
     try:
-        results = pool.map(pack_shard, shards.keys(), shards.values())
-        tars, parts, contents = zip(*tqdm(results, total=len(shards), unit="shard", desc=str(folder)), strict=True)
+        results = pool.map(pack_shard, paths, shards.values())
+        for tar, scan in tqdm(results, total=len(shards), unit="shard", desc=str(folder)):
+            tars.append(tar)
+            scans.append(scan)
     finally:
         pool.shutdown(cancel_futures=True)  # finishes the shards in progress, because workers ignore signals
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    rows["tar"] = np.repeat(np.arange(len(tars), dtype=np.int32), [len(part["tar"]) for part in parts])
-    write_index(index, rows, contents[0] | {"notes": [], "tars": tars})
-    for path in shards:
+    packed = {"command": packing_command(args), "quality": args.quality}
+    content = {"classes": images.classes, "notes": [], "packed": packed, "tars": tars}
+    write_index(index, make_rows(scans), content)
+    for path in paths:
         os.replace(path, folder / path.name)
     staging.rmdir()
-    what = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
-    print(f"{folder}: {what}, {sum(tar['size'] for tar in tars) / 1e9:.2f} GB in {count_of(len(tars), 'shard')}")
+    gigabytes = sum(tar["size"] for tar in tars) / 1e9
+    packed_images = f"{count_of(len(images), 'image')}, {count_of(len(images.classes), 'class')}"
+    print(f"{folder}: {packed_images}, {gigabytes:.2f} GB in {count_of(len(tars), 'shard')}")
 
 
-def refuse_other_data(folder: Path, shards: dict[Path, Manifest]) -> None:
-    """ValueError if `folder` holds other tars, shards of other settings, or finished shards of other files.
+def refuse_other_data(folder: Path, shards: dict[str, Manifest]) -> None:
+    """ValueError if `folder` holds tars that are not these shards.
 
     A damaged shard is accepted if there is an index, because it will be written again.
     """
-    wanted = {folder / path.name: manifest for path, manifest in shards.items()}
-    now = next(iter(shards.values()))
-    for path in sorted([*folder.glob("*.tar"), *folder.glob(f"{PACKING}/shard-*.tar")]):
-        found, finished, problem = read_manifest(path), path.parent == folder, None
-        if found is None and finished and not (path in wanted and (folder / INDEX).exists()):
-            problem = f"{path.name} is not a shard of pack_dataset.py"
-        elif found is not None and (found["quality"], found["shard_mb"]) != (now["quality"], now["shard_mb"]):
-            problem = f"it was packed by: {found['command']}"
-        elif found is not None and finished and not is_shard(path, wanted.get(path)):
-            problem = "the files were others"
-        if problem:
-            what = f"{str(folder)!r} holds other data: {problem}"
-            raise ValueError(f"{what}. Choose another DESTINATION, or remove this one to pack again")
+    for path in sorted(folder.glob("*.tar")):
+        if is_shard(path, shards.get(path.name)):
+            continue
+        manifest = read_manifest(path)
+        if manifest is not None:
+            problem = f"shards of other files or settings. {packed_by(manifest)}"
+        elif path.name in shards and (folder / INDEX).exists():
+            continue
+        else:
+            problem = f"{path.name}, which is not a shard of pack_dataset.py"
+        raise ValueError(f"{str(folder)!r} holds {problem}. Choose another DESTINATION, or remove this one")
 
 
 def verify_split(images: FolderImages | None, folder: Path, num_workers: int) -> None:
     """ValueError if a shard is damaged, or if the names, labels or classes differ from those of the source."""
     ours = TarImages(folder / INDEX, folder)
-    if images is not None and (ours.classes, EncodedImages.fingerprint(ours)) != (images.classes, images.fingerprint()):
-        raise ValueError(f"{folder}: the names, labels or classes of the images are not those of the source")
+    if images is not None:
+        same_names = EncodedImages.fingerprint(ours) == images.fingerprint()
+        if not same_names or ours.classes != images.classes:
+            raise ValueError(f"{folder}: the names, labels or classes of the images are not those of the source")
+    damaged: list[str] = []
     with ProcessPoolExecutor(num_workers) as pool:
         digests = tqdm(pool.map(sha256, ours.tars), total=len(ours.tars), unit="shard", desc=f"verify {folder}")
-        pairs = zip(ours.content["tars"], digests, strict=True)
-        damaged = [str(folder / tar["name"]) for tar, digest in pairs if tar["sha256"] != digest]
+        for path, tar, digest in zip(ours.tars, ours.content["tars"], digests, strict=True):
+            if tar["sha256"] != digest:
+                damaged.append(str(path))
     if damaged:
-        command = f"rm {shlex.join(damaged)} && {repair_command(ours.packed['command'], folder)}"
-        raise ValueError(f"damaged: {', '.join(damaged)}. To repair it, run: {command}")
+        advice = "remove them and pack again"
+        raise ValueError(f"damaged: {shlex.join(damaged)}: {advice}. {packed_by(ours.packed)}")
     print(f"{folder}: {count_of(len(ours), 'image')} of {count_of(len(ours.classes), 'class')} are what was packed")
 
 
-def find_splits(folder: str) -> list[str]:
-    """Returns the splits in a folder, train and val; or "." for the folder itself."""
-    if not Path(folder).is_dir():
-        return ["."]
-    listing = list_folder(Path(folder))
-    return [split for split in ("train", "val") if find_split(listing, split)[0] is not None] or ["."]
+def find_sources(source: str) -> dict[str, SplitFiles]:
+    """Returns {folder in DESTINATION: what is packed there}: train and val, or "." for all of SOURCE."""
+    with source_errors():
+        found: dict[str, SplitFiles] = {}
+        for split in ("train", "val"):
+            with suppress(MissingSplit):
+                found[split] = find_files(source, split, labelled=True)
+        return found or {".": find_files(source)}
 
 
-def open_source(source: str, split: str, folder: Path, args: argparse.Namespace) -> FolderImages:
+def find_packed(destination: str) -> list[str]:
+    """Returns the packed splits in DESTINATION; "." for DESTINATION itself."""
+    found = [split for split in ("train", "val") if (Path(destination) / split / INDEX).exists()]
+    return found or ["."]
+
+
+def open_source(files: SplitFiles, folder: Path, args: argparse.Namespace) -> FolderImages:
     """Returns the images to pack into `folder`; ValueError if there are none, or if they cannot be packed there."""
-    try:
-        if find_tars(source, split):
-            raise ValueError(f"--data_path {source!r} holds tars, which need no packing: train on it as it is")
-        images = FolderImages(source, split)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--data_path", "SOURCE")) from error
-    if folder.resolve().is_relative_to(Path(images.root).resolve()):
-        what = f"shards in {str(folder)!r} would lie among the images of {str(images.root)!r}"
-        raise ValueError(f"{what}: choose another DESTINATION")
-    images.in_chans = args.in_chans
+    if files.tars:
+        raise ValueError(f"SOURCE {str(files.root)!r} holds tars, which need no packing: train on it as it is")
+    with source_errors():
+        images = FolderImages(files.root, notes=files.notes, in_chans=args.in_chans)
+    if folder.resolve().is_relative_to(files.root.resolve()):
+        problem = f"shards in {str(folder)!r} would lie among the images of {str(files.root)!r}"
+        raise ValueError(f"{problem}: choose another DESTINATION")
     images.check()
     if args.quality is not None and images.pixel_format != RGB8:
-        raise ValueError(f"--quality makes JPEGs of RGB images, but {source!r} has {images.pixel_format}: leave it out")
+        found = f"{str(files.root)!r} has {images.pixel_format}"
+        raise ValueError(f"--quality makes JPEGs of RGB images, but {found}: leave it out")
     for note in images.notes:
         print(f"{images.root}: {note}")
     return images
 
 
-def main(argv: list[str] | None = None) -> None:
+@contextmanager
+def source_errors() -> Iterator[None]:
+    """Names SOURCE, not --data_path, in errors about folders."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("--data_path", "SOURCE")) from error
+
+
+def run(args: argparse.Namespace) -> None:
+    destination = Path(args.folders[-1])
+    if len(args.folders) == 1:
+        for split in find_packed(args.folders[0]):
+            verify_split(None, destination / split, args.workers)
+        return
+    for split, files in find_sources(args.folders[0]).items():
+        images = open_source(files, destination / split, args)
+        if args.verify:
+            verify_split(images, destination / split, args.workers)
+        else:
+            pack_split(images, destination / split, args)
+
+
+def get_args_parser() -> Parser:
     parser = Parser("pack_dataset.py", description=__doc__)
-    flag = parser.add_argument
-    what = "SOURCE (class folders, or train/ and val/ with class folders) and DESTINATION"
-    flag("folders", nargs="+", metavar="FOLDER", help=what)
-    flag("--shard_mb", type=int, default=1000, at_least=1, help="megabytes of files in a shard")
-    flag(
+    folders = "SOURCE (class folders, or train/ and val/ with class folders) and DESTINATION"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=folders)
+    parser.add_argument("--shard_mb", type=int, default=1000, at_least=1, help="megabytes of files in a shard")
+    parser.add_argument(
         "--quality", type=int, at_least=1, help="encode again as JPEG of this quality (default: keep the files' bytes)"
     )
-    flag("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
-    flag("--workers", type=int, default=available_cores(), at_least=1, help="processes")
-    what = "compare DESTINATION with its hashes and, if given, with SOURCE"
-    flag("--verify", action=argparse.BooleanOptionalAction, default=False, help=what)
+    parser.add_argument("--in_chans", type=int, default=3, at_least=1, help="channels of the images")
+    parser.add_argument("--workers", type=int, default=available_cores(), at_least=1, help="processes")
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compare DESTINATION with its hashes and, if given, with SOURCE",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = get_args_parser()
     args = parser.parse_args(argv)
-    if len(args.folders) > 2 or (len(args.folders) < 2 and not args.verify):
+    num_folders = len(args.folders)
+    if num_folders > 2 or (num_folders < 2 and not args.verify):
         parser.error(f"give SOURCE and DESTINATION, or with --verify DESTINATION alone, got {', '.join(args.folders)}")
-    source, destination = args.folders if len(args.folders) == 2 else (None, args.folders[0])
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that workers end, too
     try:
         with user_errors(parser):
-            for split in find_splits(source or destination):
-                folder = Path(destination) / split
-                name = "train" if split == "." else split
-                images = open_source(source, name, folder, args) if source else None
-                if args.verify or images is None:
-                    verify_split(images, folder, args.workers)
-                else:
-                    pack_split(images, folder, args)
+            run(args)
     except KeyboardInterrupt:
         print("pack_dataset.py: stopped; the same command continues", file=sys.stderr)
         raise

@@ -27,9 +27,9 @@ from frameworks.reconstruction import crops, measure, reconstruction_picture
 from frameworks.registry import load_run
 from prmim import TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
 from util import pictures
-from util.data.datasets import open_images
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
+from util.data.open import open_images
 from util.data.statistics import normalizer
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 

@@ -17,7 +17,8 @@ from models_vit import VisionTransformer
 from tests.conftest import write_photo
 from tests.runs import PLAIN, assert_same_state, contents, evaluate, finetune, pretrain, refused, reports, state
 from tests.warm import run_by_torchrun
-from util.data.datasets import AddressedDataset, open_images
+from util.data.datasets import AddressedDataset
+from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import evaluator
 from util.run import checkpoint

@@ -167,8 +167,7 @@ def test_the_reference_loader_gives_nearly_the_same_run(photos, tmp_path):
 )
 def test_what_would_help_a_run_that_waits_for_its_data(photos, flags, installed, hint, monkeypatch):
     monkeypatch.setattr(open_data.decode, "simplejpeg", True if installed else None)
-    images = FolderImages(photos)
-    images.reference = flags.get("loader") == "reference"
+    images = FolderImages(photos / "train", use_pillow=flags.get("loader") == "reference")
     num_workers = flags["num_workers"]
     found = open_data.data_hint(images, num_workers, 8, "cpu")
     assert hint in found if hint else found == ""

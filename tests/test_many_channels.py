@@ -20,7 +20,7 @@ from scripts.export import export
 from tests import runs
 from tests.runs import PLAIN, contents, evaluate, evaluation, refused, reports, state
 from tests.util.data.test_pixel_format import pixels, write_tiff
-from util.data.datasets import open_images
+from util.data.open import open_images
 from util.data.pixel_format import PixelFormat
 from util.data.statistics import measure_statistics
 from util.run.checkpoint import CheckpointError, newest_checkpoint, read_info, save_checkpoint

@@ -20,7 +20,8 @@ from tests.two_processes import run_in_two_processes
 from tests.util.evaluate.test_knn import mean_and_std, slow_ranking, slow_rankme
 from tests.warm import run_by_torchrun
 from util.costs import count_gmac, forward_gmac
-from util.data.datasets import AddressedDataset, open_images
+from util.data.datasets import AddressedDataset
+from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate.features import Features, extract_features
 from util.evaluate.knn import KnnProtocol, knn_accuracy

@@ -32,8 +32,9 @@ from downstream.probe.models import open_encoder
 from frameworks.reconstruction import measure
 from frameworks.registry import load_run
 from util.code_version import code_version
-from util.data.datasets import AddressedDataset, open_images
+from util.data.datasets import AddressedDataset
 from util.data.images import evenly_spaced
+from util.data.open import open_images
 from util.data.statistics import normalizer
 from util.data.transforms import ResizeCenterCrop
 from util.evaluate.features import Features, extract_features

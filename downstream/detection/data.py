@@ -40,7 +40,7 @@ class CocoImages(ImageFiles):
     """
 
     def __init__(self, json_path: str | Path, image_root: str | Path, training: bool, in_chans: int = 3) -> None:
-        self.json_path, self.in_chans = Path(json_path), in_chans
+        self.json_path = Path(json_path)
         content = read_coco(self.json_path)
         if not Path(image_root).is_dir():
             raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
@@ -68,7 +68,7 @@ class CocoImages(ImageFiles):
         if not segmented:
             raise ValueError(f"{str(json_path)!r} has no image with an object")
         self.num_objects, self.num_masks = len(segmented), sum(segmented)
-        super().__init__(image_root, [(image["file_name"], 0) for image in kept], [], notes)
+        super().__init__(image_root, [(image["file_name"], 0) for image in kept], [], notes, in_chans)
         self.ids = np.array([image["id"] for image in kept], np.int64)
         self.sizes = np.array([sizes[i] for i in self.ids.tolist()], np.int64)  # (height, width)
         # Bytes in one array, which forked workers share.

@@ -161,7 +161,7 @@ class Part:
     def open(self) -> FolderImages:
         """Opens the images. A label is a place in their `classes`, which are sorted wnids."""
         try:
-            return FolderImages(self.folder, "", labelled=True)
+            return FolderImages(self.folder, labelled=True)
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", f"--{self.set_name}")) from error
 

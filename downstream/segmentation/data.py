@@ -21,9 +21,8 @@ from downstream.common import scaled_size
 from downstream.image_files import examine, image_errors, read_formats, read_size
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.decode import has_16_bits, open_image
-from util.data.folders import is_hidden, is_image
+from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import ImageError, ImageFiles, evenly_spaced, retry_io
-from util.data.splits import split_of
 from util.data.transforms import TRIES, Size, mirror
 from util.text import count_of, shorten
 
@@ -75,7 +74,7 @@ class SegmentationImages(ImageFiles):
     """
 
     def __init__(self, data_path: str | Path, split: str, values: LabelValues, in_chans: int = 3) -> None:
-        self.values, self.in_chans = values, in_chans
+        self.values = values
         root = Path(data_path)
         images, self.label_root = (find_split(root / kind, split) for kind in ("images", "annotations"))
         names = list_files(images, is_image)
@@ -90,7 +89,7 @@ class SegmentationImages(ImageFiles):
         ):
             if missing:
                 raise ValueError(f"{count_of(len(missing), 'name')} {what}: {shorten(missing)}")
-        super().__init__(images, [(name, 0) for name in names], classes=[])
+        super().__init__(images, [(name, 0) for name in names], classes=[], in_chans=in_chans)
         self.has_class = False
         self.label_names = np.array([os.fsencode(labels[stem]) for stem in stems])
 

@@ -8,7 +8,7 @@ from framework import View
 from frameworks import reconstruction, registry
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenOrder
-from util.data.datasets import open_images
+from util.data.open import open_images
 from util.data.transforms import Normalize
 
 

@@ -9,70 +9,13 @@ import numpy as np
 import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
-from util.data.hugging_face import open_hugging_face
-from util.data.images import (
-    CifarImages,
-    FolderImages,
-    ImageError,
-    Images,
-    INaturalistImages,
-    find_storage_error,
-    refuse_single_class,
-    wanted_channels,
-)
-from util.data.tars import choose_tars, open_tars
+from util.data.images import ImageError, Images, find_storage_error
 
-DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
-INATURALIST = {"inat18": 2018, "inat19": 2019}
-DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
 MAX_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 
 Address = tuple[int, int]  # (epoch, index of the image)
 # image [C, H, W], label, address; with boxes also (index of the image that was read, its `transforms.CropBox`)
 Sample = tuple[Any, ...]
-
-
-def open_images(
-    dataset: str,
-    data_path: str | Path,
-    split: str = "train",
-    labelled: bool = False,
-    max_bad_fraction: float = 0.0,
-    in_chans: int = 3,
-    image_column: str | None = None,
-    label_column: str | None = None,
-) -> Images:
-    """Returns the images of a split.
-
-    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
-    in_chans: channels of the images. image_column, label_column: of "hf". ImageError if, of a sample of the image
-    headers, more than `max_bad_fraction` are bad, or if one has other channels. ValueError if the data is missing or
-    ambiguous.
-    """
-    if dataset not in DATASETS:
-        raise ValueError(f"unknown dataset {dataset!r}, choose from {', '.join(DATASETS)}")
-    if dataset != "hf" and (image_column or label_column):
-        raise ValueError(f"--image_column and --label_column are for --dataset hf, not for {dataset}: leave them out")
-    images: Images
-    if dataset in INATURALIST:
-        images = INaturalistImages(data_path, split, INATURALIST[dataset])
-    elif dataset in DOWNLOADED:
-        if in_chans != 3:
-            raise ValueError(f"--dataset {dataset} has images of 3 channels, but {wanted_channels(in_chans)}")
-        images = CifarImages(dataset, data_path, split)
-    elif dataset == "hf":
-        images = open_hugging_face(data_path, split, labelled, image_column, label_column)
-    else:
-        choice = choose_tars(data_path, split, labelled)
-        if choice.tars:
-            images = open_tars(choice, split, labelled)
-        else:
-            images = FolderImages(data_path, split, labelled)
-    if labelled:
-        refuse_single_class(images, split)
-    images.in_chans = in_chans
-    images.check(max_bad_fraction)
-    return images
 
 
 class AddressedDataset(torch.utils.data.Dataset):

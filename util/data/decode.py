@@ -39,12 +39,16 @@ def decode(data: bytes, reference: bool = False) -> np.ndarray:
         img.load()
         if has_16_bits(img):
             return np.repeat(to_8_bits(img)[:, :, None], 3, axis=2)
-        return np.array(img if img.mode == "RGB" else img.convert("RGB"))  # `convert` always copies
+        if img.mode == "RGB":
+            return np.array(img)
+        return np.array(img.convert("RGB"))  # `convert` always copies, also in mode RGB
 
 
 def has_16_bits(img: Image.Image) -> bool:
     """Whether it is a grey image of 16 bits. For PNG and PPM, Pillow's mode "I" never holds more bits."""
-    return img.mode.startswith("I;16") or (img.mode == "I" and img.format in ("PNG", "PPM"))
+    if img.mode == "I":
+        return img.format in ("PNG", "PPM")
+    return img.mode.startswith("I;16")
 
 
 def to_8_bits(img: Image.Image) -> np.ndarray:
@@ -67,18 +71,25 @@ def open_image(source: str | os.PathLike[str] | BinaryIO) -> Image.Image:
         img = open_quietly(source, FORMATS)
     except UnidentifiedImageError as error:
         raise UnidentifiedImageError(f"it does not begin as one of {', '.join(FORMATS)}") from error
-    problem: Exception | None = None
-    if img.width * img.height > max_pixels():  # Pillow itself raises at twice the limit
-        problem = Image.DecompressionBombError(f"{img.width} x {img.height} pixels are more than {max_pixels()}")
-    elif img.mode == "F" or (img.mode == "I" and not has_16_bits(img)):
-        kind = "floating-point numbers" if img.mode == "F" else "signed or 32-bit integers"
-        problem = ValueError(f"its pixels are {kind}, which have no fixed range: convert it to 8 or 16 bits, unsigned")
-        if img.mode == "F" and img.format == "TIFF":
-            problem = ValueError(f"{problem}; images of floats in one channel are read with --in_chans 1")
-    if problem is not None:
+    try:
+        refuse_unusable(img)
+    except (ValueError, Image.DecompressionBombError):
         img.close()
-        raise problem
+        raise
     return img
+
+
+def refuse_unusable(img: Image.Image) -> None:
+    """DecompressionBombError for a huge image, ValueError for pixels without a fixed range."""
+    if img.width * img.height > max_pixels():  # Pillow itself raises at twice the limit
+        raise Image.DecompressionBombError(f"{img.width} x {img.height} pixels are more than {max_pixels()}")
+    advice = "which have no fixed range: convert it to 8 or 16 bits, unsigned"
+    if img.mode == "I" and not has_16_bits(img):
+        raise ValueError(f"its pixels are signed or 32-bit integers, {advice}")
+    if img.mode == "F" and img.format == "TIFF":
+        advice += "; images of floats in one channel are read with --in_chans 1"
+    if img.mode == "F":
+        raise ValueError(f"its pixels are floating-point numbers, {advice}")
 
 
 def open_quietly(source: str | os.PathLike[str] | BinaryIO, formats: Sequence[str]) -> Image.Image:

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from util.data import folders
 from util.data.decode import PILLOW_ERRORS
+from util.data.folders import MissingSplit, find_samples
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
 from util.lazy import LazyModule
 from util.text import count_of
@@ -65,7 +65,11 @@ def read_file(path: str) -> bytes:
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
-        raise MissingImage(f"{path!r} is not a readable image ({error}); replace or remove it") from error
+        raise MissingImage(unreadable(path, error)) from error
+
+
+def unreadable(path: str, error: Exception) -> str:
+    return f"{path!r} is not a readable image ({error}); replace or remove it"
 
 
 def wanted_channels(in_chans: int) -> str:
@@ -73,24 +77,20 @@ def wanted_channels(in_chans: int) -> str:
     return f"the model takes {count_of(in_chans, 'channel')} (--in_chans in training)"
 
 
-class EncodedImages:
-    """Images that are stored encoded. Subclasses set the attributes below and define `path` and `read`.
+class Images:
+    """Images of one format, with labels. Subclasses define `path`, `fingerprint`, `check` and `load`.
 
-    labels: int64 [n]. names: bytes [n]. notes: sentences on what is ignored or replaced, for the log.
-    reference: decode everything by Pillow, as torchvision's ImageFolder does. in_chans: channels that are wanted.
-    pixel_format: of all images; `check` finds it out.
+    labels: int64 [n]. notes: sentences on what is ignored or replaced, for the log. in_chans: channels that are wanted.
     """
 
-    reference = False
-    in_chans: int = 3
-    pixel_format: PixelFormat = RGB8
-    num_checked = 1000  # headers that `check` reads
-    num_decoded = 64  # of these, the images of floats that `check` decodes
-    labels: np.ndarray
-    names: np.ndarray
-    classes: list[str]
-    root: str | Path
-    notes: list[str]
+    in_chans = 3
+    pixel_format = RGB8
+
+    def __init__(self, root: str | Path, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
+        self.root = root
+        self.labels = labels
+        self.classes = list(classes)
+        self.notes = list(notes)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -98,6 +98,47 @@ class EncodedImages:
     def path(self, i: int) -> str:
         """Returns where image i is stored, for messages."""
         raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Returns a hash of what the images are: equal for two copies of a data set."""
+        raise NotImplementedError
+
+    def check(self, max_bad_fraction: float = 0.0) -> None:
+        """Looks at the files before training. ImageError if more than that share of images is bad."""
+
+    def load(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file."""
+        raise NotImplementedError
+
+    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
+        """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""
+        return self.load(i)
+
+
+class EncodedImages(Images):
+    """Images that are stored encoded. Subclasses define `path` and `read`.
+
+    names: bytes [n]. use_pillow: decode everything by Pillow, as torchvision's ImageFolder does. `check` finds out the
+    `pixel_format` of all images.
+    """
+
+    num_checked = 1000  # headers that `check` reads
+    num_decoded = 64  # of these, the images of floats that `check` decodes
+
+    def __init__(
+        self,
+        root: str | Path,
+        names: np.ndarray,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        notes: Sequence[str] = (),
+        in_chans: int = 3,
+        use_pillow: bool = False,
+    ) -> None:
+        super().__init__(root, labels, classes, notes)
+        self.names = names
+        self.in_chans = in_chans
+        self.use_pillow = use_pillow
 
     def read(self, i: int) -> bytes:
         """Returns the encoded bytes of image i; ImageError if that file is missing or unreadable."""
@@ -107,18 +148,20 @@ class EncodedImages:
         """Returns the SHA-256 of all names and labels in order: the same for a folder and the tars packed from it."""
         digest = hashlib.sha256()
         for first in range(0, len(self), 1 << 20):  # in parts: `tolist` makes an object of each name
-            digest.update(b"".join(name + b"\0" for name in self.names[first : first + (1 << 20)].tolist()))
+            names = self.names[first : first + (1 << 20)].tolist()
+            digest.update(b"".join(name + b"\0" for name in names))
         digest.update(self.labels.tobytes())
         return digest.hexdigest()
 
     def check(self, max_bad_fraction: float = 0.0) -> None:
-        """Reads the headers of up to `num_checked` evenly spaced images, and sets `pixel_format`.
+        """Reads the headers of up to `num_checked` evenly spaced images, and finds out the `pixel_format`.
 
         ImageError if too many are no images. A single bad image is accepted, unless the fraction is 0 or no other is
         good. ImageError, too, if formats differ, cannot be used or do not have `in_chans` channels, or if floats are
         not finite.
         """
-        problems, good = [], list[int]()
+        problems: list[str] = []
+        good: list[int] = []
         formats: dict[PixelFormat, int] = {}  # of each format, the first image
         checked = evenly_spaced(len(self), self.num_checked).tolist()
         for i in checked:
@@ -130,18 +173,23 @@ class EncodedImages:
             except FormatError as error:
                 raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
             except PILLOW_ERRORS as error:
-                problems.append(f"{self.path(i)!r} is not a readable image ({error}); replace or remove it")
-        if not formats or len(problems) > (max(1, max_bad_fraction * len(checked)) if max_bad_fraction else 0):
-            count = f"{len(problems)} of {len(checked)} checked images cannot be read: " if len(problems) > 1 else ""
-            advice = f". Or raise --max_bad_fraction, {max_bad_fraction:g} now" if formats and max_bad_fraction else ""
-            raise ImageError(count + "; ".join(problems[:10]) + advice)
+                problems.append(unreadable(self.path(i), error))
+        message = f"{len(problems)} of {len(checked)} checked images cannot be read"
+        listed = "; ".join(problems[:10])
+        num_accepted = 0.0
+        if max_bad_fraction:
+            num_accepted = max(1, max_bad_fraction * len(checked))
+        if not good or len(problems) > num_accepted:
+            if max_bad_fraction:
+                message += f", more than --max_bad_fraction {max_bad_fraction:g}"
+            raise ImageError(f"{message}: {listed}")
+        if problems:
+            self.notes.append(f"warning: {message} and will be replaced: {listed}")
         self.pixel_format = self.one_format(formats)
         self._note_lost(formats[self.pixel_format])
-        if problems:
-            replaced = f"{len(problems)} of {len(checked)} checked images cannot be read and will be replaced"
-            self.notes = [*self.notes, f"warning: {replaced}: {'; '.join(problems[:10])}"]
         if self.pixel_format.is_float:
-            for i in good[:: -(-len(good) // self.num_decoded)]:
+            step = -(-len(good) // self.num_decoded)
+            for i in good[::step]:
                 self.load(i)
 
     def one_format(self, formats: Mapping[PixelFormat, int]) -> PixelFormat:
@@ -149,54 +197,59 @@ class EncodedImages:
 
         formats: those that were found, each with an image that has it.
         """
-        fitting = [i for found, i in formats.items() if found.channels == self.in_chans]
-        for found, i in formats.items():
-            if found.channels != self.in_chans:
-                rest = f", as {self.path(fitting[0])!r} has" if fitting else ""
-                rest += ": a band is missing" if fitting and found.channels < self.in_chans else ""
-                raise ImageError(f"{self.path(i)!r} has {found}, but {wanted_channels(self.in_chans)}{rest}")
-        (first, i), *others = formats.items()
-        if others:
-            other, k = others[0]
-            raise ImageError(
-                f"{self.path(i)!r} has {first}, but {self.path(k)!r} has {other}: all images need one format"
-            )
+        fitting = [i for pixels, i in formats.items() if pixels.channels == self.in_chans]
+        for pixels, i in formats.items():
+            if pixels.channels == self.in_chans:
+                continue
+            message = f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}"
+            if fitting:
+                message += f", as {self.path(fitting[0])!r} has"
+            if fitting and pixels.channels < self.in_chans:
+                message += ": a band is missing"
+            raise ImageError(message)
+        first, *others = formats
+        for other in others:
+            differing = f"{self.path(formats[first])!r} has {first}, but {self.path(formats[other])!r} has {other}"
+            raise ImageError(f"{differing}: all images need one format")
         return first
 
     def _note_lost(self, i: int) -> None:
         """Notes what image i has that RGB of 8 bits does not hold, if it is read as such."""
         may_have_more = self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm"))
-        if self.pixel_format == RGB8 and may_have_more and (lost := note_on_rgb(self.source(i))):
-            note = f"note: {self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits"
-            self.notes = [*self.notes, note]
+        if self.pixel_format != RGB8 or not may_have_more:
+            return
+        lost = note_on_rgb(self.source(i))
+        if lost:
+            self.notes.append(f"note: {self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits")
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""
         return io.BytesIO(self.read(i))
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file."""
         data = self.read(i)
         try:
-            return read_pixels(data, self.pixel_format, self.reference), int(self.labels[i])
+            return read_pixels(data, self.pixel_format, self.use_pillow), int(self.labels[i])
         except PILLOW_ERRORS as error:
             raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove it") from error
-
-    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns ([H, W, D], label) for the transform of a data set: the image, or the image and its label map."""
-        return self.load(i)
 
 
 class ImageFiles(EncodedImages):
     """Images in files of their own. samples: [(path relative to `root`, label)]."""
 
     def __init__(
-        self, root: str | Path, samples: Sequence[tuple[str, int]], classes: list[str], notes: Sequence[str] = ()
+        self,
+        root: str | Path,
+        samples: Sequence[tuple[str, int]],
+        classes: Sequence[str],
+        notes: Sequence[str] = (),
+        in_chans: int = 3,
+        use_pillow: bool = False,
     ) -> None:
-        self.root, self.classes, self.notes = root, classes, [*notes]
         # Arrays, because forked workers share their memory. Reading a list would copy it into each worker.
-        self.names = np.array([os.fsencode(path) for path, _ in samples])
-        self.labels = np.array([label for _, label in samples], np.int64)
+        names = np.array([os.fsencode(path) for path, _ in samples])
+        labels = np.array([label for _, label in samples], np.int64)
+        super().__init__(root, names, labels, classes, notes, in_chans, use_pillow)
 
     def read(self, i: int) -> bytes:
         return read_file(self.path(i))
@@ -209,111 +262,103 @@ class ImageFiles(EncodedImages):
 
 
 class FolderImages(ImageFiles):
-    """Images of ROOT/train/ or ROOT/val/, by `split`, or of ROOT itself: class folders, or images without classes.
+    """Images of a folder: those in its class folders, or those directly in it, without classes and with label 0.
 
-    Without classes every label is 0. With `labelled`, the split's folder must exist and hold class folders. `root` is
-    the folder that is read. ValueError if the folder is missing, empty or ambiguous, or if a class has no images.
+    ValueError if the folder holds none, if a class has none, or if there are no classes although they are `labelled`.
     """
 
-    def __init__(self, data_path: str | Path, split: str = "train", labelled: bool = False) -> None:
-        root, notes = folders.find_root(data_path, split, labelled)
-        classes, samples, ignored = folders.find_samples(root, labelled)
-        super().__init__(root, samples, classes, notes + ignored)
+    def __init__(
+        self,
+        root: str | Path,
+        labelled: bool = False,
+        notes: Sequence[str] = (),
+        in_chans: int = 3,
+        use_pillow: bool = False,
+    ) -> None:
+        classes, samples = find_samples(Path(root), labelled)
+        super().__init__(root, samples, classes, notes, in_chans, use_pillow)
 
 
 class INaturalistImages(ImageFiles):
     """iNaturalist 2018 or 2019: ROOT/<split><year>.json in COCO's format, and the images that it names.
 
-    A label is the rank of its category's id. ValueError if the file has another format, or an image without a category.
+    A label is the rank of its category's id. MissingSplit if there is no such file, ValueError if it has another format
+    or an image without a category.
     """
 
-    def __init__(self, data_path: str | Path, split: str, year: int) -> None:
+    def __init__(
+        self, data_path: str | Path, split: str, year: int, in_chans: int = 3, use_pillow: bool = False
+    ) -> None:
         path = Path(data_path) / f"{split}{year}.json"
+        if not path.is_file():
+            raise MissingSplit(f"--data_path must hold iNaturalist's {path.name}, but {str(path)!r} is no file")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             categories = {c["id"]: c.get("name", str(c["id"])) for c in content["categories"]}
             names = {image["id"]: image["file_name"] for image in content["images"]}
             category_of = {a["image_id"]: a["category_id"] for a in content["annotations"]}
-        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"--data_path must hold iNaturalist's {path.name}, but {str(path)!r}: {reason}") from error
-        label_of = {category: label for label, category in enumerate(sorted(categories))}
-        without = [name for i, name in names.items() if category_of.get(i) not in label_of]
-        if without or not names:
-            found = f"{count_of(len(without), 'image')} without a category ({without[0]})" if without else "no image"
-            raise ValueError(f"{str(path)!r} names {found}")
-        samples = [(name, label_of[category_of[i]]) for i, name in sorted(names.items())]
-        super().__init__(Path(data_path), samples, [categories[c] for c in sorted(categories)])
+        ids = sorted(categories)
+        label_of = {category: label for label, category in enumerate(ids)}
+        samples: list[tuple[str, int]] = []
+        for image, name in sorted(names.items()):
+            category = category_of.get(image)
+            if category not in label_of:
+                raise ValueError(f"{str(path)!r} names {name}, an image without a category")
+            samples.append((name, label_of[category]))
+        if not samples:
+            raise ValueError(f"{str(path)!r} names no image")
+        classes = [categories[category] for category in ids]
+        super().__init__(data_path, samples, classes, (), in_chans, use_pillow)
 
 
-class CifarImages:
-    """torchvision's CIFAR-10 or CIFAR-100 in `data_path`. It is downloaded if it is not there."""
-
-    in_chans: int = 3
-    pixel_format = RGB8
+class CifarImages(Images):
+    """torchvision's CIFAR-10 or CIFAR-100, downloaded to `data_path` if it is not there. Its hash is checked."""
 
     def __init__(self, name: str, data_path: str | Path, split: str = "train") -> None:
         make = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
         try:
             self.images = make(data_path, train=split == "train", download=True)
         except (OSError, RuntimeError) as error:
-            what = f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error})"
-            raise ValueError(f"{what}; put torchvision's {make.base_folder} there") from error
-        self.classes: list[str] = self.images.classes
-        self.labels = np.array(self.images.targets, np.int64)
-        self.root = f"{name}'s {split} split"
-        self.notes: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.images)
+            problem = f"{name} is not in --data_path {str(data_path)!r} and cannot be downloaded ({error})"
+            raise ValueError(f"{problem}; put torchvision's {make.base_folder} there") from error
+        super().__init__(f"{name}'s {split} split", np.array(self.images.targets, np.int64), self.images.classes)
 
     def fingerprint(self) -> str:
-        """Returns the data set's name: its content is fixed."""
-        return self.root
-
-    def check(self, max_bad_fraction: float = 0.0) -> None:
-        """Does nothing: torchvision has compared the files' hashes."""
+        return str(self.root)  # the content is fixed
 
     def path(self, i: int) -> str:
-        """Returns the name of image i, for messages."""
         return f"image {i} of {self.root}"
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns (uint8 [H, W, 3], label)."""
         img, label = self.images[i]
         return np.array(img), label
-
-    def load_sample(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns what `load` does."""
-        return self.load(i)
-
-
-Images = EncodedImages | CifarImages
 
 
 def find_storage_error(images: Images) -> OSError | None:
     """Returns an error if none of up to 100 evenly spaced images can be opened, which no single file explains."""
-    if isinstance(images, EncodedImages):
-        for i in evenly_spaced(len(images), 100).tolist():
-            try:
-                images.read(i)
-            except MissingImage:
-                continue
-            except ImageError:
-                return None
-            except OSError as error:
-                return error
+    if not isinstance(images, EncodedImages):
+        return None
+    for i in evenly_spaced(len(images), 100).tolist():
+        try:
+            images.read(i)
+        except MissingImage:
+            continue
+        except ImageError:
             return None
-        return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
-    return None
+        except OSError as error:
+            return error
+        return None
+    return OSError(f"the images in {str(images.root)!r} cannot be opened any more")
 
 
 def refuse_single_class(images: Any, split: str) -> None:
     """ValueError if there is one class, or one that all training images have: any classifier would be right."""
     if len(images.classes) < 2 or (split == "train" and has_one_label(images)):
-        name, hint = images.classes[images.labels[0]], getattr(images, "label_hint", "")
-        what = f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class {name!r}"
-        raise ValueError(f"{what}, but a classifier needs two or more{hint}")
+        found = f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class"
+        raise ValueError(f"{found} {images.classes[images.labels[0]]!r}, but a classifier needs two or more")
 
 
 def has_one_label(images: Any) -> bool:
@@ -331,7 +376,10 @@ def check_splits(images: Any, val_images: Any) -> None:
 
 def check_classes(ours: Sequence[str], theirs: Sequence[str], what: str, whose: str) -> None:
     """ValueError if the lists of classes differ. It names the first differences."""
-    if list(ours) != list(theirs):
-        odd = sorted(set(ours) ^ set(theirs))
-        difference = f"only one of them has {', '.join(odd[:5])}" if odd else "in another order"
-        raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; {difference}")
+    if list(ours) == list(theirs):
+        return
+    difference = "in another order"
+    odd = sorted(set(ours) ^ set(theirs))
+    if odd:
+        difference = f"only one of them has {', '.join(odd[:5])}"
+    raise ValueError(f"{what} has {len(ours)} classes, {whose} {len(theirs)}; {difference}")

@@ -1,17 +1,99 @@
-"""Opens the images of a run on all ranks."""
+"""Opens the images of a split: decides what --data_path is, and opens it on all ranks."""
 
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from util import collectives
 from util.data import decode
-from util.data.datasets import DOWNLOADED, INATURALIST, open_images
-from util.data.folders import list_folder
-from util.data.hugging_face import HuggingFaceImages
-from util.data.images import EncodedImages, Images
-from util.data.splits import choose_split, group_by_split, split_of_tar
-from util.data.tars import find_tars
+from util.data.folders import SplitFiles, find_files
+from util.data.hugging_face import open_hugging_face
+from util.data.images import (
+    CifarImages,
+    EncodedImages,
+    FolderImages,
+    Images,
+    INaturalistImages,
+    refuse_single_class,
+    wanted_channels,
+)
+from util.data.tars import open_tars
+
+DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
+INATURALIST = {"inat18": 2018, "inat19": 2019}
+DATASETS = ("folder", *DOWNLOADED, *INATURALIST, "hf")
+
+
+@dataclass
+class ImageSource:
+    """What --data_path is, and how its images are read. ValueError if there is no such data.
+
+    dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
+    max_bad_fraction: of the image headers that are checked. in_chans: channels of the images. image_column,
+    label_column: of "hf". use_pillow: decode everything by Pillow.
+    """
+
+    dataset: str
+    data_path: str | Path
+    split: str = "train"
+    labelled: bool = False
+    max_bad_fraction: float = 0.0
+    in_chans: int = 3
+    image_column: str | None = None
+    label_column: str | None = None
+    use_pillow: bool = False
+    files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
+
+    def __post_init__(self) -> None:
+        if self.dataset not in DATASETS:
+            raise ValueError(f"unknown dataset {self.dataset!r}, choose from {', '.join(DATASETS)}")
+        if self.dataset != "hf" and (self.image_column or self.label_column):
+            flags = "--image_column and --label_column are for --dataset hf"
+            raise ValueError(f"{flags}, not for {self.dataset}: leave them out")
+        if self.dataset in DOWNLOADED and self.in_chans != 3:
+            wanted = wanted_channels(self.in_chans)
+            raise ValueError(f"--dataset {self.dataset} has images of 3 channels, but {wanted}")
+        if self.dataset == "folder":
+            self.files = find_files(self.data_path, self.split, self.labelled)
+
+    @property
+    def in_tars(self) -> bool:
+        return self.files is not None and len(self.files.tars) > 0
+
+    @property
+    def is_written_once(self) -> bool:
+        """Whether opening it writes files for all processes: a download, a conversion or an index."""
+        return self.in_tars or self.dataset in (*DOWNLOADED, "hf")
+
+    def open(self) -> Images:
+        """Returns the images. ImageError if too many are bad, or if one has other channels."""
+        images = self._open()
+        if self.labelled:
+            refuse_single_class(images, self.split)
+        images.check(self.max_bad_fraction)
+        return images
+
+    def _open(self) -> Images:
+        reading: dict[str, Any] = {"in_chans": self.in_chans, "use_pillow": self.use_pillow}
+        if self.dataset in INATURALIST:
+            return INaturalistImages(self.data_path, self.split, INATURALIST[self.dataset], **reading)
+        if self.dataset in DOWNLOADED:
+            return CifarImages(self.dataset, self.data_path, self.split)
+        if self.dataset == "hf":
+            columns = (self.image_column, self.label_column)
+            return open_hugging_face(self.data_path, self.split, self.labelled, *columns, **reading)
+        assert self.files is not None
+        if self.files.tars:
+            return open_tars(self.files.tars, self.labelled, self.files.notes, **reading)
+        return FolderImages(self.files.root, self.labelled, self.files.notes, **reading)
+
+
+def open_images(
+    dataset: str, data_path: str | Path, split: str = "train", labelled: bool = False, **options: Any
+) -> Images:
+    """Returns the images of a split. options: see `ImageSource`."""
+    return ImageSource(dataset, data_path, split, labelled, **options).open()
 
 
 def open_everywhere(
@@ -20,52 +102,56 @@ def open_everywhere(
     labelled: bool = False,
     max_bad_fraction: float = 0.0,
     in_chans: int | None = None,
-) -> Any:
-    """Calls `open_images` with the flags on every rank. Rank 0 downloads, converts or indexes first.
+) -> Images:
+    """Opens the images that the flags name on every rank. Rank 0 downloads, converts or indexes first.
 
     in_chans: channels of a trained model's images (default: the flag's).
     ValueError on all ranks if one of them fails, or if they see different data.
     """
-    in_tars = args.dataset == "folder" and collectives.run_everywhere(
-        lambda: bool(find_tars(args.data_path, split, labelled))
-    )
-    collectives.refuse_differences({"--data_path": "tars" if in_tars else "no tars"}, "kind of data")
 
-    def open_split() -> Any:
-        options = max_bad_fraction, in_chans or args.in_chans, args.image_column, args.label_column
-        return open_images(args.dataset, args.data_path, split, labelled, *options)
+    def find_source() -> ImageSource:
+        return ImageSource(
+            args.dataset,
+            args.data_path,
+            split,
+            labelled,
+            max_bad_fraction,
+            in_chans or args.in_chans,
+            args.image_column,
+            args.label_column,
+            use_pillow=args.loader == "reference",
+        )
 
-    # On nodes with a cache of their own, the processes of `datasets` wait for each other by a lock.
-    if args.dataset in (*DOWNLOADED, "hf") or in_tars:
-        collectives.run_on_rank0(lambda: bool(open_split()))
-    images = collectives.run_everywhere(open_split)
-    found = {"number of images": len(images), "names and labels": images.fingerprint()}
-    found["channels and depth"] = str(images.pixel_format)
+    source = collectives.run_everywhere(find_source)
+    kind = "tars" if source.in_tars else "no tars"
+    collectives.refuse_differences({"--data_path": kind}, "kind of data")
+    images = open_rank0_first(source) if source.is_written_once else collectives.run_everywhere(source.open)
+    found = {
+        "number of images": len(images),
+        "names and labels": images.fingerprint(),
+        "channels and depth": str(images.pixel_format),
+    }
     collectives.refuse_differences(found, f"{split} data")
-    images.reference = args.loader == "reference"
     return images
 
 
-def has_val(args: argparse.Namespace, images: Images) -> bool:
-    """Whether the data holds a split of validation images. It reads names alone. images: the training images."""
-    root = Path(args.data_path)
-    if args.dataset in INATURALIST:
-        return (root / f"val{INATURALIST[args.dataset]}.json").is_file()
-    if isinstance(images, HuggingFaceImages):
-        return choose_split(group_by_split(images.splits), "val") is not None
-    if args.dataset in DOWNLOADED or getattr(images, "content", {}).get("split_inside"):
-        return True
-    if not root.is_dir():  # a tar without splits
-        return False
-    listing = list_folder(root)
-    found = group_by_split(listing.folders) | group_by_split(listing.tars, split_of_tar)
-    return choose_split(found, "val") is not None
+def open_rank0_first(source: ImageSource) -> Images:
+    """Opens a source on rank 0, and then on the other ranks, which find what rank 0 has written."""
+    opened: list[Images] = []
+    collectives.run_on_rank0(lambda: opened.append(source.open()))
+
+    def open_or_take() -> Images:
+        return opened[0] if opened else source.open()
+
+    return collectives.run_everywhere(open_or_take)
 
 
 def data_settings(images: Any) -> dict[str, str]:
     """Returns the settings that pin the data of a run: --data_path with the commit, if it is a data set of the Hub."""
     pinned_path = getattr(images, "pinned_path", None)
-    return {"data_path": pinned_path} if pinned_path else {}
+    if pinned_path is None:
+        return {}
+    return {"data_path": pinned_path}
 
 
 def data_hint(images: Any, num_workers: int, cores: int, device: str) -> str:
@@ -73,14 +159,17 @@ def data_hint(images: Any, num_workers: int, cores: int, device: str) -> str:
 
     cores: of this process. device: "cpu" or "cuda".
     """
+    if num_workers == 0 and device == "cpu":
+        return ""
     if num_workers == 0:
-        return "" if device == "cpu" else "no worker loads ahead; set --num_workers"
+        return "no worker loads ahead; set --num_workers"
     hints = []
     if num_workers < cores - 1:
         hints.append(f"raise --num_workers, {num_workers} now, to this process's {cores} cores")
-    if isinstance(images, EncodedImages):
-        if decode.simplejpeg is None and not images.reference:
-            hints.append("pip install simplejpeg, which decodes JPEGs faster")
-        if images.reference:
-            hints.append("--loader reference is half as fast as the default")
-    return "; ".join(hints) or "more cores per GPU; a faster disk, or fewer and larger files by scripts/pack_dataset.py"
+    if isinstance(images, EncodedImages) and images.use_pillow:
+        hints.append("--loader reference is half as fast as the default")
+    elif isinstance(images, EncodedImages) and decode.simplejpeg is None:
+        hints.append("pip install simplejpeg, which decodes JPEGs faster")
+    if not hints:
+        hints.append("more cores per GPU; a faster disk, or fewer and larger files by scripts/pack_dataset.py")
+    return "; ".join(hints)

@@ -84,28 +84,38 @@ def read_header(source: str | os.PathLike[str] | io.BytesIO, in_chans: int = 3) 
         is_tiff = start.startswith(TIFF)
         if is_tiff and in_chans != 3:
             return _tiff_header(file, in_chans)
-        if is_tiff:
-            with _opened(source) as other:
-                _refuse_pages(other)
-        try:
-            with open_image(file) as img:
-                size = img.height, img.width
-                if in_chans == 3:
-                    return RGB8, size
-                dtype = "uint16" if has_16_bits(img) else "uint8"
-                return PixelFormat(Image.getmodebands(_mode(img)), dtype), size
-        except UnidentifiedImageError as error:
-            if not is_tiff:
-                raise
-            if tifffile is None:
-                raise ValueError(f"{error}; TIFFs of other bands need tifffile: pip install tifffile") from error
-    with _opened(source) as file:  # Pillow may have closed the other one
+    if is_tiff:
+        with _opened(source) as file:
+            _refuse_pages(file)
+    try:
+        with _opened(source) as file:
+            return _picture_header(file, in_chans)
+    except UnidentifiedImageError as error:
+        if not is_tiff:
+            raise
+        if tifffile is None:
+            raise ValueError(f"{error}; TIFFs of other bands need tifffile: pip install tifffile") from error
+    with _opened(source) as file:
         return _tiff_header(file, in_chans)
 
 
 def _opened(source: str | os.PathLike[str] | io.BytesIO) -> BinaryIO:
     """Opens a file for reading, or a copy of the bytes of one: Pillow closes what it cannot read."""
-    return io.BytesIO(source.getvalue()) if isinstance(source, io.BytesIO) else open(source, "rb")
+    if isinstance(source, io.BytesIO):
+        return io.BytesIO(source.getvalue())
+    return open(source, "rb")
+
+
+def _picture_header(file: BinaryIO, in_chans: int) -> Header:
+    """Reads the header of an image by Pillow."""
+    with open_image(file) as img:
+        size = (img.height, img.width)
+        if in_chans == 3:
+            return RGB8, size
+        channels = Image.getmodebands(_mode(img))
+        if has_16_bits(img):
+            return PixelFormat(channels, "uint16"), size
+        return PixelFormat(channels, "uint8"), size
 
 
 def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> np.ndarray:
@@ -125,13 +135,21 @@ def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> 
     elif data.startswith(TIFF):
         array = _read_tiff(data, expected.channels)
     else:
-        with open_image(io.BytesIO(data)) as img:
-            array = np.asarray(img if has_16_bits(img) else img.convert(_mode(img)))
-    array = array[:, :, None] if array.ndim == 2 else array
+        array = _read_picture(data)
+    if array.ndim == 2:
+        array = array[:, :, None]
     array = np.require(array, expected.dtype, ["C", "W"])  # in this machine's byte order
     if expected.is_float:
         refuse_not_finite(array)
     return array
+
+
+def _read_picture(data: bytes) -> np.ndarray:
+    """Returns an image that Pillow reads, with its own channels, [H, W] or [H, W, C]."""
+    with open_image(io.BytesIO(data)) as img:
+        if has_16_bits(img):
+            return np.asarray(img)
+        return np.asarray(img.convert(_mode(img)))
 
 
 def refuse_not_finite(array: np.ndarray) -> None:
@@ -144,25 +162,34 @@ def refuse_not_finite(array: np.ndarray) -> None:
 
 def _mode(img: Image.Image) -> str:
     """Returns Pillow's mode in which the channels of an image are read."""
-    return "I;16" if has_16_bits(img) else MODES.get(img.mode, "RGB")
+    if has_16_bits(img):
+        return "I;16"
+    return MODES.get(img.mode, "RGB")
 
 
 def _checked(shape: tuple[int, ...], dtype: np.dtype) -> Header:
     """Returns the header of an array [H, W] or [H, W, C]; ValueError if it is not one that can be read."""
-    name = dtype.newbyteorder("=").name if dtype.kind in "uf" else str(dtype)
+    name = str(dtype)
+    if dtype.kind in "uf":
+        name = dtype.newbyteorder("=").name
     if name not in RANGES:
         raise FormatError(f"its values are {name}; only {', '.join(RANGES)} are read: convert it")
     if len(shape) not in (2, 3) or 0 in shape:
         raise FormatError(f"its shape is {list(shape)}; expected is [H, W] or [H, W, C]")
     if shape[0] * shape[1] > max_pixels():
         raise ValueError(f"{shape[1]} x {shape[0]} pixels are more than {max_pixels()}")
-    return PixelFormat(shape[2] if len(shape) == 3 else 1, name), (shape[0], shape[1])
+    channels = 1
+    if len(shape) == 3:
+        channels = shape[2]
+    return PixelFormat(channels, name), (shape[0], shape[1])
 
 
 def _npy_header(file: BinaryIO, in_chans: int) -> Header:
     version = npy_format.read_magic(file)
-    read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-    shape, _, dtype = read_header(file)
+    if version == (1, 0):
+        shape, _, dtype = npy_format.read_array_header_1_0(file)
+    else:
+        shape, _, dtype = npy_format.read_array_header_2_0(file)
     if len(shape) == 3 and shape[2] != in_chans and (shape[0] == in_chans or shape[0] < min(shape[1:])):
         raise FormatError(f"its shape {list(shape)} is no [H, W, C]: save numpy.moveaxis(array, 0, -1)")
     return _checked(shape, dtype)
@@ -199,12 +226,13 @@ def _rows_are_pages(pages: int, height: int, width: int) -> bool:
 
 def _pages_error(pages: int, height: int, width: int) -> FormatError:
     """Returns the error for pages whose meaning --in_chans does not tell."""
-    meanings = {pages: "channel"}
-    if _rows_are_pages(pages, height, width):
-        meanings = {width: "row of an array [H, W, C]", pages: "channel"}
-    others = [f", or give --in_chans {n} if each page is a {what}" for n, what in meanings.items() if n != 3]
-    advice = "save each image in one page, such as tifffile.imwrite(path, array, photometric='rgb')"
-    return FormatError(f"it has {pages} pages of {height} x {width} values: {advice}{''.join(others)}")
+    message = f"it has {pages} pages of {height} x {width} values: save each image in one page, such as "
+    message += "tifffile.imwrite(path, array, photometric='rgb')"
+    if _rows_are_pages(pages, height, width) and width != 3:
+        message += f", or give --in_chans {width} if each page is a row of an array [H, W, C]"
+    if pages != 3:
+        message += f", or give --in_chans {pages} if each page is a channel"
+    return FormatError(message)
 
 
 def _refuse_pages(file: BinaryIO) -> None:
@@ -215,11 +243,13 @@ def _refuse_pages(file: BinaryIO) -> None:
     pages = 0
     try:
         with open_quietly(file, ["TIFF"]) as img:
-            (width, height), samples = img.size, img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+            width, height = img.size
+            samples = img.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
             for page in itertools.count():
                 img.seek(page)  # EOFError after the last one
                 is_extra = img.tag_v2.get(NEW_SUBFILE_TYPE, 0) & (REDUCED | MASK)
-                pages += img.size == (width, height) and not is_extra
+                if img.size == (width, height) and not is_extra:
+                    pages += 1
     except Exception:  # of many types, for damaged files, which get their own message
         pass
     if pages > 1 and samples > 1:
@@ -242,15 +272,18 @@ def _read_tiff(data: bytes, in_chans: int) -> np.ndarray:
     """Returns all bands of a TIFF [H, W] or [H, W, C]."""
     with _open_tiff(io.BytesIO(data)) as image:
         array = image.asarray()
-        is_planar = array.ndim == 3 and not _bands_last(image.shape, image.axes, in_chans)
-    return np.moveaxis(array, 0, -1) if is_planar else array
+        if array.ndim == 3 and not _bands_last(image.shape, image.axes, in_chans):
+            return np.moveaxis(array, 0, -1)
+        return array
 
 
 def note_on_rgb(source: str | BinaryIO) -> str:
     """Returns what an image has that is lost if it becomes RGB of 8 bits: 16 bits, or other pages; "" if nothing."""
     with open_image(source) as img:
+        lost = []
         bits = max(getattr(img, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (8,)))
-        lost = ["16 bits"] if has_16_bits(img) or bits > 8 else []
+        if has_16_bits(img) or bits > 8:
+            lost.append("16 bits")
         if isinstance(img, TiffImagePlugin.TiffImageFile) and img.n_frames > 1:
             lost.append(count_of(img.n_frames, "page"))
         return " and ".join(lost)

@@ -1,18 +1,22 @@
-"""Images in tars, read in place: the choice of the tars of a split, and an index for random access.
+"""Images in tars, read in place: WebDataset shards, and the shards of `scripts/pack_dataset.py`.
 
-An index says where each image lies, so that one `pread` reads it. `scripts/pack_dataset.py` writes an index beside its
-shards. For other tars it is made when they are opened for the first time. It is a safetensors file, which is mapped
-into memory and shared by all workers.
+The label of an image is the number in the `.cls` member beside it. Without such members, images have no labels. Hidden
+members, links, devices, sparse files and names that lead out of the tar are not read.
+
+An index says where each image lies, so that one `pread` reads it. pack_dataset.py writes an index beside its shards.
+For other tars it is made when they are opened for the first time. It is a safetensors file, which is mapped into memory
+and shared by all workers.
 """
 
 import hashlib
 import json
 import os
 import resource
-from collections.abc import Mapping
+import tarfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,80 +24,234 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from util.atomic import replaced_file
-from util.data.folders import find_folder, list_folder, refuse_archive
+from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import EncodedImages, ImageError, retry_io
-from util.data.splits import choose_split, group_by_split, readable_splits, split_of_tar, stand_in_notes
-from util.data.tar_scan import Rows, describe_tars, repair_command, repair_hint, scan_tars, unread_labels
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
+INDEX_VERSION = 6  # an index that was made by other rules is made again
 COLUMNS = ("tar", "label", "offset", "size", "name")
-RULE = 5  # version of the rules for splits, labels and images; an index made by other rules is made again
-MOST_OPEN = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # tars that a process keeps open
+MANIFEST = "__prmim__"  # first member of a packed shard, a JSON object; WebDataset skips names of this form
+MANIFEST_KEYS = {"command", "quality", "shard_mb", "classes", "num_shards", "shard", "names", "files"}
+MAX_CLASSES = 1_000_000
+MAX_OPEN = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # tars that a process keeps open
+
+Manifest = dict[str, Any]
+Rows = dict[str, np.ndarray]  # tar int32, label, offset and size int64, name bytes; each [n]
+
+
+# -------------------------------------------------------------------------------------------------------------- scan
+
+
+class MemberError(ValueError):
+    """A member of a tar cannot be used, but the tar is not damaged."""
 
 
 @dataclass
-class Choice:
-    """The tars to read for a split. by_folders: folders inside them must tell the splits apart."""
+class TarScan:
+    """The images in a tar, in its order. labels: empty if there is no `.cls` member. splits: that folders are named."""
 
-    tars: list[Path]
-    by_folders: bool = False
-    notes: list[str] = field(default_factory=list)
-
-
-def find_tars(data_path: str | Path, split: str, labelled: bool = False) -> list[Path]:
-    """Returns the tars of a split; an empty list if image files are to be read."""
-    return choose_tars(data_path, split, labelled).tars
+    names: list[str] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    splits: set[str] = field(default_factory=set)
+    num_ignored: int = 0
 
 
-def choose_tars(data_path: str | Path, split: str, labelled: bool = False) -> Choice:
-    """Chooses the tars of a split, sorted: those in ROOT/<split>/, or those in ROOT with the split in their names.
+def scan_tar(path: Path) -> TarScan:
+    """Finds the images in a tar by its headers. Nothing is extracted. ValueError names a tar that cannot be read."""
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            return scan_members(tar, file, path.stat().st_size)
+    except MemberError as error:
+        raise ValueError(f"in {str(path)!r}: {error}") from error
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read as a tar: {error}; copy, download or pack it again") from error
 
-    Class folders and image files come before tars, unless a tar's name contains the split. If no name contains a split,
-    or if `data_path` is a tar itself, all are read. Folders inside must then separate the splits of `labelled` images.
+
+def scan_members(tar: tarfile.TarFile, file: BinaryIO, num_bytes: int) -> TarScan:
+    """Scans an open tar of `num_bytes`. file: the same, for reads at any position."""
+    scan = TarScan()
+    numbers: dict[str, int] = {}  # of each sample, the number of its class
+    folders: set[PurePosixPath] = set()
+    while (member := tar.next()) is not None:
+        tar.members = []  # type: ignore[attr-defined]  # tarfile would keep all headers in memory
+        if member.size < 0 or member.offset_data + member.size > num_bytes:
+            raise tarfile.TarError(f"{member.name!r} does not lie inside it")
+        if member.isdir():
+            continue
+        name = PurePosixPath(member.name)
+        leads_out = name.is_absolute() or ".." in name.parts
+        if leads_out or not member.isreg() or member.issparse() or any(map(is_hidden, name.parts)):
+            scan.num_ignored += 1
+        elif name.suffix == ".cls":
+            numbers[sample_key(str(name))] = class_number(file, member)
+        elif is_image(name.name):
+            scan.names.append(str(name))
+            scan.offsets.append(member.offset_data)
+            scan.sizes.append(member.size)
+            folders.add(name.parent)
+    # A tar that was cut between two members, or appended to another, looks complete to tarfile.
+    tail = os.pread(file.fileno(), 1 << 16, tar.offset)
+    if len(tail) < tarfile.BLOCKSIZE or tail.strip(tarfile.NUL):
+        raise tarfile.TarError("it has no end mark, or more behind it: it was cut short, or made of several tars")
+    for folder in folders:
+        scan.splits.update(split for split in map(split_of, folder.parts) if split)
+    if numbers:
+        scan.labels = image_labels(scan.names, numbers)
+    return scan
+
+
+def sample_key(name: str) -> str:
+    """Returns what the members of one WebDataset sample share: the path up to the first dot of its last part."""
+    folder, slash, file_name = name.rpartition("/")
+    return folder + slash + file_name.partition(".")[0]
+
+
+def class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
+    """Returns the class number in a `.cls` member."""
+    text = os.pread(file.fileno(), min(member.size, 20), member.offset_data).strip()
+    if not text.isdigit() or member.size > 20 or int(text) >= MAX_CLASSES:
+        found = f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class"
+        raise MemberError(f"{found}: write 0, 1, ... into .cls")
+    return int(text)
+
+
+def image_labels(names: Sequence[str], numbers: Mapping[str, int]) -> list[int]:
+    """Returns the labels of images. MemberError unless each has a `.cls` member of its own."""
+    name_of: dict[str, str] = {}
+    labels: list[int] = []
+    for name in names:
+        key = sample_key(name)
+        if key not in numbers:
+            raise MemberError(f"{name!r} has no .cls beside it, but other images have")
+        if key in name_of:
+            raise MemberError(f"{name_of[key]!r} and {name!r} are in one sample: pack one image for each .cls")
+        name_of[key] = name
+        labels.append(numbers[key])
+    return labels
+
+
+def make_rows(scans: Sequence[TarScan]) -> Rows:
+    """Returns the rows of an index. Images without labels get the label 0."""
+    names: list[bytes] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    labels: list[int] = []
+    for scan in scans:
+        names += [os.fsencode(name) for name in scan.names]
+        offsets += scan.offsets
+        sizes += scan.sizes
+        labels += scan.labels or [0] * len(scan.names)
+    counts = [len(scan.names) for scan in scans]
+    return {
+        "tar": np.repeat(np.arange(len(scans), dtype=np.int32), counts),
+        "label": np.array(labels, np.int64),
+        "offset": np.array(offsets, np.int64),
+        "size": np.array(sizes, np.int64),
+        "name": np.array(names),
+    }
+
+
+def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
+    """Returns (rows, content) for an index of tars. ValueError if they cannot be read, or not together.
+
+    content: "classes", "notes" and "packed" (the manifest's "command" and "quality"; None for tars of others).
     """
-    path = Path(data_path)
-    refuse_archive(path)
-    if path.is_file() and path.suffix == ".tar":
-        return Choice([path], by_folders=labelled and split_of_tar(path.name) not in readable_splits(split))
-    if not path.is_dir():
-        return Choice([])
-    listing = list_folder(path)
-    by_name = group_by_split(listing.tars, split_of_tar)
-    chosen = choose_split({*by_name, *group_by_split(listing.folders)}, split, fall_back=not labelled)
-    if chosen is not None:
-        folder = find_folder(listing, chosen)
-        if folder is None:
-            notes = stand_in_notes(shorten(by_name[chosen]), chosen, split)
-            return Choice([path / name for name in by_name[chosen]], notes=notes)
-        inside = list_folder(path / folder)
-        tars = [] if inside.folders or inside.images else inside.tars
-        return Choice([inside.path / tar for tar in tars], notes=stand_in_notes(f"{folder}/", chosen, split))
-    if listing.folders or listing.images:
-        return Choice([])
-    if by_name:
-        others = [name for name in listing.tars if split_of_tar(name) is None]
-        found = "; ".join(f"{name}: {shorten(tars)}" for name, tars in {**by_name, "no split": others}.items() if tars)
-        what = f"--data_path {str(path)!r} holds no tar with {split} in its name (names with {found})"
-        raise ValueError(f"{what}: rename the tars to read, to {split}-0.tar for example")
-    return Choice([path / name for name in listing.tars], by_folders=labelled)
+    for path in tars:
+        manifest = read_manifest(path)
+        if manifest is not None:
+            missing = f"{str(path)!r} is a shard of pack_dataset.py, but {INDEX} is not beside it"
+            raise ValueError(f"{missing}: copy it, too, or pack again. {packed_by(manifest)}")
+    scans = [scan_tar(path) for path in tars]
+    source = describe_tars(tars)
+    splits: set[str] = set()
+    for scan in scans:
+        splits |= scan.splits
+    if len(splits) > 1:
+        found = "/ and ".join(sorted(splits))
+        raise ValueError(f"inside {source} are {found}/: unpack them, and pack each by scripts/pack_dataset.py")
+    filled = [scan for scan in scans if scan.names]
+    if not filled:
+        raise ValueError(f"no image is in {source}; if it holds tars, unpack them, and pack by scripts/pack_dataset.py")
+    num_classes = max(max(scan.labels, default=-1) for scan in filled) + 1
+    classes = [str(number) for number in range(num_classes)]
+    if classes:
+        for scan in filled:
+            if not scan.labels:
+                raise ValueError(f"some of {source} have .cls members, but {scan.names[0]!r} has none beside it")
+    notes: list[str] = []
+    num_ignored = sum(scan.num_ignored for scan in scans)
+    if num_ignored:
+        kinds = "hidden files, links, devices, sparse files, or names that lead out of the tar"
+        notes.append(f"ignored: {count_of(num_ignored, 'member')} of the tars: {kinds}")
+    return make_rows(scans), {"classes": classes, "notes": notes, "packed": None}
+
+
+def describe_tars(tars: Sequence[Path]) -> str:
+    """Returns a name for the tars, for messages."""
+    if len(tars) == 1:
+        return repr(str(tars[0]))
+    return f"the tars in {str(tars[0].parent)!r}"
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """Returns what pack_dataset.py has written at the start of a shard; None for any other or a damaged file."""
+    try:
+        with tarfile.open(path, mode="r:") as tar:
+            member = tar.next()
+            if member is None or member.name != MANIFEST:
+                return None
+            file = tar.extractfile(member)
+            if file is None:
+                return None
+            manifest = json.loads(file.read())
+    except (tarfile.TarError, OSError, ValueError):
+        return None
+    if isinstance(manifest, dict) and manifest.keys() >= MANIFEST_KEYS:
+        return manifest
+    return None
+
+
+def packed_by(manifest: Mapping[str, Any]) -> str:
+    return f"It was packed by: {manifest['command']}"
+
+
+# ------------------------------------------------------------------------------------------------------------- index
 
 
 def write_index(path: Path, rows: Rows, content: Mapping[str, Any]) -> None:
     """Writes an index atomically. content: what `scan_tars` returns, and "tars": [{"name", "size"}]."""
-    names, text = rows["name"], json.dumps(content)
+    names = rows["name"]
+    text = json.dumps(content)
     rows = {**rows, "name": names.view(np.uint8).reshape(len(names), -1)}
-    digest = np.frombuffer(_digest(text, rows), np.uint8)
+    digest = np.frombuffer(index_digest(text, rows), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path, durable=True) as temporary:
         temporary.write_bytes(save({**rows, "sha256": digest}, {"content": text}))
 
 
-def _digest(text: str, rows: Rows) -> bytes:
+def index_digest(text: str, rows: Rows) -> bytes:
     digest = hashlib.sha256(text.encode())
     for name in COLUMNS:
         digest.update(rows[name].data)
     return digest.digest()
+
+
+def read_index(path: Path) -> tuple[Rows, dict[str, Any]]:
+    """Returns (rows, whose names are uint8 [n, length]; content). ValueError if the index is damaged."""
+    try:
+        with safe_open(path, "pt") as file:  # maps the file; numpy's arrays would be copies
+            text = file.metadata()["content"]
+            digest = file.get_tensor("sha256").numpy().tobytes()
+            rows = {name: file.get_tensor(name).numpy() for name in COLUMNS}
+        if digest != index_digest(text, rows):
+            raise ValueError("its content does not match its SHA-256")
+        return rows, json.loads(text)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{str(path)!r} is not a valid index of tars ({reason}): copy or pack it again") from error
 
 
 class TarImages(EncodedImages):
@@ -104,30 +262,28 @@ class TarImages(EncodedImages):
 
     num_checked = 16
 
-    def __init__(self, index: Path, root: Path) -> None:
-        try:
-            with safe_open(index, "pt") as file:  # maps the file; numpy's arrays would be copies
-                text, digest = file.metadata()["content"], file.get_tensor("sha256").numpy().tobytes()
-                self.rows = {name: file.get_tensor(name).numpy() for name in COLUMNS}
-            if digest != _digest(text, self.rows):
-                raise ValueError("its content does not match its SHA-256")
-            self.content = json.loads(text)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            what = f"{str(index)!r} is not a valid index of tars ({type(error).__name__}: {error})"
-            raise ValueError(f"{what}. {repair_hint(root)}") from error
-        names, self.packed = self.rows["name"], self.content["packed"]
-        self.names, self.labels = names.view(f"S{names.shape[1]}")[:, 0], self.rows["label"]
-        self.index, self.root, self._files = index, root, dict[int, BinaryIO]()
-        self.classes, self.notes = self.content["classes"], [*self.content["notes"]]
-        unread = self.content.get("unread")
-        self.label_hint = f"; {unread_labels(unread)}" if unread else ""
-        self.tars = [root / Path(tar["name"]).name for tar in self.content["tars"]]
-        for tar, path in zip(self.content["tars"], self.tars, strict=True):
+    def __init__(
+        self, index: Path, root: Path, notes: Sequence[str] = (), in_chans: int = 3, use_pillow: bool = False
+    ) -> None:
+        self.rows, self.content = read_index(index)
+        self.index = index
+        self.packed = self.content["packed"]
+        self.tars: list[Path] = []
+        self._files: dict[int, BinaryIO] = {}
+        for tar in self.content["tars"]:
+            path = root / Path(tar["name"]).name
+            self.tars.append(path)
             size = path.stat().st_size if path.is_file() else None
             if size != tar["size"]:
                 found = "is missing" if size is None else f"has {size} bytes"
-                hint = f". To repair it, run: {repair_command(self.packed['command'], root)}" if self.packed else ""
-                raise ValueError(f"{str(path)!r} {found}; {tar['size']} bytes were indexed{hint}")
+                message = f"{str(path)!r} {found}; {tar['size']} bytes were indexed"
+                if self.packed:
+                    message += f". {packed_by(self.packed)}"
+                raise ValueError(message)
+        names = self.rows["name"]
+        names = names.view(f"S{names.shape[1]}")[:, 0]
+        notes = [*self.content["notes"], *notes]
+        super().__init__(root, names, self.rows["label"], self.content["classes"], notes, in_chans, use_pillow)
 
     def fingerprint(self) -> str:
         if self.packed and self.packed["quality"]:  # other pixels under the same names
@@ -136,14 +292,16 @@ class TarImages(EncodedImages):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process maps the index by itself."""
-        state = {name: getattr(self, name) for name in ("reference", "notes", "in_chans", "pixel_format")}
+        state = {name: getattr(self, name) for name in ("notes", "in_chans", "use_pillow", "pixel_format")}
         return TarImages, (self.index, self.root), state
 
     def path(self, i: int) -> str:
         return f"{self.tars[self.rows['tar'][i]]}: {os.fsdecode(bytes(self.names[i]))}"
 
     def read(self, i: int) -> bytes:
-        tar, offset, size = (int(self.rows[name][i]) for name in ("tar", "offset", "size"))
+        tar = int(self.rows["tar"][i])
+        offset = int(self.rows["offset"][i])
+        size = int(self.rows["size"][i])
         data = retry_io(lambda: self._read_at(tar, size, offset))
         if len(data) != size:
             raise ImageError(f"{str(self.tars[tar])!r} was cut short: it ends before {self.path(i)!r} does")
@@ -162,64 +320,69 @@ class TarImages(EncodedImages):
     def _file(self, tar: int) -> BinaryIO:
         """Returns an open tar. Forked workers may share it, because `pread` has no position in the file."""
         if tar not in self._files:
-            if len(self._files) >= MOST_OPEN:
-                self._files.pop(next(iter(self._files))).close()
+            if len(self._files) >= MAX_OPEN:
+                oldest = next(iter(self._files))
+                self._files.pop(oldest).close()
             self._files[tar] = open(self.tars[tar], "rb", buffering=0)
         return self._files[tar]
 
 
-def open_tars(choice: Choice, split: str = "train", labelled: bool = False) -> TarImages:
-    """Returns the images of the chosen tars, through the index of pack_dataset.py or else through one made by a scan.
+def open_tars(
+    tars: Sequence[Path],
+    labelled: bool = False,
+    notes: Sequence[str] = (),
+    in_chans: int = 3,
+    use_pillow: bool = False,
+) -> TarImages:
+    """Returns the images of tars in one folder, through the index of pack_dataset.py or else through one of a scan.
 
-    ValueError if the tars are damaged, or if the images are not `labelled`, or not separated into splits, as asked.
+    ValueError if the tars are damaged, or if the images have no labels although they must be `labelled`.
     """
-    root, what = choice.tars[0].parent, describe_tars(choice.tars)
-    packed = TarImages(root / INDEX, root) if (root / INDEX).exists() else None
-    if packed is not None and (extra := sorted({*choice.tars} - {*packed.tars})):
-        names = shorten([tar.name for tar in extra])
-        raise ValueError(f"{str(root)!r} holds tars that are not in its {INDEX}: {names}. Move them away")
-    if packed is not None and len(packed.tars) == len(choice.tars):
-        images = packed
-    else:
-        images = _open_scanned(root, choice, split)
-    images.notes += choice.notes
-    inside = images.content["split_inside"]
-    if labelled and (choice.by_folders or inside) and inside not in readable_splits(split):
-        found = f"only {inside}/" if inside else "no such folders"
-        layouts = "a tar with train/ and val/ inside, a folder with train-0.tar, val-0.tar, or tars in train/ and val/"
-        raise ValueError(f"labelled images of {split} are needed, but inside {what} are {found}. Give {layouts}")
+    root = tars[0].parent
+    index = root / INDEX
+    if not index.exists():
+        index = find_index(root, tars)
+    images = TarImages(index, root, notes, in_chans, use_pillow)
+    if {*images.tars} != {*tars}:
+        others = shorten([tar.name for tar in sorted({*images.tars} ^ {*tars})])
+        advice = f"give the folder, and move away tars that are not in it ({others})"
+        raise ValueError(f"{str(root)!r} is read as a whole by its {INDEX}: {advice}")
     if labelled and not images.classes:
-        raise ValueError(f"images of {what} have no labels: add a .cls for each, or class folders{images.label_hint}")
+        advice = "put a .cls with the number of its class beside each, or pack class folders by scripts/pack_dataset.py"
+        raise ValueError(f"images of {describe_tars(tars)} have no labels: {advice}")
     return images
 
 
-def _open_scanned(root: Path, choice: Choice, split: str) -> TarImages:
-    """Returns the images of tars through an index beside them, or in the user's cache if that cannot be written.
+def find_index(root: Path, tars: Sequence[Path]) -> Path:
+    """Returns an index of the tars: beside them, or in the user's cache if that cannot be written.
 
     The index is made if it is missing, damaged or out of date.
     """
-    stats = [(tar.name, tar.stat()) for tar in choice.tars]
-    stamp = {"rule": RULE, "tars": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
-    name = f"index-{_short_hash(split, *(name for name, _ in stats))}.safetensors"
+    entries: list[dict[str, Any]] = []
+    stamp: list[Any] = [INDEX_VERSION]
+    for tar in tars:
+        stat = tar.stat()
+        entries.append({"name": tar.name, "size": stat.st_size})
+        stamp.append([tar.name, stat.st_size, stat.st_mtime_ns])
+    name = f"index-{short_hash([tar.name for tar in tars])}.safetensors"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prmim"
-    places = [root / ".prmim" / name, cache / _short_hash(root.resolve()) / name]
-    for place in filter(Path.exists, places):
-        with suppress(ValueError):  # a damaged index
-            images = TarImages(place, root)
-            if images.content.get("stamp") == stamp:
-                return images
-    print(f"indexing {count_of(len(choice.tars), 'tar')} in {root}, once", flush=True)
-    rows, content = scan_tars(choice.tars, split)
-    content |= {"tars": [{"name": name, "size": stat.st_size} for name, stat in stats], "stamp": stamp}
-    problems = []
+    places = [root / ".prmim" / name, cache / short_hash(root.resolve()) / name]
+    for place in places:
+        with suppress(ValueError):  # missing or damaged
+            _, content = read_index(place)
+            if content.get("stamp") == stamp:
+                return place
+    print(f"indexing {count_of(len(tars), 'tar')} in {root}, once", flush=True)
+    rows, content = scan_tars(tars)
+    problems: list[str] = []
     for place in places:
         try:
-            write_index(place, rows, content)
-            return TarImages(place, root)
+            write_index(place, rows, {**content, "tars": entries, "stamp": stamp})
+            return place
         except OSError as error:
             problems.append(str(error))
     raise ValueError(f"the index of {str(root)!r} cannot be written: {'; '.join(problems)}")
 
 
-def _short_hash(*content: object) -> str:
+def short_hash(content: object) -> str:
     return hashlib.sha256(str(content).encode()).hexdigest()[:12]

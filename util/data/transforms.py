@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
@@ -27,6 +27,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 TRIES = 10  # of a crop
 
 Size = tuple[int, int]  # (height, width)
+Sides = int | Sequence[int]  # one number, or (height, width)
 
 
 class CropBox(NamedTuple):
@@ -42,7 +43,7 @@ class CropBox(NamedTuple):
     flip: bool  # the columns are mirrored
 
 
-def mirror(img: torch.Tensor) -> torch.Tensor:
+def mirror(img: Tensor) -> Tensor:
     """Reverses the columns of [C, H, W]. Those of uint16 as int16, because torch 2.11 does not flip uint16."""
     if img.dtype == torch.uint16:
         return img.view(torch.int16).flip(-1).view(torch.uint16)
@@ -62,7 +63,7 @@ class RandomResizedCropFlip:
 
     def __init__(
         self,
-        size: int | Sequence[int],
+        size: Sides,
         seed: int,
         scale: Sequence[float] = (0.2, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
@@ -80,7 +81,7 @@ class RandomResizedCropFlip:
         self.reference = reference
         self.hflip = hflip
 
-    def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
         top, left, height, width, flip = self.draw(height_and_width(img.shape[-2:]), epoch, index)
         crop = img[:, top : top + height, left : left + width]
@@ -98,8 +99,9 @@ class RandomResizedCropFlip:
 
     def crop_box(self, size: Size, epoch: int, index: int) -> CropBox:
         """Returns the crop of an image of `size`, in fractions of the image."""
-        top, left, height, width, flip = self.draw(size, epoch, index)
-        return CropBox(top / size[0], left / size[1], height / size[0], width / size[1], flip)
+        top, left, crop_height, crop_width, flip = self.draw(size, epoch, index)
+        height, width = size
+        return CropBox(top / height, left / width, crop_height / height, crop_width / width, flip)
 
     def box(self, height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
         """Returns (top, left, height, width) of the crop of an image. draws: 2 * TRIES + 3 numbers in [0, 1)."""
@@ -108,9 +110,10 @@ class RandomResizedCropFlip:
         log_min_ratio = math.log(min_ratio)
         log_max_ratio = math.log(max_ratio)
         for attempt in range(TRIES):
-            u_area, u_ratio = draws[2 * attempt : 2 * attempt + 2]
-            area = height * width * (min_scale + u_area * (max_scale - min_scale))
-            ratio = math.exp(log_min_ratio + u_ratio * (log_max_ratio - log_min_ratio))
+            scale = min_scale + draws[2 * attempt] * (max_scale - min_scale)
+            log_ratio = log_min_ratio + draws[2 * attempt + 1] * (log_max_ratio - log_min_ratio)
+            area = height * width * scale
+            ratio = math.exp(log_ratio)
             crop_width = round(math.sqrt(area * ratio))
             crop_height = round(math.sqrt(area / ratio))
             if self.clip:
@@ -138,7 +141,7 @@ class PaddedCropFlip:
 
     def __init__(
         self,
-        size: int | Sequence[int],
+        size: Sides,
         seed: int,
         interpolation: str = "bilinear",
         reference: bool = False,
@@ -150,7 +153,7 @@ class PaddedCropFlip:
         self.reference = reference
         self.hflip = hflip
 
-    def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
         """Crops [C, H, W] (any strides). Returns [C, *size] of the same type, contiguous."""
         height, width = covering_size(height_and_width(img.shape[-2:]), self.size)
         img = resize(img, (height, width), self.interpolation, self.reference)
@@ -179,7 +182,7 @@ class PaddedCropFlip:
         return CropBox(top / height, left / width, self.size[0] / height, self.size[1] / width, flip)
 
 
-def reflected(first: int, count: int, length: int) -> torch.Tensor:
+def reflected(first: int, count: int, length: int) -> Tensor:
     """Returns indices first .. first + count - 1 of an axis with reflection padding. The border is not repeated."""
     indices = torch.arange(first, first + count).abs()
     return (length - 1) - (length - 1 - indices).abs()
@@ -195,7 +198,7 @@ class FinetuneAugment:
 
     def __init__(
         self,
-        size: int | Sequence[int],
+        size: Sides,
         seed: int,
         scale: Sequence[float] = (0.08, 1.0),
         auto_augment: str | None = None,
@@ -222,14 +225,24 @@ class FinetuneAugment:
                 unknown = f"the augmentation policy {auto_augment!r}"
             raise ValueError(f"timm does not know {unknown} ({error})") from error
 
-    def __call__(self, img: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+    def __call__(self, img: Tensor, epoch: int, index: int) -> Tensor:
         """Augments uint8 [3, H, W]. Returns uint8 [3, *size]."""
         img = self.crop(img, epoch, index)
         if not self.augment.transforms:
             return img
         with seeded_libraries(addressed_seed(LIBRARY, self.crop.seed, epoch, index)):
-            img = self.augment(Image.fromarray(img.permute(1, 2, 0).numpy()))
-        return torch.from_numpy(np.array(img)).permute(2, 0, 1).contiguous()
+            picture = self.augment(to_picture(img))
+        return to_tensor(np.array(picture)).contiguous()
+
+
+def to_picture(img: Tensor) -> Image.Image:
+    """Returns uint8 [3, H, W] as an image of Pillow."""
+    return Image.fromarray(img.permute(1, 2, 0).numpy())
+
+
+def to_tensor(array: np.ndarray) -> Tensor:
+    """Returns [H, W, C] as [C, H, W], without a copy."""
+    return torch.from_numpy(array).permute(2, 0, 1)
 
 
 def augment_ops(augment: Any) -> Iterator[Any]:
@@ -251,16 +264,17 @@ class ResizeCenterCrop:
     crop_pct: None means 224 / 256 up to 224 px and 1 above, as in MAE. Sizes and offsets are torchvision's.
     """
 
-    def __init__(self, size: int | Sequence[int], crop_pct: float | None = None, reference: bool = False) -> None:
+    def __init__(self, size: Sides, crop_pct: float | None = None, reference: bool = False) -> None:
         self.size = height_and_width(size)
         self.reference = reference
         if crop_pct is None:
             crop_pct = 0.875 if max(self.size) <= 224 else 1.0
         if not 0 < crop_pct <= 1:
             raise ValueError(f"crop_pct must lie in (0, 1], got {crop_pct}")
-        self.resized = (int(self.size[0] / crop_pct), int(self.size[1] / crop_pct))
+        height, width = self.size
+        self.resized = (int(height / crop_pct), int(width / crop_pct))
 
-    def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
+    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> Tensor:
         """Crops [C, H, W]. Returns [C, *size] of the same type."""
         height, width = covering_size(height_and_width(img.shape[-2:]), self.resized)
         img = resize(img, (height, width), reference=self.reference)
@@ -273,11 +287,11 @@ class ResizeCenterCrop:
 class Squash:
     """Resizes the whole image to `size`, bilinear, whatever its aspect ratio: what attention maps are made of."""
 
-    def __init__(self, size: int | Sequence[int], reference: bool = False) -> None:
+    def __init__(self, size: Sides, reference: bool = False) -> None:
         self.size = height_and_width(size)
         self.reference = reference
 
-    def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
+    def __call__(self, img: Tensor, epoch: int = 0, index: int = 0) -> Tensor:
         """Resizes [C, H, W]. Returns [C, *size] of the same type, contiguous."""
         return resize(img, self.size, "bilinear", self.reference).contiguous()
 
@@ -291,7 +305,7 @@ def covering_size(size: Size, wanted: Size) -> Size:
     return columns * height // width, columns
 
 
-def resize(img: torch.Tensor, size: Size, interpolation: str = "bicubic", reference: bool = False) -> torch.Tensor:
+def resize(img: Tensor, size: Size, interpolation: str = "bicubic", reference: bool = False) -> Tensor:
     """Resizes [C, H, W] to [C, *size], antialiased, by torch's kernels. reference: by Pillow.
 
     uint8 has a kernel of its own. uint16 is resized as float32, rounded, and clipped to its range.
@@ -299,26 +313,28 @@ def resize(img: torch.Tensor, size: Size, interpolation: str = "bicubic", refere
     if tuple(img.shape[-2:]) == size:
         return img
     if img.dtype == torch.uint16:
-        return resize(img.float(), size, interpolation, reference).round().clamp(0, 65535).to(torch.uint16)
+        resized = resize(img.float(), size, interpolation, reference)
+        return resized.round().clamp(0, 65535).to(torch.uint16)
     if reference:
         return pillow_resize(img, size, interpolation)
-    return F.interpolate(img.unsqueeze(0), size=size, mode=interpolation, antialias=True).squeeze(0)
+    resized = F.interpolate(img.unsqueeze(0), size, mode=interpolation, antialias=True)
+    return resized.squeeze(0)
 
 
-def pillow_resize(img: torch.Tensor, size: Size, interpolation: str) -> torch.Tensor:
+def pillow_resize(img: Tensor, size: Size, interpolation: str) -> Tensor:
     """Resizes uint8 or float32 [C, H, W] to [C, *size] by Pillow, which knows RGB and single channels."""
     height, width = size
     resample = Image.Resampling[interpolation.upper()]
 
-    def resize_array(array: np.ndarray) -> np.ndarray:
-        return np.array(Image.fromarray(array).resize((width, height), resample))
+    def resize_picture(picture: Image.Image) -> np.ndarray:
+        return np.array(picture.resize((width, height), resample))
 
     if img.dtype == torch.uint8 and len(img) == 3:
-        resized = resize_array(img.permute(1, 2, 0).numpy())
-    else:
-        channels = [resize_array(channel.numpy()) for channel in img]
-        resized = np.stack(channels, axis=-1)
-    return torch.from_numpy(resized).permute(2, 0, 1)
+        return to_tensor(resize_picture(to_picture(img)))
+    channels = []
+    for channel in img:
+        channels.append(resize_picture(Image.fromarray(channel.numpy())))
+    return to_tensor(np.stack(channels, axis=-1))
 
 
 class Normalize(nn.Module):
@@ -335,15 +351,16 @@ class Normalize(nn.Module):
     ) -> None:
         super().__init__()
         self.pixels = pixels
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1) * pixels.full_range)
-        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1) * pixels.full_range)
+        full_range = pixels.full_range
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1) * full_range)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1) * full_range)
 
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+    def forward(self, imgs: Tensor) -> Tensor:
         if imgs.dtype == torch.uint16:  # which torch does not promote
             imgs = imgs.float()
         return (imgs - self.mean) / self.std
 
-    def undo(self, imgs: torch.Tensor) -> torch.Tensor:
+    def undo(self, imgs: Tensor) -> Tensor:
         """Inverts the normalisation of float [B, C, H, W] for pictures. Returns float in [0, 1], clipped.
 
         uint8 is divided by 255. For other types 0 and 1 are the mean -+ 2 standard deviations.

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from util.attention import KERNELS
-from util.data.datasets import DATASETS, cores_per_process
+from util.data.datasets import cores_per_process
 from util.data.folders import DEFAULT_PATH
+from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule
 from util.run.cli import Change, FlagGroup, Parser
 from util.run.distributed import PRECISIONS, Process, precision

@@ -27,6 +27,10 @@ def noise_images(count, side=32):
     return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8))
 
 
+def to_picture(img):
+    return Image.fromarray(img.permute(1, 2, 0).numpy())
+
+
 @pytest.fixture(autouse=True)
 def deprecations_are_errors():
     with warnings.catch_warnings():
@@ -39,28 +43,39 @@ def deprecations_are_errors():
 @pytest.mark.parametrize("bits", [-8, -1, *range(9)])
 def test_posterize_keeps_the_highest_bits(bits):
     values = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    img = np.stack([values, 255 - values, values.T], axis=-1)
+    array = np.stack([values, 255 - values, values.T], axis=-1)
     step = 2 ** (8 - max(bits, 0))
-    found = posterize(Image.fromarray(img), bits, fillcolor=(1, 2, 3))
-    assert found.mode == "RGB" and np.array_equal(np.array(found), img.astype(int) // step * step)
+    picture = posterize(Image.fromarray(array), bits, fillcolor=(1, 2, 3))
+    assert picture.mode == "RGB"
+    assert np.array_equal(np.array(picture), array.astype(int) // step * step)
 
 
 def ops_inside(value):
     """All AugmentOps that can be reached from a transform, whatever attributes hold them."""
     if isinstance(value, timm_ops.AugmentOp):
         return [value]
-    parts = value if isinstance(value, (list, tuple)) else vars(value).values() if hasattr(value, "__dict__") else []
-    return [op for part in parts for op in ops_inside(part)]
+    parts = []
+    if isinstance(value, (list, tuple)):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    ops = []
+    for part in parts:
+        ops += ops_inside(part)
+    return ops
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_posterize_ops_are_replaced_and_timm_stays_as_it_is(policy):
     augment = FinetuneAugment(32, seed=0, auto_augment=policy).augment
-    found = ops_inside(augment)
-    assert found and list(map(id, found)) == list(map(id, augment_ops(augment)))
-    assert {op.aug_fn for op in found if op.name.startswith("Posterize")} <= {posterize}
-    assert all(op.aug_fn is timm_ops.NAME_TO_OP[op.name] for op in found if not op.name.startswith("Posterize"))
-    assert timm_ops.posterize is not posterize and posterize not in timm_ops.NAME_TO_OP.values()
+    ops = ops_inside(augment)
+    assert ops and [id(op) for op in ops] == [id(op) for op in augment_ops(augment)]
+    for op in ops:
+        if op.name.startswith("Posterize"):
+            assert op.aug_fn is posterize
+        else:
+            assert op.aug_fn is timm_ops.NAME_TO_OP[op.name]
+    assert posterize not in timm_ops.NAME_TO_OP.values()
 
 
 def arguments(op, magnitude):
@@ -73,22 +88,17 @@ def arguments(op, magnitude):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_operation_takes_every_argument(policy):
     """Magnitudes from 0 to the policy's upper bound in steps of 0.1, in both signs."""
-    img = Image.fromarray(noise_images(1, side=8)[0].permute(1, 2, 0).numpy())
+    picture = to_picture(noise_images(1, side=8)[0])
     ops = {op.name: op for op in augment_ops(FinetuneAugment(8, seed=0, auto_augment=policy).augment)}
     for name, op in ops.items():
         drawn = set()
-        for magnitude in np.arange(0, 10 * (op.magnitude_max or 10) + 1) / 10:
-            drawn.update(arguments(op, float(magnitude)))
+        for tenths in range(10 * (op.magnitude_max or 10) + 1):
+            drawn.update(arguments(op, tenths / 10))
         for argument in drawn:
-            changed = op.aug_fn(img, *argument, **op.kwargs)
+            changed = op.aug_fn(picture, *argument, **op.kwargs)
             assert (changed.mode, changed.size) == ("RGB", (8, 8)), (name, argument)
             if name.startswith("Posterize") and argument[0] <= 0:
                 assert not np.array(changed).any()
-
-
-def extremes(op):
-    """Magnitudes that some thousand Gaussian draws must reach; what is above the upper one, 10, is cut to it."""
-    return op.magnitude - 2 * op.magnitude_std, op.magnitude + 2 * op.magnitude_std
 
 
 def record(augment):
@@ -113,22 +123,28 @@ def record(augment):
     "no exception; 0 bits give black",
 )
 def test_the_paper_s_augmentation_draws_everything_it_can():
-    augment, images, count = FinetuneAugment(8, seed=0, auto_augment=PAPER), noise_images(64, side=8), 8_000
+    augment = FinetuneAugment(8, seed=0, auto_augment=PAPER)
+    images = noise_images(64, side=8)
     drawn = record(augment.augment)
-    black = sum(not augment(images[index % 64], 0, index).any() for index in range(count))
+    num_black = 0
+    for index in range(8_000):
+        num_black += not augment(images[index % 64], 0, index).any()
     ops = list(augment_ops(augment.augment))
     assert drawn.keys() == {op.name for op in ops} and len(ops) == 15
-    for op in ops:
-        low, high = (arguments(op, magnitude) for magnitude in extremes(op))
-        found, ends = sorted(drawn[op.name]), sorted([*low, *high])  # signed operations have two ends below, two above
-        assert found[0] <= ends[0] and found[-1] >= ends[-1], (op.name, found[0], found[-1], ends)
+    for op in ops:  # some thousand Gaussian draws reach two deviations; what is above 10 is cut to it
+        low = arguments(op, op.magnitude - 2 * op.magnitude_std)
+        high = arguments(op, op.magnitude + 2 * op.magnitude_std)
+        ends = sorted([*low, *high])  # signed operations have two ends below, two above
+        assert min(drawn[op.name]) <= ends[0], op.name
+        assert max(drawn[op.name]) >= ends[-1], op.name
     zero_bits = drawn["PosterizeIncreasing"][(0,)]
-    assert zero_bits >= 10 and black >= zero_bits / 2  # another op may follow
+    assert zero_bits >= 10 and num_black >= zero_bits / 2  # another op may follow
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_augments(policy):
-    augment, images = FinetuneAugment(32, seed=1, auto_augment=policy), noise_images(16)
+    augment = FinetuneAugment(32, seed=1, auto_augment=policy)
+    images = noise_images(16)
     drawn = record(augment.augment)
     for index in range(500):
         augmented = augment(images[index % 16], 0, index)
@@ -139,30 +155,38 @@ def test_every_policy_augments(policy):
 
 @pytest.mark.parametrize("strength", [0.4, 1.0, 3.0])
 def test_colour_jitter_augments(strength):
-    augment, images = FinetuneAugment(32, seed=1, color_jitter=strength), noise_images(16)
-    assert sum(not torch.equal(augment(img, 0, 0), augment.crop(img, 0, 0)) for img in images) >= 14
+    augment = FinetuneAugment(32, seed=1, color_jitter=strength)
+    num_changed = 0
+    for img in noise_images(16):
+        num_changed += not torch.equal(augment(img, 0, 0), augment.crop(img, 0, 0))
+    assert num_changed >= 14
+
+
+def apply_seeded(augment, picture, seed):
+    """Returns (pixels, states of the generators after the draws)."""
+    random.seed(seed)
+    np.random.seed(seed)
+    pixels = np.array(augment(picture))
+    return pixels, (random.getstate(), np.random.get_state()[1].tolist())
 
 
 @pytest.mark.parametrize("policy", [PAPER, "v0r-mstd0.5", "augmix-m5-w4-d2"])
 def test_draws_and_pixels_are_timm_s(policy):
     """The ops that were replaced draw nothing: pixels are timm's own wherever Pillow takes the number of bits."""
-    augment, images = FinetuneAugment(32, seed=0, auto_augment=policy), noise_images(16)
-    _, reference, _ = create_transform(
+    augment = FinetuneAugment(32, seed=0, auto_augment=policy).augment
+    _, timm_augment, _ = create_transform(
         32, is_training=True, separate=True, auto_augment=policy, color_jitter=None, interpolation="bicubic"
     )
-    compared = 0
-    for index, img in enumerate(images.repeat(20, 1, 1, 1)):
-        random.seed(index), np.random.seed(index)
-        ours = np.array(augment.augment(Image.fromarray(img.permute(1, 2, 0).numpy())))
-        state = random.getstate(), np.random.get_state()[1].tolist()
-        random.seed(index), np.random.seed(index)
+    num_compared = 0
+    for seed, img in enumerate(noise_images(16).repeat(20, 1, 1, 1)):
+        pixels, states = apply_seeded(augment, to_picture(img), seed)
         try:
-            theirs = np.array(reference(Image.fromarray(img.permute(1, 2, 0).numpy())))
+            expected, expected_states = apply_seeded(timm_augment, to_picture(img), seed)
         except ValueError:  # 0 bits
             continue
-        assert np.array_equal(ours, theirs) and state == (random.getstate(), np.random.get_state()[1].tolist())
-        compared += 1
-    assert compared > 290
+        assert np.array_equal(pixels, expected) and states == expected_states
+        num_compared += 1
+    assert num_compared > 290
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from util import collectives
-from util.data.datasets import AddressedDataset, open_images
+from util.data.datasets import AddressedDataset
+from util.data.open import open_images
 from util.data.transforms import Normalize, ResizeCenterCrop
 from util.evaluate import loop
 from util.evaluate.loop import EvalContext, evaluation_batches, share_of_rank, with_equal_passes
