@@ -178,7 +178,7 @@ class AttentionPhases:
         if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
             self.resumed_maps = self.find_maps(refresh)
 
-    def open(self, steps: range, loop: TrainLoop) -> "AttentionPhases":
+    def open(self, steps: range) -> "AttentionPhases":
         """Returns the batches: those of each phase begin when `perform` has opened it."""
         return self
 
@@ -224,7 +224,7 @@ class AttentionPhases:
         last_epoch = self.last_epoch_of_phase(epoch)
         self.open_until = (last_epoch + 1) * loop.steps_per_epoch
         steps = range(loop.step, min(self.open_until, loop.last_step))
-        self.batches = replace(self.loader, collate=collator).open(steps, loop)
+        self.batches = replace(self.loader, collate=collator).open(steps)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
 
         epochs = f"epoch {epoch}"

@@ -1,15 +1,13 @@
 """The training batches of a run: which images each step has, in which order, and how they are collated."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from util.data.datasets import AddressedDataset, StepBatchSampler, batches, look_ahead, steps_per_epoch
+from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
+from util.data.loader import Loader
 from util.run.distributed import Process
 from util.run.flags import Plan
-from util.run.logging import print_line
-from util.run.loop import TrainLoop
 
 
 class Batches(Iterator[Any], Protocol):
@@ -23,7 +21,7 @@ class Batches(Iterator[Any], Protocol):
 class BatchSource(Protocol):
     """Where a training takes its batches from."""
 
-    def open(self, steps: range, loop: TrainLoop) -> Batches:
+    def open(self, steps: range) -> Batches:
         """Returns this process's batches of these steps, with all micro-batches."""
         ...
 
@@ -53,7 +51,7 @@ class TrainLoader:
         height, width = self.img_size
         return self.dataset.images.pixel_format.pixel_bytes * height * width * self.plan.batch_size
 
-    def open(self, steps: range, loop: TrainLoop) -> Batches:
+    def open(self, steps: range) -> Loader:
         """Returns this process's batches of these steps. All ranks must call it."""
         plan = self.plan
         sampler = StepBatchSampler(
@@ -66,21 +64,11 @@ class TrainLoader:
             steps.start,
             steps.stop,
         )
-
-        def log(message: str) -> None:
-            if self.process.is_main:
-                loop.log.info(message)
-            else:
-                print_line(f"rank {self.process.rank}: {message}", sys.stderr)
-
-        stream = batches(
+        return Loader(
             self.dataset,
             sampler,
             self.collate,
-            plan.num_workers,
-            plan.device == "cuda",
-            log,
+            num_workers=plan.num_workers,
+            pin_memory=plan.device == "cuda",
             batch_bytes=self.batch_bytes,
         )
-        # All ranks stop together before a stream that fails: one step later, or two if they have to agree.
-        return look_ahead(stream, plan.accum_iter * min(2, self.process.world_size), loop.fail)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from util import collectives
-from util.data.bad_images import BadImages, TooManyBadImages
 from util.data.datasets import AddressedDataset, cores_per_process
+from util.data.loader import BadImages, TooManyBadImages
 from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.run import checkpoint
@@ -30,7 +30,7 @@ from util.run.logging import RunLog
 from util.run.loop import TrainLoop
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog, first_timeout
+from util.run.supervise import BETWEEN, StopSignal, Watchdog, first_timeout
 from util.text import count_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Training:
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
         patience = first_timeout(args.dist_timeout, args.compile)
-        self.watchdog = Watchdog(args.dist_timeout, patience, process.rank, process.world_size, process.store)
+        self.watchdog = Watchdog(args.dist_timeout, patience, process.rank)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
         cores = cores_per_process(process.local_world_size)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
@@ -165,15 +165,12 @@ class Training:
         `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
         """
         loop = self.loop
-        with closing(loader.open(range(loop.step, loop.last_step), loop)) as batches:
+        with closing(loader.open(range(loop.step, loop.last_step))) as batches:
             self.run.set_up.end()
             try:
                 return self._train(train_steps, batches, between, summary)
             except Exception as error:
                 refuse_training_error(self.run.parser, error, self.saver)
-            finally:
-                if self.saver.lock is not None:  # it may have been taken anew
-                    self.saver.lock.file.close()
 
     def _train(
         self,
@@ -244,7 +241,7 @@ class Training:
 
     def heartbeat(self) -> None:
         """Tells the watchdog that this process works, for example once per batch of an evaluation."""
-        self.watchdog.heartbeat(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
+        self.watchdog.heartbeat(self.loop.step - 1, BETWEEN)
 
     def progress(self) -> str:
         """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
