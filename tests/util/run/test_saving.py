@@ -10,7 +10,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from tests.runs import contents
+from tests.runs import contents, info_of_run
 from tests.two_processes import run_in_two_processes
 from util.run import checkpoint, saving
 from util.run.checkpoint import list_finished, save_checkpoint, step_of
@@ -28,8 +28,8 @@ def a_saver(folder, model, step=0, keep_every=1000, rank=0, **how_often):
     loop.optimizer = torch.optim.AdamW(model.parameters())
     loop.precision = Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
     start = Namespace(output_dir=folder, lock=None, process=Namespace(is_main=rank == 0))
-    record = Namespace(meta=lambda step: {"step": step})
-    saver = CheckpointSaver(start, record, model, loop, Namespace(keep_every=keep_every, num_steps=100), **how_often)
+    schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
+    saver = CheckpointSaver(start, info_of_run(), model, loop, schedule, **how_often)
     loop.step = step
     return saver
 
