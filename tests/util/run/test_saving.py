@@ -8,7 +8,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from tests.runs import contents
+from tests.runs import contents, info_of_run
 from tests.two_processes import run_in_two_processes
 from util.data.images import ImageError
 from util.data.loader import LoaderError
@@ -31,11 +31,6 @@ class Log:
         self.lines.append(line)
 
 
-class Info:
-    def at_step(self, step, steps_per_epoch):
-        return Namespace(to_json=lambda: {"step": step})
-
-
 def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, lock=None, **how_often):
     """A saver of a run of 100 steps that has begun at step 0 and is at `step`."""
     if model is None:
@@ -54,7 +49,7 @@ def a_saver(folder, model=None, step=0, keep_every=1000, rank=0, world_size=1, l
     process = Namespace(is_main=rank == 0, world_size=world_size)
     start = Namespace(output_dir=folder, lock=lock, process=process)
     schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
-    saver = CheckpointSaver(start, Info(), model, loop, schedule, **how_often)
+    saver = CheckpointSaver(start, info_of_run(), model, loop, schedule, **how_often)
     loop.step = step
     return saver
 
