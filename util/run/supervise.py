@@ -143,13 +143,13 @@ class Watchdog(threading.Thread):
         self.limit = first
         self.rank = rank
         self.known: set[object] = set()
-        self.step = 0
+        self.step: int | None = None
         self.activity = ""
         self.since: float | None = None
         self.stopped = threading.Event()
 
-    def heartbeat(self, step: int, activity: str) -> None:
-        """Tells what this process begins to do in an optimizer step. Cheap: three assignments."""
+    def heartbeat(self, step: int | None, activity: str) -> None:
+        """Tells what this process begins to do, in an optimizer step or outside. Cheap: three assignments."""
         self.step = step
         self.activity = activity
         self.since = time.monotonic()
@@ -204,7 +204,9 @@ class Watchdog(threading.Thread):
 
     def _end_process(self) -> None:
         place = f"process {self.rank} on {socket.gethostname()}"
-        reason = f"made no progress for {self.limit:g} s: it is {self.activity}, step {self.step + 1}"
+        reason = f"made no progress for {self.limit:g} s: it is {self.activity}"
+        if self.step is not None:
+            reason += f", step {self.step + 1}"
         print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
         os._exit(TEMPORARY)
 

@@ -146,7 +146,7 @@ def test_a_start_without_the_others_is_named_and_then_ended(monkeypatch, capfd):
     distributed.init_process("cpu", join_timeout=0.5)
     error = capfd.readouterr().err
     assert "process 0 is waiting for all 2 processes at gpu07:29500; for a single process, unset RANK" in error
-    assert "made no progress for 0.5 s: it is waiting for all 2 processes" in error
+    assert "made no progress for 0.5 s: it is waiting for all 2 processes at gpu07:29500; exit code 75" in error
     assert set(codes) == {75}
 
 
