@@ -23,11 +23,11 @@ from encoders.load import load_encoder
 from engine_finetune import BatchAugmentation, evaluate_images, train_one_epoch
 from recipes import FINETUNE_DEFAULTS, FINETUNE_RECIPES, LINPROBE_DEFAULTS
 from util.accuracy import accuracy_text
-from util.data.datasets import stack
+from util.data.datasets import AddressedDataset, stack
 from util.data.images import check_classes, check_splits
 from util.data.open import open_everywhere
 from util.data.pixel_format import RGB8, PixelFormat
-from util.data.statistics import normalizer
+from util.data.statistics import Statistics, normalizer
 from util.data.transforms import FinetuneAugment, RandomResizedCropFlip, ResizeCenterCrop
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.loop import EvalContext
@@ -43,16 +43,17 @@ from util.run.flags import (
     add_pixel_flags,
     add_run_flags,
     check_same,
+    schedule_by_epochs,
 )
-from util.run.run import Run
+from util.run.loader import TrainLoader
+from util.run.run import Run, RunFacts
+from util.run.training import Training
 from util.text import count_of
 
 timm_data, timm_optim = LazyModule("timm.data"), LazyModule("timm.optim")
 random_erasing = LazyModule("timm.data.random_erasing")
 
 PROGRAM = "main_finetune.py"
-# Classes and validation images of the published data sets.
-IMAGENET, INATURALIST = (1000, 50_000), {"inat18": (8142, 24_426), "inat19": (1010, 3030)}
 
 
 def get_args_parser() -> Parser:
@@ -229,41 +230,32 @@ def check_flags(args: argparse.Namespace, plan: Plan) -> None:
         raise ValueError("a linear probe's BatchNorm needs more than one image a micro-batch, got --batch_size 1")
 
 
-def note_on_size(dataset: str, images: Any) -> list[str]:
-    """Returns a note if the validation images look like a part of a published data set."""
-    found = len(images.classes), len(images)
-    whole = INATURALIST.get(dataset, IMAGENET if found[0] == IMAGENET[0] else found)
-    if found == whole:
-        return []
-    name = dataset if dataset in INATURALIST else "ImageNet"
-    return [f"note: {found[1]} validation images of {found[0]} classes; {name} has {whole[1]} of {whole[0]}"]
-
-
 def make_augmentation(
     args: argparse.Namespace, img_size: Sequence[int], pixels: PixelFormat, given: Set[str]
 ) -> tuple[Callable, list[str]]:
-    """Returns (the augmentation of single training images, remarks).
+    """Returns (the augmentation of single training images, notes).
 
     Policies and colour jitter are for RGB of 8 bits. Other images are only cropped and flipped. given: flags that were
     set explicitly. ValueError if one of them cannot be applied.
     """
     reference = args.loader == "reference"
-    if args.clip_crop or pixels != RGB8:
-        remarks = []
-        for name in ("aa", "color_jitter"):
-            value = getattr(args, name)
-            if value and name in given:
-                raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
-            if value:
-                remarks.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
-        clip = bool(args.clip_crop)
-        return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), remarks
-    return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+    if not args.clip_crop and pixels == RGB8:
+        return FinetuneAugment(img_size, args.seed, args.crop_scale, args.aa, args.color_jitter, reference), []
+    notes = []
+    for name in ("aa", "color_jitter"):
+        value = getattr(args, name)
+        if value and name in given:
+            raise ValueError(f"--{name} {value} is for RGB images of 8 bits, the data has {pixels}: leave it out")
+        if value:
+            notes.append(f"note: --{name} {value} is not applied, because the images have {pixels}")
+    clip = bool(args.clip_crop)
+    return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, clip=clip, reference=reference), notes
 
 
 def make_batch_augmentation(args: argparse.Namespace, num_classes: int, device: torch.device) -> BatchAugmentation:
     """Returns random erasing, mixup and cutmix, and label smoothing."""
-    erase = mixup = None
+    erase = None
+    mixup = None
     if args.reprob:
         erase = random_erasing.RandomErasing(args.reprob, mode=args.remode, max_count=args.recount, device=device)
     if args.mixup or args.cutmix:
@@ -295,27 +287,47 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, lr: float) -> tor
 def summary_rows(args: argparse.Namespace, model: nn.Module, images: Any, val_images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    blocks = {None: "all blocks", 0: "a linear probe"}
-    what = blocks.get(args.trainable_blocks, f"the last {count_of(args.trainable_blocks or 0, 'block')}")
+    if args.trainable_blocks is None:
+        trained_parts = "all blocks"
+    elif args.trainable_blocks == 0:
+        trained_parts = "a linear probe"
+    else:
+        trained_parts = f"the last {count_of(args.trainable_blocks, 'block')}"
     return {
-        "model": f"{args.model}, {what}, {trained:.2f} M trainable parameters",
+        "model": f"{args.model}, {trained_parts}, {trained:.2f} M trainable parameters",
         "classes": str(len(images.classes)),
         "data": f"{count_of(len(images), 'image')} in {images.root}",
         "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
     }
 
 
-def match_weights(run: Run, model: nn.Module, classes: list[str]) -> None:
+def match_run(run: Run, model: nn.Module, classes: list[str]) -> None:
     """ValueError if frozen blocks would stay untrained, or if a resumed run had other classes."""
-    if run.checkpoint is None:
+    if run.resumed is None:
         if model.frozen and run.encoder is None:
             blocks = f"--trainable_blocks {run.args.trainable_blocks}"
             raise ValueError(f"{blocks} needs --finetune: the frozen blocks must be pre-trained")
         return
-    check_classes(run.meta["classes"], classes, "the run", "the data")
-    has_mlp = any(name.startswith("cls_token_mlp.") for name in run.checkpoint["model"])
-    if run.meta["settings"].get("cls_token_mlp") and not has_mlp:
-        model.cls_token_mlp = nn.Identity()  # its first weights, TEC's published ones, had folded the MLP
+    check_classes(run.resumed.classes or [], classes, "the run", "the data")
+    if run.resumed.settings.get("cls_token_is_folded"):
+        model.cls_token_mlp = nn.Identity()
+
+
+def describe_model(
+    args: argparse.Namespace, model: nn.Module, statistics: Statistics, val_images: Any, classes: list[str]
+) -> RunFacts:
+    """Returns what the checkpoints say about the model, beside the flags.
+
+    cls_token_is_folded: although --cls_token_mlp was given, the encoder had no such MLP. See `encoders.load.fit`.
+    """
+    is_folded = args.cls_token_mlp and isinstance(model.cls_token_mlp, nn.Identity)
+    settings = {
+        "nb_classes": len(classes),
+        "input_size": plain_size(model.img_size),
+        "patch_size": model.patch_size,
+        "cls_token_is_folded": is_folded,
+    }
+    return RunFacts(statistics, settings, val_images, classes)
 
 
 def open_data(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -339,10 +351,10 @@ def evaluate_model(model: nn.Module, images: Any, view: ResizeCenterCrop, contex
     return Evaluation(evaluate_images(model, images, view, context))
 
 
-def make_evaluator(run: Run, model: nn.Module, images: Any) -> Evaluator:
-    """Returns the evaluation of a run on `images`."""
-    view = ResizeCenterCrop(model.img_size, run.args.crop_pct, run.args.loader == "reference")
-    return Evaluator(run, partial(evaluate_model, model, images, view), describe_scores, best_by="top1")
+def make_evaluator(training: Training, model: nn.Module, images: Any) -> Evaluator:
+    """Returns the evaluation of a training on `images`."""
+    view = ResizeCenterCrop(model.img_size, training.args.crop_pct, training.args.loader == "reference")
+    return Evaluator(training, partial(evaluate_model, model, images, view), describe_scores, best_by="top1")
 
 
 def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
@@ -353,61 +365,58 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         with session_of_eval(parser, args, given, "this program, of MAE or of timm") as session:
             return evaluate_only(args, given, session)
     largest = 512 if args.trainable_blocks == 0 else 64  # a probe's BatchNorm sees 512 images in MAE's protocol
-    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, default_batch_size=largest) as run:
+    with Run.begin(
+        PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune", default_batch_size=largest
+    ) as run:
         images, val_images = open_data(args)
-        run.note(*val_images.notes, *note_on_size(args.dataset, val_images))
         classes = images.classes
+        run.note(*val_images.notes)
+        statistics = run.choose_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_classifier({**vars(args), "nb_classes": len(classes)})
-        size = plain_size(model.img_size)
-        options = dict(classes=classes, first_release_merging=args.first_release_merging)
-        run.load_encoder("finetune", partial(load_encoder, model, **options))
-        match_weights(run, model, classes)
+        merging = args.first_release_merging
+        run.load_encoder(partial(load_encoder, model, classes=classes, first_release_merging=merging))
+        match_run(run, model, classes)
         model = model.to(run.build_device)
         optimizer = make_optimizer(model, args, run.plan.lr)
 
-        transform, remarks = make_augmentation(args, model.img_size, images.pixel_format, given)
-        run.note(*remarks)
-        augment = make_batch_augmentation(args, len(classes), run.process.device)
-        run.open(
-            model=model,
-            optimizer=optimizer,
-            images=images,
-            val_images=val_images,
-            transform=transform,
-            collate=stack,
-            statistics=run.choose_statistics(images),
-            rows=summary_rows(args, model, images, val_images),
-            settings={"nb_classes": len(classes), "input_size": size, "patch_size": model.patch_size},
-            classes=classes,
-            # Mixup, drop path and a probe's BatchNorm depend on the micro-batches: a note says if their size changes.
-            split_changes_draws=True,
-        )
-        evaluator = make_evaluator(run, model, val_images)
-        train = partial(train_one_epoch, augment=augment)
-        return run.train(train, [evaluator], lambda: evaluator.summary(args.model))
+        augmentation, notes = make_augmentation(args, model.img_size, images.pixel_format, given)
+        run.note(*notes)
+        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+        loader = TrainLoader(dataset, stack, model.img_size, run.plan, run.process, args.seed)
+
+        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
+        facts = describe_model(args, model, statistics, val_images, classes)
+        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training.announce(summary_rows(args, model, images, val_images))
+
+        evaluator = make_evaluator(training, model, val_images)
+        augment_batch = make_batch_augmentation(args, len(classes), run.process.device)
+        train_steps = partial(train_one_epoch, augment=augment_batch)
+        return training.train(train_steps, loader, [evaluator], lambda: evaluator.summary(args.model))
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, float]:
     """Evaluates the classifier at --resume on val/ and returns the result. given: flags that were set explicitly."""
-    model, settings, meta = load_classifier(args.resume, args)
+    classifier = load_classifier(args.resume, crop_pct=args.crop_pct, mean=args.mean, std=args.std)
+    settings = classifier.settings
     names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
     images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
     context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
-    if meta.get("classes"):
-        check_classes(meta["classes"], images.classes, "the checkpoint", "the data")
+    if classifier.info.classes:
+        check_classes(classifier.info.classes, images.classes, "the checkpoint", "the data")
     elif len(images.classes) != settings["nb_classes"]:
         raise ValueError(
             f"the head of {args.resume!r} has {settings['nb_classes']} classes, the data {len(images.classes)}"
         )
-    result = evaluate_model(model.to(context.device), images, view, context)
-    session.print(*images.notes, *note_on_size(args.dataset, images))
+    result = evaluate_model(classifier.model.to(context.device), images, view, context)
+    session.print(*images.notes)
     scores = result.scores
     line = f"{accuracy_text(scores, digits=3)}, loss {scores['loss']:.4f} on {scores['num_images']} images"
-    session.finish(result, line, args.resume, meta.get("step"))
+    session.finish(result, line, args.resume, classifier.info.step)
     return scores
 
 

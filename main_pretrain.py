@@ -24,15 +24,25 @@ from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import SAMPLING, MaskCollator, SpatialAggregation
 from recipes import RECIPES
+from util.data.datasets import AddressedDataset
 from util.data.images import evenly_spaced
 from util.data.open import open_everywhere
+from util.data.statistics import Statistics
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.lazy import LazyModule
 from util.run import shard
 from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
-from util.run.flags import Plan, add_data_flags, add_optimisation_flags, add_pixel_flags, add_run_flags
-from util.run.resume import has_drop_path
-from util.run.run import Periodic, Run
+from util.run.flags import (
+    Plan,
+    add_data_flags,
+    add_optimisation_flags,
+    add_pixel_flags,
+    add_run_flags,
+    schedule_by_epochs,
+)
+from util.run.loader import BatchSource, TrainLoader
+from util.run.run import Run, RunFacts
+from util.run.training import BetweenSteps, Training
 from util.text import count_of
 
 timm_optim = LazyModule("timm.optim")
@@ -174,23 +184,22 @@ def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> tor
 
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
-    counts, size = model.counts, sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    million = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
     return {
-        "model": f"{args.model}, {size:.1f} M trainable parameters",
-        "tokens": f"{counts.num_tokens} = {counts}",
+        "model": f"{args.model}, {million:.1f} M trainable parameters",
+        "tokens": f"{model.counts.num_tokens} = {model.counts}",
         "data": f"{count_of(len(images), 'image')} in {images.root}",
     }
 
 
-def note_on_micro_batch(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """Returns a note if the micro-batch is not that of the recipe, for recipes whose results depend on it."""
-    size = RECIPES[args.recipe].get("batch_size", plan.batch_size) if args.recipe else plan.batch_size
-    if size == plan.batch_size:
-        return []
-    return [
-        f"note: --batch_size is {plan.batch_size}, in recipe {args.recipe} it is {size}: the images of a micro-batch "
-        "share their visible tokens, so masks are more or less varied than in the recipe"
-    ]
+def describe_model(model: Framework, statistics: Statistics) -> RunFacts:
+    """Returns what the checkpoints say about the model, beside the flags."""
+    files = {}
+    for flag, file in model.named_files().items():
+        if file.fingerprint is not None:
+            files[flag] = file.fingerprint
+    settings = {"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()}
+    return RunFacts(statistics, settings, files=files)
 
 
 def note_on_rate(args: argparse.Namespace, plan: Plan) -> list[str]:
@@ -203,14 +212,17 @@ def note_on_rate(args: argparse.Namespace, plan: Plan) -> list[str]:
     ]
 
 
-def summary_of_run(args: argparse.Namespace, run: Run) -> list[str]:
+def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
     """Returns a summary of the whole run, made from its log. A finished run that is started again prints it again."""
-    history = run.log.history()
-    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {run.progress()}"]
-    finite = [report for report in history if report.get("epoch_loss") is not None]
-    losses = [f"{report['epoch_loss']:.4f} in epoch {report['epoch']}" for report in finite[:1] + finite[1:][-1:]]
+    history = training.log.history()
+    lines = [f"pre-trained {args.model} at throw_ratio {args.throw_ratio} {training.progress()}"]
+    losses = []
+    for report in history:
+        if report.get("epoch_loss") is not None:
+            losses.append(f"{report['epoch_loss']:.4f} in epoch {report['epoch']}")
     if losses:
-        lines.append(f"  loss         {', '.join(losses)}")
+        first_and_last = losses[:1] + losses[1:][-1:]
+        lines.append(f"  loss         {', '.join(first_and_last)}")
     return [*lines, *monitor.summary_lines(history)]
 
 
@@ -218,108 +230,114 @@ def summary_of_run(args: argparse.Namespace, run: Run) -> list[str]:
 class CompiledShapes:
     """Compiles all shapes that a framework's batches can have, instead of one by one in the middle of training."""
 
-    run: Run
+    training: Training
     model: Framework
     collator: MaskCollator
     is_compiled: bool = False
 
     def is_due(self) -> bool:
         """Whether this start has not compiled them yet."""
-        return self.run.args.compile and not self.is_compiled
+        return self.training.args.compile and not self.is_compiled
 
     def is_done(self) -> bool:
         """Never: each start compiles."""
         return False
 
     def perform(self) -> None:
-        """Compiles."""
-        loop, self.is_compiled = self.run.loop, True
+        self.is_compiled = True
+        loop = self.training.loop
         pixels = loop.normalize.pixels
         blank = torch.zeros(pixels.channels, *self.model.img_size, dtype=getattr(torch, pixels.dtype))
-        examples = self.collator.examples([(blank, 0, (0, i)) for i in range(self.run.plan.batch_size)])
-        for example in examples if len(examples) > 1 else []:  # a single shape is compiled by the first step
-            compile_shapes(self.run.wrapped, example, loop)
+        samples = [(blank, 0, (0, i)) for i in range(self.training.plan.batch_size)]
+        examples = self.collator.examples(samples)
+        if len(examples) == 1:  # a single shape is compiled by the first step
+            return
+        for example in examples:
+            compile_shapes(self.training.wrapped, example, loop)
 
 
 @dataclass
 class Pictures:
     """Sends a fixed set of training images and their reconstructions to TensorBoard, every `--picture_every` epochs."""
 
-    run: Run
+    training: Training
     model: Framework
     images: Any
     is_refused: bool = False  # and the log says so
 
     def is_due(self) -> bool:
         """Whether the current step ends an epoch with a picture, or this start."""
-        every, loop = self.run.args.picture_every, self.run.loop
-        return loop.step > 0 and (self.run.ends_epoch(every) or (every > 0 and loop.step == loop.last_step))
+        every = self.training.args.picture_every
+        loop = self.training.loop
+        ends_start = every > 0 and loop.step == loop.last_step
+        return loop.step > 0 and (ends_start or self.training.ends_epoch(every))
 
     def is_done(self) -> bool:
-        """Whether this start continues from here: a picture is not made up for."""
-        return self.run.loop.step == self.run.saver.first_step
+        """Whether this start continues from here. A missed picture is not drawn later."""
+        return self.training.loop.step == self.training.saver.first_step
 
     def perform(self) -> None:
         """Draws the picture on rank 0; on all ranks if the model is sharded."""
-        model, loop, is_sharded = self.model, self.run.loop, shard.is_sharded(self.model)
-        if not (self.run.process.is_main or is_sharded):
+        training = self.training
+        loop = training.loop
+        is_sharded = shard.is_sharded(self.model)
+        if not (training.process.is_main or is_sharded):
             return
         indices = evenly_spaced(len(self.images), 8)
-        ((imgs, ids_shuffle),) = crops(model, self.run.record.settings, self.images, indices, replace=True)
+        ((imgs, ids_shuffle),) = crops(self.model, training.info.settings, self.images, indices, replace=True)
         try:
-            with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(model):
-                picture = reconstruction_picture(model, loop.normalize, imgs, ids_shuffle)
+            with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(self.model):
+                picture = reconstruction_picture(self.model, loop.normalize, imgs, ids_shuffle)
         except NoPixels as error:
             if not self.is_refused:
-                self.run.note(f"note: there are no pictures of reconstructions: {error}")
+                training.note(f"note: there are no pictures of reconstructions: {error}")
             self.is_refused = True
             return
-        loop.log.picture("reconstruction", picture, loop.step)
+        training.log.picture("reconstruction", picture, loop.step)
 
 
 def check_flags(args: argparse.Namespace, plan: Plan) -> None:
-    """ValueError if drop path is out of range, or if a flag that the framework needs is missing."""
+    """ValueError if flags cannot work together. The model is tried out on the meta device, before images are read."""
     if args.drop_path is not None and args.drop_path >= 1:
         raise ValueError(f"--drop_path must be below 1, got {args.drop_path}")
     check_own_flags(vars(args))
+    with torch.device("meta"):
+        build_model(vars(args), read_files=False)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
     """Pre-trains to the end of the schedule. Returns False if a signal stopped the run before."""
     parser, args = parse_args(argv)
-    with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="pretrained") as run:
+        images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
+        val_images, notes = monitor.open_queries(args, images)
+        statistics = run.choose_statistics(images)
+        run.note(*notes, *note_on_rate(args, run.plan))
+
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.build_device)
+        model.use_statistics(*statistics)
         run.note(*attention_phases.check_sampling(args, model), *(file.origin for file in model.named_files().values()))
+        run.load_encoder(partial(load_encoder, model, part="blocks"))
         optimizer = make_optimizer(model, args, run.plan.lr)
 
-        run.load_encoder("pretrained", partial(load_encoder, model, part="blocks"))
-        images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
-        statistics = run.choose_statistics(images)
-        model.use_statistics(*statistics)
-        run.note(*note_on_micro_batch(args, run.plan), *note_on_rate(args, run.plan))
-
+        augmentation = make_augmentation(args, model.img_size)
+        dataset = AddressedDataset(images, augmentation, args.max_bad_fraction > 0, args.sampling == "attention")
         collator = model.collator(args.sampling, args.seed)
-        observer = monitor.Monitor(run, model, images)
-        run.open(
-            model=model,
-            optimizer=optimizer,
-            images=images,
-            transform=make_augmentation(args, model.img_size),
-            collate=collator,
-            statistics=statistics,
-            rows=summary_rows(args, model, images),
-            settings={"input_size": model.img_size, "patch_size": model.patch_size, **model.own_settings()},
-            files={
-                flag: file.fingerprint for flag, file in model.named_files().items() if file.fingerprint is not None
-            },
-            # All images of a micro-batch may share one visible set. Drop path draws by micro-batch and rank.
-            split_changes_draws=model.shared_visible or has_drop_path(model),
-        )
-        between: list[Periodic] = [CompiledShapes(run, model, collator), Pictures(run, model, images), observer]
+        loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
+
+        schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
+        training = run.resume(model, optimizer, dataset, schedule, describe_model(model, statistics))
+        training.announce(summary_rows(args, model, images))
+
+        between: list[BetweenSteps] = [CompiledShapes(training, model, collator), Pictures(training, model, images)]
+        between.append(monitor.Monitor(training, model, images, val_images))
+        source: BatchSource = loader
         if args.sampling == "attention":
-            between.append(attention_phases.AttentionPhases(run, model, images))
-        return run.train(train_one_epoch, between, lambda: summary_of_run(args, run))
+            phases = attention_phases.AttentionPhases(training, model, loader)
+            between.append(phases)
+            source = phases
+        return training.train(train_one_epoch, source, between, lambda: summary_of_run(args, training))
 
 
 if __name__ == "__main__":

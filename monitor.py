@@ -8,7 +8,7 @@ saved: if the run is killed meanwhile, the next start makes up for it.
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,12 @@ from util.data.datasets import AddressedDataset
 from util.data.images import Images, check_splits, evenly_spaced, has_one_label
 from util.data.open import has_val, open_everywhere
 from util.data.transforms import ResizeCenterCrop
-from util.evaluate.evaluator import context_of_run
+from util.evaluate.evaluator import context_of_training
 from util.evaluate.features import Features, class_feature, extract_features, forward_blocks
 from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.moments import Moments, moments_of_all
 from util.run.cli import FlagGroup
-from util.run.run import Run
+from util.run.training import Training
 from util.text import count_of
 
 MAX_QUERIES = 10_000
@@ -100,56 +100,59 @@ def open_val_images(args: argparse.Namespace, images: Images) -> Images:
     return val_images
 
 
+def open_queries(args: argparse.Namespace, images: Images) -> tuple[Images | None, list[str]]:
+    """Opens the images that --knn_every classifies. Returns (validation images or None, notes).
+
+    images: of training. ValueError if the validation images are unusable or have other classes.
+    """
+    if not args.knn_every:
+        return None, []
+    missing = missing_classes(images)
+    if missing:
+        return None, [f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels"]
+    if run_on_rank0(lambda: has_val(args, images)):
+        val_images = open_val_images(args, images)
+        return val_images, val_images.notes
+    bank_size = min(len(images), args.knn_train or len(images))
+    if bank_size < 2:
+        raise ValueError(
+            f"--knn_every: there are no validation images, and {count_of(bank_size, 'training image')} "
+            "cannot be classified by the others: give --knn_train 2 or more"
+        )
+    note = "there is no validation split, so --knn_every classifies training images by the others (leave-one-out)"
+    return None, [f"note: {note}"]
+
+
 @dataclass
 class Monitor:
     """Evaluates the encoder before the first step, after every `--knn_every` epochs and at the end of the schedule.
 
     Unless all training images have classes, it computes RankMe alone, which needs no labels. Without validation images
-    each query is an image of the bank, without itself as a neighbour. A note says what applies. ValueError if the
-    validation images are unusable or have other classes.
+    each query is an image of the bank, without itself as a neighbour.
     """
 
-    run: Run
+    training: Training
     model: Framework
     images: Images  # of training
-    val_images: Images | None = field(init=False, default=None)
-    bank: np.ndarray = field(init=False)  # indices of the training images in the bank
+    val_images: Images | None  # see `open_queries`
 
     def __post_init__(self) -> None:
-        args = self.run.args
-        if not args.knn_every:
-            return
-        self.bank = bank_images(len(self.images), args.knn_train, args.seed)
-        missing = missing_classes(self.images)
-        self.num_classes = 0 if missing else len(self.images.classes)
-        if missing:
-            self.run.note(f"note: {missing}, so --knn_every computes RankMe alone, which needs no labels")
-        elif not run_on_rank0(lambda: has_val(args, self.images)):
-            if len(self.bank) < 2:
-                raise ValueError(
-                    f"--knn_every: there are no validation images, and {count_of(len(self.bank), 'training image')} "
-                    "cannot be classified by the others: give --knn_train 2 or more"
-                )
-            self.run.note(
-                "note: there is no validation split, so --knn_every classifies training images by the others "
-                "(leave-one-out)"
-            )
-        else:
-            self.val_images = open_val_images(args, self.images)
-            self.run.note(*self.val_images.notes)
+        args = self.training.args
+        self.bank = bank_images(len(self.images), args.knn_train, args.seed)  # indices of training images
+        self.num_classes = 0 if missing_classes(self.images) else len(self.images.classes)
 
     def is_due(self) -> bool:
         """Whether the current step is to be evaluated."""
-        return self.run.ends_epoch(self.run.args.knn_every)
+        return self.training.ends_epoch(self.training.args.knn_every)
 
     def is_done(self) -> bool:
         """Whether the log holds the evaluation of the current step, with finite features, on rank 0."""
-        loop = self.run.loop
+        loop = self.training.loop
         return any(report["step"] == loop.step and report.get("rankme") is not None for report in loop.log.history())
 
     def perform(self) -> None:
         """Measures the encoder and logs the result. FloatingPointError if features are not finite at the end."""
-        loop = self.run.loop
+        loop = self.training.loop
         begin = time.perf_counter()
         scalars: dict[str, Any] = {"epoch": (loop.step - 1) // loop.steps_per_epoch}  # -1: before the first one
         bank = self.extract(self.images, self.bank)
@@ -172,10 +175,11 @@ class Monitor:
 
     def extract(self, images: Images, indices: np.ndarray) -> Features:
         """Encodes this rank's share of the images `indices`. Unreadable ones are replaced as in training."""
-        args = self.run.args
+        args = self.training.args
         view = ResizeCenterCrop(self.model.img_size, reference=args.loader == "reference")
         dataset = AddressedDataset(images, view, replace=args.max_bad_fraction > 0)
-        return extract_features(partial(encode, self.model), self.model, dataset, indices, context_of_run(self.run))
+        context = context_of_training(self.training)
+        return extract_features(partial(encode, self.model), self.model, dataset, indices, context)
 
     def queries(self, bank: Features) -> Features:
         """Returns the features that are classified: of val/, or of images of the bank if there is none."""
@@ -191,7 +195,7 @@ class Monitor:
         scalars: dict[str, float] = {}
         for name in bank.values:
             for scaling, statistics in (("z", moments[name]), ("raw", None)):
-                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.run.heartbeat)[NEIGHBOURS]
+                scores = knn_accuracy(bank, queries, name, protocol, statistics, self.training.heartbeat)[NEIGHBOURS]
                 if (name, scaling) == ("mean", "z"):
                     for measure, value in scores.items():
                         scalars[f"knn_{measure}"] = value

@@ -1,7 +1,7 @@
 """The classifiers of all kinds of encoders: by name, by the settings of a run, and from a file of any origin."""
 
-import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from encoders import models_absolute_vit, models_relative_vit, models_swin
 from encoders.kinds import PLAIN, VIT_FACTORIES
 from encoders.load import build, fit, read
 from util.pos_embed import height_and_width
+from util.run.checkpoint import CheckpointInfo
 
 ENCODERS = (models_vit, models_relative_vit, models_absolute_vit, models_swin)
 MODELS: dict[str, Any] = {}  # {name: factory}
@@ -31,16 +32,19 @@ def plain_size(size: Sequence[int]) -> int | list[int]:
 
 def build_classifier(settings: Mapping[str, Any]) -> nn.Module:
     """Builds the classifier that `settings` (vars(args), or a checkpoint's) describe. Untrained blocks are frozen."""
-    names = {"patch_size": "patch_size", "drop_path": "drop_path_rate", "in_chans": "in_chans"}
-    options = {option: settings[name] for name, option in names.items() if settings.get(name) is not None}
+    options: dict[str, Any] = {}
+    for name, option in {"patch_size": "patch_size", "drop_path": "drop_path_rate", "in_chans": "in_chans"}.items():
+        if settings.get(name) is not None:
+            options[option] = settings[name]
     if settings.get("input_size") is not None:
         options["img_size"] = height_and_width(settings["input_size"])
     for flag, default in VIT_FLAGS.items():
-        if settings.get(flag, default) != default:
-            if settings["model"] not in models_vit.__all__:
-                given = f"--{flag}" if settings[flag] else f"--no-{flag}"
-                raise ValueError(f"{given} is for plain ViTs, but --model is {settings['model']}: leave it out")
-            options[flag] = settings[flag]
+        if settings.get(flag, default) == default:
+            continue
+        if settings["model"] not in models_vit.__all__:
+            given = f"--{flag}" if settings[flag] else f"--no-{flag}"
+            raise ValueError(f"{given} is for plain ViTs, but --model is {settings['model']}: leave it out")
+        options[flag] = settings[flag]
     blocks = settings["trainable_blocks"]
     model = MODELS[settings["model"]](
         num_classes=settings["nb_classes"], global_pool=settings["global_pool"], probe=blocks == 0, **options
@@ -50,11 +54,25 @@ def build_classifier(settings: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """Loads a fine-tuned checkpoint of any origin. Returns (model in eval mode, settings, its meta or {}).
+@dataclass(frozen=True)
+class Classifier:
+    """A trained classifier. model: in eval mode. settings: of its run, or inferred from the weights."""
 
-    Our checkpoints hold their settings. Those of other files are inferred from the weights. --crop_pct, --mean and
-    --std of `args` win.
+    model: nn.Module
+    settings: dict[str, Any]
+    info: CheckpointInfo
+
+
+def load_classifier(
+    path: str | Path,
+    crop_pct: float | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Classifier:
+    """Loads a fine-tuned checkpoint of any origin.
+
+    Our checkpoints hold their settings. Those of other files are inferred from the weights. crop_pct, mean, std: win
+    over the settings unless they are None.
     """
     weights = read(path)
     if weights.num_classes is None:
@@ -68,14 +86,15 @@ def load_classifier(path: str | Path, args: argparse.Namespace) -> tuple[nn.Modu
         fit(model, weights, "all")
     else:
         model, _ = build(weights)
-        settings |= dict(
-            input_size=plain_size(model.img_size),
-            patch_size=model.patch_size,
-            in_chans=model.patch_embed.proj.in_channels,
-            nb_classes=weights.num_classes,
-        )
-        if weights.kind is PLAIN and (model.embed_dim, len(model.blocks)) in VIT_FACTORIES:
-            settings["model"], _ = VIT_FACTORIES[model.embed_dim, len(model.blocks)]
-    for name in ("crop_pct", "mean", "std"):
-        settings[name] = settings.get(name) if getattr(args, name) is None else getattr(args, name)
-    return model.eval(), settings, weights.meta
+        settings["input_size"] = plain_size(model.img_size)
+        settings["patch_size"] = model.patch_size
+        settings["in_chans"] = model.patch_embed.proj.in_channels
+        settings["nb_classes"] = weights.num_classes
+        size = model.embed_dim, len(model.blocks)
+        if weights.kind is PLAIN and size in VIT_FACTORIES:
+            settings["model"], _ = VIT_FACTORIES[size]
+    for name, value in {"crop_pct": crop_pct, "mean": mean, "std": std}.items():
+        if value is not None:
+            settings[name] = value
+    settings.setdefault("crop_pct", None)
+    return Classifier(model.eval(), settings, weights.info)

@@ -13,13 +13,12 @@ unused_keys: beginnings of an encoder's parameters that it does not use.
 adapt_weights(tensors): returns the weights under names of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from encoders.kinds import SWIN, Kind, find_kind
@@ -38,7 +37,7 @@ from encoders.names import (
 from encoders.resize import check_cls_tokens, fit_patch_embed, fit_tables, patch_size
 from util.pos_embed import BIAS_TABLE, grid_from_settings
 from util.run import checkpoint
-from util.run.checkpoint import CheckpointError
+from util.run.checkpoint import CheckpointError, CheckpointInfo
 from util.text import shorten
 
 Part = Literal["all", "encoder", "blocks"]
@@ -53,12 +52,12 @@ ENCODER_KEYS = (*PATCH_KEYS, "cls_token", "pos_embed", "norm.", "rel_pos_bias.")
 class Weights:
     """What a file holds.
 
-    path: of the file, or a name. raw: its tensors under its own names. meta: see `util.run.checkpoint.meta_of`.
+    path: of the file, or a name. raw: its tensors under its own names. info: what the file says beside them.
     """
 
     path: str | Path
     raw: Tensors
-    meta: dict[str, Any] = field(default_factory=dict)
+    info: CheckpointInfo = field(default_factory=CheckpointInfo)
 
     @cached_property
     def origin(self) -> Origin:
@@ -81,11 +80,11 @@ class Weights:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self.meta.get("settings", {})
+        return self.info.settings
 
     @property
     def classes(self) -> list[str] | None:
-        return self.meta.get("classes")
+        return self.info.classes
 
     @property
     def num_classes(self) -> int | None:
@@ -98,7 +97,7 @@ class Weights:
     @property
     def pixels(self) -> dict[str, Any]:
         """Type, mean and std of the images, None where unknown."""
-        return checkpoint.pixel_settings(self.meta)
+        return self.info.pixel_settings
 
     @cached_property
     def kind(self) -> Kind:
@@ -148,27 +147,11 @@ def read(path: str | Path) -> Weights:
     """
     is_verified = Path(path).is_dir()  # by `find_checkpoint_file`
     path = checkpoint.find_checkpoint_file(path)
-    contents = [checkpoint.read_checkpoint(file, is_verified) for file in checkpoint.list_shards(path)]
     raw: Tensors = {}
-    for content in contents:
-        raw.update(unwrap(content, path))
-    return Weights(path, raw, checkpoint.meta_of(contents[0]))
-
-
-def unwrap(content: Mapping[str, Any], path: str | Path) -> Tensors:
-    """Returns the tensors in a file's content. CheckpointError if there are none with names.
-
-    They lie under `model` (this project, MAE), `state_dict` (iBOT's backbones, mmpretrain) or `student` (training
-    checkpoints of iBOT and DINO), or are the content itself (timm).
-    """
-    weights = content.get("model", content.get("state_dict", content.get("student", content)))
-    if isinstance(weights, dict) and all(isinstance(key, str) for key in weights):
-        tensors = {key: value for key, value in weights.items() if torch.is_tensor(value)}
-        if tensors:
-            return tensors
-    raise CheckpointError(
-        f"{str(path)!r} holds no weights by their names, not in `model`, `state_dict` or `student` either"
-    )
+    for file in checkpoint.list_shards(path):
+        part = checkpoint.read_checkpoint(file, is_verified)
+        raw.update(part.weights)
+    return Weights(path, raw, part.info)
 
 
 # --------------------------------------------------------------------------------------------------------------- load

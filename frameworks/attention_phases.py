@@ -9,7 +9,8 @@ so each phase opens a loader of its own when its maps are written.
 import argparse
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,12 @@ from util.atomic import replaced_file
 from util.collectives import all_reduce_sum, rank_and_world_size, run_everywhere, run_on_rank0
 from util.data.attention_maps import CROPS, AttentionMaps, maps_path, write_maps
 from util.data.datasets import AddressedDataset, batches, stack
-from util.data.images import Images
 from util.data.transforms import Squash
 from util.run.cli import FlagGroup
+from util.run.loader import Batches, TrainLoader
 from util.run.loop import TrainLoop
-from util.run.run import Run
 from util.run.supervise import DATA, FORWARD
+from util.run.training import Training
 from util.text import count_of
 
 DEFAULTS = {"attention_start": 40, "attention_every": 40, "attention_crop": "view"}
@@ -151,29 +152,49 @@ def gather_on_rank0(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class AttentionPhases:
-    """Between two phases: makes the maps of the next one and opens its batches.
+    """The loader of a run that samples by attention, and, between two phases, what makes the maps of the next one.
 
     When a run is resumed inside a phase, it uses the maps beside the checkpoint that it resumes from. If that is in
     another folder, they are copied into the output folder first. ValueError if they belong to another run. At the first
     step of a phase the maps are always made, so a file that an earlier run has left there is never used.
     """
 
-    run: Run
+    training: Training
     model: Framework
-    images: Images
+    loader: TrainLoader  # whose data set gives the boxes of its crops
+    batches: Batches | None = field(init=False, default=None)  # of the open phase
     open_until: int = field(init=False, default=0)  # the step after the last one of the open phase
-    found: AttentionMaps | None = field(init=False, default=None)  # maps of the phase in which the run is resumed
+    resumed_maps: AttentionMaps | None = field(init=False, default=None)  # of the phase in which the run is resumed
 
     def __post_init__(self) -> None:
-        args, loop = self.run.args, self.run.loop
+        args = self.training.args
+        loop = self.training.loop
+        self.images = self.training.images
         self.refreshes = refresh_epochs(args.epochs, args.attention_start, args.attention_every)
         refresh = self.refresh_before(loop.step)
         if refresh is not None and loop.step > (refresh + 1) * loop.steps_per_epoch:
-            self.found = self.find_maps(refresh)
+            self.resumed_maps = self.find_maps(refresh)
+
+    def open(self, steps: range, loop: TrainLoop) -> "AttentionPhases":
+        """Returns the batches: those of each phase begin when `perform` has opened it."""
+        return self
+
+    def __iter__(self) -> "AttentionPhases":
+        return self
+
+    def __next__(self) -> Any:
+        assert self.batches is not None
+        return next(self.batches)
+
+    def close(self) -> None:
+        """Ends the workers of the open phase."""
+        if self.batches is not None:
+            self.batches.close()
 
     def is_due(self) -> bool:
         """Whether the next step belongs to a phase that is not open."""
-        return self.open_until <= self.run.loop.step < self.run.loop.last_step
+        loop = self.training.loop
+        return self.open_until <= loop.step < loop.last_step
 
     def is_done(self) -> bool:
         """Never: each start opens its own batches."""
@@ -181,29 +202,45 @@ class AttentionPhases:
 
     def perform(self) -> None:
         """Opens the batches of the phase that begins now. If a signal comes while maps are made, nothing is opened."""
-        args, run, loop = self.run.args, self.run, self.run.loop
-        run.batches.close()  # the workers of the phase before
-        refresh, maps = self.refresh_before(loop.step), self.found
+        args = self.training.args
+        loop = self.training.loop
+        self.close()
+        refresh = self.refresh_before(loop.step)
+        maps = self.resumed_maps
+        self.resumed_maps = None
         if refresh is not None and maps is None:
             maps = self.make_maps(refresh)
             if maps is None:
                 return
-        self.found = None
-        epoch = loop.step // loop.steps_per_epoch
-        last = next((e for e in self.refreshes if e >= epoch), args.epochs - 1)
-        self.open_until = (last + 1) * loop.steps_per_epoch
         self.model.counts = self.model.count_tokens(has_maps=maps is not None)
-        collator = self.model.collator(args.sampling, args.seed, None if maps is None else maps.token_weights)
-        phase = range(loop.step, min(self.open_until, loop.last_step))
-        run.batches = run.open_batches(phase, collator, with_boxes=maps is not None)
+        token_weights = None if maps is None else maps.token_weights
+        collator = self.model.collator(args.sampling, args.seed, token_weights)
+
+        epoch = loop.step // loop.steps_per_epoch
+        last_epoch = self.last_epoch_of_phase(epoch)
+        self.open_until = (last_epoch + 1) * loop.steps_per_epoch
+        steps = range(loop.step, min(self.open_until, loop.last_step))
+        self.batches = replace(self.loader, collate=collator).open(steps, loop)
         loop.num_reports = 0  # the next report includes the start of the workers, as a run's first one does
-        how = "at random" if maps is None else f"by the attention after epoch {refresh}"
-        epochs = f"epoch {epoch}" if epoch == last else f"epochs {epoch} to {last}"
-        loop.log.info(f"{epochs}: tokens are drawn {how}, {self.model.counts}")
+
+        epochs = f"epoch {epoch}"
+        if last_epoch > epoch:
+            epochs = f"epochs {epoch} to {last_epoch}"
+        drawn = "at random"
+        if maps is not None:
+            drawn = f"by the attention after epoch {refresh}"
+        loop.log.info(f"{epochs}: tokens are drawn {drawn}, {self.model.counts}")
+
+    def last_epoch_of_phase(self, epoch: int) -> int:
+        """Returns the last epoch of the phase to which `epoch` belongs."""
+        for refresh in self.refreshes:
+            if refresh >= epoch:
+                return refresh
+        return self.training.args.epochs - 1
 
     def refresh_before(self, step: int) -> int | None:
         """Returns the epoch after which the maps that `step` uses are made, or None before the first maps."""
-        epoch = step // self.run.loop.steps_per_epoch
+        epoch = step // self.training.loop.steps_per_epoch
         return max((e for e in self.refreshes if e < epoch), default=None)
 
     def find_maps(self, refresh: int) -> AttentionMaps | None:
@@ -211,8 +248,8 @@ class AttentionPhases:
         maps = self.maps_of(refresh)
 
         def look() -> bool:
-            if self.run.start.began_elsewhere and self.run.start.resume_path is not None:
-                source = maps_path(self.run.start.resume_path.parent, refresh)
+            if self.training.start.began_elsewhere and self.training.start.resume_path is not None:
+                source = maps_path(self.training.start.resume_path.parent, refresh)
                 if not source.is_file():
                     return False
                 maps.path.parent.mkdir(exist_ok=True)
@@ -227,7 +264,7 @@ class AttentionPhases:
 
     def make_maps(self, refresh: int) -> AttentionMaps | None:
         """Computes and writes the maps with the weights of now. Returns None if a signal came before they were done."""
-        loop, maps = self.run.loop, self.maps_of(refresh)
+        loop, maps = self.training.loop, self.maps_of(refresh)
         if loop.step != (refresh + 1) * loop.steps_per_epoch:
             loop.log.info(
                 f"warning: {str(maps.path)!r} is missing, so maps are made with the weights of step {loop.step}: the "
@@ -235,9 +272,10 @@ class AttentionPhases:
             )
         loop.log.info(f"making attention maps of {count_of(len(self.images), 'image')}")
         began = time.monotonic()
-        whole = Squash(self.model.img_size, self.run.args.loader == "reference")
-        dataset = AddressedDataset(self.images, whole, replace=self.run.args.max_bad_fraction > 0)
-        found, finished = compute_maps(self.model, dataset, loop, self.run.plan.batch_size, self.run.plan.num_workers)
+        whole = Squash(self.model.img_size, self.training.args.loader == "reference")
+        dataset = AddressedDataset(self.images, whole, replace=self.training.args.max_bad_fraction > 0)
+        plan = self.training.plan
+        found, finished = compute_maps(self.model, dataset, loop, plan.batch_size, plan.num_workers)
         if not finished:
             return None
         run_on_rank0(lambda: write_maps(maps.path, found))
@@ -247,5 +285,5 @@ class AttentionPhases:
 
     def maps_of(self, refresh: int) -> AttentionMaps:
         """Returns the maps of this run that are made after the epoch `refresh`, whether they exist or not."""
-        path = maps_path(self.run.start.output_dir, refresh)
-        return AttentionMaps(path, self.model.patch_size, self.run.args.attention_crop)
+        path = maps_path(self.training.start.output_dir, refresh)
+        return AttentionMaps(path, self.model.patch_size, self.training.args.attention_crop)

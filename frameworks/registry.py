@@ -19,6 +19,7 @@ from frameworks import (
     models_simmim_pr,
     models_tec_pr,
 )
+from util.run.checkpoint import CheckpointError, CheckpointInfo
 from util.text import count_of
 
 FRAMEWORKS = (
@@ -100,24 +101,34 @@ def load_run(path: str | Path, moved: Mapping[str, str] | None = None) -> tuple[
     ValueError if the checkpoint was not written by this program, or if such a file is not that of the run.
     """
     weights = read(path)
-    meta, path = weights.meta, weights.path
-    check_pretrained(meta, path)
+    check_pretrained(weights.info, weights.path)
     settings = {**weights.settings, **weights.pixels, **(moved or {})}
-    model = build_model(settings)
+    try:
+        model = build_model(settings)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{str(weights.path)!r} does not say {error}: it was written by another version of this code, which can "
+            "read it"
+        ) from error
+    files = {} if weights.info.run is None else weights.info.run.files
     for flag, file in model.named_files().items():
-        if meta.get("files", {}).get(flag, file.fingerprint) != file.fingerprint:
-            raise ValueError(f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(path)!r}")
+        if files.get(flag, file.fingerprint) != file.fingerprint:
+            raise ValueError(
+                f"the {flag} {settings[flag]!r} has other weights than that of the run at {str(weights.path)!r}"
+            )
     fit(model, weights, "all")
     if settings.get("mean"):
         model.use_statistics(settings["mean"], settings["std"])
     return model.eval(), settings
 
 
-def check_pretrained(meta: Mapping[str, Any], path: str | Path) -> None:
-    """ValueError unless `meta` belongs to a checkpoint of this program."""
-    settings = meta.get("settings", {})
+def check_pretrained(info: CheckpointInfo, path: str | Path) -> None:
+    """ValueError unless a checkpoint holds a model of a framework."""
+    settings = info.settings
     if "nb_classes" in settings:
-        encoder = (meta.get("encoder") or {}).get("path") or settings.get("finetune")
+        encoder = settings.get("finetune")
+        if info.run is not None and info.run.encoder is not None:
+            encoder = info.run.encoder.path
         advice = f"give its encoder, {encoder!r}" if encoder else "give a checkpoint of main_pretrain.py"
         raise ValueError(f"{str(path)!r} is a fine-tuned classifier, which reconstructs no images: {advice}")
     if "mask_ratio" not in settings:

@@ -15,6 +15,7 @@ from prmim import TokenOrder
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.lazy import LazyModule
 from util.run import checkpoint
+from util.run.checkpoint import CheckpointInfo
 from util.text import close_to
 
 timm = LazyModule("timm")
@@ -138,7 +139,7 @@ def _open_timm_model(name: str, img_size: tuple[int, int], patch_size: int) -> T
     if not isinstance(theirs, timm.models.VisionTransformer):
         raise ValueError(f"teacher {name!r} is a {type(theirs).__name__}; a teacher must be a plain ViT")
     settings = {"num_heads": theirs.blocks[0].attn.num_heads}
-    teacher = _build_teacher(Weights(name, theirs.state_dict(), {"settings": settings}), img_size, patch_size)
+    teacher = _build_teacher(Weights(name, theirs.state_dict(), CheckpointInfo(settings)), img_size, patch_size)
     _check_equal_features(teacher, theirs, f"teacher {name!r}")
     _fold_normalization(teacher, theirs.pretrained_cfg)
     teacher.source = teacher.fingerprint = name

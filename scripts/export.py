@@ -68,6 +68,7 @@ from util.code_version import code_version
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
+from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, prepare_file, run_program, user_errors
 
 SUFFIXES = (".safetensors", ".pth")
@@ -108,7 +109,7 @@ def export_timm(weights: Weights, out: Path) -> list[str]:
         refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
     model, report = build(weights)
     name, options = timm_arguments(model)
-    facts = known_facts(model, weights.meta)
+    facts = known_facts(model, weights.info)
     state = timm_weights(model)
     contents = describe(model, state, facts)
     if out.suffix:
@@ -204,7 +205,7 @@ def export_transformers(weights: Weights, out: Path) -> list[str]:
     refuse_other_kinds(weights, "for Transformers", "leave out --format transformers for a folder for timm")
     refuse_class_tokens(weights, "Transformers' ViTs")
     model, remarks = transformers_model(weights)
-    facts = known_facts(model, weights.meta)
+    facts = known_facts(model, weights.info)
     if isinstance(model, models_mae_pr.MaskedAutoencoderViT):
         state = mae_weights(model)
     else:
@@ -291,7 +292,7 @@ def export_mae(weights: Weights, out: Path) -> list[str]:
         state = mae_weights(model)
     with torch.inference_mode():
         output_of(model, random_images(model), is_classifier(model))  # FloatingPointError if it is not finite
-    facts = known_facts(model, weights.meta)
+    facts = known_facts(model, weights.info)
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, facts, {})
     return [f"{weights.path}: {out}: {describe(model, state, facts)}", *(f"note: {remark}" for remark in remarks)]
@@ -326,12 +327,12 @@ def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
+def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
     """What is stored beside the weights, see `checkpoint.EXPORTED_FACTS`, as far as it is known.
 
-    meta: of the checkpoint. ValueError if the pixel statistics are unknown.
+    info: of the checkpoint. ValueError if the pixel statistics are unknown.
     """
-    pixels = checkpoint.pixel_settings(meta)
+    pixels = info.pixel_settings
     statistics = known_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
     if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
         raise ValueError(
@@ -343,10 +344,10 @@ def known_facts(model: nn.Module, meta: Mapping[str, Any]) -> dict[str, Any]:
         "std": statistics[1],
         "pixels": pixels["pixels"],
         "input_size": list(model.img_size),
-        "crop_pct": meta.get("settings", {}).get("crop_pct"),
+        "crop_pct": info.settings.get("crop_pct"),
     }
     if is_classifier(model):
-        facts["classes"] = meta.get("classes")
+        facts["classes"] = info.classes
     return {name: value for name, value in facts.items() if value}
 
 
@@ -364,7 +365,7 @@ def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata
     """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata."""
     path.unlink(missing_ok=True)  # a temporary file, which only its owner can read
     if path.suffix == ".pth":
-        torch.save({"model": state, "meta": json.dumps(checkpoint.meta_of_facts(facts))}, path)
+        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, path)
         return
     path.touch()
     mode = path.stat().st_mode

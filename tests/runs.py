@@ -22,7 +22,7 @@ import main_finetune
 import main_pretrain
 from tests.until import wait_until
 from tests.warm import Python, torchrun
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import CheckpointInfo, DataInfo, RunInfo, StartInfo, newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ["--aa", "none", "--mixup", "0", "--cutmix", "0", "--reprob", "0", "--drop_path", "0"]
@@ -81,8 +81,36 @@ def evaluate(data_path, path, *flags) -> dict[str, Any]:
     return main_finetune.main(evaluation(path, data_path, *flags))
 
 
+def info_of_run(step: int = 1, steps_per_epoch: int = 1, **parts) -> CheckpointInfo:
+    """What the checkpoint of a run says. parts: of `CheckpointInfo` and of `RunInfo`, which win."""
+    run = dict(
+        program="main_pretrain.py",
+        step=step,
+        epoch=step / steps_per_epoch,
+        world_size=1,
+        data=DataInfo(24, "0123456789"),
+        val_data=DataInfo(5, "abcdefghij"),
+        torch=torch.__version__,
+        optimizer="AdamW",
+        origin=StartInfo("files 1", "main_pretrain.py", ["host"]),
+        encoder=None,
+        files={},
+        val=None,
+    )
+    run |= {name: parts.pop(name) for name in [*parts] if name in run}
+    parts = {"settings": {"epochs": 3, "total_batch_size": 8}, "pixels": "uint8", **parts}
+    return CheckpointInfo(**parts, run=RunInfo(**run))
+
+
+def contents(path) -> dict[str, Any]:
+    """What a checkpoint of a run holds, with the JSON of `meta` decoded."""
+    content = torch.load(path, weights_only=True, map_location="cpu")
+    content["meta"] = json.loads(content["meta"])
+    return content
+
+
 def state(output_dir) -> dict[str, Any]:
-    return read_checkpoint(newest_checkpoint(output_dir)[0])
+    return contents(newest_checkpoint(output_dir)[0])
 
 
 def reports(output_dir) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from models_vit import ViTEncoder, vit_micro_patch4
 from recipes import RECIPES
 from scripts import export
 from tests.gmac import forward_gmac
-from tests.runs import assert_same_state, finetune, pretrain
+from tests.runs import assert_same_state, contents, finetune, pretrain
 from tests.slow_mae import slow_loss
 from tests.test_models_mae_pr import SIZES, official_state_dict, orders, perturbed
 from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.evaluate.features import class_feature
-from util.run.checkpoint import CheckpointError, read_checkpoint
+from util.run.checkpoint import CheckpointError
 
 PIXIO = ["--num_cls_tokens", "3", "--learned_pos_embed", "--mask_unit", "2"]
 PIXIO += ["--drop_path", "0.3", "--no-hflip", "--decoder_depth", "2"]
@@ -189,7 +189,7 @@ def test_a_run_resumes_bit_for_bit_and_records_its_flags(trained, photos, tmp_pa
     flags = [*PIXIO, "--epochs", 1]
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 1)
     assert_same_state(
-        pretrain(photos, tmp_path / "parts", *flags), read_checkpoint(sorted(trained.glob("checkpoint-*.pth"))[-1])
+        pretrain(photos, tmp_path / "parts", *flags), contents(sorted(trained.glob("checkpoint-*.pth"))[-1])
     )
     settings = json.loads((trained / "settings.json").read_text())
     names = ("num_cls_tokens", "learned_pos_embed", "drop_path", "hflip")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.runs import ROOT
-from util.run.checkpoint import meta_of, read_checkpoint, sha256
+from util.run.checkpoint import read_checkpoint, sha256
 
 DEMO = ROOT / "demo"
 
@@ -49,5 +49,5 @@ def test_outputs_are_stored_and_name_no_machine(notebook):
 def test_the_weights_are_those_of_the_card():
     path, card = DEMO / "micro.pth", (DEMO / "README.md").read_text()
     assert path.stat().st_size < 5e6 and sha256(path) in card
-    meta = meta_of(read_checkpoint(path))
-    assert str(meta["step"]) in card and meta["origin"]["code"].split()[1].rstrip(",") in card
+    info = read_checkpoint(path).info
+    assert str(info.run.step) in card and info.run.origin.code.split()[1].rstrip(",") in card

@@ -19,14 +19,14 @@ from encoders.window_groups import WindowGrouper
 from framework import Framework
 from frameworks import models_greenmim_pr, registry
 from scripts import pack_dataset
-from tests.runs import assert_same_state, finish, pretrain, reports, state
+from tests.runs import assert_same_state, contents, finish, pretrain, reports, state
 from tests.warm import run_by_torchrun
 from util.data import images
 from util.data import open as open_data
 from util.data.images import FolderImages
 from util.run import distributed, shard
-from util.run import run as run_module
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run import training as training_module
+from util.run.checkpoint import newest_checkpoint
 from util.run.loop import TrainLoop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,9 +220,9 @@ def test_a_signal_loses_no_step(photos, undisturbed_run, tmp_path, name, before_
 
 def test_a_signal_to_a_run_at_its_end_is_noted_alone(photos, tmp_path, monkeypatch):
     """What the signal meant before, a requeue for example, is not for a run that has done all its steps."""
-    heard, finish = [], run_module.finish_run
+    heard, finish = [], training_module.finish_run
     previous = signal.signal(signal.SIGUSR2, lambda *_: heard.append("requeue"))
-    monkeypatch.setattr(run_module, "finish_run", lambda *a: (os.kill(os.getpid(), signal.SIGUSR2), finish(*a)))
+    monkeypatch.setattr(training_module, "finish_run", lambda *a: (os.kill(os.getpid(), signal.SIGUSR2), finish(*a)))
     try:
         assert main_pretrain.main(pretrain.command(photos, tmp_path / "out", "--epochs", 1)) is True and not heard
         os.kill(os.getpid(), signal.SIGUSR2)  # while the program ends
@@ -423,7 +423,7 @@ def test_a_checkpoint_of_another_model_names_the_keys(photos, tmp_path, capsys):
     assert "--patch_size was 4 and now is 8" in pretrain.refused(capsys, photos, tmp_path / "out", "--patch_size", 8)
     message = pretrain.refused(capsys, photos, tmp_path / "out", "--patch_size", 8, "--allow_changes", code=4)
     assert "do not fit this MaskedAutoencoderViT" in message and "patch_embed.proj.weight is [96, 3, 4, 4]" in message
-    torch.save({"model": read_checkpoint(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
+    torch.save({"model": contents(tmp_path / "out" / "checkpoint-1.pth")["model"]}, tmp_path / "weights.pth")
     assert "holds weights but no run to resume" in pretrain.refused(
         capsys, photos, tmp_path / "b", "--resume", tmp_path / "weights.pth", code=4
     )

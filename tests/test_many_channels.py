@@ -16,7 +16,7 @@ from scripts import visualize
 from scripts.export import export
 from tests import runs
 from tests.conftest import write_photo
-from tests.runs import PLAIN, assert_same_state, evaluate, evaluation, refused, reports
+from tests.runs import PLAIN, assert_same_state, contents, evaluate, evaluation, refused, reports
 from tests.util.data.test_pixel_format import pixels, write_tiff
 from util.data.datasets import open_images
 from util.data.pixel_format import PixelFormat
@@ -24,8 +24,7 @@ from util.data.statistics import measure_statistics
 from util.run.checkpoint import (
     find_checkpoint_file,
     newest_checkpoint,
-    pixel_settings,
-    read_checkpoint,
+    read_info,
     save_checkpoint,
 )
 
@@ -63,7 +62,7 @@ def encoder(bands, tmp_path_factory):
 
 def test_pre_training_on_five_bands(bands, encoder, tmp_path, capsys):
     data_path, pixel_format = bands
-    content = read_checkpoint(newest_checkpoint(encoder)[0])
+    content = contents(newest_checkpoint(encoder)[0])
     settings, own = content["meta"]["settings"], measure_statistics(open_images("folder", data_path, in_chans=5))[0]
     assert [settings["mean"], settings["std"]] == [*own] and settings["in_chans"] == 5
     assert content["meta"]["pixels"] == pixel_format.dtype
@@ -99,7 +98,7 @@ def test_fine_tuning_on_five_bands(bands, encoder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "pixel mean and deviation are those of the encoder" in out and "measured on" not in out
     assert f"note: --aa rand-m9-mstd0.5-inc1 is not applied, because the images have {pixel_format}" in out
-    base = read_checkpoint(newest_checkpoint(encoder)[0])["meta"]["settings"]
+    base = contents(newest_checkpoint(encoder)[0])["meta"]["settings"]
     assert all(content["meta"]["settings"][name] == base[name] for name in ("mean", "std", "in_chans"))
     finetune(data_path, tmp_path / "parts", *flags, "--max_steps", 3)
     assert_same_state(finetune(data_path, tmp_path / "parts", *flags), content)
@@ -119,14 +118,14 @@ def probe(path, data_path, output_dir, *further):
 
 def test_exported_files_have_the_pixels_of_the_run(bands, encoder, tmp_path, capsys):
     data_path, pixel_format = bands
-    own = pixel_settings(read_checkpoint(newest_checkpoint(encoder)[0])["meta"])
+    own = read_info(newest_checkpoint(encoder)[0]).pixel_settings
     unit = {"uint16": "pixels of uint16, divided by 65535", "float32": "pixels of float32 in the unit of the data"}
     expected = probe(encoder, data_path, tmp_path / "p")
     for name in ("e", "e.safetensors", "e.pth"):
         lines = export(encoder, tmp_path / name)
         path = find_checkpoint_file(tmp_path / name)
         assert path.suffix in (".safetensors", ".pth")
-        assert pixel_settings(read_checkpoint(path)["meta"]) == own and own["pixels"] == pixel_format.dtype
+        assert read_info(path).pixel_settings == own and own["pixels"] == pixel_format.dtype
         found = probe(tmp_path / name, data_path, tmp_path / f"p_{name}")
         assert found["results"] == expected["results"] and found["settings"] == expected["settings"]
         assert name == "e" or f"{unit[pixel_format.dtype]}, normalised with mean {own['mean']}" in lines[0]
@@ -135,7 +134,7 @@ def test_exported_files_have_the_pixels_of_the_run(bands, encoder, tmp_path, cap
             card = (tmp_path / folder / "README.md").read_text()
             assert f"| input | {unit[pixel_format.dtype]} |" in card and "image-feature-extraction" in card
     capsys.readouterr()
-    torch.save({"model": read_checkpoint(tmp_path / "e.pth")["model"]}, tmp_path / "bare.pth")
+    torch.save({"model": contents(tmp_path / "e.pth")["model"]}, tmp_path / "bare.pth")
     found = probe(tmp_path / "bare.pth", data_path, tmp_path / "p_bare")
     assert f"measured on 8 images, {pixel_format}" in capsys.readouterr().out  # the same data, so the same statistics
     assert found["results"] == expected["results"]
@@ -149,8 +148,8 @@ def test_an_exported_classifier_is_evaluated_as_the_run_is(bands, tmp_path):
     export(tmp_path / "run", tmp_path / "folder")
     for path in (tmp_path / "mae.pth", tmp_path / "folder" / "model.safetensors"):
         assert evaluate(data_path, path)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    torch.save({"model": read_checkpoint(tmp_path / "mae.pth")["model"]}, tmp_path / "bare.pth")
-    settings = read_checkpoint(newest_checkpoint(tmp_path / "run")[0])["meta"]["settings"]
+    torch.save({"model": contents(tmp_path / "mae.pth")["model"]}, tmp_path / "bare.pth")
+    settings = contents(newest_checkpoint(tmp_path / "run")[0])["meta"]["settings"]
     given = ["--mean", *settings["mean"], "--std", *settings["std"]]
     assert evaluate(data_path, tmp_path / "bare.pth", *given)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
@@ -243,7 +242,7 @@ def rgb_encoder(photos, tmp_path_factory):
 @pytest.mark.parametrize("channels", [1, 2, 5, 7])
 def test_rgb_weights_start_other_channels(rgb_encoder, tmp_path, capsys, channels):
     data_path = make_data(tmp_path / "data", "uint16", channels)
-    theirs = first_weights(read_checkpoint(newest_checkpoint(rgb_encoder)[0]))
+    theirs = first_weights(contents(newest_checkpoint(rgb_encoder)[0]))
     kernel = theirs["patch_embed.proj.weight"]
     slow = torch.zeros(96, channels, 4, 4, dtype=torch.float64)
     for c in range(channels):  # repeated in order; one channel is the sum
@@ -265,7 +264,7 @@ def test_rgb_weights_start_other_channels(rgb_encoder, tmp_path, capsys, channel
 
 
 def test_first_weights_of_another_kind_of_encoder_are_refused(photos, rgb_encoder, tmp_path, capsys):
-    model = read_checkpoint(newest_checkpoint(rgb_encoder)[0])["model"]
+    model = contents(newest_checkpoint(rgb_encoder)[0])["model"]
     torch.save({"model": model | {"blocks.0.ls1.gamma": torch.ones(96)}}, tmp_path / "scaled.pth")
     message = pretrain.refused(capsys, photos, tmp_path / "out", "--pretrained", tmp_path / "scaled.pth", code=4)
     assert (
@@ -279,7 +278,7 @@ def test_a_pre_training_remembers_its_first_weights(photos, rgb_encoder, tmp_pat
     """A resumed run does not read them again, and refuses others."""
     base = tmp_path / "base"
     base.mkdir()
-    content = read_checkpoint(newest_checkpoint(rgb_encoder)[0])
+    content = contents(newest_checkpoint(rgb_encoder)[0])
     path = save_checkpoint(base, 1, {"model": content["model"]}, content["meta"])
     other = save_checkpoint(tmp_path, 1, {"model": {**content["model"], "norm.bias": torch.ones(96)}}, content["meta"])
     flags = ["--pretrained", path]
@@ -301,7 +300,7 @@ def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_pa
     begun = newest_checkpoint(rgb_encoder)[0]
     base = tmp_path / "base"
     base.mkdir()
-    content = read_checkpoint(begun)
+    content = contents(begun)
     path = save_checkpoint(base, 1, {"model": {**content["model"], "norm.bias": torch.ones(96)}}, content["meta"])
     flags = ["--resume", begun, "--pretrained", path]
     with monkeypatch.context() as patch:
@@ -321,7 +320,7 @@ def test_first_weights_and_resume_exclude_each_other(photos, rgb_encoder, tmp_pa
 @pytest.mark.parametrize("model", ["localmim_vit_micro_patch4", "mff_vit_micro_patch4", "crossmae_vit_micro_patch4"])
 def test_another_framework_takes_the_encoder(photos, rgb_encoder, tmp_path, capsys, model):
     content = pretrain(photos, tmp_path / "out", "--pretrained", rgb_encoder, *FREEZE, "--model", model)
-    theirs, ours = first_weights(read_checkpoint(newest_checkpoint(rgb_encoder)[0])), first_weights(content)
+    theirs, ours = first_weights(contents(newest_checkpoint(rgb_encoder)[0])), first_weights(content)
     encoder_keys = [key for key in theirs if key.startswith(("blocks.", "patch_embed.", "cls_token", "pos_embed"))]
     assert len(encoder_keys) > 40 and all(torch.equal(ours[key], theirs[key]) for key in encoder_keys)
     again = pretrain(

@@ -28,7 +28,7 @@ from util.evaluate.knn import KnnProtocol, knn_accuracy
 from util.evaluate.loop import EvalContext
 from util.evaluate.moments import moments_of_all
 from util.run.checkpoint import newest_checkpoint
-from util.run.run import Run
+from util.run.training import Training
 
 KNN = ("--knn_every", 1)
 ACCURACIES = ("knn_top1", "knn_mean_raw_top1", "knn_cls_z_top1", "knn_cls_raw_top1")
@@ -170,7 +170,7 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
     accuracies = monitor.Monitor.accuracies
 
     def killed(self, *arguments):
-        if self.run.loop.step == killed_at:
+        if self.training.loop.step == killed_at:
             raise KeyboardInterrupt  # as late as possible: the features are there
         return accuracies(self, *arguments)
 
@@ -193,7 +193,7 @@ def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tm
 
 def test_the_watchdog_hears_every_batch(data, tmp_path, monkeypatch):
     heard = []
-    monkeypatch.setattr(Run, "heartbeat", lambda self: heard.append(self.loop.step))
+    monkeypatch.setattr(Training, "heartbeat", lambda self: heard.append(self.loop.step))
     pretrain(data, tmp_path, *KNN, "--max_steps", 1)
     assert heard == [0] * (3 + 2 + 4)  # batches of 24 and of 10 images, and four searches
 

@@ -8,7 +8,7 @@ from encoders import classifiers
 from framework import PixelFramework
 from frameworks.attention_phases import refresh_epochs
 from frameworks.registry import build_model
-from main_pretrain import get_args_parser, note_on_micro_batch, note_on_rate
+from main_pretrain import get_args_parser, note_on_rate
 from prmim import TokenOrder
 from recipes import FINETUNE_RECIPES, RECIPES
 from tests.gmac import forward_gmac
@@ -369,22 +369,6 @@ def test_the_paper_s_rows_have_recipes_whose_encoders_are_fine_tuned(arms, end, 
             *(classifier.patch_size, classifier.patch_embed.proj.out_channels),
         )
         assert len(encoder.state_dict().keys() & classifier.state_dict().keys()) > 100
-
-
-def test_another_micro_batch_than_the_recipe_s_is_said():
-    """Only recipes whose visible sets depend on the micro-batch have one, and a flag wins."""
-    assert {name.split("_")[0] for name in RECIPES if "batch_size" in RECIPES[name]} == {"greenmim"}
-    process = Process(torch.device("cpu"), world_size=8, local_world_size=8)
-    for recipe, flags, expected in (
-        ("greenmim_swin_base_100ep", [], None),
-        ("greenmim_swin_base_100ep", ["--batch_size", "64"], "--batch_size is 64, in recipe .* it is 256"),
-        ("mae_vit_base_100ep", ["--batch_size", "64"], None),
-    ):
-        args = parse_with_recipe(get_args_parser(), RECIPES, ["--recipe", recipe, *flags])
-        plan = make_plan(args, process)
-        assert (plan.total_batch_size, plan.batch_size * plan.accum_iter * 8) == (args.total_batch_size,) * 2
-        notes = note_on_micro_batch(args, plan)
-        assert len(notes) == bool(expected) and all(re.search(expected, note) for note in notes)
 
 
 def test_the_default_rate_for_a_small_batch_is_said():

@@ -53,7 +53,7 @@ ARMS: dict[str, Flags] = {
 }
 PASSES = (1, 4, 8)
 SEEDS = tuple(range(1000, 1008))
-RATES = dict.fromkeys(ARMS, 0.02)  # --blr of each arm
+RATES = {"mae": 0.04, "plain50": 0.02, "progressive50": 0.04, "prmim50": 0.02}  # --blr, chosen by the pilot
 
 # 8 x 8 tokens of 4 px. One pass has 1,562 steps.
 PRETRAIN: Flags = dict(
@@ -73,8 +73,8 @@ FINETUNE: Flags = dict(
     total_batch_size=64,
     eval_every=1000,
 )
-ALL_BLOCKS: Flags = dict(epochs=3, warmup_epochs=0.3, blr=8e-3, layer_decay=0.75)
-LAST_BLOCK: Flags = dict(epochs=1, warmup_epochs=0.1, blr=8e-3, layer_decay=1.0, trainable_blocks=1)
+ALL_BLOCKS: Flags = dict(epochs=3, warmup_epochs=0.3, blr=0.032, layer_decay=0.65)
+LAST_BLOCK: Flags = dict(epochs=1, warmup_epochs=0.1, blr=0.064, layer_decay=1.0, trainable_blocks=1)
 
 EVALUATIONS = ("frozen", "finetuned", "last_block")  # the last one at the greatest length only
 BANK_PER_CLASS = 500  # training images that are the bank of kNN and fit the ridge regression

@@ -28,13 +28,15 @@ from downstream.detection.masks import coco_masks
 from downstream.detection.models import Detector, build_detector
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
 from encoders.load import fit, load_encoder, read
+from util.data.datasets import AddressedDataset
 from util.data.images import check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import Plan, check_same
-from util.run.run import Run
+from util.run.loader import TrainLoader
+from util.run.run import Run, RunFacts
 from util.text import count_of, shorten
 
 PROGRAM = "main_detection.py"
@@ -219,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         given = flags_given(parser, argv)
         with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
-    with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_categories(images.categories, val_images, str(images.json_path))
@@ -227,32 +229,33 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         masks = choose_masks(args.masks, images)
         val_masks = masks and choose_masks(None, val_images)
         chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
-        if not run.is_new:
-            check_categories(run.meta["settings"]["categories"], images, f"the run in {str(run.output_dir)!r}")
+        if run.resumed is not None:
+            check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
+        statistics = run.choose_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_detector(vars(args) | chosen)
-        run.load_encoder("finetune", partial(load_encoder, model.backbone))
+        run.load_encoder(partial(load_encoder, model.backbone))
         model = model.to(run.process.device)
         groups = model.param_groups(args.weight_decay, args.layer_decay)
-        pretrain_size = model.backbone.grid_size[0] * model.patch_size
-        rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
+        optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
 
-        run.open(
-            model=model,
-            optimizer=torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True),
-            images=images,
-            val_images=val_images,
-            transform=LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks),
-            collate=PadAndStack(args.input_size),
-            statistics=run.choose_statistics(images),
-            rows=summary_rows(args, model, masks, images, val_images),
-            schedule=partial(schedule_by_iterations, learning_rate=rate),
-            settings={**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size},
-        )
+        augmentation = LargeScaleJitter(images, args.input_size, args.seed, args.scale_range, masks)
+        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+        loader = TrainLoader(dataset, PadAndStack(args.input_size), model.img_size, run.plan, run.process, args.seed)
+
+        rate = StepDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.lr_drops)
+        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
+        pretrain_size = model.backbone.grid_size[0] * model.patch_size
+        settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
+        facts = RunFacts(statistics, settings, val_images)
+        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training.announce(summary_rows(args, model, masks, images, val_images))
+
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)
-        evaluator = Evaluator(run, evaluate_val, describe_scores, picture_name=PICTURE)
-        return run.train(train_iterations, [evaluator], lambda: evaluator.summary(f"a detector on {args.model}"))
+        evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
+        name = f"a detector on {args.model}"
+        return training.train(train_iterations, loader, [evaluator], lambda: evaluator.summary(name))
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -282,7 +285,7 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     masks = settings["masks"] and choose_masks(args.masks, images)
     context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
     result = evaluate(model.to(context.device), images, masks, session.num_pictures(args), context)
-    session.finish(result, describe_scores(result.scores), args.resume, weights.meta.get("step"), PICTURE)
+    session.finish(result, describe_scores(result.scores), args.resume, weights.info.step, PICTURE)
     return result.scores
 
 

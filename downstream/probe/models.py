@@ -18,7 +18,7 @@ from util.data.statistics import known_statistics
 from util.evaluate.features import class_feature, forward_blocks
 from util.lazy import LazyModule
 from util.run import checkpoint
-from util.run.resume import identify_encoder, warn_if_unfinished
+from util.run.resume import identify_encoder
 from util.text import shorten
 
 timm = LazyModule("timm")
@@ -39,7 +39,7 @@ class FrozenEncoder(nn.Module):
     network: has `forward_features(imgs)`, which returns tokens [B, P + N, D] or a map [B, D, H, W] or [B, H, W, D].
     num_prefix: leading tokens that are not patches. num_cls: how many of these are class tokens, see
     `util.evaluate.features.class_feature`.
-    sha256: of the weights. pixel_settings: see `util.run.checkpoint.pixel_settings`. notes: what is to be printed.
+    sha256: of the weights. pixel_settings: see `CheckpointInfo.pixel_settings`. notes: what is to be printed.
 
     `blocks` are counted from 1. By default only the last one is read. Outputs of other blocks go through the final
     norm, too, as in DINOv2's evaluation.
@@ -135,7 +135,7 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     if input_size is not None:
         options["img_size"] = input_size
     encoder, report = build(weights, with_head=False, **options)
-    source = identify_encoder(Path(weights.path), weights.meta)
+    source = identify_encoder(Path(weights.path), weights.info)
     num_cls = getattr(encoder, "num_cls_tokens", 0)
     return FrozenEncoder(
         encoder,
@@ -144,9 +144,9 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
         num_prefix=num_cls,
         num_cls=num_cls,
         in_chans=encoder.in_chans,
-        sha256=source["sha256"],
+        sha256=source.sha256,
         pixel_settings=weights.pixels,
-        notes=[f"encoder: {report}", *warn_if_unfinished(source)],
+        notes=[f"encoder: {report}", *source.warnings()],
     )
 
 
@@ -176,7 +176,7 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     if path is not None:
         file = checkpoint.find_checkpoint_file(path)
         load_timm_weights(network, name, file)
-        stored = checkpoint.pixel_settings(checkpoint.meta_of(checkpoint.read_checkpoint(file)))
+        stored = checkpoint.read_info(file).pixel_settings
         pixels = PixelFormat(in_chans, stored["pixels"] or RGB8.dtype)
         statistics = known_statistics(stored, pixels)
         if statistics is not None and any(stored.values()):

@@ -272,7 +272,8 @@ def results_table(titles: list[str], rows: list[list[Any]]) -> str:
 
 def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """Returns (model, settings). ValueError if the classifier's logits are not the classes of ImageNet-1k."""
-    model, settings, meta = load_classifier(path, args)
+    classifier = load_classifier(path, args.crop_pct, args.mean, args.std)
+    settings = classifier.settings
     pixels = PixelFormat(settings["in_chans"], settings["pixels"] or RGB8.dtype)
     if pixels != RGB8:
         raise ValueError(f"{path!r} classifies images with {pixels}, but these sets are RGB images of 8 bits")
@@ -281,8 +282,8 @@ def load_wnid_classifier(path: str, args: argparse.Namespace, wnids: list[str]) 
             f"the head of {path!r} has {settings['nb_classes']} classes, ImageNet-1k {len(wnids)}: "
             f"these sets need a classifier that was fine-tuned on ImageNet-1k"
         )
-    check_classes(meta.get("classes") or wnids, wnids, repr(path), "ImageNet-1k")
-    return model, settings
+    check_classes(classifier.info.classes or wnids, wnids, repr(path), "ImageNet-1k")
+    return classifier.model, settings
 
 
 def evaluate_part(
@@ -321,16 +322,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     with evaluation_session(parser, args, args.output_dir) as session:
         process = session.process
         wnids = imagenet_wnids()
-        weights: Any = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
-        model, classifier_settings = load_wnid_classifier(weights["path"], args, wnids)
+        weights = collectives.run_on_rank0(lambda: find_encoder(args.resume, False, "resume"))
+        assert weights is not None
+        model, classifier_settings = load_wnid_classifier(weights.path, args, wnids)
         precision_name = precision(args.precision, process.device).name
         settings = settings_of(classifier_settings, precision_name)
         where = f"{precision_name} on {count_of(process.world_size, 'process')}"
-        session.print(f"{weights['path']}, {where}; checking the images first")
+        session.print(f"{weights.path}, {where}; checking the images first")
         parts = collectives.run_on_rank0(lambda: find_parts(args, wnids))
         results = ResultsFile(
             Path(args.output_dir) / RESULTS,
-            EvaluatedModel(weights["path"], weights["sha256"], settings),
+            EvaluatedModel(weights.path, weights.sha256, settings),
             lambda parts: {"summary": summarise(parts)},
             sources={part.name: str(part) for part in parts},
         )

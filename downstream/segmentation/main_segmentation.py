@@ -34,15 +34,17 @@ from downstream.segmentation.engine_segmentation import (
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
 from encoders.load import fit, load_encoder, read
 from util import collectives
+from util.data.datasets import AddressedDataset
 from util.data.images import ImageError, check_splits
 from util.data.statistics import normalizer
 from util.evaluate.evaluator import Evaluator
 from util.evaluate.session import Session, session_of_eval
 from util.lazy import LazyModule
-from util.run import checkpoint
+from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import Plan, check_same
-from util.run.run import Run
+from util.run.loader import TrainLoader
+from util.run.run import Run, RunFacts
 from util.text import count_of
 
 timm_optim = LazyModule("timm.optim")
@@ -200,27 +202,29 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         given = flags_given(parser, argv)
         with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
-    with Run.begin(PROGRAM, parser, args, argv, check=check_flags) as run:
+    with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         process = run.process
         classes = read_classes(args.class_names, args.num_classes)
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_splits(images, val_images)
+        statistics = run.choose_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
-        run.load_encoder("finetune", partial(load_encoder, model.backbone))
+        run.load_encoder(partial(load_encoder, model.backbone))
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
-        statistics = run.choose_statistics(images)
+        optimizer = make_optimizer(model, args, run.plan.lr)
+
         pixels = images.pixel_format
         fill = statistics[0]
         if not pixels.is_float:
             fill = [round(mean * pixels.full_range) for mean in fill]
         if args.photometric and pixels.dtype != "uint8":
             run.note(f"note: --photometric is not applied, because the images have {pixels}")
-        augment = SegmentationAugment(
+        augmentation = SegmentationAugment(
             model.img_size,
             args.seed,
             fill,
@@ -229,37 +233,31 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
             args.cat_max_ratio,
             args.photometric,
         )
-        rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.min_lr)
+        dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
+        loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
 
-        run.open(
-            model=model,
-            optimizer=make_optimizer(model, args, run.plan.lr),
-            images=images,
-            val_images=val_images,
-            transform=augment,
-            collate=stack_pairs,
-            statistics=statistics,
-            rows=summary_rows(args, model, images, val_images),
-            schedule=partial(schedule_by_iterations, learning_rate=rate),
-            settings={"patch_size": model.patch_size},
-            classes=classes.names,
-            class_colors=classes.colors.tolist(),
-            split_changes_draws=True,
-        )
+        rate = LinearDecay(args.num_iters, args.warmup_iters, run.plan.lr, args.min_lr)
+        schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
+        settings = {"patch_size": model.patch_size}
+        facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
+        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training.announce(summary_rows(args, model, images, val_images))
+
         view = SlideView(args.image_scale, args.stride)
         evaluate_val = partial(evaluate, model, val_images, classes, view, args.num_pictures)
-        evaluator = Evaluator(run, evaluate_val, describe_scores, picture_name=PICTURE)
-        train = partial(train_iterations, mean_over_valid=args.mean_over_valid)
-        return run.train(train, [evaluator], lambda: evaluator.summary(f"{args.head} on {args.model}"))
+        evaluator = Evaluator(training, evaluate_val, describe_scores, picture_name=PICTURE)
+        train_steps = partial(train_iterations, mean_over_valid=args.mean_over_valid)
+        name = f"{args.head} on {args.model}"
+        return training.train(train_steps, loader, [evaluator], lambda: evaluator.summary(name))
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter, argparse.Namespace, dict[str, Any]]:
+def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter, argparse.Namespace, CheckpointInfo]:
     """Loads the trained model at --resume.
 
-    Returns (model in eval mode, the flags with the model's settings, meta of the checkpoint). Explicit flags of the
+    Returns (model in eval mode, the flags with the model's settings, what the checkpoint says). Explicit flags of the
     data win over the checkpoint's. given: names of the flags that were set explicitly. ValueError if the flags
     contradict the model.
     """
@@ -278,23 +276,23 @@ def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter
     check_data_flags(args)
     model = build_segmenter(vars(args))
     fit(model, weights, "all")
-    return model.eval(), args, weights.meta
+    return model.eval(), args, weights.info
 
 
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
     """Evaluates the model at --resume on the validation split and returns the scores."""
-    model, args, meta = load_segmenter(args, given)
-    if meta.get("classes") and "class_names" not in given:
-        classes = ClassList(meta["classes"], np.array(meta["class_colors"], np.uint8))
+    model, args, info = load_segmenter(args, given)
+    if info.classes and "class_names" not in given:
+        classes = ClassList(info.classes, np.array(info.class_colors, np.uint8))
     else:
         classes = read_classes(args.class_names, args.num_classes)
     images = open_split(args, "val")
-    pixels = {**checkpoint.pixel_settings(meta), "mean": args.mean, "std": args.std}
+    pixels = {**info.pixel_settings, "mean": args.mean, "std": args.std}
     context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
     model = model.to(context.device)
     view = SlideView(args.image_scale, args.stride)
     result = evaluate(model, images, classes, view, session.num_pictures(args), context)
-    session.finish(result, describe_scores(result.scores), args.resume, meta.get("step"), PICTURE)
+    session.finish(result, describe_scores(result.scores), args.resume, info.step, PICTURE)
     return {**result.scores, **result.details}
 
 

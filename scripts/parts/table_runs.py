@@ -55,8 +55,8 @@ class Run:
             paths = checkpoint.list_checkpoints(self.folder)
             if not paths:
                 return False
-            record = checkpoint.read_record(paths[-1])
-            return record is not None and record["epoch"] >= record["settings"]["epochs"]
+            info = checkpoint.read_sidecar(paths[-1])
+            return info is not None and info.is_finished
         settings = read_json(self.folder / "settings.json")
         last = read_json(self.folder / "results.json").get("last")
         if last is None or not settings:

@@ -21,7 +21,7 @@ from tests.runs import assert_same_state, finish, pretrain, reports, state
 from tests.two_processes import run_in_two_processes
 from tests.warm import Python
 from util.run import distributed, errors
-from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_record
+from util.run.checkpoint import list_checkpoints, newest_checkpoint, read_sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ("--model", "mae_vit_micro_patch4", "--picture_every", 0)
@@ -38,8 +38,8 @@ def test_a_run_that_began_elsewhere_goes_on_where_it_was(photos, tmp_path, capsy
     pretrain(photos, tmp_path / "first", *MICRO, "--max_steps", 3)
     flags = ("--resume", tmp_path / "first", *MICRO)  # a folder: its newest good checkpoint
     expected = pretrain(photos, tmp_path / "whole", *flags)
-    origin = read_record(tmp_path / "whole" / "checkpoint-6.pth")["origin"]
-    assert origin["started_from"] == str(tmp_path / "first" / "checkpoint-3.pth")
+    origin = read_sidecar(tmp_path / "whole" / "checkpoint-6.pth").run.origin
+    assert origin.started_from == str(tmp_path / "first" / "checkpoint-3.pth")
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 5)
     capsys.readouterr()
     content = pretrain(photos, tmp_path / "parts", *flags)

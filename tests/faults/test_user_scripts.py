@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 import models_mae_pr
-from tests.runs import finetune, pretrain
+from tests.runs import contents, finetune, pretrain
 from tests.runs import refused as refused_main
 from tests.scripts.programs import MAINS, ROOT, SCRIPTS, run_file
 from util import pictures
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import newest_checkpoint
 
 # These programs need no arguments.
 WORK_ALONE = ("demo", "run_recipes")
@@ -227,7 +227,7 @@ def test_export_to_mae_s_names_and_back(runs, tmp_path):
     assert list(content) == ["model", "meta"] and names == NAMES_OF_MAE
     model = models_mae_pr.mae_vit_micro_patch4(throw_ratio=0)
     model.load_official(content)
-    ours = read_checkpoint(newest_checkpoint(runs / "mae")[0])["model"]
+    ours = contents(newest_checkpoint(runs / "mae")[0])["model"]
     assert all(torch.equal(value, ours[name]) for name, value in model.state_dict().items())
 
 

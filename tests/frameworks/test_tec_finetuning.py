@@ -11,8 +11,8 @@ from frameworks.models_tec_pr import tec_vit_micro_patch4
 from models_vit import VisionTransformer
 from scripts import export
 from tests.frameworks.test_models_tec_pr import ENCODER, build
-from tests.runs import assert_same_state, evaluate, finetune, pretrain
-from util.run.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+from tests.runs import assert_same_state, contents, evaluate, finetune, pretrain
+from util.run.checkpoint import newest_checkpoint, save_checkpoint
 
 AS_RELEASED = ("--cls_token_mlp", "--no-train_pos_embed", "--no-cls_token_layer_decay", "--layer_decay", 0.5)
 MICRO = ("--model", "vit_micro_patch4")
@@ -28,7 +28,7 @@ def encoder(photos, tmp_path_factory):
 
 
 def weights_of(folder):
-    return read_checkpoint(newest_checkpoint(folder)[0])["model"]
+    return contents(newest_checkpoint(folder)[0])["model"]
 
 
 def test_the_mlp_is_trained_and_the_positions_are_not(labelled, encoder, tmp_path):

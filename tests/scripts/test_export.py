@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import main_finetune
 import models_mae_pr
 from downstream.probe.models import open_encoder
 from encoders.classifiers import load_classifier
@@ -182,11 +181,10 @@ def test_a_rectangle_keeps_its_grid(tmp_path, capsys, suffix):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys, name):
     path, _ = finetuned(tmp_path, VIT[1], img_size=(16, 64), crop_pct=0.95)
     run(capsys, path, tmp_path / name)
-    flags = main_finetune.get_args_parser().parse_args([])
-    _, settings, meta = load_classifier(tmp_path / name, flags)
-    assert settings["crop_pct"] == 0.95
-    assert settings["input_size"] == [16, 64]
-    assert meta["classes"] == list("abcde")
+    classifier = load_classifier(tmp_path / name)
+    assert classifier.settings["crop_pct"] == 0.95
+    assert classifier.settings["input_size"] == [16, 64]
+    assert classifier.info.classes == list("abcde")
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

@@ -5,7 +5,6 @@ import pytest
 import torch
 from PIL import Image
 
-import main_finetune
 from encoders.classifiers import load_classifier
 from encoders.load import load_encoder, load_model, read
 from models_vit import vit_micro_patch4
@@ -141,8 +140,7 @@ def test_what_the_library_saves_is_read_back(tmp_path, capsys):
 def test_a_classifier_keeps_its_evaluation_view(tmp_path, capsys):
     path, _ = finetuned(tmp_path, VIT[1], global_pool="token", crop_pct=0.95)
     run(capsys, path, tmp_path / "vit", *FORMAT)
-    flags = main_finetune.get_args_parser().parse_args([])
-    _, settings, _ = load_classifier(tmp_path / "vit", flags)
+    settings = load_classifier(tmp_path / "vit").settings
     assert settings["crop_pct"] == 0.95
     assert settings["model"] == VIT[1]
 

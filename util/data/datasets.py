@@ -93,10 +93,8 @@ class AddressedDataset(torch.utils.data.Dataset):
     with_boxes: append (index, box) to the sample: the image that was read, and what the transform shows of it.
     """
 
-    with_boxes = False
-
-    def __init__(self, images: Images, transform: Any, replace: bool = False) -> None:
-        self.images, self.transform = images, transform
+    def __init__(self, images: Images, transform: Any, replace: bool = False, with_boxes: bool = False) -> None:
+        self.images, self.transform, self.with_boxes = images, transform, with_boxes
         self.bad = torch.zeros(len(images), dtype=torch.uint8).share_memory_() if replace else None
 
     def __len__(self) -> int:

@@ -152,7 +152,7 @@ def choose_statistics(
     some for such images, ImageNet's for RGB of 8 bits, or else those of the data, which rank 0 measures.
 
     given: --mean and --std. resumed, encoder: pixel settings of the run's checkpoint (None for a new run) and of the
-    encoder's; see `checkpoint.pixel_settings`. ValueError if the flags do not fit.
+    encoder's; see `CheckpointInfo.pixel_settings`. ValueError if the flags do not fit.
     """
     pixels = images.pixel_format
     settings = resumed or {}

@@ -73,7 +73,7 @@ def evaluation_session(
     check: refuses the program's own flags before the folder is touched.
     """
     lock = None
-    with exit_on_setup_errors(parser) as created:
+    with exit_on_setup_errors(parser) as set_up:
         # The other ranks wait while rank 0 counts up to four million files.
         process = distributed.init_process(args.device, timeout_minutes=240)
         if check is not None:
@@ -81,7 +81,7 @@ def evaluation_session(
         refuse_different_starts(parser, args)
         try:
             if output_dir is not None:
-                output_dir, lock = lock_folder(output_dir, created)
+                output_dir, lock = lock_folder(output_dir, set_up.created)
             yield Session(process, output_dir)
         finally:
             if lock is not None:

@@ -1,10 +1,10 @@
 """Checkpoint files: written atomically, verified by a hash, read without executing code.
 
 The output folder of a run holds pairs of files. `checkpoint-<step>.pth` holds tensors, plain Python values and the
-JSON string `meta`. `checkpoint-<step>.json`, its record, holds the size and the SHA-256 of the former and the same
-meta. Both files are written under temporary names and synced before they are renamed, the record last. A checkpoint
-without a record is not used, unless `adopt_checkpoint` can read it. The newest checkpoint is computed from the files in
-the folder. No link points to it.
+JSON string `meta`, which is a `CheckpointInfo`. `checkpoint-<step>.json`, its sidecar, holds the size and the SHA-256
+of the former and the same meta. Both files are written under temporary names and synced before they are renamed, the
+sidecar last. A checkpoint without a sidecar is not used, unless `adopt_checkpoint` can read it. The newest checkpoint
+is computed from the files in the folder. No link points to it.
 
 Weights of other key names or sizes are fitted into an encoder by `encoders.load`.
 """
@@ -16,6 +16,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,172 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model-00001-of-*", "p
 # What scripts/export.py stores beside the weights: of the images, and of a classifier.
 EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct")
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
+TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used for its purpose. The message is meant for the user."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- types
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """A data set of a run. fingerprint: hash of the images' names and labels."""
+
+    num_images: int
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"{self.num_images} images (names and labels {self.fingerprint[:8]})"
+
+
+@dataclass(frozen=True)
+class StartInfo:
+    """The start of a run that wrote a checkpoint. started_from: the checkpoint of another folder where it began."""
+
+    code: str
+    command: str
+    hosts: list[str] = field(default_factory=list)
+    started_from: str | None = None
+
+
+@dataclass(frozen=True)
+class EncoderSource:
+    """The checkpoint whose weights a run began with. step, epoch, epochs: how far its own training was, if known."""
+
+    path: str
+    sha256: str
+    step: int | None = None
+    epoch: float | None = None
+    epochs: float | None = None
+
+    def is_newer_save_of(self, other: "EncoderSource") -> bool:
+        """Whether this is a later checkpoint of the run that has saved `other`."""
+        if Path(self.path).resolve().parent != Path(other.path).resolve().parent:
+            return False
+        if self.step is None or other.step is None:
+            return False
+        return other.step < self.step
+
+    def warnings(self) -> list[str]:
+        """Returns a warning if the training of the encoder has not reached its end."""
+        if self.epoch is None or self.epochs is None or self.epoch >= self.epochs:
+            return []
+        progress = f"it is at step {self.step}, epoch {self.epoch:.4g} of {self.epochs}"
+        return [f"warning: the training of {self.path} is not finished: {progress}"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that has written a checkpoint, when it did."""
+
+    program: str
+    step: int
+    epoch: float
+    world_size: int
+    data: DataInfo
+    val_data: DataInfo | None
+    torch: str
+    optimizer: str  # class whose state the checkpoint holds
+    origin: StartInfo
+    encoder: EncoderSource | None
+    files: dict[str, str]  # {flag: fingerprint} of files that the model reads
+    val: dict[str, Any] | None = None  # the scores of the best weights
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says beside tensors. Files of other projects say little or nothing.
+
+    settings: all flags of the run, resolved; of exported files and of Transformers' only those of the model. pixels:
+    type of the images, uint8, uint16 or float32. run: None unless the training of this project has written the file.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    pixels: str | None = None
+    classes: list[str] | None = None
+    class_colors: list[list[int]] | None = None
+    run: RunInfo | None = None
+
+    @property
+    def step(self) -> int | None:
+        return None if self.run is None else self.run.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has reached the end of its schedule."""
+        return self.run is not None and self.run.epoch >= self.settings["epochs"]
+
+    @property
+    def pixel_settings(self) -> dict[str, Any]:
+        """The type of the pixels, and mean and std of each channel. What is unknown is None."""
+        return {"pixels": self.pixels, "mean": self.settings.get("mean"), "std": self.settings.get("std")}
+
+    def at_step(self, step: int, steps_per_epoch: int, scores: dict[str, Any] | None = None) -> "CheckpointInfo":
+        """Returns what a checkpoint of the same start says after `step` steps. scores: of the best weights."""
+        assert self.run is not None
+        return replace(self, run=replace(self.run, step=step, epoch=step / steps_per_epoch, val=scores))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the values in one dict. Names that a user chooses, such as flags, are keys of dicts of their own."""
+        values = asdict(self)
+        run = values.pop("run") or {}
+        if run and run["val"] is None:
+            del run["val"]
+        return {**run, **values}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], path: str | Path) -> "CheckpointInfo":
+        """Reads what `to_json` has returned. CheckpointError if another version of this code has written it."""
+        run = None
+        if "program" in values:
+            try:
+                run = _read_run_info(values)
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{str(path)!r} was written by another version of this code, whose checkpoints this one cannot "
+                    f"read ({error}): use that version"
+                ) from error
+        return cls(
+            settings=values.get("settings") or {},
+            pixels=values.get("pixels"),
+            classes=values.get("classes"),
+            class_colors=values.get("class_colors"),
+            run=run,
+        )
+
+
+def _read_run_info(values: Mapping[str, Any]) -> RunInfo:
+    """Raises KeyError or TypeError if names are missing or unknown."""
+    return RunInfo(
+        program=values["program"],
+        step=values["step"],
+        epoch=values["epoch"],
+        world_size=values["world_size"],
+        data=DataInfo(**values["data"]),
+        val_data=DataInfo(**values["val_data"]) if values["val_data"] else None,
+        torch=values["torch"],
+        optimizer=values["optimizer"],
+        origin=StartInfo(**values["origin"]),
+        encoder=EncoderSource(**values["encoder"]) if values["encoder"] else None,
+        files=values["files"],
+        val=values.get("val"),
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint file. weights: on the CPU, under the file's own names.
+
+    training: what a run resumes with: optimizer, scaler, meter. Empty if the file holds weights alone.
+    """
+
+    path: Path
+    weights: dict[str, torch.Tensor]
+    info: CheckpointInfo
+    training: dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------------ write and prune
@@ -46,20 +209,23 @@ class CheckpointError(ValueError):
 def save_checkpoint(
     output_dir: str | Path, step: int | str, state: Mapping[str, Any], meta: Mapping[str, Any], keep: bool = False
 ) -> Path:
-    """Writes the checkpoint of `step` and its record, and returns the checkpoint's path.
+    """Writes the checkpoint of `step` and its sidecar, and returns the checkpoint's path.
 
-    state: tensors and plain values. meta: values that JSON can hold. keep: mark the checkpoint in its record, so that
+    state: tensors and plain values. meta: `CheckpointInfo.to_json()`. keep: mark the checkpoint in its sidecar, so that
     it is never pruned. A `step` "best" is a name of its own, which is never counted as a step.
 
     Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
     older checkpoints are unchanged.
     """
     path = Path(output_dir) / f"checkpoint-{step}.pth"
-    with replaced_file(path.with_suffix(".json"), durable=True) as record, replaced_file(path, durable=True) as weights:
+    with (
+        replaced_file(path.with_suffix(".json"), durable=True) as sidecar,
+        replaced_file(path, durable=True) as weights,
+    ):
         with HashedFile(weights) as file:
             _write_weights(file, {**state, "meta": json.dumps(meta)})
-        _write_record(record, file.size, file.digest.hexdigest(), meta, keep)
-        sync(record)  # now both are complete, and the weights are moved first
+        _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
+        sync(sidecar)  # now both are complete, and the weights are moved first
     return path
 
 
@@ -68,7 +234,8 @@ class HashedFile(io.FileIO):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w")
-        self.size, self.digest = 0, hashlib.sha256()
+        self.size = 0
+        self.digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         """Writes all of `data`, which FileIO does not promise. Both hashing and writing release the GIL."""
@@ -90,19 +257,18 @@ def _write_weights(file: HashedFile, content: Mapping[str, Any]) -> None:
 
 
 def adopt_checkpoint(path: Path) -> str | None:
-    """Writes the record of a checkpoint that has none, if it can be read. Returns why not, or None.
+    """Writes the sidecar of a checkpoint that has none, if it can be read. Returns why not, or None.
 
-    Its save was interrupted, or it was copied without its record. It is marked as kept, as it may be the only copy.
+    Its save was interrupted, or it was copied without its sidecar. It is marked as kept, as it may be the only copy.
     """
     try:
-        content = read_checkpoint(path)
+        checkpoint = read_checkpoint(path)
     except ValueError as error:
         return str(error)
-    meta = meta_of(content)
-    if "optimizer" not in content or meta.get("step") != step_of(path):
+    if not checkpoint.training or checkpoint.info.step != step_of(path):
         return f"{str(path)!r} does not hold step {step_of(path)} of a run"
-    with replaced_file(path.with_suffix(".json"), durable=True) as record:
-        _write_record(record, path.stat().st_size, sha256(path), meta, keep=True)
+    with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
+        _write_sidecar(sidecar, path.stat().st_size, sha256(path), checkpoint.info.to_json(), keep=True)
     return None
 
 
@@ -110,17 +276,20 @@ def prune_checkpoints(output_dir: str | Path, good_steps: Sequence[int]) -> None
     """Deletes older checkpoints that are no longer needed. To be called after a save.
 
     good_steps: steps of the checkpoints that are known to be good and are kept; the last one was just saved. Also kept
-    are checkpoints that are marked as kept, that have no readable record, or that belong to a later step.
+    are checkpoints that are marked as kept, that have no readable sidecar, or that belong to a later step.
     """
     for path in list_finished(output_dir):
-        record, is_older = _read_whole_record(path), step_of(path) < good_steps[-1]
-        if is_older and step_of(path) not in good_steps and record is not None and not record.get("keep", True):
+        step = step_of(path)
+        if step >= good_steps[-1] or step in good_steps:
+            continue
+        sidecar = _read_sidecar_file(path)
+        if sidecar is not None and not sidecar.get("keep", True):
             path.unlink()
-            path.with_suffix(".json").unlink()  # last: weights without a record would be taken for an interrupted save
+            path.with_suffix(".json").unlink()  # last: weights without it would be taken for an interrupted save
 
 
-def _write_record(record: Path, size: int, digest: str, meta: Mapping[str, Any], keep: bool) -> None:
-    record.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
+def _write_sidecar(sidecar: Path, size: int, digest: str, meta: Mapping[str, Any], keep: bool) -> None:
+    sidecar.write_text(json.dumps({"size": size, "sha256": digest, "keep": keep, "meta": meta}, indent=1))
 
 
 # ------------------------------------------------------------------------------------------------------ find and verify
@@ -133,7 +302,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def list_finished(output_dir: str | Path) -> list[Path]:
-    """Returns the paths of `list_checkpoints` that have a record. Their hashes are not computed."""
+    """Returns the paths of `list_checkpoints` that have a sidecar. Their hashes are not computed."""
     return [path for path in list_checkpoints(output_dir) if path.with_suffix(".json").exists()]
 
 
@@ -191,43 +360,52 @@ def list_shards(path: Path) -> list[Path]:
     return [path.with_name(f"{name}{i:05}-of-{number}{suffix}") for i in range(1, int(number) + 1)]
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """Returns the meta in the record of the checkpoint at `path`, without reading the checkpoint.
+def read_sidecar(path: Path) -> CheckpointInfo | None:
+    """Returns what the sidecar of the checkpoint at `path` says, without reading the checkpoint.
 
-    Returns None if the checkpoint or its record is missing, or if the record is damaged.
+    Returns None if the checkpoint or its sidecar is missing, or if the sidecar is damaged.
     """
-    record = _read_whole_record(path)
-    return record["meta"] if record is not None and path.exists() else None
+    sidecar = _read_sidecar_file(path)
+    if sidecar is None or not path.exists():
+        return None
+    return CheckpointInfo.from_json(sidecar["meta"], path)
 
 
-def _read_whole_record(path: Path) -> dict[str, Any] | None:
-    """Returns the record of the checkpoint at `path` (size, sha256, keep, meta); None if it is missing or damaged."""
+def _read_sidecar_file(path: Path) -> dict[str, Any] | None:
+    """Returns the sidecar of the checkpoint at `path` (size, sha256, keep, meta); None if it is missing or damaged."""
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
+        sidecar = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("meta"), dict) else None
+    if isinstance(sidecar, dict) and isinstance(sidecar.get("meta"), dict):
+        return sidecar
+    return None
 
 
 def _find_damage(path: Path) -> str | None:
     """Returns why the checkpoint at `path` must not be used, or None if it is intact."""
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
+        sidecar = json.loads(path.with_suffix(".json").read_text())
     except FileNotFoundError:
         return "its .json is missing: the save was interrupted, or the file was copied without it"
     except ValueError:
         return "its .json is not readable"
-    if not isinstance(record, dict) or not {"size", "sha256"} <= record.keys():
+    if not isinstance(sidecar, dict) or not {"size", "sha256"} <= sidecar.keys():
         return "its .json is not the record of a checkpoint"
-    if path.stat().st_size != record["size"]:
-        return f"{path.stat().st_size} bytes instead of {record['size']}"
-    return None if sha256(path) == record["sha256"] else "its SHA-256 is not the recorded one"
+    size = path.stat().st_size
+    if size != sidecar["size"]:
+        return f"{size} bytes instead of {sidecar['size']}"
+    if sha256(path) != sidecar["sha256"]:
+        return "its SHA-256 is not the recorded one"
+    return None
 
 
 def recorded_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a checkpoint from its record. Computes it if there is no record."""
-    record = _read_whole_record(path)
-    return record["sha256"] if record is not None and "sha256" in record else sha256(path)
+    """Returns the SHA-256 of a checkpoint from its sidecar. Computes it if there is none."""
+    sidecar = _read_sidecar_file(path)
+    if sidecar is not None and "sha256" in sidecar:
+        return sidecar["sha256"]
+    return sha256(path)
 
 
 def sha256(path: str | Path) -> str:
@@ -242,25 +420,53 @@ def sha256(path: str | Path) -> str:
 # ----------------------------------------------------------------------------------------------------------------- read
 
 
-def read_checkpoint(path: str | Path, is_verified: bool = False) -> dict[str, Any]:
-    """Returns the content of a `.pth` or `.safetensors` file on the CPU, with `meta` decoded.
+def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
+    """Reads a `.pth` or `.safetensors` file, or a `.bin` of Transformers.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
     releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
-    OSError if the storage fails. is_verified: its hash has just been compared with its record, for example by
+    OSError if the storage fails. is_verified: its hash has just been compared with its sidecar, for example by
     `newest_checkpoint`.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
-    record = path.with_suffix(".json")
-    if not is_verified and record.exists() and "sha256" in record.read_text() and (damage := _find_damage(path)):
+    if not is_verified:
+        refuse_damage(path)
+    content = _read_content(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
+    meta = content.get("meta")
+    if isinstance(meta, str):
+        meta = json.loads(meta)
+    info = CheckpointInfo.from_json(meta if isinstance(meta, dict) else {}, path)
+    if path.suffix in (".safetensors", ".bin"):
+        info = _add_config(info, path)
+    training = {name: content[name] for name in TRAINING_STATE if name in content}
+    return Checkpoint(path, _find_weights(content, path), info, training)
+
+
+def refuse_damage(path: Path) -> None:
+    """Raises CheckpointError if the checkpoint at `path` is not what its sidecar says, if it has one."""
+    sidecar = path.with_suffix(".json")
+    if not sidecar.exists() or "sha256" not in sidecar.read_text():
+        return
+    damage = _find_damage(path)
+    if damage is not None:
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {damage}")
+
+
+def read_info(path: str | Path) -> CheckpointInfo:
+    """Returns what a checkpoint says, from its sidecar if there is one."""
+    return read_sidecar(Path(path)) or read_checkpoint(path).info
+
+
+def _read_content(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
-            return _add_config(_read_safetensors(path), path)
+            return _read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (OSError, MemoryError):
@@ -268,41 +474,22 @@ def read_checkpoint(path: str | Path, is_verified: bool = False) -> dict[str, An
     except Exception as error:  # torch raises many types for files that it has not written
         sha256(path)  # OSError if the storage fails, in whose place torch may raise another type
         raise CheckpointError(f"{str(path)!r} cannot be read as a checkpoint of tensors: {_describe(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
-    if isinstance(content.get("meta"), str):
-        content["meta"] = json.loads(content["meta"])
-    return _add_config(content, path) if path.suffix == ".bin" else content
 
 
-def read_meta(path: str | Path) -> dict[str, Any]:
-    """Returns the meta of a checkpoint, from its record if there is one."""
-    return read_record(Path(path)) or meta_of(read_checkpoint(path))
+def _find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors in a file's content. CheckpointError if there are none with names.
 
-
-def meta_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the meta in a checkpoint's content (settings, step, classes, ...), or {} for files of other projects.
-
-    Files of Transformers have settings (input_size, num_heads, norm_eps, mean, std), classes and the type of pixels.
+    They lie under `model` (this project, MAE), `state_dict` (iBOT's backbones, mmpretrain) or `student` (training
+    checkpoints of iBOT and DINO), or are the content itself (timm).
     """
-    meta = content.get("meta")
-    return meta if isinstance(meta, dict) else {}
-
-
-def meta_of_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the meta of an exported file. facts: those of EXPORTED_FACTS that are known."""
-    settings = {name: facts[name] for name in EXPORTED_SETTINGS if name in facts}
-    return {"settings": settings} | {name: facts[name] for name in ("classes", "pixels") if name in facts}
-
-
-def pixel_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the meta of a checkpoint says about the images of its model. What is unknown is None.
-
-    pixels: their type, uint8, uint16 or float32. Runs that did not store it had uint8. mean, std: of each channel.
-    """
-    settings = meta.get("settings", {})
-    pixels = meta.get("pixels", "uint8" if "model" in settings else None)
-    return {"pixels": pixels, "mean": settings.get("mean"), "std": settings.get("std")}
+    weights = content.get("model", content.get("state_dict", content.get("student", content)))
+    if isinstance(weights, dict) and all(isinstance(key, str) for key in weights):
+        tensors = {key: value for key, value in weights.items() if torch.is_tensor(value)}
+        if tensors:
+            return tensors
+    raise CheckpointError(
+        f"{str(path)!r} holds no weights by their names, not in `model`, `state_dict` or `student` either"
+    )
 
 
 def _describe(error: Exception) -> str:
@@ -322,34 +509,46 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         metadata = file.metadata() or {}
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     facts = {name: json.loads(metadata[name]) for name in EXPORTED_FACTS if name in metadata}
-    return {"model": weights, "meta": meta_of_facts(facts)}
+    return {"model": weights, "meta": exported_info(facts).to_json()}
 
 
-def _add_config(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the content of a file of Transformers with what its config says as meta; that of others unchanged.
+def exported_info(facts: Mapping[str, Any]) -> CheckpointInfo:
+    """Returns what an exported file says. facts: those of EXPORTED_FACTS that are known."""
+    settings = {name: facts[name] for name in EXPORTED_SETTINGS if name in facts}
+    return CheckpointInfo(settings, pixels=facts.get("pixels"), classes=facts.get("classes"))
 
-    What scripts/export.py has stored in the file wins.
+
+def _add_config(info: CheckpointInfo, path: Path) -> CheckpointInfo:
+    """Adds what the config of a file of Transformers says, whatever the file itself does not say.
+
+    Files of others are left as they are.
     """
     config = _read_json(path.with_name("config.json"))
     if config.get("model_type") not in ("vit", "vit_mae"):
-        return content
+        return info
     if config.get("hidden_act", "gelu") != "gelu":
         raise CheckpointError(
             f"the config of {str(path)!r} has the activation {config['hidden_act']!r}; the encoders here have gelu"
         )
-    images = _read_json(path.with_name("preprocessor_config.json"))
-    factors = {1 / 255: "uint8", 1 / 65535: "uint16"}
-    pixels = factors.get(images.get("rescale_factor", 0)) if images.get("do_rescale", True) else "float32"
     settings = {
         "input_size": config["image_size"],
         "num_heads": config["num_attention_heads"],
         "norm_eps": config.get("layer_norm_eps", 1e-12),  # the default of ViTConfig
     }
+    images = _read_json(path.with_name("preprocessor_config.json"))
     if images.get("do_normalize", bool(images)):
-        settings |= {"mean": images.get("image_mean"), "std": images.get("image_std")}
-    stored = meta_of(content)
-    settings |= stored.get("settings", {})
-    return content | {"meta": {"pixels": pixels, "classes": _class_names(config), **stored, "settings": settings}}
+        settings["mean"] = images.get("image_mean")
+        settings["std"] = images.get("image_std")
+    pixels: str | None = "float32"
+    if images.get("do_rescale", True):
+        factors = {1 / 255: "uint8", 1 / 65535: "uint16"}
+        pixels = factors.get(images.get("rescale_factor", 0))
+    return replace(
+        info,
+        settings={**settings, **info.settings},
+        pixels=info.pixels or pixels,
+        classes=info.classes or _class_names(config),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -403,7 +602,8 @@ def check_values(weights: Mapping[str, torch.Tensor], what: str) -> None:
     bad = [name for name, value in weights.items() if not (value.is_meta or value.isfinite().all())]
     if bad:
         raise FloatingPointError(f"{what} are not finite: {shorten(bad, most=6)}")
-    if empty := list_empty_tables(weights):
+    empty = list_empty_tables(weights)
+    if empty:
         raise CheckpointError(
             f"{what} hold no positions: all values of {', '.join(empty)} are zero, so they were trained without "
             "positions, or never trained. ViTMAEForPreTraining(config) of Transformers 5.24 makes such models. Give "

@@ -6,6 +6,7 @@ import pwd
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,26 +57,32 @@ def describe_owner(path: str) -> str:
     return f"{str(place)!r} belongs to user {owner}"
 
 
-@contextmanager
-def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[list[Path]]:
-    """Before training, a ValueError is the user's error. The process leaves the process group and exits.
+@dataclass
+class SetUp:
+    """The start of a program, until training begins. created: paths that it makes; they are removed if it fails."""
 
-    Yields a list for the paths that this start creates: they are removed if it fails.
-    """
-    created: list[Path] = []
+    created: list[Path] = field(default_factory=list)
+    is_over: bool = False
+
+    def end(self) -> None:
+        """From now on what was created stays, and a ValueError is no error of the user."""
+        self.is_over = True
+
+
+@contextmanager
+def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
+    """Before training, a ValueError is the user's error. The process leaves the process group and exits."""
+    set_up = SetUp()
     try:
-        yield created
+        yield set_up
     except BaseException as error:
-        remove_created(created)
+        if set_up.is_over:
+            raise
+        remove_created(set_up.created)
         if not isinstance(error, (ValueError, FloatingPointError, OSError)):
             raise
-        refuse_setup_error(parser, error)
-
-
-def refuse_setup_error(parser: argparse.ArgumentParser, error: Exception) -> NoReturn:
-    """Ends a program before training, where a ValueError is the user's error. It leaves the process group first."""
-    distributed.shut_down()
-    refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
+        distributed.shut_down()
+        refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
 
 
 def refuse_training_error(parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver) -> NoReturn:

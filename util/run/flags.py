@@ -402,7 +402,8 @@ def split_batch(
     Without `batch_size`, a process takes the largest micro-batch that divides its share of the total, up to `default`.
     """
     if total is None:
-        batch_size, accum_iter = batch_size or 64, accum_iter or 1
+        batch_size = batch_size or 64
+        accum_iter = accum_iter or 1
         return batch_size, accum_iter, batch_size * accum_iter * world_size
     per_process, rest = divmod(total, world_size)
     processes = count_of(world_size, "process")

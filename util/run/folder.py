@@ -23,7 +23,7 @@ from util.atomic import replaced_file
 from util.code_version import code_version, source_hash
 from util.data.folders import refuse_inside_data
 from util.run import checkpoint, distributed
-from util.run.checkpoint import CheckpointError
+from util.run.checkpoint import CheckpointError, StartInfo
 from util.run.cli import PROGRESS, Parser
 from util.run.supervise import first_timeout
 from util.text import shorten
@@ -35,7 +35,7 @@ LEFTOVERS = (
 )
 LOCK = ".lock"
 FILES = ("log.txt", "log.jsonl", "settings.json", "results.json")  # of a run that trains
-PATIENCE = 120  # seconds; NFS releases the locks of a lost client after 90
+LOCK_WAIT = 120  # seconds; NFS releases the locks of a lost client after 90
 
 
 def writable_folder(path: str | Path, created: list[Path] | None = None) -> Path:
@@ -85,7 +85,8 @@ class FolderLock:
     def __init__(self, folder: str | Path, created: list[Path] | None = None) -> None:
         self.remarks: list[str] = []
         self.path = Path(folder) / LOCK
-        here, end = socket.gethostname(), time.monotonic() + PATIENCE
+        here = socket.gethostname()
+        end = time.monotonic() + LOCK_WAIT
         paths = [self.path.with_name(name) for name in (LOCK, *FILES)]
         new = [path for path in paths if not path.exists()]
         while True:
@@ -135,8 +136,8 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
     remarks += [f"skipped a checkpoint, {reason}" for reason in skipped]
     named = None if resume in ("auto", "none") else Path(resume).resolve()
     if path is not None:
-        record = checkpoint.read_record(path) or {}
-        began_at = record.get("origin", {}).get("started_from")
+        info = checkpoint.read_info(path)
+        began_at = None if info.run is None else info.run.origin.started_from
         known = [path.resolve(), Path(output_dir).resolve()]
         if began_at:
             known += [Path(began_at).resolve(), Path(began_at).resolve().parent]
@@ -152,17 +153,23 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> tuple[Path | None, l
         )
     if named in (None, Path(output_dir).resolve()):
         return None, remarks + (["warning: the run starts from step 0"] if skipped else [])
-    return checkpoint.find_checkpoint_file(resume), remarks
+    path = checkpoint.find_checkpoint_file(resume)
+    checkpoint.refuse_damage(path)
+    return path, remarks
 
 
 def adopt_unfinished(output_dir: str | Path) -> list[str]:
-    """Writes the records of all checkpoints that have none and can be read. Returns remarks for the log."""
-    finished, remarks = checkpoint.list_finished(output_dir), []
+    """Writes the sidecars of all checkpoints that have none and can be read. Returns remarks for the log."""
+    finished = checkpoint.list_finished(output_dir)
+    remarks = []
     for path in checkpoint.list_checkpoints(output_dir):
-        if path not in finished:
-            problem = checkpoint.adopt_checkpoint(path)
-            what = f"not used: {problem}" if problem else "it can be read, so one is written, and it is kept for good"
-            remarks.append(f"warning: {path.name} had no .json; {what}")
+        if path in finished:
+            continue
+        outcome = "it can be read, so one is written, and it is kept for good"
+        problem = checkpoint.adopt_checkpoint(path)
+        if problem is not None:
+            outcome = f"not used: {problem}"
+        remarks.append(f"warning: {path.name} had no .json; {outcome}")
     return remarks
 
 
@@ -209,13 +216,18 @@ class Start:
     process: distributed.Process
     output_dir: Path
     resume_path: Path | None  # the checkpoint that the run continues from
-    origin: dict[str, Any]  # code version, command line and hosts, for the checkpoints
+    origin: StartInfo
     lock: FolderLock | None  # rank 0 holds the folder until its process ends
 
     @property
     def began_elsewhere(self) -> bool:
         """Whether the run starts at a checkpoint of another folder than its own."""
         return self.resume_path is not None and self.resume_path.resolve().parent != self.output_dir.resolve()
+
+    def close(self) -> None:
+        """Frees the folder."""
+        if self.lock is not None:
+            self.lock.file.close()
 
 
 def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
@@ -247,7 +259,7 @@ def enter_folder(
     output_dir = collectives.run_everywhere(check_folder)
     command = [program, *(sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
-    origin = {"code": code_version(), "command": shlex.join(command), "hosts": hosts}
+    origin = StartInfo(code_version(), shlex.join(command), hosts)
     lock: FolderLock | None = None
 
     def lock_and_look() -> tuple[Path | None, list[str]]:

@@ -158,13 +158,12 @@ class TrainLoop:
         """Context manager for the forward pass."""
         return self.precision.autocast
 
-    def load_state(self, content: dict[str, Any] | None, step: int) -> None:
-        """Continues at `step` with the sums and the loss scale of a checkpoint's content; None for a new run."""
+    def load_state(self, state: dict[str, Any], step: int, precision_name: str) -> None:
+        """Continues at `step` with the sums and the loss scale of a checkpoint that was trained in a precision."""
         self.step = self.first_step = step
-        if content is not None:
-            self.meter.load_state_dict(content["meter"])
-            if content["meta"]["settings"]["precision"] == self.precision.name:
-                self.precision.scaler.load_state_dict(content["scaler"])
+        self.meter.load_state_dict(state["meter"])
+        if precision_name == self.precision.name:
+            self.precision.scaler.load_state_dict(state["scaler"])
 
     def begin_step(self, step: int) -> None:
         """Sets the learning rates of optimizer step number `step`, counted from 0 over the whole run."""

@@ -1,113 +1,95 @@
-"""The life of a run. Whoever looks for the loader, the resume or the end of a run starts here.
+"""The life of a run. Whoever looks for the resume or the end of a run starts here.
 
-    with Run.begin(PROGRAM, parser, args, argv) as run:  # processes, flags, folder, the checkpoint to resume
-        model, images, optimizer = ...
-        run.open(model=model, optimizer=optimizer, images=images, ...)  # restores; wraps; log, loader, saver
-        return run.train(train_one_epoch, [evaluator])  # steps, saves, signals, the end
-
-The order of events is the same for all programs: the steps of an epoch, then a checkpoint if one is due, then what
-comes between steps (`Periodic`), in the order of its list.
+with Run.begin(PROGRAM, parser, args, argv) as run:  # flags, processes, folder, what the run was before
+    images, model, optimizer, loader = ...
+    training = run.resume(model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
+    return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end
 """
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from util import collectives
-from util.data.bad_images import BadImages, TooManyBadImages
-from util.data.datasets import (
-    AddressedDataset,
-    StepBatchSampler,
-    batches,
-    cores_per_process,
-    look_ahead,
-    steps_per_epoch,
-)
+from util.data.datasets import AddressedDataset
 from util.data.images import Images
-from util.data.open import data_hint, data_settings
+from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
-from util.data.transforms import Normalize
 from util.run import checkpoint
-from util.run.checkpoint import read_meta
+from util.run.checkpoint import CheckpointInfo, DataInfo, RunInfo
 from util.run.cli import Parser
-from util.run.distributed import precision
-from util.run.ending import end_after_signal, finish_run
-from util.run.errors import refuse_setup_error, refuse_training_error
-from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan, schedule_by_epochs
-from util.run.folder import Start, enter_folder, join_processes, remove_created, write_json
-from util.run.logging import RunLog, print_line
-from util.run.loop import TrainLoop
+from util.run.errors import SetUp, exit_on_setup_errors
+from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan
+from util.run.folder import Start, enter_folder, join_processes
 from util.run.resume import (
-    RunRecord,
-    data_facts,
+    choose_encoder,
+    find_changes,
     find_encoder,
-    json_settings,
-    read_run,
+    find_notes,
+    read_resumed,
+    refuse_changes,
     restore,
-    resume_encoder,
-    warn_if_unfinished,
 )
-from util.run.saving import CheckpointSaver
-from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog, first_timeout
-from util.text import count_of
-
-NOTHING: Mapping[str, Any] = {}
-TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
+from util.run.training import Training
 
 
-class Periodic(Protocol):
-    """Work between two steps: an evaluation, a picture, new attention maps.
+@dataclass(frozen=True)
+class RunFacts:
+    """What the checkpoints of a run say about its model and data, beside the flags.
 
-    A run asks at its start and at each pause, such as the end of an epoch: what is due and not done runs, on all ranks.
-    Work that a signal or a kill has prevented is therefore done by the next start.
+    statistics: mean and deviation of each channel. settings: what follows from model and data; they override the flags.
+    files: {flag: fingerprint} of files that the model reads.
     """
 
-    def is_due(self) -> bool:
-        """Whether the current step asks for it. A function of step and flags alone, so all ranks agree."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether an earlier start has done it at this step. Only rank 0 is asked, and its answer holds for all."""
-        ...
-
-    def perform(self) -> None:
-        """Does it. All ranks call it. If `loop.should_stop()` is true inside, it returns and the run ends."""
-        ...
+    statistics: Statistics
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    val_images: Any = None
+    classes: list[str] | None = None
+    class_colors: list[list[int]] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class Run:
-    """One start of a run, in one process: its flags, processes and folder; after `open` also its model and loader."""
+    """One start of a run, in one process, before its model is there.
 
-    model: nn.Module
-    wrapped: nn.Module  # the model as training calls it: compiled, sharded or in DDP
-    images: Any  # of training
-    schedule: RunSchedule
-    record: RunRecord
-    loop: TrainLoop
-    saver: CheckpointSaver
-    watchdog: Watchdog
-    batches: Generator[Any, None, None]  # of all remaining steps; no worker runs before the first one is taken
+    resumed: what the checkpoint to resume says, None for a new run. encoder: the checkpoint whose weights the run
+    begins with, or began with. notes: for the log, which opens later.
+    """
 
-    def __init__(self, parser: Parser, args: argparse.Namespace, plan: Plan, start: Start) -> None:
-        self.parser, self.args, self.plan, self.start = parser, args, plan, start
-        self.process, self.output_dir = start.process, start.output_dir
-        self.checkpoint: dict[str, Any] | None = None  # the content to resume from, until `open` has restored it
-        self.encoder: dict[str, Any] | None = None  # identity of the weights that the run began with
-        self.encoder_flag: str | None = None
-        self.is_training = False
-        self._log: RunLog | None = None
-        self._waiting: list[str] = []  # remarks before the log is open
-
-    # ------------------------------------------------------------------------------------------------------ begin
+    def __init__(
+        self,
+        parser: Parser,
+        args: argparse.Namespace,
+        plan: Plan,
+        start: Start,
+        set_up: SetUp,
+        encoder_flag: str | None,
+        notes: Sequence[str],
+    ) -> None:
+        """encoder_flag: name of the flag that gives the first weights. All ranks must call it."""
+        self.parser = parser
+        self.args = args
+        self.plan = plan
+        self.start = start
+        self.set_up = set_up
+        self.process = start.process
+        self.output_dir = start.output_dir
+        self.notes = [*notes]
+        self.resumed = read_resumed(start, plan.total_batch_size)
+        self.encoder_flag = encoder_flag
+        self.encoder = None
+        if encoder_flag is not None:
+            path = getattr(args, encoder_flag)
+            is_resumed = self.resumed is not None
+            self.encoder = collectives.run_on_rank0(lambda: find_encoder(path, is_resumed, encoder_flag))
+            if self.resumed is not None:
+                self.encoder, notes = choose_encoder(self.resumed, self.encoder, start, encoder_flag)
+                self.note(*notes)
 
     @classmethod
     @contextmanager
@@ -119,56 +101,27 @@ class Run:
         argv: Sequence[str] | None = None,
         *,
         check: Callable[[argparse.Namespace, Plan], None] | None = None,
+        encoder_flag: str | None = None,
         default_batch_size: int = 64,
     ) -> Iterator["Run"]:
-        """Joins the processes, checks the flags, takes the folder and reads the checkpoint to resume from.
+        """Joins the processes, checks the flags, takes the folder and finds out what to resume.
 
         Errors of the user inside this context end the program with one paragraph and an exit code (`util.run.errors`).
         check: refuses the program's own flags before the folder is touched. default_batch_size: of a micro-batch, if
         only the total is given.
         """
-        run: Run | None = None
-        created: list[Path] = []  # by this start, removed if it fails
+        start: Start | None = None
         try:
-            process = join_processes(parser, args)
-            plan = make_plan(args, process, default_batch_size)
-            if check is not None:
-                check(args, plan)
-            start, remarks = enter_folder(program, args, argv, process, created)
-            run = cls(parser, args, plan, start)
-            run.note(*remarks)
-            run.checkpoint = read_run(start, plan.total_batch_size)
-            yield run
-        except BaseException as error:
-            if run is not None and run.is_training:
-                if isinstance(error, Exception):
-                    refuse_training_error(parser, error, run.saver)
-                raise
-            remove_created(created)
-            if not isinstance(error, (ValueError, FloatingPointError, OSError)):
-                raise
-            refuse_setup_error(parser, error)
+            with exit_on_setup_errors(parser) as set_up:
+                process = join_processes(parser, args)
+                plan = make_plan(args, process, default_batch_size)
+                if check is not None:
+                    check(args, plan)
+                start, notes = enter_folder(program, args, argv, process, set_up.created)
+                yield cls(parser, args, plan, start, set_up, encoder_flag, notes)
         finally:
-            if run is not None:
-                run.close()
-
-    def close(self) -> None:
-        """Ends the workers and frees the folder. The parts of a run refer to each other: it is not freed by itself."""
-        if "batches" in vars(self):
-            self.batches.close()
-        for lock in (self.start.lock, self.saver.lock if "saver" in vars(self) else None):  # it may be taken anew
-            if lock is not None:
-                lock.file.close()
-
-    @property
-    def is_new(self) -> bool:
-        """Whether this start begins the run, so that first weights are needed."""
-        return self.start.resume_path is None
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """What the checkpoint to resume says beside tensors, before `open`; empty for a new run."""
-        return NOTHING if self.checkpoint is None else self.checkpoint["meta"]
+            if start is not None:
+                start.close()
 
     @property
     def build_device(self) -> torch.device:
@@ -176,299 +129,110 @@ class Run:
         return torch.device("cpu") if self.args.shard else self.process.device
 
     @property
-    def log(self) -> RunLog:
-        """The log, once `open` has opened it."""
-        return self.loop.log
+    def first_step(self) -> int:
+        """The number of optimizer steps that are done already."""
+        if self.resumed is None or self.resumed.run is None:
+            return 0
+        return self.resumed.run.step
 
-    def note(self, *remarks: str) -> None:
-        """Writes remarks to the log. Before the log is open, they wait for it."""
-        if self._log is None:
-            self._waiting += remarks
-        else:
-            for remark in remarks:
-                self._log.info(remark)
+    def note(self, *notes: str) -> None:
+        """Keeps notes until the log opens."""
+        self.notes += notes
 
-    def load_encoder(self, flag: str, load: Callable[[str], object]) -> None:
-        """Loads the weights that `flag` names into the model of a new run, by `load(path)`, which returns a report.
-
-        `encoder` then identifies them, or is None. ValueError if a resumed run began with others. All ranks must call
-        it.
-        """
-        given, start = getattr(self.args, flag), self.start
-        self.encoder = collectives.run_on_rank0(lambda: find_encoder(given, not self.is_new, flag))
-        self.encoder_flag = flag
-        if self.checkpoint is not None:
-            self.encoder, remarks = resume_encoder(self.checkpoint["meta"], self.encoder, start, flag)
-            self.note(*remarks)
-        elif self.encoder is not None:
-            path = self.encoder["path"]
-            self.note(f"encoder from {path}: {load(path)}", *warn_if_unfinished(self.encoder))
-        elif flag == "finetune":
+    def load_encoder(self, load: Callable[[str], object]) -> None:
+        """Loads the first weights into the model of a new run, by `load(path)`, which returns a report."""
+        if self.resumed is not None:
+            return
+        if self.encoder is not None:
+            path = self.encoder.path
+            self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
+        elif self.encoder_flag == "finetune":
             self.note("no --finetune: training from scratch")
 
     def choose_statistics(self, images: Images) -> Statistics:
         """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
-        resumed, encoder = None, {}
-        if self.checkpoint is not None:
-            meta = self.checkpoint["meta"]
-            resumed = {"in_chans": meta["settings"].get("in_chans", 3), **checkpoint.pixel_settings(meta)}
+        resumed: dict[str, Any] | None = None
+        encoder: dict[str, Any] = {}
+        if self.resumed is not None:
+            resumed = {"in_chans": self.resumed.settings["in_chans"], **self.resumed.pixel_settings}
         elif self.encoder is not None:
-            encoder = checkpoint.pixel_settings(read_meta(self.encoder["path"]))
-        given = self.args.mean, self.args.std
-        statistics, remarks = choose_statistics(given, images, resumed, encoder)
-        self.note(*remarks)
+            encoder = checkpoint.read_info(self.encoder.path).pixel_settings
+        statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
+        self.note(*notes)
         return statistics
 
-    # ------------------------------------------------------------------------------------------------------- open
-
-    def open(
+    def resume(
         self,
-        *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        images: Any,
-        transform: Callable[..., torch.Tensor],
-        collate: Callable[[Sequence[Any]], Any],
-        statistics: tuple[Sequence[float], Sequence[float]],
-        rows: Mapping[str, str],
-        val_images: Any = None,
-        schedule: Callable[[argparse.Namespace, Plan, int], RunSchedule] = schedule_by_epochs,
-        settings: Mapping[str, Any] = NOTHING,
-        classes: list[str] | None = None,
-        class_colors: list[list[int]] | None = None,
-        files: Mapping[str, str] = NOTHING,
-        split_changes_draws: bool = False,
-    ) -> None:
-        """Restores the checkpoint, wraps the model, opens the log, makes loader, loop and saver, writes the summary.
+        dataset: AddressedDataset,
+        schedule: RunSchedule,
+        facts: RunFacts,
+    ) -> Training:
+        """Restores model and optimizer if there is a checkpoint, and returns what trains them.
 
-        statistics: mean and deviation of each channel. rows: of the summary. schedule: (args, plan, steps per epoch).
-        settings: what follows from model and data, over the flags. classes, class_colors: for the checkpoints. files:
-        {flag: fingerprint} of files that the model reads. split_changes_draws: see `find_notes`.
+        ValueError if flags or data have changed in a way that changes the results, unless --allow_changes.
         """
-        args, plan, start, process = self.args, self.plan, self.start, self.process
-        self.model, self.images = model, images
-        epoch_steps = steps_per_epoch(len(images), plan.total_batch_size, process.world_size)
-        self.schedule = schedule(args, plan, epoch_steps)
-        mean, std = statistics
-        own = {"epochs": self.schedule.epochs, "mean": mean, "std": std, **settings}
-        if self.checkpoint is not None and self.encoder_flag is not None:
-            own[self.encoder_flag] = self.checkpoint["meta"]["settings"].get(self.encoder_flag)
-        merged = json_settings(vars(args), asdict(plan), own, data_settings(images))
-        collectives.refuse_differences(files, "model")
-        self.record = RunRecord(
-            program=start.program,
-            settings=merged,
-            data=data_facts(images),
-            val_data=None if val_images is None else data_facts(val_images),
-            pixels=images.pixel_format.dtype,
-            steps_per_epoch=epoch_steps,
-            process=process,
+        collectives.refuse_differences(facts.files, "model")
+        info = self.describe(dataset.images, optimizer, schedule, facts)
+        state: dict[str, Any] | None = None
+        if self.resumed is not None:
+            state = self._restore(self.resumed, info, model, optimizer)
+        return Training(self, model, optimizer, dataset, schedule, info, state)
+
+    def describe(
+        self, images: Any, optimizer: torch.optim.Optimizer, schedule: RunSchedule, facts: RunFacts
+    ) -> CheckpointInfo:
+        """Returns what a checkpoint of now would say."""
+        mean, std = facts.statistics
+        settings = {**vars(self.args), **asdict(self.plan), "epochs": schedule.epochs, "mean": mean, "std": std}
+        settings |= facts.settings
+        if self.resumed is not None and self.encoder_flag is not None:
+            settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
+        settings |= data_settings(images)
+        for name, value in settings.items():
+            if isinstance(value, tuple):
+                settings[name] = list(value)  # as after reading JSON
+        run = RunInfo(
+            program=self.start.program,
+            step=self.first_step,
+            epoch=self.first_step / schedule.steps_per_epoch,
+            world_size=self.process.world_size,
+            data=describe_data(images),
+            val_data=None if facts.val_images is None else describe_data(facts.val_images),
+            torch=torch.__version__,
             optimizer=type(optimizer).__name__,
-            origin=start.origin,
+            origin=replace(self.start.origin, started_from=self._find_beginning()),
             encoder=self.encoder,
-            classes=classes,
-            class_colors=class_colors,
-            files=dict(files),
+            files=dict(facts.files),
         )
-        first_step = self._restore(optimizer, split_changes_draws)
-        normalize = Normalize(*statistics, images.pixel_format).to(process.device)
-        self._make_loop(optimizer, normalize, transform, first_step)
-        how_often = args.save_minutes, args.save_steps
-        self.saver = CheckpointSaver(start, self.record, model, self.loop, self.schedule, *how_often)
-        self.batches = self.open_batches(range(first_step, self.loop.last_step), collate)
-        self._announce(self.loop.log, rows)
-        self.checkpoint = None  # frees its weights and moments
+        return CheckpointInfo(settings, images.pixel_format.dtype, facts.classes, facts.class_colors, run)
 
-    def _restore(self, optimizer: torch.optim.Optimizer, split_changes_draws: bool) -> int:
-        """Restores model and optimizer from the checkpoint to resume. Returns its step, 0 for a new run."""
-        if self.checkpoint is None:
-            return 0
-        remarks = restore(
-            content=self.checkpoint,
-            start=self.start,
-            record=self.record,
-            model=self.model,
-            optimizer=optimizer,
-            flag_changes=changes_of_flags(self.parser, self.plan),
-            allow_changes=self.args.allow_changes,
-            split_changes_draws=split_changes_draws,
-        )
-        self.note(*remarks)
-        return self.checkpoint["meta"]["step"]
+    def _find_beginning(self) -> str | None:
+        """Returns the checkpoint of another folder where the run began."""
+        if self.start.began_elsewhere:
+            return str(self.start.resume_path)
+        if self.resumed is None or self.resumed.run is None:
+            return None
+        return self.resumed.run.origin.started_from
 
-    def _make_loop(
-        self,
-        optimizer: torch.optim.Optimizer,
-        normalize: Normalize,
-        transform: Callable[..., torch.Tensor],
-        first_step: int,
-    ) -> None:
-        """Opens the log, wraps the model, and makes data set, watchdog and training loop."""
-        args, plan, process, images, schedule = self.args, self.plan, self.process, self.images, self.schedule
-        last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
-        log = RunLog(self.output_dir, first_step, last_step, process.is_main, schedule.steps_per_epoch)
-        self.wrapped = wrap_model(self.model, optimizer, args, plan.precision, plan.accum_iter, process)
-        first = first_timeout(args.dist_timeout, args.compile)
-        self.watchdog = Watchdog(args.dist_timeout, first, process.rank, process.world_size, process.store)
-        self.dataset = AddressedDataset(images, transform, replace=args.max_bad_fraction > 0)
-        self.bad_images = BadImages(images, self.dataset.bad, args.max_bad_fraction, log.info)
-        self.loop = TrainLoop(
-            parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
-            optimizer=optimizer,
-            precision=precision(plan.precision, process.device),
-            normalize=normalize,
-            learning_rate=schedule.learning_rate,
-            log=log,
-            images_per_step=plan.total_batch_size,
-            steps_per_epoch=schedule.steps_per_epoch,
-            last_step=last_step,
-            accum_iter=plan.accum_iter,
-            clip_grad=args.clip_grad,
-            seed=args.seed,
-            print_freq=args.print_freq,
-            data_hint=data_hint(images, plan.num_workers, cores_per_process(process.local_world_size), plan.device),
-            on_report=self._at_report,
-            watchdog=self.watchdog,
-        )
-        self.loop.load_state(self.checkpoint, first_step)
+    def _restore(
+        self, resumed: CheckpointInfo, info: CheckpointInfo, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Loads the checkpoint to resume. Returns its state of training."""
+        path = self.start.resume_path
+        assert path is not None
+        flag_changes = changes_of_flags(self.parser, self.plan)
+        if not self.args.allow_changes:
+            refuse_changes(resumed, info, flag_changes, self.start)
+        is_verified = self.process.is_main  # rank 0 has compared its hash in `enter_folder`
+        state = restore(path, is_verified, model, optimizer)
+        self.note(*(f"warning: {change}" for change in find_changes(resumed, info, flag_changes)))
+        self.note(*find_notes(resumed, info, flag_changes))
+        self.note(f"resuming {path} at step {self.first_step}")
+        return state
 
-    def open_batches(
-        self, steps: range, collate: Callable[[Sequence[Any]], Any], with_boxes: bool = False
-    ) -> Generator[Any, None, None]:
-        """Returns this rank's batches of these steps. Workers start with the first one; `close()` ends them."""
-        plan, process, images = self.plan, self.process, self.images
-        self.dataset.with_boxes = with_boxes
-        split = plan.batch_size, plan.accum_iter, process.rank, process.world_size
-        stream = batches(
-            self.dataset,
-            StepBatchSampler(len(images), *split, self.args.seed, steps.start, steps.stop),
-            collate,
-            plan.num_workers,
-            plan.device == "cuda",
-            self._log_from_any_rank,
-            batch_bytes=self._batch_bytes(),
-        )
-        # All ranks stop together before a stream that fails: one step later, or two if they have to agree.
-        return look_ahead(stream, plan.accum_iter * min(2, process.world_size), self.loop.fail)
 
-    def _batch_bytes(self) -> int:
-        """Returns the size of the images of one batch of this process."""
-        height, width = self.model.img_size
-        return self.images.pixel_format.pixel_bytes * height * width * self.plan.batch_size
-
-    def _log_from_any_rank(self, message: str) -> None:
-        if self.process.is_main:
-            self.note(message)
-        else:
-            print_line(f"rank {self.process.rank}: {message}", sys.stderr)
-
-    def _at_report(self) -> None:
-        """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
-        try:
-            self.bad_images.report()
-        except (TooManyBadImages, OSError):
-            self.saver.save()
-            self.saver.finish()
-            raise
-        self.saver.save_by_time()
-
-    def _announce(self, log: RunLog, rows: Mapping[str, str]) -> None:
-        """Writes settings.json, the summary, and all remarks that have waited for the log."""
-        args, plan, start, processes = self.args, self.plan, self.start, count_of(self.process.world_size, "process")
-        if self.process.is_main:
-            write_json(self.output_dir / "settings.json", self.record.settings)
-        common = {
-            "batch": f"{plan.total_batch_size} = {plan.batch_size} x {processes} x {plan.accum_iter} accumulated",
-            "schedule": self.schedule.summary,
-            "device": f"{processes} on {plan.device} in {plan.precision}",
-            "code": str(start.origin["code"]),
-            "command": f"{start.origin['command']} on {', '.join(start.origin['hosts'])}",
-            "output": str(self.output_dir),
-        }
-        log.start_summary({**rows, **common})
-        log.write_to_file(json.dumps(self.record.settings))
-        self._log = log
-        self.note(*self._waiting, *self.images.notes)
-        if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
-            self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
-        if args.compile:
-            self.note("note: the first step compiles the model, which takes minutes; nothing is reported before")
-
-    # ------------------------------------------------------------------------------------------------------ train
-
-    def train(
-        self,
-        train_steps: TrainSteps,
-        between: Sequence[Periodic] = (),
-        summary: Callable[[], Sequence[str]] = tuple,
-    ) -> bool:
-        """Trains to the last step. Returns False if a signal stopped the run before.
-
-        train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
-        `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
-        """
-        self.is_training = True
-        loop = self.loop
-        with self.watchdog, StopSignal(self.process.device) as stop, self.saver:
-            loop.stop = stop
-            all_done = self._run_due(between)  # missing because the run was stopped or killed before it
-            while loop.step < loop.last_step and not loop.has_stopped():
-                train_steps(self.wrapped, self.batches, self._steps_to_next_pause(), loop)
-                ends = loop.has_stopped() or loop.step == loop.last_step
-                if ends or self.saver.is_due():
-                    self.saver.save(final=ends)
-                if loop.step == loop.last_step or not loop.has_stopped():
-                    all_done = self._run_due(between)
-            self.saver.save(final=True)  # unless it is saved already
-            if loop.step < loop.last_step or not all_done:
-                end_after_signal(loop, stop)
-                return False
-            finish_run(loop, stop, "\n".join([*summary(), *self.closing_lines()]))
-        return True
-
-    def _run_due(self, between: Sequence[Periodic]) -> bool:
-        """Runs what is due and not done, until the run is to stop. Returns whether nothing is left.
-
-        All ranks run the same: `is_due` is equal on all, rank 0 says what is done.
-        """
-        for work in between:
-            if work.is_due() and not collectives.run_on_rank0(work.is_done):
-                if not self.loop.has_stopped():
-                    with self.watchdog.first_time(type(work)):
-                        work.perform()
-                    self.loop.clock.restart()  # it does not count as training
-                if self.loop.has_stopped():
-                    return False
-        return True
-
-    def _steps_to_next_pause(self) -> range:
-        """Returns the steps up to the next one that may ask for a checkpoint or for work between steps."""
-        step, periods = self.loop.step, (*self.schedule.pauses, self.args.save_steps)
-        ends = [(step // period + 1) * period for period in periods if period]
-        return range(step, min([self.loop.last_step, *ends]))
-
-    def ends_epoch(self, every: int) -> bool:
-        """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
-
-        Epochs count from 1 here; step 0 counts as the end of epoch 0. every 0: never.
-        """
-        epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
-        return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
-
-    def heartbeat(self) -> None:
-        """Tells the watchdog that this process works, for example once per batch of an evaluation."""
-        self.watchdog.heartbeat(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
-
-    def progress(self) -> str:
-        """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
-        step, total, images = self.loop.step, self.schedule.num_steps, count_of(self.record.data["num_images"], "image")
-        if step >= total:
-            return f"for {count_of(step, 'step')} on {images}"
-        return f"for {count_of(step, 'step')} of {total} on {images}; the same command without --max_steps goes on"
-
-    def closing_lines(self) -> list[str]:
-        """Returns where the newest checkpoint and TensorBoard's files are."""
-        # Its hash is not computed: this run has just written it.
-        finished = checkpoint.list_finished(self.output_dir) if self.process.is_main else []
-        lines = [f"  checkpoint   {path}" for path in finished[-1:]]
-        return [*lines, f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}"]
+def describe_data(images: Any) -> DataInfo:
+    """Returns what checkpoints say about a data set."""
+    return DataInfo(len(images), images.fingerprint())

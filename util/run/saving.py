@@ -16,10 +16,10 @@ import torch
 
 from util.collectives import all_reduce_sum, run_on_rank0
 from util.run import checkpoint, shard
+from util.run.checkpoint import CheckpointInfo
 from util.run.flags import RunSchedule
 from util.run.folder import FolderLock, Start, write_json, write_progress
 from util.run.loop import TrainLoop
-from util.run.resume import RunRecord
 
 
 @dataclass
@@ -34,7 +34,7 @@ class CheckpointSaver:
     """
 
     start: Start
-    record: RunRecord
+    info: CheckpointInfo
     model: torch.nn.Module
     loop: TrainLoop
     schedule: RunSchedule
@@ -89,7 +89,8 @@ class CheckpointSaver:
         state = {"model": self.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
         state |= {"scaler": loop.precision.scaler.state_dict(), "meter": loop.meter.state_dict()}
         self.began = time.monotonic()
-        self.write(step, state, self.record.meta(step), self.is_kept(step), required=final)
+        info = self.info.at_step(step, self.schedule.steps_per_epoch)
+        self.write(step, state, info.to_json(), self.is_kept(step), required=final)
 
     def is_saved(self, step: int, final: bool) -> bool:
         """Whether rank 0 has written the weights of `step`, or, unless it is `final`, writes them now."""
@@ -202,5 +203,5 @@ class CheckpointSaver:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.lock = FolderLock(self.output_dir)
         if self.loop.log.renew():
-            write_json(self.output_dir / "settings.json", self.record.settings)
+            write_json(self.output_dir / "settings.json", self.info.settings)
             self.loop.log.info(f"warning: {str(self.output_dir)!r} was deleted; it is made again, and the run goes on")

@@ -1,6 +1,7 @@
 """Runs of the detection program: categories, masks, several processes, boxes alone, bad input, demo."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from tests.downstream.dense import detect
 from tests.downstream.detection.coco import write_coco
 from tests.runs import assert_same_state, reports, state
 from util.evaluate.results import RESULTS
+from util.run.checkpoint import read_sidecar
 from util.run.folder import read_json
 from util.run.resume import find_changes
 
@@ -30,10 +32,12 @@ def test_boxes_and_masks_have_scores(shapes, detected):
 def test_a_micro_batch_keeps_its_size_on_resume(shapes, tmp_path, capsys):
     """Losses are averaged over its boxes. The number of processes may change, which the default follows."""
     short = detect.also("--num_iters 2 --num_pictures 0")
-    before = short(shapes, tmp_path, "--max_steps", 1)["meta"]
+    short(shapes, tmp_path, "--max_steps", 1)
+    before = read_sidecar(tmp_path / "checkpoint-1.pth")
     for flags in (("--batch_size", 2), ("--accum_iter", 2)):
         assert "--batch_size was 4 and now is 2" in short.refused(capsys, shapes, tmp_path, *flags)
-    now = {**before, "settings": {**before["settings"], "accum_iter": 2}, "world_size": 2}
+    settings = {**before.settings, "accum_iter": 2}
+    now = replace(before, settings=settings, run=replace(before.run, world_size=2))
     assert not find_changes(before, now, main_detection.get_args_parser().changes)
 
 

@@ -14,6 +14,7 @@ from encoders.load import load_encoder
 from frameworks import registry
 from frameworks.teacher import Teacher
 from models_vit import MICRO, VisionTransformer, vit_micro_patch4, vit_tiny_patch16
+from tests.runs import info_of_run
 from util.costs import count_gmac
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from util.run.checkpoint import CheckpointError, save_checkpoint
@@ -165,8 +166,8 @@ def test_the_statistics_in_a_file_win_over_timm_s(statistics, pixels, tmp_path):
 @pytest.mark.parametrize("epoch", [2.5, 100])
 def test_an_unfinished_encoder_is_named(tmp_path, epoch):
     model = vit_tiny_patch16(img_size=32, global_pool="token")
-    meta = {"settings": {"model": "vit_tiny_patch16", "epochs": 100}, "step": 5, "epoch": epoch}
-    path = save_checkpoint(tmp_path, 5, {"model": model.state_dict()}, meta)
+    info = info_of_run(5, epoch=epoch, settings={"model": "vit_tiny_patch16", "epochs": 100})
+    path = save_checkpoint(tmp_path, 5, {"model": model.state_dict()}, info.to_json())
     notes = "\n".join(open_encoder(path).notes)
     assert ("is not finished: it is at step 5, epoch 2.5 of 100" in notes) == (epoch < 100)
 

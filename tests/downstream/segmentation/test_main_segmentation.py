@@ -1,6 +1,7 @@
 """Runs of the segmentation program: classes, BatchNorm, several processes, bad flags, the demo."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.downstream.dense import segment, segment_linear
 from tests.downstream.segmentation.pairs import write_pairs
 from tests.runs import reports, state
 from util.evaluate.results import RESULTS
+from util.run.checkpoint import read_sidecar
 from util.run.folder import read_json
 from util.run.resume import find_changes
 
@@ -41,10 +43,11 @@ def test_evaluation_takes_the_names_of_the_run(striped, tmp_path):
 
 def test_batch_norm_keeps_its_batch_on_resume(striped, tmp_path, capsys):
     """Two processes of half the micro-batch see the same images at once."""
-    before = segment(striped, tmp_path, "--num_iters", 2, "--max_steps", 1)["meta"]
+    segment(striped, tmp_path, "--num_iters", 2, "--max_steps", 1)
+    before = read_sidecar(tmp_path / "checkpoint-1.pth")
     message = segment.refused(capsys, striped, tmp_path, "--num_iters", 2, "--batch_size", 2)
     assert "--accum_iter was 1 and now is 2" in message
-    now = {**before, "settings": {**before["settings"], "batch_size": 1}}
+    now = replace(before, settings={**before.settings, "batch_size": 1})
     assert not find_changes(before, now, main_segmentation.get_args_parser().changes)
 
 

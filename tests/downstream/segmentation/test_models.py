@@ -180,7 +180,7 @@ def test_a_simmim_run_loads_at_any_size(tmp_path, size):
     weights = {name: value for name, value in simmim.state_dict().items() if "bias_table" not in name}
     shared = torch.randn((2 * (size // 4) - 1) ** 2 + 3, 3)
     weights["rel_pos_bias.relative_position_bias_table"] = shared
-    meta = {"program": "main_pretrain.py", "settings": {"input_size": size, "patch_size": 4}}
+    meta = {"settings": {"input_size": size, "patch_size": 4}}
     model = DenseViT(**SIZES, final_norm=True)
     report = load(model, weights, tmp_path, meta)
     assert "pos_embed" not in report.missing

@@ -19,7 +19,7 @@ from util.data.images import FolderImages, ImageError
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import choose_statistics, measure_statistics
 from util.data.transforms import Normalize, PaddedCropFlip, RandomResizedCropFlip, ResizeCenterCrop, Squash, resize
-from util.run.checkpoint import pixel_settings, read_meta
+from util.run.checkpoint import CheckpointInfo, read_info
 
 tifffile = pytest.importorskip("tifffile")
 
@@ -432,9 +432,12 @@ def test_statistics_equal_a_loop_in_float64(tmp_path, dtype):
 
 
 def choose(images, content=None, encoder=None, **flags):
-    meta = content and content["meta"]
-    resumed = meta and {"in_chans": meta["settings"].get("in_chans", 3), **pixel_settings(meta)}
-    stored = pixel_settings(read_meta(encoder["path"])) if encoder and content is None else {}
+    resumed, stored = None, {}
+    if content is not None:
+        info = CheckpointInfo.from_json(content["meta"], "")
+        resumed = {"in_chans": info.settings.get("in_chans", 3), **info.pixel_settings}
+    elif encoder is not None:
+        stored = read_info(encoder["path"]).pixel_settings
     return choose_statistics((flags.get("mean"), flags.get("std")), images, resumed, stored)
 
 

@@ -8,24 +8,22 @@ from tests.util.data.test_pixel_format import choose, pixels
 from util.data.datasets import open_images
 from util.data.pixel_format import RGB8, PixelFormat
 from util.data.statistics import complete_settings, measure_statistics, normalizer
-from util.run.checkpoint import pixel_settings, save_checkpoint
+from util.run.checkpoint import CheckpointInfo, save_checkpoint
 
 IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FLOATS = PixelFormat(2, "float32")
 
 
 def test_what_a_checkpoint_says_about_its_images():
-    assert pixel_settings({}) == {"pixels": None, "mean": None, "std": None}
-    older = {"settings": {"model": "mae_vit_base_patch16"}}
-    assert pixel_settings(older) == {"pixels": "uint8", "mean": None, "std": None}
-    newer = {"settings": {"model": "m", "mean": [1.0], "std": [2.0]}, "pixels": "float32"}
-    assert pixel_settings(newer) == {"pixels": "float32", "mean": [1.0], "std": [2.0]}
+    assert CheckpointInfo().pixel_settings == {"pixels": None, "mean": None, "std": None}
+    known = CheckpointInfo({"mean": [1.0], "std": [2.0]}, "float32")
+    assert known.pixel_settings == {"pixels": "float32", "mean": [1.0], "std": [2.0]}
 
 
 def test_a_model_s_images_are_normalised_by_what_is_known():
     imgs = torch.rand(1, 3, 2, 2).mul(255).to(torch.uint8)
     expected = (imgs.double() / 255 - torch.tensor(IMAGENET[0]).view(3, 1, 1)) / torch.tensor(IMAGENET[1]).view(3, 1, 1)
-    torch.testing.assert_close(normalizer(pixel_settings({}), RGB8)(imgs), expected.float())
+    torch.testing.assert_close(normalizer(CheckpointInfo().pixel_settings, RGB8)(imgs), expected.float())
     own = {"pixels": None, "mean": [100.0, 0.0], "std": [50.0, 2.0]}
     values = torch.tensor([200.0, 3.0]).view(1, 2, 1, 1)
     assert normalizer(own, FLOATS)(values).flatten().tolist() == [2.0, 1.5]  # their type is unknown: the data's
@@ -33,19 +31,19 @@ def test_a_model_s_images_are_normalised_by_what_is_known():
         normalizer(own | {"pixels": "uint8"}, FLOATS)
     for format_ in (FLOATS, PixelFormat(5, "uint16"), PixelFormat(3, "float32")):
         with pytest.raises(ValueError, match=f"deviation of its {format_.channels} channels: give --mean and --std"):
-            normalizer(pixel_settings({}), format_)
+            normalizer(CheckpointInfo().pixel_settings, format_)
 
 
 def test_statistics_that_a_file_lacks_are_measured(tmp_path, photos):
     images = open_arrays(tmp_path / "data")
-    found, (remark,) = complete_settings(pixel_settings({}), images)
+    found, (remark,) = complete_settings(CheckpointInfo().pixel_settings, images)
     own, number, _ = measure_statistics(images)
     assert found == {"pixels": None, "mean": own[0], "std": own[1]}
     assert remark.endswith(f"measured on {number} images, 2 channels of uint16") and f"{own[0][0]:.6g}" in remark
     given = {"pixels": "uint16", "mean": [0.1, 0.2], "std": [0.3, 0.4]}
     assert complete_settings(given, images) == (given, [])
     rgb = {"pixels": None, "mean": IMAGENET[0], "std": IMAGENET[1]}
-    assert complete_settings(pixel_settings({}), open_images("folder", photos)) == (rgb, [])
+    assert complete_settings(CheckpointInfo().pixel_settings, open_images("folder", photos)) == (rgb, [])
 
 
 def open_arrays(folder, dtype="uint16"):
@@ -59,7 +57,7 @@ def open_arrays(folder, dtype="uint16"):
 def test_an_encoder_of_unknown_pixels_fits_integers(tmp_path, pixels_of_encoder, dtype, fits):
     images = open_arrays(tmp_path / "data", dtype)
     stored = [0.25, 0.5], [0.125, 0.25]
-    path = save_checkpoint(tmp_path, 1, {}, {"settings": {"mean": stored[0], "std": stored[1]}})
+    path = save_checkpoint(tmp_path, 1, {"w": torch.zeros(1)}, {"settings": {"mean": stored[0], "std": stored[1]}})
     found, _ = choose(images, encoder={"path": str(path)})
     assert found == (stored if fits else measure_statistics(images)[0])
 

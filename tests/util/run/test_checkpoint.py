@@ -11,30 +11,33 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.runs import info_of_run
 from tests.warm import Python
 from util import atomic
 from util.run import checkpoint
 from util.run.checkpoint import (
     CheckpointError,
+    CheckpointInfo,
     find_checkpoint_file,
     list_checkpoints,
     list_finished,
     newest_checkpoint,
     prune_checkpoints,
     read_checkpoint,
+    read_sidecar,
     save_checkpoint,
 )
 
 
 def save(folder, step, value=0.0, **meta):
-    return save_checkpoint(folder, step, {"model": {"w": torch.full((100,), value)}}, {"step": step, **meta})
+    return save_checkpoint(folder, step, {"model": {"w": torch.full((100,), value)}}, meta)
 
 
 def test_round_trip_without_pickled_classes(tmp_path):
     path = save(tmp_path, 7, 3.5, settings={"epochs": 5, "crop": [0.2, 1.0]})
     content = torch.load(path, weights_only=True)
     assert json.loads(content["meta"])["settings"] == {"epochs": 5, "crop": [0.2, 1.0]}
-    assert read_checkpoint(path)["meta"]["step"] == 7
+    assert read_checkpoint(path).info.settings == {"epochs": 5, "crop": [0.2, 1.0]}
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-7.json", "checkpoint-7.pth"]  # no temporary file is left
 
 
@@ -96,7 +99,7 @@ NO_SPACE, BAD_POSITION = OSError(28, "No space left on device"), RuntimeError("u
         ("torch.save", BAD_POSITION),
         ("os.replace", NO_SPACE),
         ("os.fsync", NO_SPACE),
-        ("_write_record", NO_SPACE),  # after the weights were written
+        ("_write_sidecar", NO_SPACE),  # after the weights were written
     ],
 )
 def test_a_failed_write_leaves_older_checkpoints_and_no_partial_file(tmp_path, monkeypatch, fails_in, error, step):
@@ -305,6 +308,19 @@ def test_position_tables_of_zeros_are_refused_unless_positions_are_biases():
     checkpoint.check_values({"backbone.pos_embed": table}, "the weights")
 
 
-def test_meta_is_empty_for_files_of_other_projects():
-    assert checkpoint.meta_of({"meta": {"step": 3}}) == {"step": 3}
-    assert checkpoint.meta_of({"model": {}}) == checkpoint.meta_of({"meta": "text"}) == {}
+def test_files_of_other_projects_say_nothing(tmp_path):
+    torch.save({"model": {"w": torch.zeros(1)}, "meta": "{}"}, tmp_path / "other.pth")
+    assert read_checkpoint(tmp_path / "other.pth").info == CheckpointInfo()
+
+
+@pytest.mark.parametrize("info", [CheckpointInfo(), info_of_run(), info_of_run(val={"top1": 50.0})])
+def test_what_a_checkpoint_says_survives_json(tmp_path, info):
+    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}}, info.to_json())
+    assert read_checkpoint(path).info == read_sidecar(path) == info
+
+
+@pytest.mark.parametrize("flag", ["step", "data", "settings", "origin"])
+def test_a_flag_that_names_a_file_cannot_overwrite_what_a_checkpoint_says(flag):
+    """A framework chooses the names of its flags."""
+    found = info_of_run(files={flag: "fingerprint"}).to_json()
+    assert found == info_of_run().to_json() | {"files": {flag: "fingerprint"}}

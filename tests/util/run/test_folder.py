@@ -2,23 +2,21 @@
 
 import json
 import shutil
-from argparse import Namespace
 
 import pytest
 import torch
 
+from tests.runs import info_of_run
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointError, prune_checkpoints, read_checkpoint, save_checkpoint
-from util.run.folder import Start, find_checkpoint
-from util.run.resume import read_run
+from util.run.folder import find_checkpoint
 
 
 def save(folder, step, value=0.0):
     """A checkpoint with all that a run saves."""
     folder.mkdir(exist_ok=True)
     state = {"model": {"w": torch.full((9,), value)}, "optimizer": {}}
-    meta = {"program": "main_pretrain.py", "step": step, "settings": {"epochs": 3, "total_batch_size": 8}}
-    return save_checkpoint(folder, step, state, meta)
+    return save_checkpoint(folder, step, state, info_of_run(step).to_json())
 
 
 def names(folder):
@@ -38,7 +36,7 @@ def test_a_checkpoint_that_was_copied_without_its_record_is_used_and_never_delet
     for step in (8, 9, 10):
         save(out, step)
         prune_checkpoints(out, [step - 1, step])
-    assert read_checkpoint(copy)["model"]["w"][0] == 3.5 and "checkpoint-8.pth" not in names(out)
+    assert read_checkpoint(copy).weights["w"][0] == 3.5 and "checkpoint-8.pth" not in names(out)
 
 
 def test_two_kills_while_the_first_checkpoints_are_hashed_lose_nothing(tmp_path):
@@ -57,7 +55,7 @@ def of_another_step(path):
 
 
 def of_another_project(path):
-    torch.save({"model": {}, "optimizer": {}, "epoch": 7}, path)
+    torch.save({"model": {"w": torch.zeros(1)}, "optimizer": {}, "epoch": 7}, path)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +92,11 @@ def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scrat
 
 @pytest.mark.parametrize(("rank", "named", "times"), [(0, False, 1), (1, False, 2), (0, True, 1)])
 def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, named, times):
-    """Rank 0 as it chooses the file, other ranks as they read it, and each rank a file that --resume names."""
+    """As it chooses the file. Other ranks hash it as they read it."""
     saved, hashed, sha256 = save(tmp_path / "first", 7), [], checkpoint.sha256
     out = tmp_path / "out" if named else saved.parent
     out.mkdir(exist_ok=True)
     monkeypatch.setattr(checkpoint, "sha256", lambda path: hashed.append(path) or sha256(path))
     path, _ = find_checkpoint(out, str(saved))
-    start = Start("main_pretrain.py", Namespace(is_main=rank == 0), out, path, {}, None)
-    assert read_run(start, 8)["meta"]["step"] == 7 and hashed == [saved] * times
+    checkpoint.read_checkpoint(path, is_verified=rank == 0)
+    assert hashed == [saved] * times

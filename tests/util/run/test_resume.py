@@ -1,14 +1,17 @@
 import importlib
-from argparse import Namespace
+import json
 from dataclasses import replace
 
 import pytest
-from timm.layers import DropPath
-from torch import nn
+import torch
 
 import main_pretrain
+from tests.runs import info_of_run
+from util.run.checkpoint import CheckpointError, DataInfo, StartInfo, save_checkpoint
+from util.run.distributed import Process
 from util.run.flags import Plan, changes_of_flags
-from util.run.resume import RunRecord, find_changes, find_notes, has_drop_path
+from util.run.folder import Start
+from util.run.resume import find_changes, find_notes, read_resumed
 
 SETTINGS = {
     "lr": 1.0,
@@ -28,40 +31,30 @@ CHANGES = {
     "data_path": "nothing",
     "num_workers": "nothing",
 }
-META = {
-    "settings": SETTINGS,
-    "data": {"num_images": 24, "fingerprint": "0123456789"},
-    "val_data": {"num_images": 5, "fingerprint": "abcdefghij"},
-    "pixels": "uint8",
-    "optimizer": "AdamW",
-    "origin": {"code": "files 1"},
-    "world_size": 1,
-    "files": {},
-}
+BEFORE = info_of_run(settings=SETTINGS)
 
 
-def other(**changes):
-    settings = {name: value for name, value in changes.items() if name not in META}
-    return META | {"settings": SETTINGS | settings} | {k: v for k, v in changes.items() if k not in settings}
+def other(settings=None, **changes):
+    return info_of_run(settings=SETTINGS | (settings or {}), **changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, []),
-        ({"lr": 2.0}, ["--lr was 1.0 and now is 2.0"]),
-        ({"new_flag": 1}, []),  # a flag that older versions do not have
-        ({"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}, []),
+        ({"settings": {"lr": 2.0}}, ["--lr was 1.0 and now is 2.0"]),
+        ({"settings": {"new_flag": 1}}, []),
+        ({"settings": {"batch_size": 4, "accum_iter": 2, "num_workers": 0, "data_path": "b", "compile": True}}, []),
         (
-            {"data": {"num_images": 24, "fingerprint": "9876543210"}},
+            {"data": DataInfo(24, "9876543210")},
             ["the data had 24 images (names and labels 01234567) and now has 24 images (names and labels 98765432)"],
         ),
         (
-            {"data": {"num_images": 23, "fingerprint": "0123456789"}},
+            {"data": DataInfo(23, "0123456789")},
             ["the data had 24 images (names and labels 01234567) and now has 23 images"],
         ),
         (
-            {"val_data": {"num_images": 5, "fingerprint": "jihgfedcba"}},
+            {"val_data": DataInfo(5, "jihgfedcba")},
             ["the validation data had 5 images (names and labels abcdefgh) and now has 5 images"],
         ),
         ({"pixels": "uint16"}, ["the images had pixels of uint8 and now have uint16"]),
@@ -70,56 +63,57 @@ def other(**changes):
     ],
 )
 def test_changes_of_results_are_found(changes, said):
-    found = find_changes(META, other(**changes), CHANGES)
+    found = find_changes(BEFORE, other(**changes), CHANGES)
     assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
 
-@pytest.mark.parametrize("flag", ["step", "data", "settings", "origin"])
-def test_a_flag_that_names_a_file_cannot_overwrite_what_a_checkpoint_says(flag):
-    """A framework chooses the names of its flags."""
-    record = RunRecord(
-        program="main_pretrain.py",
-        settings=SETTINGS,
-        data=META["data"],
-        val_data=None,
-        pixels="uint8",
-        steps_per_epoch=4,
-        process=Namespace(world_size=1),
-        optimizer="AdamW",
-        origin={"code": "files 1"},
-    )
-    expected = record.meta(8)
-    found = replace(record, files={flag: "fingerprint"}).meta(8)
-    assert expected["step"] == 8 and found == expected | {"files": {flag: "fingerprint"}}
-
-
 @pytest.mark.parametrize(
-    ("changes", "draws", "said"),
+    ("changes", "said"),
     [
-        ({}, True, None),
+        ({}, None),
         (
-            {"batch_size": 4, "accum_iter": 2},
-            False,
+            {"settings": {"batch_size": 4, "accum_iter": 2}},
             "split otherwise (accum_iter was 1 and now is 2, batch_size was 8 and now is 4)",
         ),
-        ({"world_size": 2}, True, "(world_size was 1 and now is 2); random draws and statistics within a step differ"),
-        ({"world_size": 2}, False, "world_size was 1 and now is 2"),
-        ({"compile": True}, False, "results agree to rounding, not to the last bit"),
-        ({"compile": True}, True, "so drop path differs"),
-        ({"device": "cuda"}, True, "--device was cpu and now is cuda"),
-        ({"origin": {"code": "files 2"}}, False, "files 1 then, files 2 now"),
-        ({"num_workers": 5}, True, None),
+        ({"world_size": 2}, "(world_size was 1 and now is 2): random draws and statistics within a step may differ"),
+        ({"settings": {"compile": True}}, "results agree to rounding, not to the last bit"),
+        ({"settings": {"device": "cuda"}}, "--device was cpu and now is cuda"),
+        ({"origin": StartInfo("files 2", "main_pretrain.py")}, "files 1 then, files 2 now"),
+        ({"settings": {"num_workers": 5}}, None),
     ],
 )
-def test_allowed_differences_give_notes(changes, draws, said):
-    """draws: whether the model draws random numbers, which then depend on the split of the batch."""
-    notes = find_notes(META, other(**changes), CHANGES, has_dropout=draws, split_changes_draws=draws)
+def test_allowed_differences_give_notes(changes, said):
+    notes = find_notes(BEFORE, other(**changes), CHANGES)
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
-    assert draws or not any("draws" in note for note in notes)
 
 
-def test_drop_path_that_drops_nothing_is_none():
-    assert has_drop_path(nn.Sequential(DropPath(0.1))) and not has_drop_path(nn.Sequential(DropPath(0.0)))
+def start(tmp_path, **parts):
+    """A start that resumes a checkpoint with the given JSON of a run."""
+    meta = info_of_run(**parts).to_json()
+    path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(1)}, "optimizer": {}}, meta)
+    process = Process(torch.device("cpu"))
+    return Start("main_pretrain.py", process, tmp_path, path, StartInfo("files 1", ""), None)
+
+
+@pytest.mark.parametrize("name", ["step", "origin", "files", "data"])
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, name):
+    found = start(tmp_path)
+    sidecar = found.resume_path.with_suffix(".json")
+    content = json.loads(sidecar.read_text())
+    del content["meta"][name]
+    sidecar.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"checkpoint-1.pth' was written by another version .*'{name}'"):
+        read_resumed(found, 8)
+
+
+def test_best_weights_are_no_run(tmp_path):
+    best = start(tmp_path)
+    sidecar = best.resume_path.with_suffix(".json")
+    content = json.loads(sidecar.read_text())
+    content["meta"]["val"] = {"top1": 50.0}
+    sidecar.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="holds weights but no run"):
+        read_resumed(best, 8)
 
 
 COMMON = {
@@ -163,7 +157,7 @@ def test_what_flags_change_is_frozen(command):
 
 
 def test_nothing_said_means_results():
-    assert find_changes(META, other(lr=2.0), {}) == ["--lr was 1.0 and now is 2.0"]
+    assert find_changes(BEFORE, other({"lr": 2.0}), {}) == ["--lr was 1.0 and now is 2.0"]
 
 
 def test_sharding_changes_results_where_it_also_rounds_norms():

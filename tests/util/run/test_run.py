@@ -12,8 +12,8 @@ from tests.runs import pretrain, reports
 from util.run import checkpoint
 from util.run.checkpoint import save_checkpoint
 from util.run.loop import Clock, TrainLoop
-from util.run.run import Run
 from util.run.supervise import Watchdog
+from util.run.training import Training
 
 
 @pytest.mark.parametrize(
@@ -26,20 +26,20 @@ from util.run.supervise import Watchdog
     ],
 )
 def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_step, said):
-    record, schedule = Namespace(data={"num_images": 24}), Namespace(num_steps=60)
-    run = Namespace(loop=Namespace(step=step, last_step=last_step), record=record, schedule=schedule)
-    assert Run.progress(run) == said
+    loop = Namespace(step=step, last_step=last_step)
+    training = Namespace(loop=loop, images=range(24), schedule=Namespace(num_steps=60))
+    assert Training.progress(training) == said
 
 
 def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch):
     main, other = (Namespace(output_dir=tmp_path, process=Namespace(is_main=is_main)) for is_main in (True, False))
-    assert [line.split()[0] for line in Run.closing_lines(main)] == ["TensorBoard"]
+    assert [line.split()[0] for line in Training.closing_lines(main)] == ["TensorBoard"]
     for step in (9, 10):
-        save_checkpoint(tmp_path, step, {}, {"step": step})
+        save_checkpoint(tmp_path, step, {}, {})
     (tmp_path / "checkpoint-11.pth").touch()  # without a record
     monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("a checkpoint was read"))
-    assert Run.closing_lines(main)[0] == f"  checkpoint   {tmp_path / 'checkpoint-10.pth'}"
-    assert len(Run.closing_lines(other)) == 1
+    assert Training.closing_lines(main)[0] == f"  checkpoint   {tmp_path / 'checkpoint-10.pth'}"
+    assert len(Training.closing_lines(other)) == 1
 
 
 def test_work_between_steps_does_not_count_as_training_time():
@@ -50,7 +50,7 @@ def test_work_between_steps_does_not_count_as_training_time():
         loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
 
     work = Namespace(is_due=lambda: True, is_done=lambda: False, perform=perform)
-    Run._run_due(Namespace(loop=loop, watchdog=Watchdog(60, 60)), [work])
+    Training._run_due(Namespace(loop=loop, watchdog=Watchdog(60, 60)), [work])
     assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
 
 
@@ -67,7 +67,7 @@ def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, 
 
 
 def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(photos, tmp_path, monkeypatch):
-    events, begin_step, heartbeat = [], TrainLoop.begin_step, Run.heartbeat
+    events, begin_step, heartbeat = [], TrainLoop.begin_step, Training.heartbeat
 
     def note(what, watchdog):
         if events[-1:] != [(what, watchdog.limit)]:
@@ -75,7 +75,7 @@ def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(
 
     monkeypatch.setattr(Framework, "compile", lambda model, **options: None)
     monkeypatch.setattr(TrainLoop, "begin_step", lambda loop, n: (note("step", loop.watchdog), begin_step(loop, n)))
-    monkeypatch.setattr(Run, "heartbeat", lambda run: (note("kNN", run.watchdog), heartbeat(run)))
+    monkeypatch.setattr(Training, "heartbeat", lambda t: (note("kNN", t.watchdog), heartbeat(t)))
     pretrain(photos, tmp_path / "out", "--compile", "--epochs", 3, "--knn_every", 1, "--picture_every", 0)
     assert events == [
         ("kNN", 3600),

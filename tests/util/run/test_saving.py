@@ -10,9 +10,10 @@ from concurrent.futures import wait
 import pytest
 import torch
 
+from tests.runs import contents, info_of_run
 from tests.two_processes import run_in_two_processes
 from util.run import checkpoint, saving
-from util.run.checkpoint import list_finished, read_checkpoint, save_checkpoint, step_of
+from util.run.checkpoint import list_finished, save_checkpoint, step_of
 from util.run.loop import Meter
 from util.run.saving import CheckpointSaver
 from util.run.shard import HostCopies
@@ -27,8 +28,8 @@ def a_saver(folder, model, step=0, keep_every=1000, rank=0, **how_often):
     loop.optimizer = torch.optim.AdamW(model.parameters())
     loop.precision = Namespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
     start = Namespace(output_dir=folder, lock=None, process=Namespace(is_main=rank == 0))
-    record = Namespace(meta=lambda step: {"step": step})
-    saver = CheckpointSaver(start, record, model, loop, Namespace(keep_every=keep_every, num_steps=100), **how_often)
+    schedule = Namespace(keep_every=keep_every, num_steps=100, steps_per_epoch=10)
+    saver = CheckpointSaver(start, info_of_run(), model, loop, schedule, **how_often)
     loop.step = step
     return saver
 
@@ -79,7 +80,7 @@ def test_a_checkpoint_is_of_one_step(tmp_path, gate):
         gate.set()
         saver.finish()
         gate.clear()
-        content = read_checkpoint(tmp_path / f"checkpoint-{step}.pth")
+        content = contents(tmp_path / f"checkpoint-{step}.pth")
         found = dict(tensors_of({name: content[name] for name in state}))
         assert found.keys() == flat.keys() and all(torch.equal(found[path], flat[path]) for path in flat)
         assert content["model"]["0.weight"].is_contiguous(memory_format=torch.channels_last)
@@ -131,7 +132,7 @@ def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate, monkeyp
     open_when_waited_for(saver, gate, monkeypatch)
     saver.write("best", {"model": model.state_dict()}, {})
     saver.finish()
-    found = [read_checkpoint(tmp_path / f"checkpoint-{name}.pth")["model"]["weight"] for name in (1, "best")]
+    found = [contents(tmp_path / f"checkpoint-{name}.pth")["model"]["weight"] for name in (1, "best")]
     assert torch.equal(found[0], before) and torch.equal(found[1], before + 1)
 
 

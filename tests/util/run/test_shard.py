@@ -14,12 +14,12 @@ from frameworks.models_crossmae_pr import CrossBlock
 from models_vit import Block, vit_micro_patch4
 from tests.loops import a_driver
 from tests.patches import StandIn
-from tests.runs import PLAIN, assert_same_state, evaluate, finetune, pretrain, reports
+from tests.runs import PLAIN, assert_same_state, contents, evaluate, finetune, pretrain, reports
 from tests.test_framework_contract import CLASSES, build
 from tests.two_processes import run_in_processes, run_in_two_processes
 from tests.warm import reserve_port, run_by_torchrun
 from util.run import shard
-from util.run.checkpoint import newest_checkpoint, read_checkpoint
+from util.run.checkpoint import newest_checkpoint
 from util.run.distributed import PRECISIONS
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
     assert "warning" not in capsys.readouterr().out
     code, out = run_by_torchrun("main_pretrain.py", *flags)
     assert code == 0 and "at step 4" in out and "warning" not in out, out[-3000:]
-    parts = read_checkpoint(newest_checkpoint(tmp_path / "parts")[0])
+    parts = contents(newest_checkpoint(tmp_path / "parts")[0])
     torch.testing.assert_close(parts["model"], dict(whole["model"]), rtol=1e-3, atol=1e-5)
     assert parts["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
     losses = [[r["loss"] for r in reports(tmp_path / name)] for name in ("parts", "whole")]

@@ -1,0 +1,266 @@
+"""The training of a run: its steps, its saves, what comes between the steps, and its end.
+
+The order of events is the same for all programs: the steps of an epoch, then a checkpoint if one is due, then what
+comes between steps (`BetweenSteps`), in the order of its list.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from util import collectives
+from util.data.bad_images import BadImages, TooManyBadImages
+from util.data.datasets import AddressedDataset, cores_per_process
+from util.data.open import data_hint
+from util.data.transforms import Normalize
+from util.run import checkpoint
+from util.run.checkpoint import CheckpointInfo
+from util.run.distributed import precision
+from util.run.ending import end_after_signal, finish_run
+from util.run.errors import refuse_training_error
+from util.run.flags import RunSchedule
+from util.run.folder import write_json
+from util.run.loader import Batches, BatchSource
+from util.run.logging import RunLog
+from util.run.loop import TrainLoop
+from util.run.saving import CheckpointSaver
+from util.run.shard import wrap_model
+from util.run.supervise import BETWEEN, PHASES, StopSignal, Watchdog, first_timeout
+from util.text import count_of
+
+if TYPE_CHECKING:
+    from util.run.run import Run
+
+TrainSteps = Callable[[nn.Module, Iterator[Any], range, TrainLoop], None]  # an engine's `train_one_epoch`
+
+
+class BetweenSteps(Protocol):
+    """Work between two steps: an evaluation, a picture, new attention maps.
+
+    A run asks at its start and at each pause, such as the end of an epoch: what is due and not done runs, on all ranks.
+    Work that a signal or a kill has prevented is therefore done by the next start.
+    """
+
+    def is_due(self) -> bool:
+        """Whether the current step asks for it. A function of step and flags alone, so all ranks agree."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether an earlier start has done it at this step. Only rank 0 is asked, and its answer holds for all."""
+        ...
+
+    def perform(self) -> None:
+        """Does it. All ranks call it. If `loop.should_stop()` is true inside, it returns and the run ends."""
+        ...
+
+
+class Training:
+    """A run whose model is there: its log, loop and saver.
+
+    info: what the checkpoints say, at the first step. wrapped: the model as training calls it: compiled, sharded or in
+    DDP.
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: AddressedDataset,
+        schedule: RunSchedule,
+        info: CheckpointInfo,
+        state: dict[str, Any] | None,
+    ) -> None:
+        """Opens the log and wraps the model. state: of the checkpoint that is resumed, see `Checkpoint.training`."""
+        args = run.args
+        plan = run.plan
+        process = run.process
+        self.run = run
+        self.args = args
+        self.plan = plan
+        self.process = process
+        self.start = run.start
+        self.output_dir = run.output_dir
+        self.encoder = run.encoder
+        self.model = model
+        self.images = dataset.images
+        self.schedule = schedule
+        self.info = info
+        last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
+        self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
+        self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
+        patience = first_timeout(args.dist_timeout, args.compile)
+        self.watchdog = Watchdog(args.dist_timeout, patience, process.rank, process.world_size, process.store)
+        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
+        cores = cores_per_process(process.local_world_size)
+        normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
+        self.loop = TrainLoop(
+            parameters=[p for p in self.wrapped.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            precision=precision(plan.precision, process.device),
+            normalize=normalize.to(process.device),
+            learning_rate=schedule.learning_rate,
+            log=self.log,
+            images_per_step=plan.total_batch_size,
+            steps_per_epoch=schedule.steps_per_epoch,
+            last_step=last_step,
+            accum_iter=plan.accum_iter,
+            clip_grad=args.clip_grad,
+            seed=args.seed,
+            print_freq=args.print_freq,
+            data_hint=data_hint(self.images, plan.num_workers, cores, plan.device),
+            on_report=self._at_report,
+            watchdog=self.watchdog,
+        )
+        if run.resumed is not None and state is not None:
+            self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
+        self.saver = CheckpointSaver(
+            run.start, info, model, self.loop, schedule, minutes=args.save_minutes, steps=args.save_steps
+        )
+
+    def note(self, *notes: str) -> None:
+        """Writes notes to the log."""
+        for note in notes:
+            self.log.info(note)
+
+    def announce(self, rows: dict[str, str]) -> None:
+        """Writes settings.json, the summary, and all notes so far. rows: of the summary, about model and data."""
+        plan = self.plan
+        origin = self.start.origin
+        settings = self.info.settings
+        processes = count_of(self.process.world_size, "process")
+        if self.process.is_main:
+            write_json(self.output_dir / "settings.json", settings)
+        common = {
+            "batch": f"{plan.total_batch_size} = {plan.batch_size} x {processes} x {plan.accum_iter} accumulated",
+            "schedule": self.schedule.summary,
+            "device": f"{processes} on {plan.device} in {plan.precision}",
+            "code": origin.code,
+            "command": f"{origin.command} on {', '.join(origin.hosts)}",
+            "output": str(self.output_dir),
+        }
+        self.log.start_summary({**rows, **common})
+        self.log.write_to_file(json.dumps(settings))
+        self.note(*self.run.notes, *self.images.notes)
+        if plan.device == "cuda" and torch.cuda.device_count() > 1 and self.process.world_size == 1:
+            self.note(f"note: 1 of {torch.cuda.device_count()} GPUs is used; torchrun --nproc_per_node uses more")
+        if self.args.compile:
+            self.note("note: the first step compiles the model, which takes minutes; nothing is reported before")
+
+    def train(
+        self,
+        train_steps: TrainSteps,
+        loader: BatchSource,
+        between: Sequence[BetweenSteps] = (),
+        summary: Callable[[], Sequence[str]] = tuple,
+    ) -> bool:
+        """Trains to the last step. Returns False if a signal stopped the run before.
+
+        train_steps: `train_steps(wrapped model, batches, steps, loop)` makes these steps; it returns earlier if
+        `loop.should_stop()`. summary: returns the first lines of what is printed at the end.
+        """
+        loop = self.loop
+        with closing(loader.open(range(loop.step, loop.last_step), loop)) as batches:
+            self.run.set_up.end()
+            try:
+                return self._train(train_steps, batches, between, summary)
+            except Exception as error:
+                refuse_training_error(self.run.parser, error, self.saver)
+            finally:
+                if self.saver.lock is not None:  # it may have been taken anew
+                    self.saver.lock.file.close()
+
+    def _train(
+        self,
+        train_steps: TrainSteps,
+        batches: Batches,
+        between: Sequence[BetweenSteps],
+        summary: Callable[[], Sequence[str]],
+    ) -> bool:
+        loop = self.loop
+        with self.watchdog, StopSignal(self.process.device) as stop, self.saver:
+            loop.stop = stop
+            all_done = self._run_due(between)  # missing because the run was stopped or killed before it
+            while loop.step < loop.last_step and not loop.has_stopped():
+                train_steps(self.wrapped, batches, self._steps_to_next_pause(), loop)
+                ends = loop.has_stopped() or loop.step == loop.last_step
+                if ends or self.saver.is_due():
+                    self.saver.save(final=ends)
+                if loop.step == loop.last_step or not loop.has_stopped():
+                    all_done = self._run_due(between)
+            self.saver.save(final=True)  # unless it is saved already
+            if loop.step < loop.last_step or not all_done:
+                end_after_signal(loop, stop)
+                return False
+            finish_run(loop, stop, "\n".join([*summary(), *self.closing_lines()]))
+        return True
+
+    def _run_due(self, between: Sequence[BetweenSteps]) -> bool:
+        """Runs what is due and not done, until the run is to stop. Returns whether nothing is left.
+
+        All ranks run the same: `is_due` is equal on all, rank 0 says what is done.
+        """
+        for work in between:
+            if work.is_due() and not collectives.run_on_rank0(work.is_done):
+                if not self.loop.has_stopped():
+                    with self.watchdog.first_time(type(work)):
+                        work.perform()
+                    self.loop.clock.restart()  # it does not count as training
+                if self.loop.has_stopped():
+                    return False
+        return True
+
+    def _steps_to_next_pause(self) -> range:
+        """Returns the steps up to the next one that may ask for a checkpoint or for work between steps."""
+        step = self.loop.step
+        end = self.loop.last_step
+        for period in (*self.schedule.pauses, self.args.save_steps):
+            if period:
+                end = min(end, (step // period + 1) * period)
+        return range(step, end)
+
+    def _at_report(self) -> None:
+        """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
+        try:
+            self.bad_images.report()
+        except (TooManyBadImages, OSError):
+            self.saver.save()
+            self.saver.finish()
+            raise
+        self.saver.save_by_time()
+
+    def ends_epoch(self, every: int) -> bool:
+        """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
+
+        Epochs count from 1 here; step 0 counts as the end of epoch 0. every 0: never.
+        """
+        epoch, rest = divmod(self.loop.step, self.loop.steps_per_epoch)
+        return every > 0 and rest == 0 and (epoch % every == 0 or self.loop.step == self.schedule.num_steps)
+
+    def heartbeat(self) -> None:
+        """Tells the watchdog that this process works, for example once per batch of an evaluation."""
+        self.watchdog.heartbeat(self.loop.step - 1, len(PHASES) * (self.loop.accum_iter - 1) + BETWEEN)
+
+    def progress(self) -> str:
+        """Returns, for example, "for 100 steps on 24 images", and how to go on if --max_steps ended the run early."""
+        step = self.loop.step
+        total = self.schedule.num_steps
+        images = count_of(len(self.images), "image")
+        if step >= total:
+            return f"for {count_of(step, 'step')} on {images}"
+        return f"for {count_of(step, 'step')} of {total} on {images}; the same command without --max_steps goes on"
+
+    def closing_lines(self) -> list[str]:
+        """Returns where the newest checkpoint and TensorBoard's files are."""
+        lines = []
+        # Its hash is not computed: this run has just written it.
+        finished = checkpoint.list_finished(self.output_dir) if self.process.is_main else []
+        if finished:
+            lines.append(f"  checkpoint   {finished[-1]}")
+        lines.append(f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}")
+        return lines
