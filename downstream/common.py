@@ -173,7 +173,8 @@ class StepDecay:
     drops: Sequence[float]
 
     def __call__(self, step: int, lr_scale: float = 1.0) -> float:
-        rate = self.lr * lr_scale * 0.1 ** sum(step >= round(share * self.num_iters) for share in self.drops)
+        num_drops = sum(step >= round(share * self.num_iters) for share in self.drops)
+        rate = self.lr * lr_scale * 0.1**num_drops
         if step < self.warmup_iters:
             rate *= 0.001 + 0.999 * step / self.warmup_iters
         return rate
@@ -208,16 +209,23 @@ def open_everywhere(open_split: Callable[[], Images], split: str, max_bad_fracti
     Of a validation split, all files are checked, and none may be bad. max_bad_fraction: of the training images.
     """
 
+    is_train = split == "train"
+    if not is_train:
+        max_bad_fraction = 0.0
+
     def open_and_check() -> Any:
         images: Any = open_split()
-        images.check(max_bad_fraction if is_train else 0.0, not is_train, *collectives.rank_and_world_size())
+        rank, world_size = collectives.rank_and_world_size()
+        images.check(max_bad_fraction, not is_train, rank, world_size)
         return images
 
-    is_train = split == "train"
     images = collectives.run_everywhere(open_and_check)
-    found = {"number of images": len(images), "names and labels": images.fingerprint()}
-    found["channels and depth"] = str(images.pixel_format)
-    collectives.refuse_differences(found, f"{split} data")
+    facts = {
+        "number of images": len(images),
+        "names and labels": images.fingerprint(),
+        "channels and depth": str(images.pixel_format),
+    }
+    collectives.refuse_differences(facts, f"{split} data")
     return images
 
 

@@ -31,9 +31,13 @@ def read_photos(names: Sequence[str]) -> list[Image.Image]:
 
 def cut(photo: Image.Image, is_train: bool, side: int, rng: np.random.Generator) -> np.ndarray:
     """Returns a random square of the left two thirds of a photograph, or else of the right third, uint8 [s, s, 3]."""
-    boundary = photo.width * 2 // 3
-    first, last = (0, boundary) if is_train else (boundary, photo.width)
-    x, y = int(rng.integers(first, last - side + 1)), int(rng.integers(photo.height - side + 1))
+    start = 0
+    end = photo.width * 2 // 3
+    if not is_train:
+        start = end
+        end = photo.width
+    x = int(rng.integers(start, end - side + 1))
+    y = int(rng.integers(photo.height - side + 1))
     return np.asarray(photo.crop((x, y, x + side, y + side)))
 
 
@@ -44,10 +48,10 @@ def train_demo(
     write: Callable[[Path], None],
     train: Callable[[Sequence[str]], object],
     argv: Sequence[str] | None,
-) -> Path | None:
+) -> bool:
     """Calls `write(ROOT/data)`, then `train(command line)` with ROOT/run as its folder.
 
-    Returns ROOT, the folder that the command line `argv` of the demonstration names; None if a signal stopped the run.
+    argv: the command line of the demonstration, which names ROOT. Returns False if a signal stopped the run.
     """
     parser = Parser("demo.py", description=description)
     parser.add_argument("output_dir", nargs="?", default=f"output/{recipe}", help="folder of data and run")
@@ -58,4 +62,4 @@ def train_demo(
         write(root / "data")
     flags = ["--recipe", recipe, "--num_iters", str(args.num_iters), "--num_workers", "0"]
     flags += ["--data_path", str(root / "data"), "--output_dir", str(root / "run")]
-    return root if train(flags) else None
+    return bool(train(flags))

@@ -25,9 +25,9 @@ def read_size(path: str) -> Size:
 def read_formats(
     images: ImageFiles,
     compare: Callable[[int, Size], None],
-    numbers: Sequence[int],
+    indices: Sequence[int],
     max_bad_fraction: float,
-    what: str = "images",
+    noun: str = "images",
 ) -> dict[PixelFormat, int]:
     """Reads the headers of images. Returns their formats, each with an image that has it.
 
@@ -35,13 +35,13 @@ def read_formats(
     `max_bad_fraction` of the images are bad.
     """
 
-    def look(i: int) -> tuple[PixelFormat, int]:
+    def read_format(i: int) -> tuple[PixelFormat, int]:
         with image_errors(images.path(i)):
-            found, size = read_header(images.path(i), images.in_chans)
+            pixel_format, size = read_header(images.path(i), images.in_chans)
         compare(i, size)
-        return found, i
+        return pixel_format, i
 
-    return dict(examine(look, numbers, max_bad_fraction, what))
+    return dict(examine(read_format, indices, max_bad_fraction, noun))
 
 
 @contextmanager
@@ -55,21 +55,20 @@ def image_errors(path: str) -> Iterator[None]:
         raise ImageError(f"{path!r} cannot be read: {error}; replace the file") from error
 
 
-def examine(look: Callable[[int], T], numbers: Sequence[int], max_bad_fraction: float, what: str) -> list[T]:
-    """Returns what `look(i)` returns for the numbers, in threads. ImageError if more than that share raises one.
+def examine(look: Callable[[int], T], indices: Sequence[int], max_bad_fraction: float, noun: str) -> list[T]:
+    """Returns what `look(i)` returns for the indices, in threads. ImageError if more than that share raises one.
 
-    what: noun for the message.
+    noun: of what is examined, for the message.
     """
-
-    def try_one(i: int) -> tuple[list[T], str]:
-        try:
-            return [look(i)], ""
-        except ImageError as error:
-            return [], str(error)
-
+    results = []
+    problems = []
     with ThreadPoolExecutor(min(MAX_THREADS, available_cores())) as pool:
-        outcomes = list(pool.map(try_one, numbers))
-    problems = [problem for _, problem in outcomes if problem]
-    if len(problems) > max_bad_fraction * len(numbers):
-        raise ImageError(f"{len(problems)} of {len(numbers)} checked {what} are bad: {'; '.join(problems[:3])}")
-    return [result for results, _ in outcomes for result in results]
+        futures = [pool.submit(look, i) for i in indices]
+        for future in futures:
+            try:
+                results.append(future.result())
+            except ImageError as error:
+                problems.append(str(error))
+    if len(problems) > max_bad_fraction * len(indices):
+        raise ImageError(f"{len(problems)} of {len(indices)} checked {noun} are bad: {'; '.join(problems[:3])}")
+    return results

@@ -15,14 +15,18 @@ PANEL = 192  # side of a panel in pixels, if no other is given
 def default_colors(num_classes: int) -> np.ndarray:
     """Returns a colour for each class, uint8 [K, 3]: hues a golden angle apart, in three shades."""
     shades = ((0.85, 0.95), (0.5, 0.8), (0.95, 0.6))
-    colors = [colorsys.hsv_to_rgb(0.618034 * k % 1, *shades[k % 3]) for k in range(num_classes)]
-    return (np.array(colors) * 255).round().astype(np.uint8)
+    colors = np.zeros((num_classes, 3))
+    for k in range(num_classes):
+        saturation, value = shades[k % 3]
+        colors[k] = colorsys.hsv_to_rgb(0.618034 * k % 1, saturation, value)
+    return (colors * 255).round().astype(np.uint8)
 
 
 def panel(picture: np.ndarray, side: int = PANEL) -> np.ndarray:
     """Fits uint8 [h, w, 3] into a white square of this side, with its aspect ratio kept."""
-    scale = side / max(picture.shape[:2])
-    size = [max(1, round(length * scale)) for length in picture.shape[1::-1]]
+    height, width = picture.shape[:2]
+    scale = side / max(height, width)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
     square = Image.new("RGB", (side, side), (255, 255, 255))
     square.paste(Image.fromarray(picture).resize(size, Image.NEAREST))
     return np.asarray(square)

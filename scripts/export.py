@@ -1,7 +1,6 @@
 """Export a checkpoint's encoder or classifier for timm or Transformers, or its weights under MAE's names.
 
     python scripts/export.py output/prmim50_base --out prmim50_base
-    python scripts/export.py output/finetune/checkpoint-best.pth --out classifier --push_to_hub ME/prmim50_base
     python scripts/export.py output/prmim50_base --out encoder.safetensors
     python scripts/export.py output/mae --format transformers --out vit_mae
     python scripts/export.py output/mae --format mae --out mae_full.pth
@@ -15,8 +14,7 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
                 result. It loads it once, and compares the features or logits with those of this project's model before
                 anything is put in place.
     FOLDER      An --out without suffix becomes a folder in timm's layout for the Hugging Face Hub: config.json,
-                model.safetensors, the model card README.md, and export.json, which records what this script has
-                written. For every encoder.
+                model.safetensors and README.md. For every encoder. `hf upload NAME FOLDER` shares it.
     FILE        A .safetensors, or a .pth that holds {"model": weights, "meta": JSON string}. For plain ViTs. MAE's
                 scripts can fine-tune such a .pth, too; they ignore "meta". Normalise images with the printed mean and
                 deviation: timm's defaults for these model names are different.
@@ -29,7 +27,6 @@ of the pixels, and the classes and the evaluation view of a classifier. The prog
 --format mae    A .pth file for MAE's scripts: encoder and decoder of a pre-trained MAE under the names of MAE's full
                 releases, or a fine-tuned classifier. MAE's decoder has no aggregation, so PR-MIM runs that throw tokens
                 are refused. Export their encoder with --format timm.
---push_to_hub   uploads the folder with huggingface_hub. Nothing is uploaded without this flag.
 """
 
 import argparse
@@ -47,19 +44,15 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models_mae_pr
-from encoders.kinds import PLAIN, find_factory
+from encoders.kinds import PLAIN
 from encoders.load import Weights, build, read
-from encoders.models_swin import SwinEncoder
 from encoders.names import Tensors
 from framework import rename_prefixes
 from frameworks.registry import load_run
-from scripts.parts.hub import CARD, CONFIG, PROCESSOR, RECORD, WEIGHTS, open_hub, push
-from scripts.parts.model_card import model_card
 from scripts.parts.timm_models import (
     data_config,
     is_classifier,
     largest_difference,
-    num_outputs,
     output_of,
     random_images,
     timm_arguments,
@@ -78,84 +71,101 @@ from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, prepare_file, run_program, user_errors
-from util.run.folder import read_json
 
 SUFFIXES = (".safetensors", ".pth")
-MAE_MODELS = ("vit_base_patch16", "vit_large_patch16", "vit_huge_patch14")  # of MAE's models_vit.py
-MAE_DECODER = dict(embed_dim=512, depth=8, num_heads=16)
-PRETRAINING = "ViTMAEForPreTraining"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "README.md"
+PROCESSOR = "preprocessor_config.json"  # for Transformers alone
+CARD_TEXT = """---
+library_name: {library}
+tags:
+- {library}
+- masked-image-modeling
+---
+# {title}
+
+```python
+{usage}
+```
+
+{contents}
+
+Exported from `{source}`, SHA-256 `{sha256}`, by code {code}. Settings of its training:
+
+```json
+{settings}
+```
+
+Licence: not stated yet. Add it here, and as `license: ...` in the header, before you share the weights.
+"""
 
 
 # ------------------------------------------------------------------------------------------------------------ for timm
 
 
-def export_timm(weights: Weights, out: Path, repository: str | None) -> list[str]:
-    """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it.
-
-    repository: of the Hub, to which a folder will be uploaded.
-    """
+def export_timm(weights: Weights, out: Path) -> list[str]:
+    """Export the encoder or the classifier for timm, as a file or as a folder. Returns the lines that describe it."""
     if out.suffix:
         refuse_other_kinds(weights, "to a single file", "give --out without a suffix for a folder")
     model, report = build(weights)
-    (name, options), facts = timm_arguments(model), known_facts(model, weights.info)
-    state, source = timm_weights(model), Path(weights.path)
+    name, options = timm_arguments(model)
+    facts = known_facts(model, weights.info)
+    state = timm_weights(model)
+    contents = describe(model, state, facts)
     if out.suffix:
-        call, contents = timm_call(name, **options, checkpoint_path=str(out)), ""
+        usage = timm_call(name, **options, checkpoint_path=str(out))
         with replaced_file(out, durable=True) as temporary:
-            architecture = json.dumps({"model_name": name, **options})
-            write_weights(temporary, state, facts, {"source": source.name, "timm": architecture})
+            write_weights(temporary, state, facts, {"timm": json.dumps({"model_name": name, **options})})
             difference = check_loads(model, name, **options, checkpoint_path=str(temporary))
     else:
-        location = f"hf-hub:{repository}" if repository else f"local-dir:{out}"
-        call, contents = timm_call(location, pretrained=True), f" with {', '.join((CONFIG, WEIGHTS, CARD, RECORD))}"
+        usage = timm_call(f"local-dir:{out}", pretrained=True)
         config = data_config(model, weights.settings, facts["mean"], facts["std"])
         with filled_folder(out) as temporary:
             write_config(temporary, name, options, config, facts.get("classes"))
-            write_weights(temporary / WEIGHTS, state, facts, {"source": source.name})
+            write_weights(temporary / WEIGHTS, state, facts, {})
             difference = check_loads(model, f"local-dir:{temporary}", pretrained=True)
-            changed = ", ".join(f"{k}={v}" for k, v in options.items() if k not in ("num_classes", "global_pool"))
-            pooled = "their mean" if isinstance(model, SwinEncoder) else "the class token"
-            output = f"`model.forward_features(images)` returns the features of all tokens, `model(images)` {pooled}"
-            rows = {"timm architecture": f"`{name}` with `{changed}`" if changed else f"`{name}`", "output": output}
-            public = location if repository else f"local-dir:{out.name}"  # no path of this machine
-            usage = f"import timm\n\nmodel = {timm_call(public, pretrained=True)}.eval()"
-            write_card(temporary, weights, model, rows | describe_model(model, facts), public, "timm", usage)
-    kind, outputs = ("classifier", "logits") if is_classifier(model) else ("encoder", "features")
+            public_usage = f"import timm\n\nmodel = {timm_call(f'local-dir:{out.name}', pretrained=True)}.eval()"
+            write_card(temporary, weights, out.name, "timm", public_usage, contents)
     return [
-        describe(f"{kind} of {source}: {out}{contents}", state, facts),
-        f"largest difference of timm's {outputs} from ours, on two random images: {difference}",
+        f"{weights.path}: {out}: {contents}",
+        f"largest difference of timm's outputs from ours, on two random images: {difference}",
         *(f"note: {remark}" for remark in report.remarks),
-        call,
+        usage,
     ]
 
 
 def refuse_other_kinds(weights: Weights, where: str, advice: str) -> None:
     """Raise ValueError for encoders that are not plain ViTs. where, advice: for the message."""
     if weights.kind is not PLAIN:
-        flag = "--finetune" if weights.num_classes is None else "--eval --resume"
         raise ValueError(
             f"{weights.what} holds {weights.kind.name}: only plain ViTs can be exported {where}, which are those of "
-            f"MAE, MFF, LocalMIM, TEC and CrossMAE; {advice}; main_finetune.py {flag} takes it as it is"
+            f"MAE, MFF, LocalMIM, TEC and CrossMAE; {advice}"
         )
 
 
 def refuse_class_tokens(weights: Weights, whose: str) -> None:
     """Raise ValueError for several class tokens. whose: encoders, which have one."""
-    number = weights.sizes.get("num_cls_tokens", 1) if weights.kind is PLAIN else 1
-    if number > 1:
+    if weights.kind is PLAIN and weights.sizes.get("num_cls_tokens", 1) > 1:
         raise ValueError(
-            f"{weights.what} has {number} class tokens, and {whose} have one: use --format timm, whose register tokens "
-            "are the others"
+            f"{weights.what} has {weights.sizes['num_cls_tokens']} class tokens, and {whose} have one: use --format "
+            "timm, whose register tokens are the others"
         )
 
 
 def timm_call(name: str, **options: Any) -> str:
     """The call of `timm.create_model` with these arguments, as Python source."""
+    arguments = [quoted(name)]
+    for option, value in options.items():
+        arguments.append(f"{option}={quoted(value)}")
+    return f"timm.create_model({', '.join(arguments)})"
 
-    def quoted(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
-    return f"timm.create_model({', '.join([quoted(name), *(f'{k}={quoted(v)}' for k, v in options.items())])})"
+def quoted(value: Any) -> str:
+    """The value as Python source, with double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
 
 
 def check_loads(model: nn.Module, name: str, **options: Any) -> str:
@@ -175,10 +185,12 @@ def write_config(
 ) -> None:
     """Write timm's config.json. timm writes it together with untrained weights, which are then replaced."""
     untrained = timm.create_model(name, pretrained_cfg=config, **options)
-    labels = {"label_names": classes} if classes else {}
+    model_config = {}
+    if classes:
+        model_config["label_names"] = classes
     try:
         timm.models.save_for_hf(
-            untrained, folder, model_config=labels, model_args=dict(options), safe_serialization=True
+            untrained, folder, model_config=model_config, model_args=dict(options), safe_serialization=True
         )
     except RuntimeError as error:  # timm does not find a huggingface_hub that it can use
         raise ValueError(f"timm {timm.__version__} cannot write its config.json: {error}") from error
@@ -187,35 +199,33 @@ def write_config(
 # ---------------------------------------------------------------------------------------------------- for Transformers
 
 
-def export_transformers(weights: Weights, out: Path, repository: str | None) -> list[str]:
-    """Export a model for Transformers, as a folder. Returns the lines that describe it.
-
-    repository: of the Hub, to which the folder will be uploaded.
-    """
+def export_transformers(weights: Weights, out: Path) -> list[str]:
+    """Export a model for Transformers, as a folder. Returns the lines that describe it."""
     if out.suffix:
         raise ValueError(f"--format transformers writes a folder: give --out without a suffix, got {str(out)!r}")
     refuse_other_kinds(weights, "for Transformers", "leave out --format transformers for a folder for timm")
     refuse_class_tokens(weights, "Transformers' ViTs")
     model, remarks = transformers_model(weights)
-    name, facts, source = transformers_class(model), known_facts(model, weights.info), Path(weights.path)
-    state = mae_weights(model) if name == PRETRAINING else timm_weights(model)
+    facts = known_facts(model, weights.info)
+    if isinstance(model, models_mae_pr.MaskedAutoencoderViT):
+        state = mae_weights(model)
+    else:
+        state = timm_weights(model)
+    class_name = transformers_class(model)
+    contents = f"{class_name}; {describe(model, state, facts)}"
     config = transformers_config(model, facts.get("classes"), weights.settings.get("mask_ratio"))
     with filled_folder(out) as temporary:
-        for file, content in ((CONFIG, config), (PROCESSOR, processor_config(model, facts))):
-            (temporary / file).write_text(json.dumps(content, indent=2) + "\n")
-        write_weights(temporary / WEIGHTS, transformers_names(state, name), facts, {"source": source.name})
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (temporary / PROCESSOR).write_text(json.dumps(processor_config(model, facts), indent=2) + "\n")
+        write_weights(temporary / WEIGHTS, transformers_names(state, class_name), facts, {})
         difference = check_reads(model, state, temporary)
-        output = "the loss and the reconstructed patches" if name == PRETRAINING else "the features of all tokens"
-        rows = {"class of Transformers": f"`{name}`", "output": output} | describe_model(model, facts)
-        public = repository or out.name  # no path of this machine
-        usage = transformers_usage(name, public)
-        write_card(temporary, weights, model, rows, public, "transformers", usage)
-    contents = ", ".join((CONFIG, WEIGHTS, PROCESSOR, CARD, RECORD))
+        usage = transformers_usage(class_name, out.name)  # no path of this machine
+        write_card(temporary, weights, out.name, "transformers", usage, contents)
     return [
-        describe(f"{name} of {source}: {out} with {contents}", state, facts),
+        f"{weights.path}: {out}: {contents}",
         f"largest difference of what is read back from ours, on two random images: {difference}",
         *(f"note: {remark}" for remark in remarks),
-        transformers_usage(name, repository or str(out)),
+        transformers_usage(class_name, str(out)),
     ]
 
 
@@ -229,7 +239,7 @@ def transformers_model(weights: Weights) -> tuple[nn.Module, list[str]]:
         try:
             return load_mae(weights)
         except ValueError as error:
-            remarks = [f"the decoder is left out: {error}"]
+            remarks.append(f"the decoder is left out: {error}")
     model, report = build(weights)
     if getattr(model, "global_pool", "token") != "token":
         raise ValueError(
@@ -246,50 +256,20 @@ def check_reads(model: nn.Module, state: Tensors, folder: Path) -> str:
     """
     written = read(folder)
     assert written.tensors.keys() == state.keys()
-    assert all(torch.equal(value, state[key]) for key, value in written.tensors.items())
-    return largest_difference(model, build(written)[0], "the folder's")
+    assert all(torch.equal(value, state[name]) for name, value in written.tensors.items())
+    read_back, _ = build(written)
+    return largest_difference(model, read_back)
 
 
-def transformers_usage(name: str, location: str) -> str:
+def transformers_usage(class_name: str, location: str) -> str:
     """Python code that loads an exported folder, or a repository of the Hub, with Transformers."""
-    options = ", add_pooling_layer=False" if name == "ViTModel" else ""
-    return f"""from transformers import AutoImageProcessor, {name}
+    options = ""
+    if class_name == "ViTModel":
+        options = ", add_pooling_layer=False"
+    return f"""from transformers import AutoImageProcessor, {class_name}
 
 processor = AutoImageProcessor.from_pretrained("{location}")
-model = {name}.from_pretrained("{location}"{options}).eval()"""
-
-
-# ------------------------------------------------------------------------------------------------- cards of folders
-
-
-def describe_model(model: nn.Module, facts: Mapping[str, Any]) -> dict[str, str]:
-    """The rows of the model card about the model itself. facts: see `known_facts`."""
-    height, width = model.img_size
-    head = {"output": f"logits of {num_outputs(model)} classes"} if is_classifier(model) else {}
-    return head | {
-        "parameters": f"{sum(value.numel() for value in model.state_dict().values()) / 1e6:.1f} M",
-        "images": f"{model.in_chans} channels, {height} x {width} pixels, patches of {model.patch_size} x "
-        f"{model.patch_size}",
-        "input": describe_pixels(facts.get("pixels")),
-        "pixel mean": ", ".join(f"{value:.6g}" for value in facts["mean"]),
-        "pixel standard deviation": ", ".join(f"{value:.6g}" for value in facts["std"]),
-    }
-
-
-def write_card(
-    folder: Path, weights: Weights, model: nn.Module, rows: Mapping[str, str], location: str, library: str, usage: str
-) -> None:
-    """Write the model card, and the record of all files in `folder`. rows, library, usage: see `model_card`.
-
-    location: where the library will find the model; its last part is the title.
-    """
-    source = Path(weights.path)
-    name = Path(location.rpartition(":")[2]).name
-    card = model_card(name, rows, weights.info, source.parent, library, usage, is_classifier(model))
-    (folder / CARD).write_text(card)
-    record = {"source": source.name, "sha256": checkpoint.recorded_sha256(source), "code": code_version()}
-    hashes = {file.name: checkpoint.sha256(file) for file in sorted(folder.iterdir())}
-    (folder / RECORD).write_text(json.dumps(record | {"files": hashes}, indent=1) + "\n")
+model = {class_name}.from_pretrained("{location}"{options}).eval()"""
 
 
 # ------------------------------------------------------------------------------------------------- for MAE's scripts
@@ -300,26 +280,23 @@ def export_mae(weights: Weights, out: Path) -> list[str]:
     if out.suffix != ".pth":
         raise ValueError(f"--format mae writes a .pth, which is what MAE's scripts read, got --out {str(out)!r}")
     refuse_class_tokens(weights, "MAE's")
-    has_head, remarks = weights.num_classes is not None, list[str]()
-    if has_head:
+    remarks: list[str] = []
+    if weights.num_classes is not None:
         refuse_other_kinds(weights, "for MAE's scripts", "leave out --format mae for a folder for timm")
-        kind, (model, _) = "classifier", build(weights)
-        state, name = model.state_dict(), mae_name(model, None)
+        model, _ = build(weights)
+        state = model.state_dict()
     else:
-        if "decoder_embed.weight" in weights.tensors:
-            raise ValueError(f"{weights.what} has MAE's names already")
         try:
-            kind, (model, remarks) = "encoder and decoder", load_mae(weights)
+            model, remarks = load_mae(weights)
         except ValueError as error:
-            to = "to a .pth, which MAE's scripts can fine-tune" if weights.kind is PLAIN else "to a folder, for timm"
-            raise ValueError(f"{error}; export its encoder with --format timm {to}") from error
-        state, name = mae_weights(model), mae_name(model, model.decoder)
+            raise ValueError(f"{error}; export its encoder with --format timm") from error
+        state = mae_weights(model)
     with torch.inference_mode():
-        output_of(model, random_images(model), has_head)  # FloatingPointError if it is not finite
+        output_of(model, random_images(model), is_classifier(model))  # FloatingPointError if it is not finite
     facts = known_facts(model, weights.info)
     with replaced_file(out, durable=True) as temporary:
         write_weights(temporary, state, facts, {})
-    return [describe(f"{kind} of {weights.path}: {out}", state, facts), name, *(f"note: {text}" for text in remarks)]
+    return [f"{weights.path}: {out}: {describe(model, state, facts)}", *(f"note: {remark}" for remark in remarks)]
 
 
 def load_mae(weights: Weights) -> tuple[models_mae_pr.MaskedAutoencoderViT, list[str]]:
@@ -336,33 +313,16 @@ def load_mae(weights: Weights) -> tuple[models_mae_pr.MaskedAutoencoderViT, list
         )
     if model.img_size[0] != model.img_size[1]:
         raise ValueError(f"{weights.what} is for images of {model.img_size} pixels, and MAE's are square")
-    thrown = "tokens were thrown in training, so the decoder has seen fewer tokens than MAE gives it"
-    return model, [thrown] if model.counts.num_thrown else []
+    remarks = []
+    if model.counts.num_thrown:
+        remarks.append("tokens were thrown in training, so the decoder has seen fewer tokens than MAE gives it")
+    return model, remarks
 
 
 def mae_weights(model: models_mae_pr.MaskedAutoencoderViT) -> Tensors:
     """The model's state dict under the names of MAE's full releases: the inverse of `load_official`."""
     official = {ours: theirs for theirs, ours in models_mae_pr.OFFICIAL_NAMES.items()}
     return rename_prefixes(model.state_dict(), official)
-
-
-def mae_name(model: nn.Module, decoder: nn.Module | None) -> str:
-    """A sentence that names the model of MAE's scripts with the sizes of `model` and of `decoder`."""
-    sizes = dict(patch_size=model.patch_size, **block_sizes(model))
-    factory, published = find_factory(sizes["embed_dim"], sizes["depth"], "the model")
-    is_known = factory in MAE_MODELS and sizes == published
-    if decoder is not None:
-        is_known = is_known and block_sizes(decoder) == MAE_DECODER and model.img_size == (224, 224)
-        factory = f"mae_{factory}"
-    if is_known:
-        return f"MAE's scripts read it as {factory}"
-    return f"MAE's scripts have no model of this size: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
-
-
-def block_sizes(model: nn.Module) -> dict[str, int]:
-    """Width, depth and heads of the blocks of an encoder or a decoder."""
-    block = model.blocks[0]
-    return dict(embed_dim=block.mlp.fc2.out_features, depth=len(model.blocks), num_heads=block.attn.num_heads)
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -373,110 +333,111 @@ def known_facts(model: nn.Module, info: CheckpointInfo) -> dict[str, Any]:
 
     info: of the checkpoint. ValueError if the pixel statistics are unknown.
     """
-    settings, in_chans = info.pixel_settings, model.in_chans
-    found = known_statistics(settings, PixelFormat(in_chans, settings["pixels"] or RGB8.dtype))
-    if found is None or {*map(len, found)} != {in_chans}:
+    pixels = info.pixel_settings
+    statistics = known_statistics(pixels, PixelFormat(model.in_chans, pixels["pixels"] or RGB8.dtype))
+    if statistics is None or not len(statistics[0]) == len(statistics[1]) == model.in_chans:
         raise ValueError(
-            f"the checkpoint does not hold the pixel mean and deviation of its {in_chans} channels, got "
-            f"{settings['mean']} and {settings['std']}: give a checkpoint of a run that stores them"
+            f"the checkpoint does not hold the pixel mean and deviation of its {model.in_chans} channels, got "
+            f"{pixels['mean']} and {pixels['std']}: give a checkpoint of a run that stores them"
         )
-    facts = {"mean": found[0], "std": found[1], "pixels": settings["pixels"]}
-    facts |= {"input_size": list(model.img_size), "crop_pct": info.settings.get("crop_pct")}
-    facts["classes"] = info.classes if is_classifier(model) else None
+    facts = {
+        "mean": statistics[0],
+        "std": statistics[1],
+        "pixels": pixels["pixels"],
+        "input_size": list(model.img_size),
+        "crop_pct": info.settings.get("crop_pct"),
+    }
+    if is_classifier(model):
+        facts["classes"] = info.classes
     return {name: value for name, value in facts.items() if value}
+
+
+def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
+    """What the model is and which images it takes. facts: see `known_facts`."""
+    million = sum(value.numel() for value in state.values()) / 1e6
+    height, width = model.img_size
+    return (
+        f"{million:.1f} M parameters; images of {model.in_chans} channels and {height} x {width} pixels, "
+        f"{describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
+    )
 
 
 def write_weights(path: Path, state: Tensors, facts: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write the file that the suffix asks for. Both hold the facts, and .safetensors also the metadata."""
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # a temporary file, which only its owner can read
+    if path.suffix == ".pth":
+        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, path)
+        return
     path.touch()
     mode = path.stat().st_mode
-    if path.suffix == ".safetensors":
-        texts = {name: json.dumps(value) for name, value in facts.items()}
-        safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
-        path.chmod(mode)  # safetensors may leave a file that only its owner can read
-    else:
-        torch.save({"model": state, "meta": json.dumps(checkpoint.exported_info(facts).to_json())}, path)
+    texts = {name: json.dumps(value) for name, value in facts.items()}
+    safetensors.torch.save_file(state, path, {"format": "pt", **metadata, **texts})
+    path.chmod(mode)  # safetensors may leave a file that only its owner can read
 
 
-def describe(what: str, state: Tensors, facts: Mapping[str, Any]) -> str:
-    """The sizes of the weights, and the images of the model. facts: see `known_facts`."""
-    million = sum(value.numel() for value in state.values()) / 1e6
-    pixels = describe_pixels(facts.get("pixels"))
-    return f"{what}; {million:.1f} M parameters; {pixels}, normalised with mean {facts['mean']} and std {facts['std']}"
+def write_card(folder: Path, weights: Weights, title: str, library: str, usage: str, contents: str) -> None:
+    """Write the model card. usage: Python code that loads the model. Paths of this machine are left out."""
+    source = Path(weights.path)
+    settings = {}
+    for name, value in weights.settings.items():
+        if isinstance(value, str):
+            value = Path(value).name
+        settings[name] = value
+    text = CARD_TEXT.format(
+        library=library,
+        title=title,
+        usage=usage,
+        contents=contents,
+        source=source.name,
+        sha256=checkpoint.recorded_sha256(source),
+        code=code_version(),
+        settings=json.dumps(settings, indent=1),
+    )
+    (folder / CARD).write_text(text)
 
 
 def check_out(path: Path, source: Path, overwrite: bool) -> None:
     """Raise ValueError if the file, or the folder if it has no suffix, cannot or should not be written."""
-    is_folder = not path.suffix
-    if not is_folder and path.suffix not in SUFFIXES:
+    if path.suffix and path.suffix not in SUFFIXES:
         raise ValueError(f"--out {str(path)!r} must end in {' or '.join(SUFFIXES)}, or have no suffix for a folder")
-    if path.exists() and path.samefile(source):
+    if not path.exists():
+        prepare_file("--out", path)
+        return
+    if path.samefile(source):
         raise ValueError(f"--out {str(path)!r} is the checkpoint itself")
-    if is_folder and path.exists() and not path.is_dir():
-        raise ValueError(f"--out {str(path)!r} is a file; without a suffix it names a folder")
-    prepare_file("--out", path / CONFIG if is_folder and path.exists() else path)
-    if path.exists() and not overwrite:
+    if path.is_dir() == bool(path.suffix):
+        raise ValueError(f"--out {str(path)!r} exists: a file has a suffix, and a folder has none")
+    if not overwrite:
         raise ValueError(f"--out {str(path)!r} exists; give another name, or --overwrite")
-    if is_folder and path.exists():
-        written = read_json(path / RECORD).get("files", {})
-        present = [name for name in (CONFIG, WEIGHTS, PROCESSOR, CARD) if (path / name).exists()]
-        others = [name for name in present if checkpoint.sha256(path / name) != written.get(name)]
-        if others:
-            raise ValueError(
-                f"--out {str(path)!r}: {', '.join(others)} there was not written by this script, or was changed since: "
-                "move it away, or give another folder"
-            )
 
 
-def check_push(push_to_hub: str | None, private: bool, layout: str, out: Path) -> None:
-    """Raise ValueError if the flags of an upload do not go with the others."""
-    if private and push_to_hub is None:
-        raise ValueError("--private belongs to --push_to_hub: leave it out")
-    if push_to_hub is not None and (layout == "mae" or out.suffix):
-        raise ValueError(
-            f"--push_to_hub uploads a folder of --format timm or transformers, got --format {layout} and --out "
-            f"{str(out)!r}: give --out a name without a suffix"
-        )
-
-
-def export(
-    source: str | Path,
-    out: str | Path,
-    overwrite: bool = False,
-    layout: str = "timm",
-    push_to_hub: str | None = None,
-    private: bool = False,
-) -> list[str]:
+def export(source: str | Path, out: str | Path, overwrite: bool = False, layout: str = "timm") -> list[str]:
     """Export the weights at `source`, see `encoders.load.read`. Returns the lines that describe `out`."""
-    source, out = checkpoint.find_checkpoint_file(source), Path(out)
+    source = checkpoint.find_checkpoint_file(source)
+    out = Path(out)
     if not source.is_file():
         raise ValueError(f"no checkpoint at {str(source)!r}: give the path of a file or the folder of a run")
-    check_push(push_to_hub, private, layout, out)
     check_out(out, source, overwrite)
-    if layout == "mae":
-        return export_mae(read(source), out)
-    write = export_transformers if layout == "transformers" else export_timm
-    if push_to_hub is None:
-        return write(read(source), out, None)
-    api, name = open_hub(push_to_hub, overwrite)
-    return [*write(read(source), out, name), push(api, name, out, private)]
+    writers = {"timm": export_timm, "transformers": export_transformers, "mae": export_mae}
+    return writers[layout](read(source), out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; `argv` replaces the command line."""
     parser = Parser("export.py", description=__doc__)
-    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag = parser.add_argument
     flag("run", help="a checkpoint, or the folder of a run")
     flag("--out", required=True, help="write this file, .safetensors or .pth, or this folder if it has no suffix")
     flag("--format", default="timm", choices=("timm", "transformers", "mae"), help="names and layout of the weights")
-    help_text = "replace --out if it exists; in a folder, only files that this script has written"
-    flag("--overwrite", action=boolean, default=False, help=help_text)
-    flag("--push_to_hub", metavar="NAME", help="upload the folder to this repository of the Hugging Face Hub")
-    flag("--private", action=boolean, default=False, help="make the new repository of --push_to_hub private")
+    flag(
+        "--overwrite",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="replace --out if it exists; in a folder, the files that this script writes",
+    )
     args = parser.parse_args(argv)
     with user_errors(parser):
-        lines = export(args.run, args.out, args.overwrite, args.format, args.push_to_hub, args.private)
+        lines = export(args.run, args.out, args.overwrite, args.format)
     print("\n".join(lines))
 
 

@@ -22,52 +22,66 @@ from util.run.cli import Parser, prepare_file, run_program, user_errors
 from util.run.folder import read_reports
 from util.text import count_of
 
-Curve = list[tuple[int, float]]  # (step, value); NaN if it was not finite
+STYLES = {"loss": "-", "val_loss": "o--", "knn_top1": "-"}  # of the values in a log that are drawn
+Curves = dict[str, list[tuple[int, float]]]  # {name of a value: (step, value)}; NaN if it was not finite
 
 
-def read_run(run: str) -> tuple[str, dict[str, Curve]]:
-    """Reads LABEL=PATH or PATH. Returns (label, curves by their names in the log). ValueError without a finite loss."""
-    label, separator, name = run.partition("=")
-    if not separator or Path(run).exists():
-        label, name = "", run
-    path = Path(name)
-    log = path if path.is_file() else path / "log.jsonl"
+def read_run(run: str) -> tuple[str, Curves]:
+    """Reads LABEL=PATH or PATH. Returns (label, curves). ValueError without a finite loss."""
+    label = ""
+    name = run
+    if "=" in run and not Path(run).exists():
+        label, _, name = run.partition("=")
+    log = Path(name)
+    if not log.is_file():
+        log = log / "log.jsonl"
     if not log.is_file():
         raise ValueError(f"there is no log at {name!r}: give the folder of a run, or its log.jsonl")
     if not label:
-        label = log.resolve().parent.name if log.name == "log.jsonl" else log.stem
-    curves: dict[str, Curve] = {"loss": [], "val_loss": [], "knn_top1": []}
+        label = log.stem
+        if log.name == "log.jsonl":
+            label = log.resolve().parent.name
+    curves: Curves = {name: [] for name in STYLES}
     for report in read_reports(log):
         for value, curve in curves.items():
             if value in report:
-                curve.append((report["step"], math.nan if report[value] is None else report[value]))
-    if all(math.isnan(loss) for _, loss in curves["loss"] + curves["val_loss"]):
+                number = report[value]
+                if number is None:
+                    number = math.nan
+                curve.append((report["step"], number))
+    losses = curves["loss"] + curves["val_loss"]
+    if all(math.isnan(loss) for _, loss in losses):
         raise ValueError(f"{str(log)!r} reports no finite loss")
     return label, curves
 
 
-def plot(plt: Any, runs: Sequence[tuple[str, dict[str, Curve]]], path: Path) -> None:
+def plot(plt: Any, runs: Sequence[tuple[str, Curves]], path: Path) -> None:
     """Draws the curves to `path`: a panel of losses and, if there are any, one of accuracies."""
-    has_knn = any(curves["knn_top1"] for _, curves in runs)
-    figure, panels = plt.subplots(
-        1 + has_knn, figsize=(6, 5.4 if has_knn else 3.4), squeeze=False, layout="constrained"
-    )
-    panels = panels[:, 0]
+    num_panels = 1
+    if any(curves["knn_top1"] for _, curves in runs):
+        num_panels = 2
+    figure, axes = plt.subplots(num_panels, figsize=(6, 1.4 + 2 * num_panels), squeeze=False, layout="constrained")
+    panels = axes[:, 0]
+    panels[-1].set_ylabel("kNN top-1, %")
+    panels[0].set_ylabel("loss")
     for i, (label, curves) in enumerate(runs):
         for name, curve in curves.items():
-            if curve:
-                panel = panels[-1] if name == "knn_top1" else panels[0]
-                style = "o--" if name == "val_loss" else "-"
-                panel.plot(*zip(*curve, strict=True), style, color=f"C{i}", ms=3, label=f"{label}, {name}")
-    panels[0].set_ylabel("loss")
-    if has_knn:
-        panels[-1].set_ylabel("kNN top-1, %")
+            if not curve:
+                continue
+            panel = panels[0]
+            if name == "knn_top1":
+                panel = panels[-1]
+            steps, values = zip(*curve, strict=True)
+            panel.plot(steps, values, STYLES[name], color=f"C{i}", ms=3, label=f"{label}, {name}")
     for panel in panels:
         panel.legend(frameon=False)
         panel.grid(alpha=0.3)
     panels[-1].set_xlabel("optimizer step")
+    metadata: dict[str, None] = {}
+    if path.suffix == ".svg":
+        metadata["Date"] = None
     with replaced_file(path) as temporary:
-        figure.savefig(temporary, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(temporary, metadata=metadata)
     plt.close(figure)
 
 

@@ -157,12 +157,25 @@ def predict(
     size, accum_iter, total = split_batch(batch_size, settings["accum_iter"], settings["total_batch_size"], gpus, usual)
     bound = total / gpus * costs.seconds(device, code) + UPDATE * costs.parameters / device.bandwidth
     expected = EXPECTED * bound
-    images = settings["epochs"] * (50_000 if settings["dataset"] == "cifar10" else IMAGENET)
-    row: dict[str, Any] = {column: settings[column] for column in ("recipe", "model", "throw_ratio")}
-    row |= dict(device=name, gpus=gpus, code=code, batch_size=size, accum_iter=accum_iter)
-    row |= dict(peak_gb=(state + size * image_bytes) / 1e9, largest_batch_size=largest)
-    row |= dict(bound_ms=1e3 * bound, expected_ms=1e3 * expected, images_per_second=total / expected)
-    row["days"] = images / total * expected / 86400
+    images = settings["epochs"] * IMAGENET
+    if settings["dataset"] == "cifar10":
+        images = settings["epochs"] * 50_000
+    row: dict[str, Any] = {
+        "recipe": settings["recipe"],
+        "model": settings["model"],
+        "throw_ratio": settings["throw_ratio"],
+        "device": name,
+        "gpus": gpus,
+        "code": code,
+        "batch_size": size,
+        "accum_iter": accum_iter,
+        "peak_gb": (state + size * image_bytes) / 1e9,
+        "largest_batch_size": largest,
+        "bound_ms": 1e3 * bound,
+        "expected_ms": 1e3 * expected,
+        "images_per_second": total / expected,
+        "days": images / total * expected / 86400,
+    }
     for source, rate in DECODING.items():
         seconds = max(expected, total / (gpus * cores * rate))
         row[f"days_{source}"] = images / total * seconds / 86400
@@ -207,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for name in args.recipes:
         check_recipe(parser, name, RECIPES)
-    model = ["--model", args.model] if args.model else []
+    model = []
+    if args.model:
+        model = ["--model", args.model]
     rows = []
     with user_errors(parser):
         prepare_file("--csv", args.csv)

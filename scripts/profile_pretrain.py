@@ -39,7 +39,8 @@ from util.run.loop import TrainLoop
 from util.tables import markdown_table, write_csv
 
 Row = dict[str, Any]
-COSTS = ("gmac", "saved_mb", "peak_mb", "ms")
+DIGITS = {"gmac": 3, "saved_mb": 1, "peak_mb": 1, "ms": 1}  # of the costs in the printed table
+COSTS = tuple(DIGITS)
 COLUMNS = ["recipe", "model", "throw_ratio", "parameters", *COSTS, "images_per_second"]
 COLUMNS += [*(f"{cost}_ratio" for cost in COSTS), "batch_size", "rounds", "device", "precision", "torch"]
 COLUMNS += ["attention", "compile"]
@@ -97,7 +98,9 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
     row: Row = {name: settings[name] for name in ("recipe", "model", "throw_ratio")}
     row["gmac"] = costs.forward_gmac(settings, build_model)[0]
     gc.collect()
-    held_by_others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    held_by_others = 0
+    if device.type == "cuda":
+        held_by_others = torch.cuda.memory_allocated()
     step = Step(settings, args, device)
     row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
     row["saved_mb"] = step.saved_mb()
@@ -112,7 +115,9 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
         row["peak_mb"] = (torch.cuda.max_memory_allocated() - held_by_others) / 1e6
     for name in ("batch_size", "attention", "compile"):
         row[name] = getattr(args, name)
-    row |= dict(precision=step.precision.name, device=costs.device_name(device), torch=torch.__version__)
+    row["precision"] = step.precision.name
+    row["device"] = costs.device_name(device)
+    row["torch"] = torch.__version__
     return row, step
 
 
@@ -120,9 +125,13 @@ def add_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
     """Adds what follows from the seconds of each row's steps, and the ratios to the first row."""
     for row, seconds in zip(rows, times, strict=True):
         median = statistics.median(seconds)
-        row |= dict(ms=1e3 * median, images_per_second=row["batch_size"] / median, rounds=len(seconds))
+        row["ms"] = 1e3 * median
+        row["images_per_second"] = row["batch_size"] / median
+        row["rounds"] = len(seconds)
         for cost in COSTS:
-            row[f"{cost}_ratio"] = None if row[cost] is None else row[cost] / rows[0][cost]
+            row[f"{cost}_ratio"] = None
+            if row[cost] is not None:
+                row[f"{cost}_ratio"] = row[cost] / rows[0][cost]
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -134,15 +143,16 @@ def markdown(rows: Sequence[Row]) -> str:
     for row in rows:
         cells = [row["recipe"], row["throw_ratio"], f"{row['parameters']:.1f}"]
         for cost in COSTS:
-            digits = 3 if cost == "gmac" else 1
             if row[cost] is None:
                 cells += ["–", "–"]
             else:
-                cells += [f"{row[cost]:.{digits}f}", f"{row[f'{cost}_ratio']:.3f}"]
+                cells += [f"{row[cost]:.{DIGITS[cost]}f}", f"{row[f'{cost}_ratio']:.3f}"]
         lines.append([*cells, f"{row['images_per_second']:.1f}"])
     how = "batch {batch_size}, {device}, {precision}, {rounds} rounds, torch {torch}, attention {attention}"
-    compiled = ", compiled" if rows[0]["compile"] else ""
-    return f"{how.format(**rows[0])}{compiled}\n\n{markdown_table([*titles, 'images/s'], lines)}\n"
+    caption = how.format(**rows[0])
+    if rows[0]["compile"]:
+        caption += ", compiled"
+    return f"{caption}\n\n{markdown_table([*titles, 'images/s'], lines)}\n"
 
 
 def get_parser() -> Parser:

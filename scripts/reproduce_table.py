@@ -3,18 +3,18 @@
     python scripts/reproduce_table.py kernels --data_path IMAGENET --dry_run
     python scripts/reproduce_table.py kernels --data_path IMAGENET --nproc_per_node 8
     python scripts/reproduce_table.py schedules --rows "*_large_*" --data_path IMAGENET --launcher slurm -- --nodes 4
-    python scripts/reproduce_table.py all --collect --costs cost.csv
+    python scripts/reproduce_table.py all --collect
 
 A row is a pre-training run, its runs of fine-tuning, segmentation or detection and, for the table of robustness, their
 evaluation. A run that several tables share is one run. The same command again skips what is finished, and resumes
 everything else.
 
 --launcher torchrun runs one program after the other. With --launcher slurm, submitit_launch.py submits every run at
-once, and a run starts when the run that it needs has finished. A run that is already in the queue is not submitted
-again. Flags after `--` are those of torchrun or of submitit_launch.py.
+once, and a run starts when the run that it needs has finished. Flags after `--` are those of torchrun or of
+submitit_launch.py.
 
 --collect launches nothing. It writes ROOT/<table>.md and ROOT/<table>.csv. Accuracies are those of the last epoch of
-finished runs. FLOPs are counted. Memory and time are taken from --costs.
+finished runs. FLOPs are counted. scripts/profile_pretrain.py measures memory and time.
 """
 
 import argparse
@@ -38,15 +38,14 @@ import submitit_launch
 from downstream.robustness.benchmarks import BENCHMARKS
 from frameworks.registry import CLASS_OF
 from recipes import RECIPES
-from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row
+from scripts.parts.paper_tables import COUNTED_FLOPS, TABLES, Row, Table
 from scripts.parts.table_runs import RECIPES_OF, Run, run_of
 from util.run.cli import Parser, run_program, user_errors
-from util.tables import markdown_table, read_csv, write_csv
+from util.tables import markdown_table, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = list(TABLES["robustness"].columns.values())
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-COST_COLUMNS = {"memory": "peak_mb", "time": "ms"}  # of scripts/profile_pretrain.py
 
 
 class StoppedError(Exception):
@@ -72,10 +71,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
     own_flags = getattr(args, run.main.replace("main_", "") + "_flags")
     if run.main == "main_robustness":
         flags = ["--resume", str(run.folder.parent), "--output_dir", str(run.folder)]
-        sets = [name for name in SETS if getattr(args, name) is not None]
-        if not sets:
-            raise ValueError(f"the table of robustness needs at least one of {', '.join(f'--{name}' for name in SETS)}")
-        for name in sets:
+        for name in given_sets(args):
             flags += [f"--{name}", getattr(args, name)]
         return [*flags, *own_flags]
     path = getattr(args, path_flag(run))
@@ -89,6 +85,15 @@ def flags_of(run: Run, args: argparse.Namespace) -> list[str]:
             raise ValueError(f"{run.name} needs --teacher: a checkpoint of iBOT's ViT-B/16 for the paper's rows")
         flags += ["--teacher", args.teacher]
     return [*flags, *own_flags]
+
+
+def given_sets(args: argparse.Namespace) -> list[str]:
+    """Returns the test sets of robustness whose folders are given. ValueError if there is none."""
+    sets = [name for name in SETS if getattr(args, name) is not None]
+    if not sets:
+        flags = ", ".join(f"--{name}" for name in SETS)
+        raise ValueError(f"the table of robustness needs at least one of {flags}")
+    return sets
 
 
 def submission_of(run: Run, args: argparse.Namespace, job_id: str | None) -> list[str]:
@@ -175,95 +180,79 @@ def run_in_turn(runs: Sequence[Run], args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def queued_job(run: Run) -> str | None:
-    """Returns the number of the run's SLURM job that is waiting or running, or None."""
-    for path in sorted((run.folder / "jobs").glob("*_submission.sh")):
-        job_id = path.name.partition("_")[0]
-        state = submitit_launch.slurm_state(job_id) if job_id.isdigit() else ""
-        if state is None:
-            raise ValueError(f"SLURM does not say whether job {job_id} of {run.name} is in the queue: try again later")
-        if state:
-            return job_id
-    return None
-
-
 def submit(runs: Sequence[Run], args: argparse.Namespace) -> None:
     """Submits the runs to SLURM. Each waits for the run that it needs."""
-    jobs: dict[Run | None, str] = {}
+    job_ids: dict[Run | None, str] = {}
     for run in runs:
-        queued = queued_job(run)
-        if queued is None:
-            jobs[run] = submitit_launch.main(submission_of(run, args, jobs.get(run.needs))).job_id
-        else:
-            jobs[run] = queued
-            print(f"{run.name} is already in the queue: job {queued}")
+        job_ids[run] = submitit_launch.main(submission_of(run, args, job_ids.get(run.needs))).job_id
 
 
 # ------------------------------------------------------------------------------------------------------ collecting
 
 
-def without_epochs(recipe: str) -> str:
-    """What recipes that differ only in their schedule have in common: their steps cost the same."""
-    return re.sub(r"_\d+ep$", "", recipe)
+def counted_flops(row: Row) -> float | None:
+    """Returns the counted FLOPs of a row relative to the same model that throws nothing; None if they are unknown."""
+    if row.throw_ratio == 0:
+        return 1.0
+    without_epochs = re.sub(r"_\d+ep$", "", row.pretrain)
+    # How the thrown tokens are chosen costs nothing.
+    return COUNTED_FLOPS.get(without_epochs.replace("progressive", "prmim").replace("furthest", "plain"))
 
 
-def read_costs(paths: Sequence[str]) -> list[dict[str, dict[str, Any]]]:
-    """Returns {recipe without epochs: row} of each CSV of scripts/profile_pretrain.py."""
-    text = ("recipe", "model", "device", "precision", "torch", "attention", "compile")
-    files = [read_csv(path, ("recipe", *COST_COLUMNS.values()), text) for path in paths]
-    return [{without_epochs(row["recipe"]): row for row in rows} for rows in files]
-
-
-def measured_cost(name: str, row: Row, measure: str, costs: Sequence[dict[str, dict[str, Any]]]) -> float | None:
-    """Returns the cost of a row relative to the row of the same model that throws nothing, or None."""
-    recipe = without_epochs(row.pretrain)
-    if measure == "flops":
-        if row.throw_ratio == 0:
-            return 1.0
-        # How the thrown tokens are chosen costs nothing.
-        return COUNTED_FLOPS.get(recipe.replace("progressive", "prmim").replace("furthest", "plain"))
-    if measure not in COST_COLUMNS:
-        return None
-    column = COST_COLUMNS[measure]
-    model = RECIPES[row.pretrain]["model"]
-    for other in TABLES[name].rows:
-        baseline = without_epochs(other.pretrain)
-        if other.throw_ratio or RECIPES[other.pretrain]["model"] != model:
-            continue
-        for rows in costs:
-            if recipe in rows and baseline in rows and rows[recipe][column] and rows[baseline][column]:
-                return float(rows[recipe][column] / rows[baseline][column])
-    return None
-
-
-def collect(name: str, rows: Sequence[Row], root: Path, costs: Sequence[dict[str, dict[str, Any]]]) -> str:
+def collect(name: str, rows: Sequence[Row], root: Path) -> str:
     """Writes ROOT/<table>.csv and ROOT/<table>.md, and returns the latter's text."""
     table = TABLES[name]
-    lines: list[dict[str, Any]] = []
-    notes: dict[str, None] = {}
+    lines = []
+    notes = []
+    if table.note:
+        notes.append(table.note)
     for row in rows:
-        line: dict[str, Any] = dict(row=row.label, recipe=row.pretrain, epochs=row.epochs, throw_ratio=row.throw_ratio)
-        for (column, measure), published in zip(table.columns.items(), row.numbers, strict=True):
-            line[column] = published.removeprefix("-")
-            line[f"{column} measured"] = measured_cost(name, row, measure, costs)
-            if column in row.finetune:
-                run: Run | None = run_of(measure, row.pretrain, row.finetune[column], root)
-                line[f"{column} measured"] = run.result(measure) if run is not None else None
-                while run is not None:
-                    notes |= dict.fromkeys(run.changed_settings())
-                    run = run.needs
+        line, runs = collect_row(table, row, root)
         lines.append(line)
+        for run in runs:
+            for setting in run.changed_settings():
+                if setting not in notes:
+                    notes.append(setting)
     root.mkdir(parents=True, exist_ok=True)
     titles = list(lines[0])
     write_csv(root / f"{name}.csv", titles, lines)
-    cells = [[f"{value:.4g}" if isinstance(value, float) else value for value in line.values()] for line in lines]
-    cells = [["" if value is None else value for value in values] for values in cells]
+    cells = [[cell_text(value) for value in line.values()] for line in lines]
     text = f"## {table.title}\n\n{markdown_table(titles, cells, left=2)}\n"
-    remarks = [*([table.note] if table.note else []), *notes]
-    if remarks:
-        text += "\n" + "".join(f"- {remark}\n" for remark in remarks)
+    if notes:
+        text += "\n" + "".join(f"- {note}\n" for note in notes)
     (root / f"{name}.md").write_text(text, encoding="utf-8")
     return text
+
+
+def collect_row(table: Table, row: Row, root: Path) -> tuple[dict[str, Any], list[Run]]:
+    """Returns (published and measured numbers of a row, the runs behind them)."""
+    line: dict[str, Any] = {
+        "row": row.label,
+        "recipe": row.pretrain,
+        "epochs": row.epochs,
+        "throw_ratio": row.throw_ratio,
+    }
+    runs: list[Run] = []
+    for (column, measure), published in zip(table.columns.items(), row.numbers, strict=True):
+        line[column] = published.removeprefix("-")
+        measured = None
+        if measure == "flops":
+            measured = counted_flops(row)
+        elif column in row.finetune:
+            run = run_of(measure, row.pretrain, row.finetune[column], root)
+            measured = run.result(measure)
+            runs += run.chain()
+        line[f"{column} measured"] = measured
+    return line, runs
+
+
+def cell_text(value: object) -> str:
+    """Returns a number with four digits, "" for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 # ----------------------------------------------------------------------------------------------------------- flags
@@ -285,7 +274,6 @@ def get_args_parser() -> Parser:
     for name in SETS:
         group(f"--{name}", metavar="DIR", help=f"{BENCHMARKS[name].title}, as for main_robustness.py")
     group("--teacher", help="teacher of the rows of TEC, as for main_pretrain.py")
-    group("--costs", nargs="+", default=[], metavar="CSV", help="with --collect: files of scripts/profile_pretrain.py")
     group = parser.add_argument_group("how").add_argument
     group("--launcher", default="torchrun", choices=("torchrun", "slurm"), help="flags after -- are the launcher's")
     group(
@@ -316,8 +304,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
             parser.error(f"unknown table {name!r}: give {', '.join(TABLES)}, or all")
     if "all" in args.tables:
         args.tables = list(TABLES)
-    if args.costs and not args.collect:
-        parser.error("--costs goes with --collect")
     return parser, args
 
 
@@ -336,16 +322,20 @@ def select_rows(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 def find_pending(chosen: dict[str, list[Row]], args: argparse.Namespace) -> list[Run]:
     """Returns the runs that are not finished, in order and each once."""
-    sets = [name for name in SETS if getattr(args, name) is not None]
-    found: dict[Run, None] = {}
+    pending: list[Run] = []
     for name, rows in chosen.items():
         for row in rows:
             for column, recipe in row.finetune.items():
                 run = run_of(TABLES[name].columns[column], row.pretrain, recipe, args.output_dir)
-                is_evaluated = run.main == "main_robustness" and all(run.result(name) is not None for name in sets)
-                if not (sets and is_evaluated):
-                    found |= dict.fromkeys(run.pending())
-    return list(found)
+                if run.main == "main_robustness" and has_results(run, given_sets(args)):
+                    continue
+                pending += [needed for needed in run.pending() if needed not in pending]
+    return pending
+
+
+def has_results(run: Run, measures: Sequence[str]) -> bool:
+    """Whether a run has all these numbers."""
+    return all(run.result(measure) is not None for measure in measures)
 
 
 def check_paths(args: argparse.Namespace) -> None:
@@ -362,8 +352,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with user_errors(parser):
         chosen = select_rows(args)
         if args.collect:
-            costs = read_costs(args.costs)
-            print("\n".join(collect(name, rows, args.output_dir, costs) for name, rows in chosen.items()), end="")
+            texts = [collect(name, rows, args.output_dir) for name, rows in chosen.items()]
+            print("\n".join(texts), end="")
             return True
         runs = find_pending(chosen, args)
         for run in runs:

@@ -27,8 +27,20 @@ from util.run.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
 PHOTOS = (
-    *("astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "grass.png", "gravel.png"),
-    *("hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
+    "astronaut.png",
+    "brick.png",
+    "camera.png",
+    "chelsea.png",
+    "coffee.png",
+    "coins.png",
+    "grass.png",
+    "gravel.png",
+    "hubble_deep_field.jpg",
+    "ihc.png",
+    "moon.png",
+    "motorcycle_left.png",
+    "retina.jpg",
+    "rocket.jpg",
 )
 SIDE = 96  # of an image, in pixels
 FLAGS = ".sample_photos.json"  # in the folder: what its files were made with
@@ -41,9 +53,10 @@ def crop(
 
     crop_sides: smallest and largest side of the square, as shares of the shorter side of that region.
     """
-    height, width = photo.height, right - left
-    size = int(rng.uniform(crop_sides[0], crop_sides[1]) * min(height, width))
-    x, y = left + int(rng.integers(width - size + 1)), int(rng.integers(height - size + 1))
+    width = right - left
+    size = int(rng.uniform(crop_sides[0], crop_sides[1]) * min(photo.height, width))
+    x = left + int(rng.integers(width - size + 1))
+    y = int(rng.integers(photo.height - size + 1))
     # Crop first: resize(box=...) would read pixels beyond the box, from the other split.
     return photo.crop((x, y, x + size, y + size)).resize((SIDE, SIDE), Image.BICUBIC)
 
@@ -81,13 +94,15 @@ def photos_folder() -> Path:
 def make_folder(path: Path, flags: dict[str, Any]) -> None:
     """Creates the folder. ValueError if it holds files that were not written with the same flags."""
     path.mkdir(parents=True, exist_ok=True)
-    text, record = json.dumps(flags), path / FLAGS
-    before = record.read_text() if record.is_file() else None
-    if before not in (None, text):
-        raise ValueError(f"{str(path)!r} holds photographs of other flags, {before}: choose another folder")
-    if before is None and any(path.iterdir()):
-        raise ValueError(f"{str(path)!r} is not empty, and this program has not written it: choose another folder")
-    record.write_text(text)
+    record = path / FLAGS
+    if any(path.iterdir()):
+        if not record.is_file():
+            raise ValueError(f"{str(path)!r} is not empty, and this program has not written it: choose another folder")
+        if json.loads(record.read_text()) != flags:
+            raise ValueError(
+                f"{str(path)!r} holds photographs of other flags, {record.read_text()}: choose another folder"
+            )
+    record.write_text(json.dumps(flags))
 
 
 def write_photos(
@@ -97,15 +112,22 @@ def write_photos(
     if not 0 < crop_sides[0] <= crop_sides[1] <= 1:
         raise ValueError(f"--crop_sides must be two shares 0 < low <= high <= 1, got {crop_sides}")
     source = photos_folder()
-    flags = {"side": SIDE, "num_train": num_train, "num_val": num_val, "crop_sides": crop_sides, "bands": bands}
+    flags = {"side": SIDE, "num_train": num_train, "num_val": num_val, "crop_sides": list(crop_sides), "bands": bands}
     make_folder(output_dir, flags)
     for label, name in enumerate(PHOTOS):
         photo = Image.open(source / name).convert("RGB")
         boundary = photo.width * 2 // 3
-        for split, count, left, right in (("train", num_train, 0, boundary), ("val", num_val, boundary, photo.width)):
+        for split in ("train", "val"):
             folder = output_dir / split / Path(name).stem
             folder.mkdir(parents=True, exist_ok=True)
             rng = np.random.default_rng([label, split == "val"])
+            left = 0
+            right = boundary
+            count = num_train
+            if split == "val":
+                left = boundary
+                right = photo.width
+                count = num_val
             for i in range(count):
                 img = crop(photo, rng, left, right, crop_sides)
                 if bands:

@@ -58,7 +58,9 @@ COLUMNS += ["seconds", "first_loss", "last_loss", "top1", "problem"]
 
 def factories_of(name: str) -> dict[str, Any]:
     """The models of the program that has the model `name`."""
-    return registry.MODELS if name in registry.MODELS else classifiers.MODELS
+    if name in registry.MODELS:
+        return registry.MODELS
+    return classifiers.MODELS
 
 
 def scale_of(name: str, mask_unit: int | None = None) -> dict[str, Any]:
@@ -69,19 +71,30 @@ def scale_of(name: str, mask_unit: int | None = None) -> dict[str, Any]:
     """
     full = factories_of(name)[name].keywords
     sizes: dict[str, Any] = {}
+    if name.startswith("greenmim_"):
+        num_stages = len(full["depths"])
+        sizes["img_size"] = full.get("img_size", 224) // 4
+        sizes["patch_size"] = 1
+        sizes["embed_dim"] = 4
+        sizes["depths"] = (2, 2, 1, 1)[:num_stages]
+        sizes["num_heads"] = (1,) * num_stages
+    elif "swin" in name:
+        sizes["img_size"] = 4 * full["window_size"]
+        sizes["window_size"] = full["window_size"]
+        sizes["patch_size"] = 2
+        sizes["embed_dim"] = 8
+        sizes["depths"] = (2, 2)
+        sizes["num_heads"] = (1, 2)
+    else:
+        sizes["img_size"] = 48
+        if mask_unit == 4:
+            sizes["img_size"] = 64  # so that a square is visible
+        sizes["patch_size"] = 8
+        sizes["embed_dim"] = 32
+        sizes["num_heads"] = 2
+        sizes["depth"] = min(12, full["depth"])
     if name in registry.MODELS and "simmim" not in name:
         sizes |= DECODER
-    if name.startswith("greenmim_"):
-        stages = len(full["depths"])
-        sizes |= dict(img_size=full.get("img_size", 224) // 4, patch_size=1, embed_dim=4)
-        sizes |= dict(depths=(2, 2, 1, 1)[:stages], num_heads=(1,) * stages)
-    elif "swin" in name:
-        window = full["window_size"]
-        sizes |= dict(img_size=4 * window, window_size=window, patch_size=2)
-        sizes |= dict(embed_dim=8, depths=(2, 2), num_heads=(1, 2))
-    else:
-        side = 64 if mask_unit == 4 else 48  # so that a square is visible
-        sizes |= dict(img_size=side, patch_size=8, embed_dim=32, num_heads=2, depth=min(12, full["depth"]))
     return sizes
 
 
@@ -105,8 +118,8 @@ def write_images(root: Path, count: int) -> Path:
         picture = coarse.resize(SHAPES[i % len(SHAPES)], Image.Resampling.BICUBIC)
         pictures.append(root / f"{i}.jpg")
         picture.save(pictures[-1])
-    for split, number in (("train", count), ("val", 4 * NUM_CLASSES)):
-        for i in range(number):
+    for split, num_images in (("train", count), ("val", 4 * NUM_CLASSES)):
+        for i in range(num_images):
             path = folder / split / f"class{i % NUM_CLASSES}" / f"{i}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             os.link(pictures[i % len(pictures)], path)
@@ -129,8 +142,9 @@ def call(main: ModuleType, images: Path, folder: Path, *flags: object) -> None:
 
 def pretrain_one_step(root: Path, recipe: str, sizes: dict[str, Any], *flags: object) -> Path:
     """Returns the folder of a small model after one step of its recipe, which is made when it is first needed."""
-    folder = root / "-".join(["one_step", recipe, *map(str, sizes.values())]).replace(" ", "")
-    if newest_checkpoint(folder)[0] is None:
+    folder = root / f"one_step-{recipe}-{'-'.join(str(size) for size in sizes.values())}".replace(" ", "")
+    newest, _ = newest_checkpoint(folder)
+    if newest is None:
         flags = ("--recipe", recipe, "--dataset", "folder", "--total_batch_size", 32, "--lr", 1e-3, *flags)
         with scaled(str(RECIPES[recipe]["model"]), sizes):
             call(main_pretrain, write_images(root, 32), folder, *flags, "--max_steps", 1)
@@ -157,7 +171,9 @@ def flags_of(main: ModuleType, settings: dict[str, Any], sizes: dict[str, Any], 
 
 def run(recipe: str, root: Path, num_images: int, total_batch_size: int | None) -> dict[str, Any]:
     """Runs a recipe up to a step, resumes it, and checks its log. Returns a row of the table."""
-    main = main_pretrain if recipe in RECIPES else main_finetune
+    main: ModuleType = main_pretrain
+    if recipe not in RECIPES:
+        main = main_finetune
     settings = vars(main.parse_args(["--recipe", recipe])[1])
     total = total_batch_size or settings["total_batch_size"]
     steps = max(3, math.ceil(num_images / total))  # the learning rate of the first step may be 0
@@ -165,8 +181,16 @@ def run(recipe: str, root: Path, num_images: int, total_batch_size: int | None) 
     stop = (steps // 2) | 1
     if stop % epoch_steps == 0:
         stop += 1  # in the middle of an epoch
-    row = dict(recipe=recipe, program=main.__name__, model=settings["model"], total_batch_size=total, steps=steps)
-    row |= dict(images=steps * total, stopped_after=stop, problem="")
+    row = {
+        "recipe": recipe,
+        "program": main.__name__,
+        "model": settings["model"],
+        "total_batch_size": total,
+        "steps": steps,
+        "images": steps * total,
+        "stopped_after": stop,
+        "problem": "",
+    }
     started = time.perf_counter()
     folder = root / recipe
     try:
@@ -188,22 +212,27 @@ def run(recipe: str, root: Path, num_images: int, total_batch_size: int | None) 
 
 def check(folder: Path, steps: int, stop: int, is_finetuning: bool) -> dict[str, Any]:
     """Returns what the log of a finished run says. ValueError if it is not as it should be."""
-    reports = read_reports(folder / "log.jsonl")
-    losses = {report["step"]: report["loss"] for report in reports if "loss" in report}
-    top1 = [report["val_top1"] for report in reports if "val_top1" in report]
-    bad = [step for step, loss in losses.items() if loss is None or not math.isfinite(loss)]
-    if bad or any(report.get("skipped_steps") for report in reports):
-        raise ValueError(f"losses or gradients are not finite: steps {bad}")
-    if sum("loss" in report for report in reports) != steps or list(losses) != list(range(1, steps + 1)):
-        raise ValueError(f"steps 1 to {steps} should be reported once each, found {list(losses)}")
+    reported = []
+    losses = []
+    top1 = None
+    for report in read_reports(folder / "log.jsonl"):
+        if report.get("skipped_steps"):
+            raise ValueError(f"gradients are not finite at step {report['step']}")
+        if "loss" in report:
+            reported.append(report["step"])
+            losses.append(report["loss"])
+        top1 = report.get("val_top1", top1)
+    if any(loss is None or not math.isfinite(loss) for loss in losses):
+        raise ValueError(f"losses are not finite: {losses}")
+    if reported != list(range(1, steps + 1)):
+        raise ValueError(f"steps 1 to {steps} should be reported once each, found {reported}")
     resumed = re.findall(r"resuming .* at step (\d+)", (folder / "log.txt").read_text())
     if resumed != [str(stop)]:
         raise ValueError(f"one resume at step {stop} was expected, found {resumed}")
-    if is_finetuning and not top1:
+    if is_finetuning and top1 is None:
         raise ValueError("there was no evaluation")
     accum_iter = json.loads((folder / "settings.json").read_text())["accum_iter"]
-    found = dict(accum_iter=accum_iter, first_loss=losses[1], last_loss=losses[steps])
-    return found | {"top1": top1[-1] if top1 else None}
+    return {"accum_iter": accum_iter, "first_loss": losses[0], "last_loss": losses[-1], "top1": top1}
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:

@@ -24,11 +24,15 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.n
     teacher = getattr(model, "teacher", None)
     if teacher is None:
         return count_gmac(lambda: model(imgs, *orders)), 0.0
-    inputs = []
-    handle = teacher.register_forward_hook(lambda _, args, kwargs, __: inputs.append((args, kwargs)), with_kwargs=True)
+    calls: list[tuple[Any, Any]] = []
+
+    def keep_inputs(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((args, kwargs))
+
+    handle = teacher.register_forward_hook(keep_inputs, with_kwargs=True)
     total = count_gmac(lambda: model(imgs, *orders))
     handle.remove()
-    ((args, kwargs),) = inputs
+    args, kwargs = calls[0]
     teacher_gmac = count_gmac(lambda: teacher(*args, **kwargs))
     return total - teacher_gmac, teacher_gmac
 

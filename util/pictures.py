@@ -1,4 +1,4 @@
-"""Pictures of reconstructions and token patterns, drawn with Pillow."""
+"""Pictures of reconstructions, drawn with Pillow."""
 
 import math
 import os
@@ -18,20 +18,9 @@ RETAINED = 1
 THROWN = 2
 # Paul Tol's high-contrast blue and yellow, which colour-blind readers and grey prints distinguish, too.
 COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
-LEGEND = {
-    VISIBLE: "visible",
-    RETAINED: "masked, retained: reconstructed by the decoder's blocks",
-    THROWN: "masked, thrown: left out of the decoder's blocks",
-}
 _INK = (40, 40, 40)
 _PAPER = (255, 255, 255)
-_LINE = (200, 200, 200)
-_OUTLINE = (150, 150, 150)
-# In pixels.
-_GAP = 6  # between the panels of a table
-_SWATCH = 12  # side of a token in a pattern and in the legend
-_SWATCH_GAP = 7  # between a swatch and its text
-_ENTRY_GAP = 32  # between the entries of the legend
+_GAP = 6  # pixels between the panels of a table
 
 
 def save(picture: np.ndarray, path: str | os.PathLike[str]) -> None:
@@ -99,78 +88,6 @@ def paint_tokens(img: np.ndarray, state: np.ndarray) -> np.ndarray:
     for token_state, color in COLORS.items():
         painted[pixel_state == token_state] = color
     return painted
-
-
-def pattern(state: np.ndarray, cell: int = _SWATCH) -> np.ndarray:
-    """Draws a grid of tokens [rows, columns] as squares: visible white, retained blue, thrown yellow.
-
-    Returns uint8 [rows * cell + 1, columns * cell + 1, 3], with lines between the squares.
-    """
-    height, width = np.array(state.shape) * cell
-    picture = np.full((height + 1, width + 1, 3), _LINE, np.uint8)
-    picture[:height, :width] = paint_tokens(np.full((height, width, 3), 255, np.uint8), state)
-    picture[::cell] = _LINE
-    picture[:, ::cell] = _LINE
-    return picture
-
-
-def pattern_table(groups: dict[str, list[list[np.ndarray]]], row_titles: Sequence[str]) -> np.ndarray:
-    """Draws groups of token patterns side by side, with a title over each group and before each row, and a legend.
-
-    groups: {title: rows of panels from `pattern`, all of one size}. Returns uint8 [H, W, 3].
-    """
-    tables = [_tile(rows) for rows in groups.values()]
-    table_height, table_width, _ = tables[0].shape
-    row_height = table_height / len(row_titles)
-    longest_title = max(_font(13).getlength(title) for title in row_titles)
-    # The margins around the tables, and the gap between them, in pixels.
-    head = 36
-    foot = 44
-    left = 22 + int(longest_title)
-    gap = 30
-    tables_width = len(tables) * (table_width + gap) - gap
-    width = left + max(tables_width, int(_legend_width())) + 12
-    height = head + table_height + foot
-    canvas = Image.new("RGB", (width, height), _PAPER)
-    draw = ImageDraw.Draw(canvas)
-    for i, title in enumerate(row_titles):
-        draw.text((left - 10, head + (i + 0.5) * row_height), title, _INK, _font(13), anchor="rm")
-    for i, (title, picture) in enumerate(zip(groups, tables, strict=True)):
-        x = left + i * (table_width + gap)
-        draw.text((x + table_width / 2, head / 2), title, _INK, _font(15), anchor="mm")
-        canvas.paste(Image.fromarray(picture), (x, head))
-    draw_legend(draw, left, height - foot // 2)
-    return np.asarray(canvas)
-
-
-def draw_legend(draw: ImageDraw.ImageDraw, x: float, y: float) -> None:
-    """Draws the meaning of the tokens' colours in one line that begins at `x` and is centred at the height `y`."""
-    for state, text in LEGEND.items():
-        top = y - _SWATCH // 2
-        bottom = y + _SWATCH // 2
-        fill = COLORS.get(state, _PAPER)
-        outline = COLORS.get(state, _OUTLINE)
-        draw.rectangle((x, top, x + _SWATCH, bottom), fill=fill, outline=outline)
-        draw.text((x + _SWATCH + _SWATCH_GAP, y), text, _INK, _font(13), anchor="lm")
-        x += _entry_width(text) + _ENTRY_GAP
-
-
-def _legend_width() -> float:
-    widths = [_entry_width(text) for text in LEGEND.values()]
-    return sum(widths) + _ENTRY_GAP * (len(widths) - 1)
-
-
-def _entry_width(text: str) -> float:
-    return _SWATCH + _SWATCH_GAP + _font(13).getlength(text)
-
-
-def _tile(rows: list[list[np.ndarray]]) -> np.ndarray:
-    """Joins panels of one size with gaps of 10 pixels between them."""
-    panels = np.array(rows)  # [rows, columns, h, w, 3]
-    padded = np.pad(panels, ((0, 0), (0, 0), (0, 10), (0, 10), (0, 0)), constant_values=255)
-    num_rows, num_columns, height, width, _ = padded.shape
-    tiled = padded.swapaxes(1, 2).reshape(num_rows * height, num_columns * width, 3)
-    return tiled[:-10, :-10]
 
 
 def table(rows: list[list[np.ndarray]], titles: Sequence[str]) -> np.ndarray:

@@ -1,113 +1,135 @@
-"""COCO-style JSON files. All entries are checked when a file is read, so that none of them ends a run hours later."""
+"""COCO-style JSON files. Every entry is checked when a file is read, so that none of them ends a run hours later."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from downstream.detection.masks import FARTHEST, are_numbers, find_mask_problem
 from util.data.images import FILE_ERRORS, retry_io
 from util.data.transforms import Size
-from util.text import count_of, shorten
 
 FORMAT = "a JSON file in COCO's format"
 LISTS = ("images", "annotations", "categories")
-REQUIRED = ("image_id", "category_id", "bbox")  # of an annotation
+ENTRY_KEYS = {
+    "images": ("id", "file_name", "height", "width"),
+    "annotations": ("image_id", "category_id", "bbox"),
+    "categories": ("id",),
+}
 
 
 def read_coco(path: Path) -> dict[str, Any]:
     """Returns the content of a COCO-style JSON file.
 
-    ValueError, with the ids of some bad entries, if it is missing, has another format or contradicts itself.
+    ValueError, with the id of the first bad entry, if it is missing, has another format or contradicts itself.
     """
-    content = read_lists(path)
-    refuse_bad(path, "image", content["images"], find_image_problem)
-    refuse_bad(path, "category", content["categories"], find_id_problem)
-    for name, key in (("images", "id"), ("images", "file_name"), ("categories", "id")):
-        values = [value for value, number in Counter(entry[key] for entry in content[name]).items() if number > 1]
-        if values:
-            raise ValueError(f"{str(path)!r} has several {name} with the {key} {shorten([repr(v) for v in values])}")
-    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
-    known = {category["id"] for category in content["categories"]}
-    refuse_bad(path, "annotation", content["annotations"], lambda a: find_annotation_problem(a, sizes, known))
+    content = read_json(path)
+    try:
+        check_format(content)
+        check_entries(content)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not {FORMAT}: {error}") from error
     return content
 
 
-def read_lists(path: Path) -> dict[str, Any]:
-    """Reads a JSON object that holds the three LISTS. ValueError if it is missing or holds something else."""
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; ValueError if it is missing or unreadable."""
     try:
-        content = json.loads(retry_io(path.read_bytes))
+        return json.loads(retry_io(path.read_bytes))
     except FileNotFoundError as error:
         raise ValueError(f"{str(path)!r} does not exist; expected is {FORMAT}") from error
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
         raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}); expected is {FORMAT}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{str(path)!r} is not {FORMAT}: {error}") from error
-    problem = None
+
+
+def check_format(content: Any) -> None:
+    """ValueError unless it is an object with the three LISTS, whose entries have their keys."""
     if not isinstance(content, dict):
-        problem = f"it holds a {type(content).__name__} instead of an object with {', '.join(LISTS)}"
-    elif "annotations" not in content and "images" in content:
-        problem = "it has no annotations: a file of test images cannot be used"
-    elif missing := [name for name in LISTS if not isinstance(content.get(name), list)]:
-        problem = f"it has no list {', '.join(map(repr, missing))}"
-    if problem:
-        raise ValueError(f"{str(path)!r} is not {FORMAT}: {problem}")
-    return content
+        raise ValueError(f"it holds a {type(content).__name__} instead of an object with {', '.join(LISTS)}")
+    if "annotations" not in content and "images" in content:
+        raise ValueError("it has no annotations: a file of test images cannot be used")
+    for name in LISTS:
+        entries = content.get(name)
+        if not isinstance(entries, list):
+            raise ValueError(f"it has no list {name!r}")
+        for position, entry in enumerate(entries):
+            for key in ENTRY_KEYS[name]:
+                if not isinstance(entry, dict) or key not in entry:
+                    raise ValueError(f"entry {position} of its {name} has no {key}: {entry!r}")
 
 
-def refuse_bad(
-    path: Path, kind: str, entries: Sequence[Any], find_problem: Callable[[Mapping[str, Any]], str | None]
-) -> None:
-    """ValueError if `find_problem` names a problem of some entries. One without an id is named by its position."""
-    bad = []
-    for position, entry in enumerate(entries):
-        is_object = isinstance(entry, dict)
-        if problem := find_problem(entry) if is_object else f"it is {entry!r} instead of an object":
-            name = repr(entry["id"]) if is_object and "id" in entry else f"at position {position} of its list"
-            bad.append(f"{kind} {name}: {problem}")
-    if bad:
-        raise ValueError(f"{str(path)!r} has {count_of(len(bad), f'bad {kind}')}: {shorten(bad)}")
+def check_entries(content: Mapping[str, Any]) -> None:
+    """ValueError if an entry is bad, is there twice, or refers to what does not exist."""
+    refuse_duplicates(content["images"], "images", "id")
+    refuse_duplicates(content["images"], "images", "file_name")
+    refuse_duplicates(content["categories"], "categories", "id")
+    sizes = {}
+    for image in content["images"]:
+        sides = (image["height"], image["width"])
+        if not all(type(side) is int and side > 0 for side in sides):
+            raise ValueError(f"image {image['id']!r}: height and width {sides} are no integers from 1 on")
+        sizes[image["id"]] = sides
+    category_ids = {category["id"] for category in content["categories"]}
+    for position, annotation in enumerate(content["annotations"]):
+        try:
+            check_annotation(annotation, sizes, category_ids)
+        except ValueError as error:
+            raise ValueError(f"annotation {annotation.get('id', f'at position {position}')}: {error}") from error
 
 
-def find_id_problem(entry: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the id of an image or of a category, or None."""
-    if type(entry.get("id")) is int:
-        return None
-    name = "file_name" if "file_name" in entry else "name"
-    return f"its id {entry.get('id')!r} is no integer ({name} {entry.get(name)!r})"
+def refuse_duplicates(entries: Sequence[Mapping[str, Any]], name: str, key: str) -> None:
+    """ValueError if two entries have the same value of `key`, or an id is no integer."""
+    seen = set()
+    for entry in entries:
+        value = entry[key]
+        if key == "id" and type(value) is not int:
+            raise ValueError(f"the id {value!r} in its {name} is no integer")
+        if value in seen:
+            raise ValueError(f"it has several {name} with the {key} {value!r}")
+        seen.add(value)
 
 
-def find_image_problem(image: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with an entry of `images`, or None."""
-    name = image.get("file_name")
-    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-        return f"its file_name {name!r} is no path inside the folder of the images"
-    sides = [image.get("height"), image.get("width")]
-    if not all(type(side) is int and side > 0 for side in sides):
-        return f"its height and width are {sides} instead of integers from 1 on"
-    return find_id_problem(image)
+def check_annotation(annotation: Mapping[str, Any], sizes: Mapping[int, Size], category_ids: set[int]) -> None:
+    """ValueError if an entry of `annotations` is bad. sizes: (height, width) by the ids of images."""
+    image_id = annotation["image_id"]
+    category_id = annotation["category_id"]
+    if image_id not in sizes:
+        raise ValueError(f"no image has the id {image_id!r}")
+    if category_id not in category_ids:
+        raise ValueError(f"no category has the id {category_id!r}")
+    box = annotation["bbox"]
+    if not are_numbers(box) or len(box) != 4:
+        raise ValueError(f"bbox {box} is not [x, y, width, height] in pixels")
+    if annotation.get("segmentation"):
+        check_segmentation(annotation["segmentation"], sizes[image_id])
 
 
-def find_annotation_problem(
-    annotation: Mapping[str, Any], sizes: Mapping[int, Size], category_ids: set[int]
-) -> str | None:
-    """Returns what is wrong with an entry of `annotations`, or None. sizes: (height, width) by the ids of images."""
-    missing = [name for name in REQUIRED if name not in annotation]
-    if missing:
-        return f"it has no {', '.join(missing)}"
-    image_id, category_id, box = (annotation[name] for name in REQUIRED)
-    if type(image_id) is not int or image_id not in sizes:
-        return f"no image has the id {image_id!r}"
-    if type(category_id) is not int or category_id not in category_ids:
-        return f"no category has the id {category_id!r}"
-    if not are_numbers(box, FARTHEST * max(sizes[image_id])) or len(box) != 4:
-        return f"bbox {box} is not [x, y, width, height] in pixels"
-    area, crowd, code = annotation.get("area"), annotation.get("iscrowd", 0), annotation.get("segmentation")
-    if area is not None and not are_numbers([area], most=2.0**63):
-        return f"its area {area!r} is no number of pixels"
-    if crowd not in (0, 1):
-        return f"its iscrowd {crowd!r} is neither 0 nor 1"
-    return find_mask_problem(code, sizes[image_id]) if code else None
+def check_segmentation(segmentation: Any, size: Size) -> None:
+    """ValueError unless it is a list of polygons or a run-length code for an image of this (height, width)."""
+    if isinstance(segmentation, dict):
+        counts = segmentation.get("counts")
+        if segmentation.get("size") != list(size):
+            raise ValueError(f"its code has the (height, width) {segmentation.get('size')}, its image {list(size)}")
+        if isinstance(counts, str):
+            return
+        if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("the counts of its code are no integers from 0 on")
+        if sum(counts) != size[0] * size[1]:
+            raise ValueError(f"the counts of its code do not add up to {size[0]} x {size[1]} pixels")
+        return
+    if not isinstance(segmentation, list):
+        raise ValueError("its segmentation is neither a list of polygons nor a run-length code")
+    for polygon in segmentation:
+        if not are_numbers(polygon) or len(polygon) < 6 or len(polygon) % 2:
+            raise ValueError("a polygon must be the numbers [x, y, x, y, ...] of 3 points or more")
+
+
+def are_numbers(values: Any) -> bool:
+    """Whether it is a list of finite numbers that is not empty."""
+    if not isinstance(values, list) or not values:
+        return False
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values)

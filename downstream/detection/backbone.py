@@ -48,17 +48,33 @@ class DecomposedAttention(nn.Module):
         """x: [B, rows, columns, C]."""
         rows, columns = x.shape[1:3]
         q, k, v = split_heads(self.qkv(x).flatten(1, 2), self.num_heads)  # each [B, heads, T, d]
+        queries = torch.cat([q * q.shape[-1] ** -0.5, self.position_logits(q, rows, columns)], dim=-1)
+        keys = torch.cat([k, position_codes(k, rows, columns)], dim=-1)
+        width = queries.shape[-1] + -queries.shape[-1] % 8  # flash attention needs one width, a multiple of 8
+        queries = pad_width(queries, width)
+        keys = pad_width(keys, width)
+        out = F.scaled_dot_product_attention(queries, keys, pad_width(v, width), scale=1.0)
+        out = out[..., : v.shape[-1]].transpose(1, 2).flatten(2)
+        return self.proj(out).unflatten(1, (rows, columns))
+
+    def position_logits(self, q: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Returns the products of queries [B, heads, T, d] with both tables, [B, heads, T, rows + columns]."""
         grid = q.unflatten(2, (rows, columns))
         down = torch.einsum("bnhwd,hkd->bnhwk", grid, relative_table(self.rel_pos_h, rows).to(q.dtype))
         across = torch.einsum("bnhwd,wkd->bnhwk", grid, relative_table(self.rel_pos_w, columns).to(q.dtype))
-        eye_h, eye_w = (torch.eye(side, dtype=q.dtype, device=q.device) for side in (rows, columns))
-        codes = torch.cat([eye_h.repeat_interleave(columns, dim=0), eye_w.repeat(rows, 1)], dim=1)  # [T, rows+columns]
-        queries = torch.cat([q * q.shape[-1] ** -0.5, down.flatten(2, 3), across.flatten(2, 3)], dim=-1)
-        keys = torch.cat([k, codes.expand(*k.shape[:2], -1, -1)], dim=-1)
-        width = queries.shape[-1] + -queries.shape[-1] % 8  # flash attention needs one width, a multiple of 8
-        queries, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (queries, keys, v))
-        out = F.scaled_dot_product_attention(queries, keys, values, scale=1.0)[..., : v.shape[-1]]
-        return self.proj(out.transpose(1, 2).flatten(2)).unflatten(1, (rows, columns))
+        return torch.cat([down, across], dim=-1).flatten(2, 3)
+
+
+def position_codes(k: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Returns the one-hot codes of the row and the column of each key, [B, heads, T, rows + columns]."""
+    row_codes = torch.eye(rows, dtype=k.dtype, device=k.device).repeat_interleave(columns, dim=0)
+    column_codes = torch.eye(columns, dtype=k.dtype, device=k.device).repeat(rows, 1)
+    return torch.cat([row_codes, column_codes], dim=1).expand(*k.shape[:2], -1, -1)
+
+
+def pad_width(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Pads the last axis with zeros."""
+    return F.pad(x, (0, width - x.shape[-1]))
 
 
 def window_partition(x: torch.Tensor, side: int) -> tuple[torch.Tensor, Grid]:
@@ -75,9 +91,11 @@ def window_partition(x: torch.Tensor, side: int) -> tuple[torch.Tensor, Grid]:
 
 def window_unpartition(windows: torch.Tensor, padded: Grid, size: Grid) -> torch.Tensor:
     """Joins windows [B * n, side, side, C] into maps [B, *size, C], the inverse of `window_partition`."""
-    side, (height, width) = windows.shape[1], padded
-    x = windows.view(-1, height // side, width // side, side, side, windows.shape[-1])
-    return x.transpose(2, 3).reshape(-1, height, width, windows.shape[-1])[:, : size[0], : size[1]]
+    height, width = padded
+    side, _, channels = windows.shape[1:]
+    x = windows.view(-1, height // side, width // side, side, side, channels)
+    x = x.transpose(2, 3).reshape(-1, height, width, channels)
+    return x[:, : size[0], : size[1]]
 
 
 class DetBlock(nn.Module):
@@ -91,8 +109,10 @@ class DetBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.window_size = window_size
+        if window_size:
+            grid_size = (window_size, window_size)
         self.norm1 = layer_norm(dim)
-        self.attn = DecomposedAttention(dim, num_heads, (window_size, window_size) if window_size else grid_size)
+        self.attn = DecomposedAttention(dim, num_heads, grid_size)
         self.norm2 = layer_norm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
@@ -115,7 +135,8 @@ class ViTDet(nn.Module):
     grid, and is interpolated to the image's in each forward pass. Other arguments: see `models_vit.ViTEncoder`.
     """
 
-    new_keys, unused_keys = (".rel_pos_h", ".rel_pos_w"), ("cls_token", "norm.")
+    new_keys = (".rel_pos_h", ".rel_pos_w")
+    unused_keys = ("cls_token", "norm.")
 
     def __init__(
         self,
@@ -131,25 +152,24 @@ class ViTDet(nn.Module):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, size, step in (
-            ("input_size", img_size, 4 * patch_size),
-            ("pretrain_size", pretrain_size, patch_size),
-        ):
-            if size < step or size % step:
-                raise ValueError(f"--{name} {size} must be a multiple of {step}, with patches of {patch_size} pixels")
-        self.img_size, self.patch_size, self.embed_dim, self.depth = (img_size,) * 2, patch_size, embed_dim, depth
-        self.map_size: Grid = (img_size // patch_size,) * 2
-        self.grid_size: Grid = (pretrain_size // patch_size,) * 2  # of the position table
+        check_multiple("input_size", img_size, 4, patch_size)
+        check_multiple("pretrain_size", pretrain_size, 1, patch_size)
+        self.img_size = (img_size, img_size)
+        self.patch_size = patch_size
+        self.embed_dim = embed_dim
+        self.depth = depth
+        self.map_size: Grid = (img_size // patch_size, img_size // patch_size)
+        self.grid_size: Grid = (pretrain_size // patch_size, pretrain_size // patch_size)  # of the position table
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]; the class token's row is not used
         self.global_blocks = tuple(depth * quarter // 4 - 1 for quarter in (1, 2, 3, 4))
-        self.blocks = nn.ModuleList(
-            DetBlock(
-                embed_dim, num_heads, mlp_ratio, rate, self.map_size, 0 if i in self.global_blocks else window_size
-            )
-            for i, rate in enumerate(drop_path_rates(drop_path_rate, depth))
-        )
+        self.blocks = nn.ModuleList()
+        for i, rate in enumerate(drop_path_rates(drop_path_rate, depth)):
+            side = window_size
+            if i in self.global_blocks:
+                side = 0
+            self.blocks.append(DetBlock(embed_dim, num_heads, mlp_ratio, rate, self.map_size, side))
         init_weights(self)
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
@@ -162,16 +182,39 @@ class ViTDet(nn.Module):
         return x.permute(0, 3, 1, 2).contiguous()
 
 
+def check_multiple(name: str, size: int, num_patches: int, patch_size: int) -> None:
+    """ValueError unless `size`, the value of the flag `name`, is a multiple of this number of patches."""
+    step = num_patches * patch_size
+    if size < step or size % step:
+        raise ValueError(f"--{name} {size} must be a multiple of {step}, with patches of {patch_size} pixels")
+
+
 class ChannelNorm(nn.Module):
     """LayerNorm over the channels of maps [B, C, H, W], at each place."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, eps=1e-6)
         return x.permute(0, 3, 1, 2)
+
+
+def double(width: int) -> nn.ConvTranspose2d:
+    """Returns the layer that doubles the resolution and halves the channels."""
+    return nn.ConvTranspose2d(width, width // 2, kernel_size=2, stride=2)
+
+
+def lateral(width: int, channels: int) -> list[nn.Module]:
+    """Returns the last layers of a level of the pyramid."""
+    return [
+        nn.Conv2d(width, channels, kernel_size=1, bias=False),
+        ChannelNorm(channels),
+        nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
+        ChannelNorm(channels),
+    ]
 
 
 class SimpleFeaturePyramid(nn.Module):
@@ -179,26 +222,12 @@ class SimpleFeaturePyramid(nn.Module):
 
     def __init__(self, dim: int, channels: int = 256) -> None:
         super().__init__()
-
-        def double(width: int) -> nn.ConvTranspose2d:
-            return nn.ConvTranspose2d(width, width // 2, kernel_size=2, stride=2)
-
-        firsts: list[tuple[list[nn.Module], int]] = [
-            ([double(dim), ChannelNorm(dim // 2), nn.GELU(), double(dim // 2)], dim // 4),
-            ([double(dim)], dim // 2),
-            ([], dim),
-            ([nn.MaxPool2d(kernel_size=2, stride=2)], dim),
-        ]
-        self.stages = nn.ModuleList(
-            nn.Sequential(
-                *first,
-                nn.Conv2d(width, channels, kernel_size=1, bias=False),
-                ChannelNorm(channels),
-                nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
-                ChannelNorm(channels),
-            )
-            for first, width in firsts
-        )
+        quadruple = [double(dim), ChannelNorm(dim // 2), nn.GELU(), double(dim // 2)]
+        twice = [double(dim)]
+        half = [nn.MaxPool2d(kernel_size=2, stride=2)]
+        self.stages = nn.ModuleList()
+        for resize, width in ((quadruple, dim // 4), (twice, dim // 2), ([], dim), (half, dim)):
+            self.stages.append(nn.Sequential(*resize, *lateral(width, channels)))
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Returns five maps, the finest first, of a map [B, D, rows, columns]."""

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from downstream.common import scaled_size
 from downstream.detection.annotations import read_coco
@@ -17,12 +19,27 @@ from downstream.image_files import read_formats
 from util.addressed import AUGMENT, addressed_numbers
 from util.data.images import ImageError, ImageFiles, evenly_spaced
 from util.data.transforms import Size, mirror, resize
-from util.text import count_of, shorten
+from util.text import shorten
 
 Batch = Sequence[Any]  # of `PadAndStack`
 
-# Of an image: [C, h, w], boxes float [n, 4], labels int64 [n], masks uint8 [n, h, w].
-DetectionSample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+class Annotation(NamedTuple):
+    """An annotated object of an image."""
+
+    box: list[float] | None  # [x1, y1, x2, y2] inside the image; None: it has no area there
+    label: int  # from 1
+    is_crowd: bool
+    segmentation: Any  # polygons, a run-length code, or None
+
+
+class DetectionSample(NamedTuple):
+    """A transformed image and its objects."""
+
+    img: torch.Tensor  # [C, h, w]
+    boxes: torch.Tensor  # float [n, 4]
+    labels: torch.Tensor  # int64 [n]
+    masks: torch.Tensor  # uint8 [n, h, w]; [0, h, w] without masks
 
 
 class CocoImages(ImageFiles):
@@ -45,36 +62,30 @@ class CocoImages(ImageFiles):
         if not Path(image_root).is_dir():
             raise ValueError(f"{str(image_root)!r}, the folder of the images of {str(json_path)!r}, does not exist")
         self.categories = sorted((c["id"], str(c.get("name", c["id"]))) for c in content["categories"])
-        label_of = {category: label for label, (category, _) in enumerate(self.categories, 1)}
-        objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
-        sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
-        crowd, empty = "annotations of crowds", "boxes without area inside their image"
-        ignored = {crowd: 0, empty: 0}
-        for a in content["annotations"]:
-            box = clip_box(a["bbox"], sizes[a["image_id"]])
-            if training and a.get("iscrowd", 0):
-                ignored[crowd] += 1
-            elif training and box is None:
-                ignored[empty] += 1
-            else:
-                found = {"box": box, "label": label_of[a["category_id"]], "crowd": int(a.get("iscrowd", 0))}
-                objects[a["image_id"]].append(found | {"segmentation": a.get("segmentation") or None})
+        annotated = group_by_image(content, [category for category, _ in self.categories])
         images = sorted(content["images"], key=lambda image: image["id"])
-        kept = [image for image in images if objects[image["id"]] or not training]
-        notes = [f"{number} {what} ignored" for what, number in ignored.items() if number]
-        if len(kept) < len(images):
-            notes.append(f"{count_of(len(images) - len(kept), 'image')} without objects ignored")
-        segmented = [bool(a["segmentation"]) for image in kept for a in objects[image["id"]] if not a["crowd"]]
-        if not segmented:
+        notes = []
+        if training:
+            notes = leave_out_untrainable(annotated)
+            with_objects = [image for image in images if annotated[image["id"]]]
+            if len(with_objects) < len(images):
+                notes.append(f"images without objects ignored: {len(images) - len(with_objects)}")
+            images = with_objects
+        super().__init__(image_root, [(image["file_name"], 0) for image in images], [], notes, in_chans)
+        self.ids = np.array([image["id"] for image in images], np.int64)
+        self.sizes = np.array([(image["height"], image["width"]) for image in images], np.int64)
+        self.num_objects = 0
+        self.num_masks = 0
+        for image in images:
+            for annotation in annotated[image["id"]]:
+                self.num_objects += not annotation.is_crowd
+                self.num_masks += not annotation.is_crowd and annotation.segmentation is not None
+        if not self.num_objects:
             raise ValueError(f"{str(json_path)!r} has no image with an object")
-        self.num_objects, self.num_masks = len(segmented), sum(segmented)
-        super().__init__(image_root, [(image["file_name"], 0) for image in kept], [], notes, in_chans)
-        self.ids = np.array([image["id"] for image in kept], np.int64)
-        self.sizes = np.array([sizes[i] for i in self.ids.tolist()], np.int64)  # (height, width)
         # Bytes in one array, which forked workers share.
-        parts = [json.dumps(objects[i]).encode() for i in self.ids.tolist()]
-        self.ends = np.cumsum([len(part) for part in parts])
-        self.bytes = np.frombuffer(b"".join(parts), np.uint8)
+        encoded = [json.dumps(annotated[image["id"]]).encode() for image in images]
+        self.ends = np.cumsum([len(text) for text in encoded])
+        self.bytes = np.frombuffer(b"".join(encoded), np.uint8)
 
     def check(self, max_bad_fraction: float = 0.0, all_sizes: bool = False, rank: int = 0, world_size: int = 1) -> None:
         """Looks for all images in their folders, compares sizes with those in the JSON file, and formats.
@@ -85,43 +96,46 @@ class CocoImages(ImageFiles):
         """
         if rank == 0:
             self.refuse_missing()
-        number = len(self) if all_sizes else min(self.num_checked, len(self))
-        spaced = evenly_spaced(len(self), number).tolist()
-        formats = read_formats(self, self.refuse_size, spaced[rank::world_size], max_bad_fraction)
+        num_checked = len(self)
+        if not all_sizes:
+            num_checked = min(self.num_checked, len(self))
+        indices = evenly_spaced(len(self), num_checked).tolist()
+        formats = read_formats(self, self.refuse_size, indices[rank::world_size], max_bad_fraction)
         super().check(max_bad_fraction)
         self.one_format({self.pixel_format: 0} | formats)
 
     def refuse_missing(self) -> None:
         """ImageError if images are not in their folder."""
-        names = [os.fsdecode(name) for name in self.names.tolist()]
-        listed: set[str] = set()
-        for folder in {os.path.dirname(name) for name in names}:
-            path = os.path.join(self.root, folder)
-            listed.update(os.path.join(folder, name) for name in (os.listdir(path) if os.path.isdir(path) else []))
-        # A file may have another spelling in the listing, for example on file systems that ignore case.
-        missing = [n for n in names if n not in listed and not os.path.exists(os.path.join(self.root, n))]
+        missing = []
+        for i in range(len(self)):
+            if not os.path.exists(self.path(i)):
+                missing.append(os.fsdecode(self.names[i]))
         if missing:
             raise ImageError(
-                f"{len(missing)} of {len(names)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
+                f"{len(missing)} of {len(self)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
                 f"{shorten(missing)}"
             )
 
     def refuse_size(self, i: int, size: Size) -> None:
         """ImageError unless image i has the (height, width) `size` in the JSON file."""
         height, width = self.sizes[i].tolist()
-        if size != (height, width):
-            hint = (
-                "; its EXIF orientation, if it has one, is ignored: save it upright" if size == (width, height) else ""
-            )
-            raise ImageError(
-                f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, but {width} x {height} in "
-                f"{str(self.json_path)!r}{hint}"
-            )
+        if size == (height, width):
+            return
+        hint = ""
+        if size == (width, height):
+            hint = "; its EXIF orientation, if it has one, is ignored: save it upright"
+        raise ImageError(
+            f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, but {width} x {height} in "
+            f"{str(self.json_path)!r}{hint}"
+        )
 
-    def annotations(self, i: int) -> list[dict[str, Any]]:
-        """Returns the objects of image i: box [x1, y1, x2, y2] inside the image or None, label, crowd, segmentation."""
-        start = int(self.ends[i - 1]) if i else 0
-        return json.loads(self.bytes[start : self.ends[i]].tobytes())
+    def annotations(self, i: int) -> list[Annotation]:
+        """Returns the objects of image i."""
+        start = 0
+        if i > 0:
+            start = int(self.ends[i - 1])
+        stored = json.loads(self.bytes[start : self.ends[i]].tobytes())
+        return [Annotation(*values) for values in stored]
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 of all names, objects and categories."""
@@ -136,14 +150,105 @@ class CocoImages(ImageFiles):
         return img, label
 
 
+def group_by_image(content: Mapping[str, Any], category_ids: Sequence[int]) -> dict[int, list[Annotation]]:
+    """Returns the annotations of each image in a checked COCO file, by the images' ids."""
+    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
+    label_of = {category: label for label, category in enumerate(category_ids, 1)}
+    grouped: dict[int, list[Annotation]] = {image_id: [] for image_id in sizes}
+    for entry in content["annotations"]:
+        annotation = Annotation(
+            box=clip_box(entry["bbox"], sizes[entry["image_id"]]),
+            label=label_of[entry["category_id"]],
+            is_crowd=bool(entry.get("iscrowd", 0)),
+            segmentation=entry.get("segmentation") or None,
+        )
+        grouped[entry["image_id"]].append(annotation)
+    return grouped
+
+
+def leave_out_untrainable(annotated: dict[int, list[Annotation]]) -> list[str]:
+    """Removes crowds and boxes without area in place. Returns notes that say how many."""
+    num_crowds = 0
+    num_empty = 0
+    for image_id, annotations in annotated.items():
+        without_crowds = [annotation for annotation in annotations if not annotation.is_crowd]
+        trainable = [annotation for annotation in without_crowds if annotation.box is not None]
+        num_crowds += len(annotations) - len(without_crowds)
+        num_empty += len(without_crowds) - len(trainable)
+        annotated[image_id] = trainable
+    notes = []
+    if num_crowds:
+        notes.append(f"annotations of crowds ignored: {num_crowds}")
+    if num_empty:
+        notes.append(f"boxes without area inside their image ignored: {num_empty}")
+    return notes
+
+
 def clip_box(box: Sequence[float], size: Size) -> list[float] | None:
     """Returns the part of a box [x, y, width, height] inside an image as [x1, y1, x2, y2]; None if it has no area."""
-    x1, y1 = max(0.0, box[0]), max(0.0, box[1])
-    x2, y2 = min(float(size[1]), box[0] + box[2]), min(float(size[0]), box[1] + box[3])
-    return [x1, y1, x2, y2] if x2 > x1 and y2 > y1 else None
+    x1 = max(0.0, box[0])
+    y1 = max(0.0, box[1])
+    x2 = min(float(size[1]), box[0] + box[2])
+    y2 = min(float(size[0]), box[1] + box[3])
+    if x2 > x1 and y2 > y1:
+        return [x1, y1, x2, y2]
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------- transforms
+
+
+@dataclass(frozen=True)
+class FlipResizeCrop:
+    """A flip, a resize from the (height, width) `before` to `resized`, then a crop; for pixels, boxes and masks."""
+
+    before: Size
+    resized: Size
+    flip: bool
+    rows: range
+    columns: range
+
+    def move_image(self, img: torch.Tensor) -> torch.Tensor:
+        """Returns the crop of [C, H, W]."""
+        if self.flip:
+            img = mirror(img)
+        img = resize(img, self.resized, "bilinear")
+        return img[:, self.rows.start : self.rows.stop, self.columns.start : self.columns.stop].contiguous()
+
+    def move_points(self, points: torch.Tensor) -> torch.Tensor:
+        """Returns where points [..., (x, y)] of the image are in the crop."""
+        x, y = points.unbind(-1)
+        if self.flip:
+            x = self.before[1] - x
+        x = x * self.resized[1] / self.before[1] - self.columns.start
+        y = y * self.resized[0] / self.before[0] - self.rows.start
+        return torch.stack([x, y], dim=-1)
+
+    def move_boxes(self, boxes: torch.Tensor) -> torch.Tensor:
+        """Returns what the crop shows of boxes [n, 4]. Those outside have no area."""
+        corners = self.move_points(boxes.reshape(-1, 2, 2))
+        corners = corners.sort(dim=1).values  # a flip has exchanged left and right
+        limits = torch.tensor([len(self.columns), len(self.rows)], dtype=corners.dtype)
+        return corners.clamp(min=0).minimum(limits).flatten(1)
+
+    def move_mask(self, segmentation: Any) -> torch.Tensor:
+        """Returns what the crop shows of an object's mask, uint8 [rows, columns].
+
+        Polygons are moved, then drawn at the size of the crop, as in detectron2. Of run-length codes, the nearest
+        pixels are taken.
+        """
+        if isinstance(segmentation, list):
+            moved = []
+            for polygon in segmentation:
+                points = torch.tensor(polygon, dtype=torch.float64).view(-1, 2)
+                moved.append(self.move_points(points).flatten().tolist())
+            return torch.from_numpy(decode_mask(moved, len(self.rows), len(self.columns)))
+        rows = nearest(self.rows, self.before[0], self.resized[0])
+        columns = nearest(self.columns, self.before[1], self.resized[1])
+        if self.flip:
+            columns = self.before[1] - 1 - columns
+        mask = torch.from_numpy(decode_mask(segmentation, *self.before))
+        return mask[rows][:, columns]
 
 
 def nearest(places: range, source: int, target: int) -> torch.Tensor:
@@ -156,7 +261,8 @@ def boxes_of_masks(masks: torch.Tensor) -> torch.Tensor:
     """Returns the tight box [x1, y1, x2, y2] of each mask [n, H, W], float [n, 4]. Every mask must have a pixel."""
     boxes = torch.zeros(len(masks), 4)
     for box, mask in zip(boxes, masks, strict=True):
-        rows, columns = mask.any(dim=1).nonzero()[:, 0], mask.any(dim=0).nonzero()[:, 0]
+        rows = mask.any(dim=1).nonzero()[:, 0]
+        columns = mask.any(dim=0).nonzero()[:, 0]
         box[:] = torch.stack([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
     return boxes
 
@@ -174,61 +280,49 @@ class LargeScaleJitter:
     def __init__(
         self, images: CocoImages, side: int, seed: int, scale_range: Sequence[float] = (0.1, 2.0), masks: bool = True
     ) -> None:
-        self.images, self.side, self.seed, self.scale_range, self.masks = images, side, seed, scale_range, masks
+        self.images = images
+        self.side = side
+        self.seed = seed
+        self.scale_range = scale_range
+        self.masks = masks
 
     def __call__(self, img: torch.Tensor, epoch: int, index: int) -> DetectionSample:
         """Augments [C, H, W], image number `index`."""
+        crop = self.draw_crop((img.shape[1], img.shape[2]), epoch, index)
+        img = crop.move_image(img)
+        annotations = self.images.annotations(index)
+        labels = torch.tensor([annotation.label for annotation in annotations], dtype=torch.int64)
+        if self.masks:
+            masks = torch.stack([crop.move_mask(annotation.segmentation) for annotation in annotations])
+            is_shown = (masks > 0).flatten(1).any(dim=1)
+            masks = masks[is_shown]
+            return DetectionSample(img, boxes_of_masks(masks), labels[is_shown], masks)
+        boxes = crop.move_boxes(torch.tensor([annotation.box for annotation in annotations]))
+        is_shown = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+        return DetectionSample(img, boxes[is_shown], labels[is_shown], no_masks(img))
+
+    def draw_crop(self, before: Size, epoch: int, index: int) -> FlipResizeCrop:
+        """Draws what is done to an image of the (height, width) `before`."""
         u_flip, u_scale, u_top, u_left = addressed_numbers(AUGMENT, self.seed, epoch, index, 4)
-        flip = u_flip < 0.5
         low, high = self.scale_range
-        before: Size = (img.shape[1], img.shape[2])
-        size = scaled_size(before, self.side * (low + u_scale * (high - low)))
-        top, left = (round(u * max(0, s - self.side)) for u, s in zip((u_top, u_left), size, strict=True))
-        rows, columns = range(top, min(size[0], top + self.side)), range(left, min(size[1], left + self.side))
-        img = resize(mirror(img) if flip else img, size, "bilinear")
-        img = img[:, top : rows.stop, left : columns.stop].contiguous()
-        objects = self.images.annotations(index)
-        labels = torch.tensor([a["label"] for a in objects], dtype=torch.int64)
-        if not self.masks:
-            boxes = crop_boxes(torch.tensor([a["box"] for a in objects]), before, size, flip, rows, columns)
-            keep = (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
-            return img, boxes[keep], labels[keep], torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
-        codes = [a["segmentation"] for a in objects]
-        masks = torch.stack([crop_mask(code, before, size, flip, rows, columns) for code in codes])
-        keep = (masks > 0).flatten(1).any(dim=1)
-        return img, boxes_of_masks(masks[keep]), labels[keep], masks[keep]
+        resized = scaled_size(before, self.side * (low + u_scale * (high - low)))
+        return FlipResizeCrop(
+            before,
+            resized,
+            flip=u_flip < 0.5,
+            rows=self.place_crop(u_top, resized[0]),
+            columns=self.place_crop(u_left, resized[1]),
+        )
+
+    def place_crop(self, u: float, length: int) -> range:
+        """Returns the rows or columns of a crop. u: uniform in [0, 1)."""
+        start = round(u * max(0, length - self.side))
+        return range(start, min(length, start + self.side))
 
 
-def crop_boxes(boxes: torch.Tensor, before: Size, size: Size, flip: bool, rows: range, columns: range) -> torch.Tensor:
-    """Returns boxes [n, 4] of an image of size `before` after a flip, a resize to `size` and a crop."""
-    corners = move_points(boxes.reshape(-1, 2, 2), before, size, flip, rows, columns)
-    x, y = (values.sort(dim=1).values for values in corners.unbind(2))  # a flip has exchanged left and right
-    x, y = x.clamp(0, len(columns)), y.clamp(0, len(rows))
-    return torch.stack([x[:, 0], y[:, 0], x[:, 1], y[:, 1]], dim=1)
-
-
-def move_points(
-    points: torch.Tensor, before: Size, size: Size, flip: bool, rows: range, columns: range
-) -> torch.Tensor:
-    """Returns points [..., (x, y)] of an image of size `before` after a flip, a resize to `size` and a crop."""
-    x, y = points.unbind(-1)
-    x = before[1] - x if flip else x
-    return torch.stack([x * size[1] / before[1] - columns.start, y * size[0] / before[0] - rows.start], dim=-1)
-
-
-def crop_mask(code: Any, before: Size, size: Size, flip: bool, rows: range, columns: range) -> torch.Tensor:
-    """Returns an object's mask after a flip, a resize to `size` and a crop, uint8 [rows, columns].
-
-    code: its segmentation in an image of size `before`. Polygons are moved, then drawn at the size of the crop, as in
-    detectron2. Of run-length codes, the nearest pixels are taken.
-    """
-    if isinstance(code, list):
-        points = (torch.tensor(polygon, dtype=torch.float64).view(-1, 2) for polygon in code)
-        moved = [move_points(part, before, size, flip, rows, columns).flatten().tolist() for part in points]
-        return torch.from_numpy(decode_mask(moved, len(rows), len(columns)))
-    down, across = nearest(rows, before[0], size[0]), nearest(columns, before[1], size[1])
-    across = before[1] - 1 - across if flip else across
-    return torch.from_numpy(decode_mask(code, *before))[down][:, across]
+def no_masks(img: torch.Tensor) -> torch.Tensor:
+    """Returns the masks of no objects, uint8 [0, h, w]."""
+    return torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
 
 
 class ResizeForDetection:
@@ -240,8 +334,7 @@ class ResizeForDetection:
     def __call__(self, img: torch.Tensor, epoch: int = 0, index: int = 0) -> DetectionSample:
         """Returns [C, h, w] of [C, H, W], and no objects."""
         img = resize(img, scaled_size((img.shape[1], img.shape[2]), self.side), "bilinear").contiguous()
-        masks = torch.zeros(0, *img.shape[1:], dtype=torch.uint8)
-        return img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), masks
+        return DetectionSample(img, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), no_masks(img))
 
 
 class PadAndStack:
@@ -255,12 +348,15 @@ class PadAndStack:
         self.side = side
 
     def __call__(self, samples: Sequence[tuple]) -> Batch:
-        imgs, boxes, labels, masks = zip(*(sample[0] for sample in samples), strict=True)
-        sizes: list[Size] = [(img.shape[-2], img.shape[-1]) for img in imgs]
-        counts = [len(part) for part in labels]
-        padded = torch.stack([self.pad(img) for img in imgs])
-        return padded, sizes, counts, torch.cat(boxes), torch.cat(labels), torch.cat([self.pad(m) for m in masks])
+        transformed: list[DetectionSample] = [sample[0] for sample in samples]
+        sizes = [tuple(sample.img.shape[-2:]) for sample in transformed]
+        counts = [len(sample.labels) for sample in transformed]
+        imgs = torch.stack([self.pad(sample.img) for sample in transformed])
+        boxes = torch.cat([sample.boxes for sample in transformed])
+        labels = torch.cat([sample.labels for sample in transformed])
+        masks = torch.cat([self.pad(sample.masks) for sample in transformed])
+        return imgs, sizes, counts, boxes, labels, masks
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """Pads [..., h, w] with zeros."""
-        return torch.nn.functional.pad(x, (0, self.side - x.shape[-1], 0, self.side - x.shape[-2]))
+        return F.pad(x, (0, self.side - x.shape[-1], 0, self.side - x.shape[-2]))

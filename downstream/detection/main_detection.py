@@ -26,9 +26,8 @@ from downstream.detection.data import CocoImages, LargeScaleJitter, PadAndStack
 from downstream.detection.engine_detection import evaluate, train_iterations
 from downstream.detection.masks import coco_masks
 from downstream.detection.models import Detector, build_detector
-from downstream.detection.released import detectron2_names, infer_settings, is_detectron2, read_released
 from downstream.recipes import DETECTION_RECIPES, MASK_RCNN_DEFAULTS
-from encoders.load import Weights, fit, load_encoder, read
+from encoders.load import fit, load_encoder, read
 from util.data.datasets import AddressedDataset
 from util.data.images import check_splits
 from util.data.statistics import normalizer
@@ -150,19 +149,22 @@ def open_split(args: argparse.Namespace, split: str, in_chans: int | None = None
 
     in_chans: channels of a trained model's images (default: the flag's).
     """
-    json_path, folder = (Path(args.data_path) / getattr(args, f"{split}_{name}") for name in ("json", "images"))
-    channels = args.in_chans if in_chans is None else in_chans
+    json_path = Path(args.data_path) / getattr(args, f"{split}_json")
+    folder = Path(args.data_path) / getattr(args, f"{split}_images")
+    channels = in_chans or args.in_chans
     return common.open_everywhere(lambda: CocoImages(json_path, folder, split == "train", channels), split)
 
 
-def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, what: str) -> None:
-    """ValueError if the categories of `images` are not `categories`, which are those of `what`."""
-    wanted, found = ([f"{number} {name}" for number, name in part] for part in (categories, images.categories))
-    if wanted != found:
-        missing, other = ([c for c in a if c not in b] for a, b in ((wanted, found), (found, wanted)))
+def check_categories(categories: Sequence[Sequence[Any]], images: CocoImages, owner: str) -> None:
+    """ValueError if the categories of `images` are not `categories`, which are those of `owner`."""
+    wanted = [f"{number} {name}" for number, name in categories]
+    present = [f"{number} {name}" for number, name in images.categories]
+    if wanted != present:
+        missing = [category for category in wanted if category not in present]
+        unexpected = [category for category in present if category not in wanted]
         raise ValueError(
-            f"{str(images.json_path)!r} has {len(found)} categories that are not the {len(wanted)} of {what}: "
-            f"missing {shorten(missing) or 'none'}; not expected {shorten(other) or 'none'}"
+            f"{str(images.json_path)!r} has {len(present)} categories that are not the {len(wanted)} of {owner}: "
+            f"missing {shorten(missing) or 'none'}; not expected {shorten(unexpected) or 'none'}"
         )
 
 
@@ -172,14 +174,14 @@ def choose_masks(masks: bool | None, images: CocoImages) -> bool:
     masks: value of --masks; None: use masks if there are any.
     """
     missing = images.num_objects - images.num_masks
-    if masks is False or (masks is None and not images.num_masks):
-        return False
-    if missing:
+    if masks is None:
+        masks = images.num_masks > 0
+    if masks and missing:
         raise ValueError(
             f"{missing} of {count_of(images.num_objects, 'object')} of {str(images.json_path)!r} have no segmentation: "
             f"add them, or use boxes alone with --no-masks"
         )
-    return True
+    return masks
 
 
 # -------------------------------------------------------------------------------------------------------- reporting
@@ -190,16 +192,19 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
     parts = []
     for name in ("box", "mask"):
         if f"{name}_ap" in scores:
-            ap, ap50, ap75 = (scores[f"{name}_{key}"] for key in ("ap", "ap50", "ap75"))
-            parts.append(f"AP {name} {ap:.2f} % ({ap50:.2f} at IoU .5, {ap75:.2f} at .75)")
+            ap = f"AP {name} {scores[f'{name}_ap']:.2f} %"
+            parts.append(f"{ap} ({scores[f'{name}_ap50']:.2f} at IoU .5, {scores[f'{name}_ap75']:.2f} at .75)")
     return f"{', '.join(parts) or 'no objects'} on {count_of(int(scores['num_images']), 'image')}"
 
 
 def summary_rows(args: argparse.Namespace, model: Detector, masks: bool, *data: CocoImages) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     million = sum(p.numel() for p in model.parameters()) / 1e6
+    name = "Faster R-CNN"
+    if masks:
+        name = "Mask R-CNN"
     rows = {
-        "model": f"{'Mask' if masks else 'Faster'} R-CNN on {args.model}, {million:.2f} M parameters",
+        "model": f"{name} on {args.model}, {million:.2f} M parameters",
         "classes": str(len(data[0].categories)),
     }
     for split, images in zip(SPLITS, data, strict=True):
@@ -214,10 +219,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     parser, args = parse_args(argv)
     if args.eval:
         given = flags_given(parser, argv)
-        with session_of_eval(parser, args, given, "this program or of detectron2") as session:
+        with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
-        images, val_images = open_split(args, "train"), open_split(args, "val")
+        images = open_split(args, "train")
+        val_images = open_split(args, "val")
         check_categories(images.categories, val_images, str(images.json_path))
         check_splits(images, val_images)
         masks = choose_masks(args.masks, images)
@@ -255,46 +261,29 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def read_detector(args: argparse.Namespace, given: set[str]) -> tuple[Weights, dict[str, Any]]:
-    """Reads the trained model at --resume: ours, or a released ViTDet of detectron2, which has COCO's categories.
-
-    given: names of the flags that were set explicitly. Returns (weights under our names, settings of model and pixels).
-    """
-    path = args.resume
-    weights = Weights(path, read_released(Path(path))) if str(path).endswith(".pkl") else read(path)
-    what, stored = f"the model at {str(weights.path)!r}", {**weights.settings, **weights.pixels}
-    if is_detectron2(weights.raw):
-        weights = Weights(weights.path, detectron2_names(weights.raw))
-        stored = infer_settings(weights.raw, repr(str(weights.path)))
-    elif "categories" not in stored:
-        raise ValueError(f"{str(weights.path)!r} holds no detector of this program or of detectron2's ViTDet")
-    check_same(args, stored, given.intersection(MODEL_FLAGS), what)
-    return weights, stored | {name: getattr(args, name) for name in given.intersection(("mean", "std"))}
-
-
-def load_detector(weights: Weights, stored: Mapping[str, Any], images: CocoImages) -> Detector:
-    """Builds what `read_detector` has read, in eval mode. ValueError if it has other categories than `images`."""
-    path, number = str(weights.path), len(images.categories)
-    if stored.get("num_classes", number) != number:  # of a released model
-        has = f"but {str(images.json_path)!r} has {number}"
-        raise ValueError(f"{path!r} detects {stored['num_classes']} categories, {has}")
-    categories = stored.get("categories", images.categories)
-    check_categories(categories, images, f"the model at {path!r}")
-    model = build_detector({**stored, "categories": categories, "drop_path": 0.0})
-    fit(model, weights, "all")
-    return model.eval()
-
-
 def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -> dict[str, Any]:
-    """Evaluates the model at --resume on the validation images and returns the scores."""
+    """Evaluates the model at --resume on the validation images and returns the scores.
+
+    given: names of the flags that were set explicitly.
+    """
     coco_masks()
-    weights, stored = read_detector(args, given)
-    images = open_split(args, "val", stored["in_chans"])
-    model = load_detector(weights, stored, images)
-    if args.masks and not model.roi_heads.has_mask():
-        raise ValueError(f"--masks, but the model at {args.resume!r} has no mask head: leave it out")
-    masks = model.roi_heads.has_mask() and choose_masks(args.masks, images)
-    context = session.make_context(args, normalizer(stored, images.pixel_format), batch_size=1)
+    weights = read(args.resume)
+    checkpoint_name = f"the model at {str(weights.path)!r}"
+    settings = weights.settings
+    if "categories" not in settings:
+        raise ValueError(f"{str(weights.path)!r} holds no detector of this program")
+    check_same(args, settings, given.intersection(MODEL_FLAGS), checkpoint_name)
+    if args.masks and not settings["masks"]:
+        raise ValueError(f"--masks, but {checkpoint_name} has no mask head: leave it out")
+    images = open_split(args, "val", settings["in_chans"])
+    check_categories(settings["categories"], images, checkpoint_name)
+    model = build_detector({**settings, "drop_path": 0.0}).eval()
+    fit(model, weights, "all")
+    pixels = {**settings, **weights.pixels}
+    for name in given.intersection(("mean", "std")):
+        pixels[name] = getattr(args, name)
+    masks = settings["masks"] and choose_masks(args.masks, images)
+    context = session.make_context(args, normalizer(pixels, images.pixel_format), batch_size=1)
     result = evaluate(model.to(context.device), images, masks, session.num_pictures(args), context)
     session.finish(result, describe_scores(result.scores), args.resume, weights.info.step, PICTURE)
     return result.scores

@@ -24,12 +24,20 @@ def average_precision(
         raise ValueError(f"average precision needs faster-coco-eval, which is not installed: {INSTALL}") from error
 
     coco = COCO(complete_truth(truth))
-    left_out = "bbox" if kind == "segm" else "segmentation"  # the size of a detected mask is its own area
-    found = coco.loadRes([{key: value for key, value in d.items() if key != left_out} for d in detections])
-    evaluation = COCOeval_faster(coco, found, iouType=kind)
+    left_out = "segmentation"
+    if kind == "segm":
+        left_out = "bbox"  # the size of a detected mask is its own area
+    results = []
+    for detection in detections:
+        results.append({key: value for key, value in detection.items() if key != left_out})
+    evaluation = COCOeval_faster(coco, coco.loadRes(results), iouType=kind)
     evaluation.run()
-    values = [float(value) for value in evaluation.stats[: len(NAMES)]]
-    return {name: 100 * value if value >= 0 else None for name, value in zip(NAMES, values, strict=True)}
+    scores: dict[str, float | None] = {}
+    for name, value in zip(NAMES, evaluation.stats, strict=False):
+        scores[name] = None
+        if value >= 0:
+            scores[name] = 100 * float(value)
+    return scores
 
 
 def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,16 +47,18 @@ def complete_truth(truth: Mapping[str, Any]) -> dict[str, Any]:
     """
     sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
     annotations = []
-    for number, a in enumerate(truth["annotations"], 1):
-        area = a.get("area")
-        if area is None and a.get("segmentation"):
-            area = float(coco_masks().area(mask_code(a["segmentation"], *sizes[a["image_id"]])))
-        elif area is None:
-            area = a["bbox"][2] * a["bbox"][3]
-        filled_in: dict[str, Any] = {"id": number, "area": area, "iscrowd": a.get("iscrowd", 0)}
-        if filled_in["iscrowd"] and not a.get("segmentation"):
-            x, y, w, h = a["bbox"]
-            filled_in["segmentation"] = [[x, y, x + w, y, x + w, y + h, x, y + h]]
-        annotations.append({**a, **filled_in})
-    images, categories = ([dict(item) for item in truth[name]] for name in ("images", "categories"))
+    for number, annotation in enumerate(truth["annotations"], 1):
+        completed = {"iscrowd": 0, **annotation, "id": number}
+        x, y, width, height = annotation["bbox"]
+        if completed.get("area") is None:
+            completed["area"] = width * height
+            if annotation.get("segmentation"):
+                code = mask_code(annotation["segmentation"], *sizes[annotation["image_id"]])
+                completed["area"] = float(coco_masks().area(code))
+        if completed["iscrowd"] and not annotation.get("segmentation"):
+            completed["segmentation"] = [[x, y, x + width, y, x + width, y + height, x, y + height]]
+        annotations.append(completed)
+    # The evaluator writes into images and categories: it gets copies.
+    images = [dict(image) for image in truth["images"]]
+    categories = [dict(category) for category in truth["categories"]]
     return {"images": images, "categories": categories, "annotations": annotations}

@@ -4,7 +4,7 @@ Torchvision differs from detectron2, in which the published numbers were made. H
 losses are L1, mask targets are binary and aligned, and all box arithmetic is in float32 under autocast, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torchvision.ops import roi_align
 from downstream.common import SIZES
 from downstream.detection.backbone import ChannelNorm, SimpleFeaturePyramid, ViTDet
 
-BOX_GRID, MASK_GRID = 7, 14  # sides of the features of a box and of a mask
+BOX_GRID = 7  # side of the features of a box
+MASK_GRID = 14  # side of the features of a mask
 
 Target = dict[str, torch.Tensor]  # boxes [n, 4], labels int64 [n] from 1 on, masks uint8 [n, H, W]
 Detections = dict[str, torch.Tensor]  # boxes [n, 4], labels [n], scores [n], masks [n, 28, 28]: probabilities in a box
@@ -53,11 +54,14 @@ class RegionProposalNetworkL1(RegionProposalNetwork):
         regression_targets: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (loss of the objectness, loss of the boxes), both divided by the number of sampled anchors."""
-        chosen = [torch.cat(parts).nonzero()[:, 0] for parts in self.fg_bg_sampler(labels)]
-        sampled = torch.cat(chosen)
+        is_positive, is_negative = self.fg_bg_sampler(labels)  # for each image
+        positive = torch.cat(is_positive).nonzero()[:, 0]
+        negative = torch.cat(is_negative).nonzero()[:, 0]
+        sampled = torch.cat([positive, negative])
         loss = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])
-        wanted = torch.cat(regression_targets)[chosen[0]]
-        return loss, F.l1_loss(pred_bbox_deltas[chosen[0]], wanted, reduction="sum") / sampled.numel()
+        targets = torch.cat(regression_targets)[positive]
+        box_loss = F.l1_loss(pred_bbox_deltas[positive], targets, reduction="sum")
+        return loss, box_loss / sampled.numel()
 
 
 class AlignedRoIPool(nn.Module):
@@ -72,11 +76,10 @@ class AlignedRoIPool(nn.Module):
 
     def forward(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> torch.Tensor:
         """Returns float32 [R, C, size, size]. maps: four levels [B, C, h, w]. boxes: of each image, in pixels."""
-        flat = torch.cat(boxes)
-        owner = torch.cat([torch.full_like(box[:, :1], i) for i, box in enumerate(boxes)])
-        sides = ((flat[:, 2] - flat[:, 0]) * (flat[:, 3] - flat[:, 1])).clamp(min=0).sqrt()
+        rois = torch.cat([torch.cat([torch.full_like(box[:, :1], i), box], dim=1) for i, box in enumerate(boxes)])
+        _, x1, y1, x2, y2 = rois.unbind(1)
+        sides = ((x2 - x1) * (y2 - y1)).clamp(min=0).sqrt()
         levels = (2 + torch.log2(sides / (14 * self.patch_size) + 1e-8)).floor().clamp(0, len(maps) - 1)
-        rois = torch.cat([owner, flat], dim=1)
         out = maps[0].new_zeros(len(rois), maps[0].shape[1], self.size, self.size, dtype=torch.float32)
         counts = (levels[:, None] == torch.arange(len(maps), device=levels.device)).sum(dim=0).tolist()
         order = levels.argsort(stable=True)[: sum(counts)]  # boxes that are not finite come last and are left out
@@ -100,26 +103,23 @@ class RoIHeadsL1(RoIHeads):
         """Returns (detections, {}) in eval mode, ([], losses) in training."""
         if not self.training:
             return self.detect(maps, proposals, sizes), {}
-        proposals, matched, labels, deltas = self.select_training_samples(proposals, targets)
-        logits, boxes = self.predict_boxes(maps, proposals)
-        label = torch.cat(labels)
-        positive = (label > 0).nonzero()[:, 0]
-        chosen = boxes.unflatten(1, (-1, 4))[positive, label[positive]]
-        losses = {
-            "class": F.cross_entropy(logits, label),
-            "box": F.l1_loss(chosen, torch.cat(deltas)[positive], reduction="sum") / max(1, label.numel()),
-        }
+        boxes, matched, labels_of_image, offset_targets = self.select_training_samples(proposals, targets)
+        logits, offsets = self.predict_boxes(maps, boxes)
+        labels = torch.cat(labels_of_image)
+        positive = (labels > 0).nonzero()[:, 0]
+        predicted = offsets.unflatten(1, (-1, 4))[positive, labels[positive]]
+        box_loss = F.l1_loss(predicted, torch.cat(offset_targets)[positive], reduction="sum")
+        losses = {"class": F.cross_entropy(logits, labels), "box": box_loss / max(1, labels.numel())}
         if self.has_mask() and targets is not None:
-            counts = torch.stack([(label > 0).sum() for label in labels]).tolist()
-            found, numbers = (torch.cat(parts)[positive].split(counts) for parts in (proposals, matched))
-            logits = self.predict_masks(maps, found)
-            own = logits[torch.arange(len(logits), device=logits.device), label[positive]]
-            wanted = [
-                crop_masks(target["masks"], box, index, own.shape[-1])
-                for target, box, index in zip(targets, found, numbers, strict=True)
-            ]
-            loss = F.binary_cross_entropy_with_logits(own, torch.cat(wanted), reduction="sum")
-            losses["mask"] = loss / max(1, own.numel())
+            counts = torch.stack([(label > 0).sum() for label in labels_of_image]).tolist()
+            positive_boxes = torch.cat(boxes)[positive].split(counts)
+            object_indices = torch.cat(matched)[positive].split(counts)
+            masks = self.predict_masks(maps, positive_boxes, labels[positive])
+            mask_targets = []
+            for target, box, index in zip(targets, positive_boxes, object_indices, strict=True):
+                mask_targets.append(crop_masks(target["masks"], box, index, masks.shape[-1]))
+            mask_loss = F.binary_cross_entropy_with_logits(masks, torch.cat(mask_targets), reduction="sum")
+            losses["mask"] = mask_loss / max(1, masks.numel())
         return [], losses
 
     def predict_boxes(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,23 +127,28 @@ class RoIHeadsL1(RoIHeads):
         logits, offsets = self.box_predictor(self.box_head(self.box_roi_pool(maps, boxes)))
         return logits.float(), offsets.float()
 
-    def predict_masks(self, maps: list[torch.Tensor], boxes: list[torch.Tensor]) -> torch.Tensor:
-        """Returns mask logits [R, 1 + K, 28, 28], float32."""
-        return self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, boxes))).float()
+    def predict_masks(
+        self, maps: list[torch.Tensor], boxes: Sequence[torch.Tensor], labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the logits of masks of the classes `labels` [R] in the boxes, float32 [R, 28, 28]."""
+        logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, boxes))).float()
+        return logits[torch.arange(len(logits), device=logits.device), labels]
 
     def detect(
         self, maps: list[torch.Tensor], proposals: list[torch.Tensor], sizes: list[tuple[int, int]]
     ) -> list[Detections]:
         """Returns the detections of each image."""
-        found = self.postprocess_detections(*self.predict_boxes(maps, proposals), proposals, sizes)
-        results = [dict(zip(("boxes", "scores", "labels"), values, strict=True)) for values in zip(*found, strict=True)]
+        logits, offsets = self.predict_boxes(maps, proposals)
+        boxes, scores, labels = self.postprocess_detections(logits, offsets, proposals, sizes)
+        detections = []
+        for i in range(len(boxes)):
+            detections.append({"boxes": boxes[i], "scores": scores[i], "labels": labels[i]})
         if self.has_mask():
-            logits = self.predict_masks(maps, [result["boxes"] for result in results])
-            labels = torch.cat([result["labels"] for result in results])
-            masks = logits[torch.arange(len(logits), device=logits.device), labels].sigmoid()
-            for result, part in zip(results, masks.split([len(r["boxes"]) for r in results]), strict=True):
-                result["masks"] = part
-        return results
+            counts = [len(image_labels) for image_labels in labels]
+            masks = self.predict_masks(maps, boxes, torch.cat(labels)).sigmoid().split(counts)
+            for detected, image_masks in zip(detections, masks, strict=True):
+                detected["masks"] = image_masks
+        return detections
 
 
 def crop_masks(masks: torch.Tensor, boxes: torch.Tensor, index: torch.Tensor, side: int) -> torch.Tensor:
@@ -154,7 +159,8 @@ def crop_masks(masks: torch.Tensor, boxes: torch.Tensor, index: torch.Tensor, si
     if not len(boxes):
         return boxes.new_zeros(0, side, side)
     rois = torch.cat([index[:, None].to(boxes), boxes], dim=1)
-    return (roi_align(masks[:, None].to(boxes), rois, side, 1.0, sampling_ratio=0, aligned=True)[:, 0] >= 0.5).float()
+    shares = roi_align(masks[:, None].to(boxes), rois, side, 1.0, sampling_ratio=0, aligned=True)[:, 0]
+    return (shares >= 0.5).float()
 
 
 class Detector(nn.Module):
@@ -170,7 +176,8 @@ class Detector(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone = ViTDet(**options)
-        self.img_size, self.patch_size = self.backbone.img_size, self.backbone.patch_size
+        self.img_size = self.backbone.img_size
+        self.patch_size = self.backbone.patch_size
         self.pyramid = SimpleFeaturePyramid(self.backbone.embed_dim, channels)
         sides = tuple((self.patch_size * 2**level,) for level in (1, 2, 3, 4, 5))
         anchors = AnchorsInFloat32(sides, ((0.5, 1.0, 2.0),) * len(sides))
@@ -208,13 +215,11 @@ class Detector(nn.Module):
     def init_predictors(self) -> None:
         """Initialises the last layers and the fully connected one as detectron2 does."""
         heads = self.roi_heads
-        layers = [(heads.box_predictor.cls_score, 0.01), (heads.box_predictor.bbox_pred, 0.001)]
+        init_normal(heads.box_predictor.cls_score, 0.01)
+        init_normal(heads.box_predictor.bbox_pred, 0.001)
         if heads.has_mask():
-            layers.append((heads.mask_predictor.mask_fcn_logits, 0.001))
+            init_normal(heads.mask_predictor.mask_fcn_logits, 0.001)
             nn.init.zeros_(heads.mask_predictor.conv5_mask.bias)
-        for layer, std in layers:
-            nn.init.normal_(layer.weight, std=std)
-            nn.init.zeros_(layer.bias)
         for layer in heads.box_head:
             if isinstance(layer, nn.Linear):
                 nn.init.kaiming_uniform_(layer.weight, a=1)
@@ -241,27 +246,44 @@ class Detector(nn.Module):
         no weight decay.
         """
         top = self.backbone.depth + 1
-        norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
-        groups: dict[tuple[int, bool], dict[str, Any]] = {}
+        norms = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm))
+        groups: dict[tuple[int, float], dict[str, Any]] = {}
         for name, parameter in self.named_parameters():
-            words = name.split(".")
             layer = top
-            if words[0] == "backbone":
-                layer = int(words[2]) + 1 if words[1] == "blocks" else 0
-            decays = not name.startswith(tuple(norms)) and name != "backbone.pos_embed"
-            scale, decay = layer_decay ** (top - layer), weight_decay if decays else 0.0
-            group = groups.setdefault((layer, decays), {"params": [], "lr_scale": scale, "weight_decay": decay})
-            group["params"].append(parameter)
+            if name.startswith("backbone.blocks."):
+                layer = int(name.split(".")[2]) + 1
+            elif name.startswith("backbone."):
+                layer = 0
+            decay = weight_decay
+            if name.startswith(norms) or name == "backbone.pos_embed":
+                decay = 0.0
+            if (layer, decay) not in groups:
+                scale = layer_decay ** (top - layer)
+                groups[layer, decay] = {"params": [], "lr_scale": scale, "weight_decay": decay}
+            groups[layer, decay]["params"].append(parameter)
         return list(groups.values())
+
+
+def init_normal(layer: nn.Module, std: float) -> None:
+    """Draws the weight with this deviation, and sets the bias to 0."""
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
 
 
 def build_detector(settings: Mapping[str, Any]) -> Detector:
     """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
-    options: dict[str, Any] = {**SIZES[settings["model"]]}
-    options |= {"pretrain_size": options.get("img_size", 224), "img_size": settings["input_size"]}
-    options |= {"in_chans": settings["in_chans"], "drop_path_rate": settings["drop_path"]}
+    options: dict[str, Any] = dict(SIZES[settings["model"]])
+    options["pretrain_size"] = options.get("img_size", 224)
+    options["img_size"] = settings["input_size"]
+    options["in_chans"] = settings["in_chans"]
+    options["drop_path_rate"] = settings["drop_path"]
     for name in ("patch_size", "pretrain_size", "window_size"):
         if settings[name] is not None:
             options[name] = settings[name]
-    num_rois = settings.get("num_rois", 512)
-    return Detector(len(settings["categories"]), settings["masks"], settings["decoder_channels"], num_rois, **options)
+    return Detector(
+        num_classes=len(settings["categories"]),
+        masks=settings["masks"],
+        channels=settings["decoder_channels"],
+        num_rois=settings["num_rois"],
+        **options,
+    )

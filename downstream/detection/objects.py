@@ -53,7 +53,10 @@ def detections_in_image(detections: Mapping[str, torch.Tensor], resized: Size, s
         masks = list(paste_masks(detections["masks"], boxes, size))
     labels = detections["labels"].tolist()
     scores = detections["scores"].tolist()
-    return [DetectedObject(*values) for values in zip(boxes.tolist(), labels, scores, masks, strict=True)]
+    objects = []
+    for box, label, score, mask in zip(boxes.tolist(), labels, scores, masks, strict=True):
+        objects.append(DetectedObject(box, label, score, mask))
+    return objects
 
 
 def annotated_objects(images: CocoImages, index: int) -> list[DetectedObject]:
@@ -61,12 +64,12 @@ def annotated_objects(images: CocoImages, index: int) -> list[DetectedObject]:
     height, width = images.sizes[index].tolist()
     objects = []
     for annotation in images.annotations(index):
-        if annotation["box"] is None or annotation["crowd"]:
+        if annotation.box is None or annotation.is_crowd:
             continue
         mask = None
-        if annotation["segmentation"]:
-            mask = decode_mask(annotation["segmentation"], height, width).astype(bool)
-        objects.append(DetectedObject(annotation["box"], annotation["label"], None, mask))
+        if annotation.segmentation:
+            mask = decode_mask(annotation.segmentation, height, width).astype(bool)
+        objects.append(DetectedObject(annotation.box, annotation.label, None, mask))
     return objects
 
 

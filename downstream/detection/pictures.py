@@ -15,7 +15,6 @@ PANEL = 384  # side of an image in a picture, in pixels
 PLATE_HEIGHT = 18
 FONT_SIZE = 14
 BLACK = (0, 0, 0)
-WHITE = (255, 255, 255)
 
 
 class ShownImage(NamedTuple):
@@ -24,21 +23,6 @@ class ShownImage(NamedTuple):
     img: np.ndarray  # uint8 [H, W, 3]
     truth: Sequence[DetectedObject]
     detections: Sequence[DetectedObject]
-
-
-class Plate(NamedTuple):
-    """A rectangle with a name on it, in pixels of a panel."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def overlaps(self, other: "Plate") -> bool:
-        """Whether the two have a common area."""
-        overlaps_x = self.left < other.right and other.left < self.right
-        overlaps_y = self.top < other.bottom and other.top < self.bottom
-        return overlaps_x and overlaps_y
 
 
 def draw_pictures(shown: Sequence[ShownImage], names: Sequence[str]) -> np.ndarray:
@@ -56,20 +40,15 @@ def draw_objects(img: np.ndarray, objects: Sequence[DetectedObject], names: Sequ
     colors = default_colors(len(names))
     picture = Image.fromarray(panel(img, PANEL))
     draw = ImageDraw.Draw(picture)
-    for box, label, _, mask in objects:
+    for box, label, score, mask in objects:
         color = tuple(colors[label - 1].tolist())
         draw.rectangle([value * scale for value in box], outline=color, width=2)
         if mask is not None:
             draw_outline(picture, mask, color)
-    plates: list[Plate] = []
-    for box, label, score, _ in objects:
         text = names[label - 1]
         if score is not None:
             text += f" {score:.2f}"
-        width = ImageFont.load_default(size=FONT_SIZE).getlength(text) + 6
-        plate = place_plate([value * scale for value in box], width, plates)
-        draw_plate(draw, plate, text, colors[label - 1].tolist())
-        plates.append(plate)
+        draw_name(draw, box[0] * scale, box[1] * scale, text, color)
     return np.asarray(picture)
 
 
@@ -82,21 +61,9 @@ def draw_outline(picture: Image.Image, mask: np.ndarray, color: tuple[int, ...])
     picture.paste(color, mask=outline)
 
 
-def place_plate(box: Sequence[float], width: float, others: Sequence[Plate]) -> Plate:
-    """Returns a plate above a box; below or in it if the picture ends there or one of `others` is there."""
-    left = max(0.0, min(box[0], PANEL - width))
-    tops = (box[1] - PLATE_HEIGHT, box[3], box[1], box[3] - PLATE_HEIGHT)
-    plates = [Plate(left, top, left + width, top + PLATE_HEIGHT) for top in tops]
-    for plate in plates:
-        is_inside = plate.top >= 0 and plate.bottom <= PANEL
-        if is_inside and not any(plate.overlaps(other) for other in others):
-            return plate
-    return plates[2]
-
-
-def draw_plate(draw: ImageDraw.ImageDraw, plate: Plate, text: str, color: Sequence[int]) -> None:
-    """Writes `text` on a plate of this colour, in black or white."""
-    draw.rectangle(plate, fill=tuple(color))
-    is_light = np.dot(color, (0.299, 0.587, 0.114)) > 140
-    place = (plate.left + 3, plate.top + PLATE_HEIGHT / 2)
-    draw.text(place, text, BLACK if is_light else WHITE, ImageFont.load_default(size=FONT_SIZE), anchor="lm")
+def draw_name(draw: ImageDraw.ImageDraw, left: float, top: float, text: str, color: tuple[int, ...]) -> None:
+    """Writes `text` on a plate of this colour above a box, or inside it at the upper edge of the picture."""
+    font = ImageFont.load_default(size=FONT_SIZE)
+    place = (left + 3, max(0, top - PLATE_HEIGHT))
+    draw.rectangle(draw.textbbox(place, text, font), fill=color)
+    draw.text(place, text, BLACK, font)

@@ -58,11 +58,19 @@ class FrozenEncoder(nn.Module):
         notes: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.network, self.name, self.img_size, self.sha256, self.notes = network, name, img_size, sha256, [*notes]
-        self.num_prefix, self.num_cls, self.in_chans = num_prefix, num_cls, in_chans
+        self.network = network
+        self.name = name
+        self.img_size = img_size
+        self.num_prefix = num_prefix
+        self.num_cls = num_cls
+        self.in_chans = in_chans
+        self.sha256 = sha256
         self.pixel_settings = dict(pixel_settings)
+        self.notes = [*notes]
         self.dim: int = getattr(network, "num_features", None) or network.embed_dim
-        self.depth = len(network.blocks) if num_prefix and hasattr(network, "blocks") else 0  # 0: unknown
+        self.depth = 0  # unknown
+        if num_prefix and hasattr(network, "blocks"):
+            self.depth = len(network.blocks)
         self.blocks = [self.depth]
         self.requires_grad_(False).eval()
 
@@ -70,35 +78,47 @@ class FrozenEncoder(nn.Module):
         """Chooses the blocks whose outputs are returned. ValueError if the network has no such blocks."""
         if not self.depth:
             raise ValueError(f"--blocks {list(blocks)} is for ViTs with a class token: {self.name} has only one output")
-        if odd := [block for block in blocks if not 1 <= block <= self.depth]:
-            raise ValueError(f"--blocks must lie between 1 and {self.depth}, the blocks of {self.name}, got {odd}")
+        if min(blocks) < 1 or max(blocks) > self.depth:
+            raise ValueError(
+                f"--blocks must lie between 1 and {self.depth}, the blocks of {self.name}, got {list(blocks)}"
+            )
         self.blocks = sorted(set(blocks))
 
     @torch.no_grad()
     def forward(self, imgs: torch.Tensor) -> dict[int, Tokens]:
         """Encodes normalised images [B, C, H, W]."""
-        hooked = self.blocks if self.num_cls > 1 and self.depth else [b for b in self.blocks if b != self.depth]
-        x, outputs = forward_blocks(self.network, imgs, hooked)
-        found = {block: self.network.norm(outputs[block]) for block in hooked if block != self.depth}
-        found[self.depth] = x
-        return {block: self.split(found[block], outputs.get(block)) for block in self.blocks}
+        hooked = self.blocks
+        if not self.depth:
+            hooked = []
+        last, before_norm = forward_blocks(self.network, imgs, hooked)
+        tokens = {}
+        for block in self.blocks:
+            x = last
+            if block != self.depth:
+                x = self.network.norm(before_norm[block])
+            tokens[block] = self.split(x, before_norm.get(block))
+        return tokens
 
     def split(self, x: torch.Tensor, before_norm: torch.Tensor | None) -> Tokens:
         """Separates class tokens and patches, and flattens a map of features."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if x.ndim == 4:
-            x = x.flatten(1, 2) if x.shape[-1] == self.dim else x.flatten(2).transpose(1, 2)
-        cls = class_feature(x, before_norm, self.num_cls) if self.num_cls else None
+            if x.shape[-1] != self.dim:
+                x = x.permute(0, 2, 3, 1)
+            x = x.flatten(1, 2)
+        cls = None
+        if self.num_cls:
+            cls = class_feature(x, before_norm, self.num_cls)
         return Tokens(cls, x[:, self.num_prefix :])
 
     def vectors(self, imgs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns {"<block> mean": [B, D], "<block> cls": [B, D]}, one vector per image, of each block."""
-        found: dict[str, torch.Tensor] = {}
+        vectors: dict[str, torch.Tensor] = {}
         for block, tokens in self(imgs).items():
-            found[f"{block} mean"] = tokens.patches.mean(dim=1)
+            vectors[f"{block} mean"] = tokens.patches.mean(dim=1)
             if tokens.cls is not None:
-                found[f"{block} cls"] = tokens.cls
-        return found
+                vectors[f"{block} cls"] = tokens.cls
+        return vectors
 
 
 # ------------------------------------------------------------------------------------------------ encoders and weights
@@ -111,11 +131,23 @@ def open_encoder(path: str | Path, input_size: int | None = None) -> FrozenEncod
     those of classifiers with mean pooling. Their outputs are used without a norm.
     """
     weights = read(path)
-    encoder, report = build(weights, with_head=False, **({} if input_size is None else {"img_size": input_size}))
-    source, cls = identify_encoder(Path(weights.path), weights.info), getattr(encoder, "num_cls_tokens", 0)
-    notes = [f"encoder: {report}", *source.warnings()]
-    sizes = encoder.img_size, cls, cls, encoder.in_chans
-    return FrozenEncoder(encoder, str(weights.path), *sizes, source.sha256, weights.pixels, notes)
+    options = {}
+    if input_size is not None:
+        options["img_size"] = input_size
+    encoder, report = build(weights, with_head=False, **options)
+    source = identify_encoder(Path(weights.path), weights.info)
+    num_cls = getattr(encoder, "num_cls_tokens", 0)
+    return FrozenEncoder(
+        encoder,
+        name=str(weights.path),
+        img_size=encoder.img_size,
+        num_prefix=num_cls,
+        num_cls=num_cls,
+        in_chans=encoder.in_chans,
+        sha256=source.sha256,
+        pixel_settings=weights.pixels,
+        notes=[f"encoder: {report}", *source.warnings()],
+    )
 
 
 def open_timm_model(name: str, path: str | None = None, input_size: int | None = None) -> FrozenEncoder:
@@ -125,58 +157,84 @@ def open_timm_model(name: str, path: str | None = None, input_size: int | None =
     weights for it, or if those at `path` belong to another network.
     """
     if not timm.is_model(name):
-        near = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:5])
-        raise ValueError(f"--timm {name!r} is no model of timm{f'; close to it: {near}' if near else ''}")
-    file = None if path is None else checkpoint.find_checkpoint_file(path)
-    if file is not None and not file.is_file():
-        raise ValueError(f"no weights at {str(file)!r}: give the path of a file, or none for those of timm")
-    size = {} if input_size is None else {"img_size": input_size}
-    missing: list[str] = []
-    unexpected: list[str] = []
+        near = timm.list_models(f"*{name.partition('.')[0]}*")
+        raise ValueError(f"--timm {name!r} is no model of timm; close to it: {shorten(near, 5) or 'none'}")
+    options = {}
+    if input_size is not None:
+        options["img_size"] = input_size
     try:
-        network = timm.create_model(name, pretrained=file is None, num_classes=0, **size)
-        if file is not None:
-            missing, unexpected = timm.models.load_checkpoint(network, str(file), strict=False)
-    except Exception as error:  # many types: no weights, no network, another kind of network
-        advice = "; without a network, download the weights elsewhere and give them as the first argument"
+        network = timm.create_model(name, pretrained=path is None, num_classes=0, **options)
+    except Exception as error:  # many types: no weights, no network, a size that does not fit
         raise ValueError(
-            f"timm could not make {name!r} with {'its pre-trained weights' if file is None else repr(str(file))}: "
-            f"{type(error).__name__}: {error}{advice if file is None else ''}"
+            f"timm could not make {name!r}: {type(error).__name__}: {error}; without a network, download the weights "
+            "elsewhere and give them as the first argument"
         ) from error
-    if missing:  # of the features; a head is not needed
+    config = network.pretrained_cfg
+    in_chans, height, width = config["input_size"]
+    pixel_settings = {"pixels": RGB8.dtype, "mean": config["mean"], "std": config["std"]}
+    whose = f"timm's for {name}"
+    if path is not None:
+        file = checkpoint.find_checkpoint_file(path)
+        load_timm_weights(network, name, file)
+        stored = checkpoint.read_info(file).pixel_settings
+        pixels = PixelFormat(in_chans, stored["pixels"] or RGB8.dtype)
+        statistics = known_statistics(stored, pixels)
+        if statistics is not None and any(stored.values()):
+            pixel_settings = {"pixels": pixels.dtype, "mean": statistics[0], "std": statistics[1]}
+            whose = f"those of {str(file)!r}"
+    mean = list(pixel_settings["mean"])
+    std = list(pixel_settings["std"])
+    num_prefix = getattr(network, "num_prefix_tokens", 0)
+    num_cls = num_prefix
+    registers = getattr(network, "reg_token", None)
+    if registers is not None:
+        num_cls -= registers.shape[1]
+    return FrozenEncoder(
+        network,
+        name=name,
+        img_size=(input_size or height, input_size or width),
+        num_prefix=num_prefix,
+        num_cls=num_cls,
+        in_chans=in_chans,
+        sha256=sha256_of_weights(network),
+        pixel_settings=pixel_settings,
+        notes=[f"note: pixel mean {mean} and std {std} are {whose}"],
+    )
+
+
+def load_timm_weights(network: nn.Module, name: str, file: Path) -> None:
+    """Loads a file into a network of timm, which needs no head. ValueError if the weights are of another network."""
+    if not file.is_file():
+        raise ValueError(f"no weights at {str(file)!r}: give the path of a file, or none for those of timm")
+    try:
+        missing, unexpected = timm.models.load_checkpoint(network, str(file), strict=False)
+    except Exception as error:  # many types, as timm and safetensors raise them
+        raise ValueError(f"timm could not load {str(file)!r} into {name!r}: {error}") from error
+    if missing:
         raise ValueError(f"{str(file)!r} holds no {name!r}: it lacks {shorten(missing, most=6)}")
     refuse_other_network(network, unexpected, repr(str(file)))
-    config = network.pretrained_cfg
-    in_chans, *img_size = config["input_size"]
-    prefix, registers = getattr(network, "num_prefix_tokens", 0), getattr(network, "reg_token", None)
-    cls = prefix - (0 if registers is None else registers.shape[1])
+
+
+def refuse_other_network(network: nn.Module, unexpected: Sequence[str], origin: str) -> None:
+    """Raises CheckpointError if `unexpected` keys, but for those of a head, belong to parts of the network.
+
+    origin: where the keys are from, for the message.
+    """
+    heads = network.pretrained_cfg.get("classifier") or ()
+    if isinstance(heads, str):
+        heads = (heads,)
+    prefixes = tuple(f"{head}." for head in heads)
+    beside_heads = [key for key in unexpected if not key.startswith(prefixes)]
+    parts = {f"{key.partition('.')[0]}." for key in network.state_dict()}
+    refuse_foreign(network, beside_heads, origin, (*ENCODER_KEYS, *parts))
+
+
+def sha256_of_weights(network: nn.Module) -> str:
+    """Returns the SHA-256 of all weights."""
     digest = hashlib.sha256()
     for tensor in network.state_dict().values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    pixels, note = timm_pixel_settings(config, file, name)
-    sizes = (input_size, input_size) if input_size else tuple(img_size), prefix, cls, in_chans
-    return FrozenEncoder(network, name, *sizes, digest.hexdigest(), pixels, [note])
-
-
-def refuse_other_network(network: nn.Module, unexpected: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if `unexpected` keys, but for those of a head, belong to parts of the network."""
-    classifier = network.pretrained_cfg.get("classifier") or ()
-    heads = tuple(f"{head}." for head in ((classifier,) if isinstance(classifier, str) else classifier))
-    parts = {f"{key.partition('.')[0]}." for key in network.state_dict()}
-    refuse_foreign(network, [key for key in unexpected if not key.startswith(heads)], what, (*ENCODER_KEYS, *parts))
-
-
-def timm_pixel_settings(config: Mapping[str, Any], file: Path | None, name: str) -> tuple[dict[str, Any], str]:
-    """Returns (pixel settings of a network of timm, a note that says whose they are: the file's if it holds any)."""
-    info = checkpoint.CheckpointInfo() if file is None else checkpoint.read_info(file)
-    stored = info.pixel_settings
-    pixels = PixelFormat(config["input_size"][0], stored["pixels"] or RGB8.dtype)
-    known = known_statistics(stored, pixels)
-    mean, std, whose = config["mean"], config["std"], f"timm's for {name}"
-    if known is not None and any(stored.values()):
-        (mean, std), whose = known, f"those of {str(file)!r}"
-    settings = {"pixels": pixels.dtype, "mean": mean, "std": std}
-    return settings, f"note: pixel mean {list(mean)} and std {list(std)} are {whose}"
+    return digest.hexdigest()
 
 
 # --------------------------------------------------------------------------------------------------------------- heads
@@ -221,9 +279,8 @@ class HeadGrid(nn.Module):
             head.load_state_dict(first.state_dict())
         self.grid = [*grid]
         # Heads of 64 channels, or of the nearest width that divides D.
-        self.num_heads = max(
-            (h for h in range(1, dim + 1) if dim % h == 0), key=lambda h: -abs(dim / h - HEAD_CHANNELS)
-        )
+        divisors = [number for number in range(1, dim + 1) if dim % number == 0]
+        self.num_heads = min(divisors, key=lambda number: abs(dim / number - HEAD_CHANNELS))
 
     def stacked(self, name: str) -> torch.Tensor:
         """Returns a parameter of all heads, [G, ...]."""
@@ -231,8 +288,9 @@ class HeadGrid(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns logits [G, B, C] of vectors [B, D], or of tokens [B, N, D] for attentive heads."""
-        pooled = self.pool(x) if isinstance(self.heads[0], AttentiveHead) else x  # [G, B, D] or [B, D]
-        return pooled @ self.stacked("weight").transpose(1, 2) + self.stacked("bias").unsqueeze(1)
+        if isinstance(self.heads[0], AttentiveHead):
+            x = self.pool(x)  # [G, B, D]
+        return x @ self.stacked("weight").transpose(1, 2) + self.stacked("bias").unsqueeze(1)
 
     def pool(self, x: torch.Tensor) -> torch.Tensor:
         """Pools tokens [B, N, D] by attention. Returns [G, B, D].
@@ -240,12 +298,12 @@ class HeadGrid(nn.Module):
         The projections are folded: the product of q with K x is that of x with one vector K^T q per head, and the sum
         of a (V x + b) is V (sum of a x) + b. So no token is projected.
         """
-        G, H = len(self.heads), self.num_heads
-        query = self.stacked("query").unflatten(1, (H, -1))  # [G, H, d]
-        key, value = (self.stacked(name).unflatten(1, (H, -1)) for name in ("key", "value"))  # [G, H, d, D]
+        query = self.stacked("query").unflatten(1, (self.num_heads, -1))  # [G, H, d]
+        key = self.stacked("key").unflatten(1, (self.num_heads, -1))  # [G, H, d, D]
+        value = self.stacked("value").unflatten(1, (self.num_heads, -1))  # [G, H, d, D]
         folded = torch.einsum("ghd,ghdc->ghc", query, key) / query.shape[-1] ** 0.5
         attention = (x @ folded.flatten(0, 1).T).softmax(dim=1)  # [B, N, G H]
-        summed = (attention.transpose(1, 2) @ x).unflatten(1, (G, H))  # [B, G, H, D]
+        summed = (attention.transpose(1, 2) @ x).unflatten(1, (-1, self.num_heads))  # [B, G, H, D]
         pooled = torch.einsum("bghc,ghdc->gbhd", summed, value).flatten(2)
         return pooled + self.stacked("value_bias").unsqueeze(1)
 
@@ -253,8 +311,14 @@ class HeadGrid(nn.Module):
         """Returns the optimizer's groups. `base_lr` is the grid's learning rate times `scale`; biases do not decay."""
         groups = []
         for head, (lr, weight_decay) in zip(self.heads, self.grid, strict=True):
-            named = [(name.endswith("bias"), parameter) for name, parameter in head.named_parameters()]
-            for is_bias, decay in ((False, weight_decay), (True, 0.0)):
-                chosen = [parameter for bias, parameter in named if bias is is_bias]
-                groups.append({"params": chosen, "weight_decay": decay, "base_lr": lr * scale, "lr": lr * scale})
+            weights = []
+            biases = []
+            for name, parameter in head.named_parameters():
+                if name.endswith("bias"):
+                    biases.append(parameter)
+                else:
+                    weights.append(parameter)
+            rate = {"base_lr": lr * scale, "lr": lr * scale}
+            groups.append({"params": weights, "weight_decay": weight_decay, **rate})
+            groups.append({"params": biases, "weight_decay": 0.0, **rate})
         return groups

@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,13 @@ SEVERITIES = (1, 2, 3, 4, 5)
 def get_args_parser() -> Parser:
     """Returns the parser of all flags."""
     parser = Parser("main_robustness.py", description=__doc__)
-    flag, boolean = parser.add_argument, argparse.BooleanOptionalAction
+    flag = parser.add_argument
     flag("--resume", required=True, help="fine-tuned classifier: a checkpoint, or the folder of a fine-tuning run")
 
     data = parser.add_argument_group("data").add_argument
     for name, benchmark in BENCHMARKS.items():
         holds = "folder with val/<wnid>/*" if name == "imagenet" else f"folder of {benchmark.title}"
         data(f"--{name}", metavar="DIR", help=holds)
-    data("--allow_incomplete", action=boolean, default=False, help="also evaluate sets that lack images or classes")
     crop = "images are resized to input_size / crop_pct, except in -C (default: .875; 1 above 224 px)"
     data("--crop_pct", type=float, help=crop)
     data("--mean", type=float, nargs=3, help="pixel mean in [0, 1] (default: the checkpoint's, else ImageNet's)")
@@ -119,44 +118,25 @@ def imagenet_wnids() -> list[str]:
     return sorted(timm_data.ImageNetInfo().label_names())
 
 
-def set_of(part_name: str) -> str:
-    """Returns the set of a part: of "imagenet_c/fog/3" it is "imagenet_c"."""
-    return part_name.partition("/")[0]
-
-
-def corruption_parts(corruption: str) -> list[str]:
-    """Returns the names of the parts of one corruption of ImageNet-C, in the order of their severity."""
-    return [f"imagenet_c/{corruption}/{severity}" for severity in SEVERITIES]
-
-
 @dataclass(frozen=True)
 class Part:
     """What is evaluated and saved at once: a set, or one severity of one corruption."""
 
     name: str  # "imagenet_a", "imagenet_c/fog/3"
     folder: str
-    num_images: int = 0
-    num_classes: int = 0
 
     @property
     def set_name(self) -> str:
         """The name of the set in BENCHMARKS, and of its flag."""
-        return set_of(self.name)
+        return self.name.partition("/")[0]
 
     @property
     def benchmark(self) -> Benchmark:
         """The published set."""
         return BENCHMARKS[self.set_name]
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether images or classes are missing."""
-        has_all_images = self.num_images == self.benchmark.num_images
-        has_all_classes = self.num_classes == self.benchmark.num_classes
-        return not (has_all_images and has_all_classes)
-
     def __str__(self) -> str:
-        return f"{self.num_images} images of {self.num_classes} classes in {self.folder!r}"
+        return f"{self.benchmark.num_images} images of {self.benchmark.num_classes} classes in {self.folder!r}"
 
     def open(self) -> FolderImages:
         """Opens the images. A label is a place in their `classes`, which are sorted wnids."""
@@ -166,23 +146,27 @@ class Part:
             raise ValueError(str(error).replace("--data_path", f"--{self.set_name}")) from error
 
 
+def corruption_parts(corruption: str) -> list[str]:
+    """Returns the names of the parts of one corruption of ImageNet-C, in the order of their severity."""
+    return [f"imagenet_c/{corruption}/{severity}" for severity in SEVERITIES]
+
+
 def find_parts(args: argparse.Namespace, wnids: list[str]) -> list[Part]:
     """Returns all parts that the flags ask for. ValueError if one of them differs from the published set."""
-    roots = {name: Path(getattr(args, name)) for name in BENCHMARKS if getattr(args, name) is not None}
-    if not roots:
+    parts = []
+    for name in BENCHMARKS:
+        if getattr(args, name) is not None:
+            parts += parts_of_set(name, Path(getattr(args, name)))
+    if not parts:
         flags = ", ".join(f"--{name}" for name in BENCHMARKS)
         raise ValueError(f"nothing to evaluate on: give at least one of {flags}")
-    parts = []
-    for name, root in roots.items():
-        for part_name, folder in find_folders(name, root).items():
-            parts.append(Part(part_name, str(folder.resolve())))
-    return [check_part(part, wnids, args.allow_incomplete) for part in parts]
+    for part in parts:
+        check_part(part, wnids)
+    return parts
 
 
-def find_folders(set_name: str, root: Path) -> dict[str, Path]:
-    """Returns {name of a part: its folder} of a set. ValueError if a folder is missing. root: the flag's value."""
-    if not root.is_dir():
-        raise ValueError(f"--{set_name} {str(root)!r} is not a folder")
+def parts_of_set(set_name: str, root: Path) -> list[Part]:
+    """Returns the parts of a set. ValueError if a folder is missing. root: the flag's value."""
     folders = {set_name: root}
     if set_name == "imagenet":
         folders = {set_name: root / "val"}
@@ -191,39 +175,32 @@ def find_folders(set_name: str, root: Path) -> dict[str, Path]:
         for corruption in ALEXNET_ERRORS:
             for name in corruption_parts(corruption):
                 folders[name] = root / name.removeprefix("imagenet_c/")
-    missing = [str(folder.relative_to(root)) for folder in folders.values() if not folder.is_dir()]
+    missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
     if missing:
         raise ValueError(
-            f"--{set_name} {str(root)!r} lacks {len(missing)} of its {len(folders)} folders: {shorten(missing, 5)}"
+            f"--{set_name} {str(root)!r} lacks {len(missing)} of its {len(folders)} folders: {shorten(missing)}"
         )
-    return folders
+    return [Part(name, str(folder.resolve())) for name, folder in folders.items()]
 
 
-def check_part(part: Part, wnids: list[str], allow_incomplete: bool) -> Part:
-    """Returns the part with its numbers of images and classes. ValueError if they are not the published ones."""
-    published = part.benchmark
-    given = f"--{part.set_name} {part.folder!r}"
+def check_part(part: Part, wnids: list[str]) -> None:
+    """ValueError unless the part has the classes and the number of images that were published."""
     images = part.open()
     refuse_single_class(images, "val")
     images.num_checked = 200  # there are many parts
     images.check()
     unknown = sorted(set(images.classes) - set(wnids))
     if unknown:
-        raise ValueError(f"{given} has {len(unknown)} folders that are no class of ImageNet-1k: {shorten(unknown, 5)}")
-    part = replace(part, num_images=len(images), num_classes=len(images.classes))
-    if part.num_classes > published.num_classes:
-        raise ValueError(f"{given} has {part.num_classes} class folders, {published.title} has {published.num_classes}")
-    if part.incomplete and not allow_incomplete:
-        missing = ""
-        absent = sorted(set(wnids) - set(images.classes))
-        if absent and published.num_classes == len(wnids):
-            missing = f" (missing: {shorten(absent, 5)})"
         raise ValueError(
-            f"{given} has {part.num_images} images of {part.num_classes} classes, {published.title} has "
-            f"{published.num_images} of {published.num_classes}{missing}; --allow_incomplete scores it anyway and "
-            "marks the result"
+            f"--{part.set_name} {part.folder!r} has {len(unknown)} folders that are no class of ImageNet-1k: "
+            f"{shorten(unknown, 5)}"
         )
-    return part
+    published = part.benchmark
+    if (len(images), len(images.classes)) != (published.num_images, published.num_classes):
+        raise ValueError(
+            f"--{part.set_name} {part.folder!r} has {len(images)} images of {len(images.classes)} classes, "
+            f"{published.title} has {published.num_images} of {published.num_classes}"
+        )
 
 
 def corruption_errors(errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -247,63 +224,41 @@ def corruption_errors(errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def summarise(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns {benchmark: its published figure and others}. ImageNet-C is included once all its parts are there."""
+    """Returns {set: its figures}. ImageNet-C is included once all its parts are there."""
     summary: dict[str, dict[str, Any]] = {}
-    for set_name, benchmark in BENCHMARKS.items():
-        results = {name: result for name, result in parts.items() if set_of(name) == set_name}
-        figures = published_figures(set_name, results)
-        if figures:
-            summary[set_name] = {
-                "title": benchmark.title,
-                "published_protocol": benchmark.protocol,
-                **figures,
-                "num_classes": min(result["num_classes"] for result in results.values()),
-                "official_num_classes": benchmark.num_classes,
-                "num_images": sum(result["num_images"] for result in results.values()),
-                "official_num_images": benchmark.num_images * len(results),
-                "incomplete": any(result["incomplete"] for result in results.values()),
-            }
-    return summary
-
-
-def published_figures(set_name: str, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the figures of a set that papers report; none if a part is missing. results: of its parts, by name."""
-    if not results:
-        return {}
-    if set_name != "imagenet_c":
-        return {name: value for name, value in results[set_name].items() if name.startswith("top1")}
+    for set_name in BENCHMARKS:
+        if set_name in parts:
+            scores = parts[set_name]
+            summary[set_name] = {name: value for name, value in scores.items() if name.startswith("top1")}
     errors: dict[str, list[float]] = {}
     for corruption in ALEXNET_ERRORS:
         names = corruption_parts(corruption)
-        if not results.keys() >= set(names):
-            return {}
-        errors[corruption] = [1 - results[name]["top1"] / 100 for name in names]
-    return corruption_errors(errors)
+        if not parts.keys() >= set(names):
+            return summary
+        errors[corruption] = [1 - parts[name]["top1"] / 100 for name in names]
+    summary["imagenet_c"] = corruption_errors(errors)
+    return summary
 
 
 def report(summary: Mapping[str, dict[str, Any]], num_classes: int) -> str:
     """Returns the tables in Markdown. num_classes: of the classifier."""
     rows: list[list[Any]] = []
-    for entry in summary.values():
-        title = entry["title"]
-        images = str(entry["num_images"])
-        if entry["incomplete"]:
-            classes = f"{entry['num_classes']} of {entry['official_num_classes']} classes"
-            images = f"{images} of {entry['official_num_images']}, {classes}: INCOMPLETE"
-        if "mce" in entry:
-            rows.append([title, "mCE, AlexNet's is 100", entry["mce"], images])
-            rows.append([title, "mean error, un-normalised", entry["mean_error"], images])
-        elif "top1_unrestricted" in entry:
-            rows.append([title, f"top-1 among its {entry['num_classes']} classes", entry["top1"], images])
-            rows.append([title, f"top-1 among all {num_classes} classes", entry["top1_unrestricted"], images])
+    for set_name, figures in summary.items():
+        benchmark = BENCHMARKS[set_name]
+        if set_name == "imagenet_c":
+            rows.append([benchmark.title, "mCE, AlexNet's is 100", figures["mce"]])
+            rows.append([benchmark.title, "mean error, un-normalised", figures["mean_error"]])
+        elif benchmark.restricted:
+            rows.append([benchmark.title, f"top-1 among its {benchmark.num_classes} classes", figures["top1"]])
+            rows.append([benchmark.title, f"top-1 among all {num_classes} classes", figures["top1_unrestricted"]])
         else:
-            rows.append([title, "top-1", entry["top1"], images])
-    text = results_table(["set", "metric", "%", "images"], rows)
+            rows.append([benchmark.title, "top-1", figures["top1"]])
+    text = results_table(["set", "metric", "%"], rows)
     if "imagenet_c" in summary:
-        entry = summary["imagenet_c"]
-        corruptions = [[corruption, entry["ce"][corruption], entry["errors"][corruption]] for corruption in entry["ce"]]
-        corruptions.append(["mean", entry["mce"], entry["mean_error"]])
-        text += "\n" + results_table(["ImageNet-C", "CE, %", "mean error, %"], corruptions)
+        figures = summary["imagenet_c"]
+        rows = [[corruption, ce, figures["errors"][corruption]] for corruption, ce in figures["ce"].items()]
+        rows.append(["mean", figures["mce"], figures["mean_error"]])
+        text += "\n" + results_table(["ImageNet-C", "CE, %", "mean error, %"], rows)
     return text
 
 
@@ -343,17 +298,10 @@ def evaluate_part(
     if images.classes != wnids:
         columns = [wnids.index(wnid) for wnid in images.classes]
     scores = evaluate_images(model, images, view, context, columns)
+    result: dict[str, Any] = {"top1": scores["top1"], "num_images": len(images), "source": str(part)}
     if part.benchmark.restricted:
-        figures = {name: scores[name] for name in ("top1", "top1_unrestricted")}
-    else:  # if class folders are missing, their logits still compete, and label i is not logit i
-        figures = {"top1": scores.get("top1_unrestricted", scores["top1"])}
-    return {
-        **figures,
-        "num_images": part.num_images,
-        "num_classes": part.num_classes,
-        "incomplete": part.incomplete,
-        "source": str(part),
-    }
+        result["top1_unrestricted"] = scores["top1_unrestricted"]
+    return result
 
 
 def settings_of(classifier: Mapping[str, Any], precision_name: str) -> dict[str, Any]:
@@ -399,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result = evaluate_part(part, model, wnids, settings, context)
             results.add(part.name, result)
             seconds = time.perf_counter() - begin
-            session.print(f"{part.name}: top-1 {result['top1']:.2f} % on {part.num_images} images in {seconds:.0f} s")
+            session.print(f"{part.name}: top-1 {result['top1']:.2f} % in {seconds:.0f} s")
         if process.is_main:
             text = report(results.content["summary"], len(wnids))
             table_path = results.path.with_suffix(".md")

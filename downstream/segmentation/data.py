@@ -51,18 +51,20 @@ class LabelValues:
         self.table = np.full(256, -1, np.int16)
         self.table[first : self.last + 1] = np.arange(num_classes)
         self.table[ignore_index] = IGNORE
+        self.meaning = f"{first} to {self.last} are classes, {ignore_index} is ignored"
         if reduce_zero_label:
             self.table[0] = IGNORE
-        self.meaning = f"{first} to {self.last} are classes, {ignore_index} is ignored"
-        self.meaning += ", and so is 0" if reduce_zero_label else ""
-        self.hint = "" if reduce_zero_label else " (if classes begin at 1: --reduce_zero_label)"
+            self.meaning += ", and so is 0"
+        else:
+            self.meaning += " (if classes begin at 1: --reduce_zero_label)"
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the classes of uint8 values [H, W], uint8 [H, W]. ValueError names values that have no meaning."""
-        unknown = np.flatnonzero((np.bincount(values.ravel(), minlength=256) > 0) & (self.table < 0))
-        if len(unknown):
-            raise ValueError(f"it holds the values {shorten([str(v) for v in unknown])}; {self.meaning}{self.hint}")
-        return self.table[values].astype(np.uint8)
+        classes = self.table[values]
+        if (classes < 0).any():
+            unknown = np.unique(values[classes < 0])
+            raise ValueError(f"it holds the values {shorten([str(value) for value in unknown])}; {self.meaning}")
+        return classes.astype(np.uint8)
 
 
 class SegmentationImages(ImageFiles):
@@ -75,23 +77,27 @@ class SegmentationImages(ImageFiles):
 
     def __init__(self, data_path: str | Path, split: str, values: LabelValues, in_chans: int = 3) -> None:
         self.values = values
-        root = Path(data_path)
-        images, self.label_root = (find_split(root / kind, split) for kind in ("images", "annotations"))
-        names = list_files(images, is_image)
-        if not names:
-            raise ValueError(f"{str(images)!r} holds no images")
-        stems = by_stem(names, f"images in {str(images)!r}")
-        found = list_files(self.label_root, lambda name: name.lower().endswith(".png"))
-        labels = by_stem(found, f"label files in {str(self.label_root)!r}")
-        for missing, what in (
-            (sorted(stems.keys() - labels), f"without a label file (.png) in {str(self.label_root)!r}"),
-            (sorted(labels.keys() - stems), f"with a label file but no image in {str(images)!r}"),
-        ):
-            if missing:
-                raise ValueError(f"{count_of(len(missing), 'name')} {what}: {shorten(missing)}")
-        super().__init__(images, [(name, 0) for name in names], classes=[], in_chans=in_chans)
+        image_root = find_split(Path(data_path) / "images", split)
+        self.label_root = find_split(Path(data_path) / "annotations", split)
+        images = files_by_stem(image_root, is_image)
+        labels = files_by_stem(self.label_root, lambda name: name.lower().endswith(".png"))
+        if not images:
+            raise ValueError(f"{str(image_root)!r} holds no images")
+        without_labels = sorted(images.keys() - labels)
+        if without_labels:
+            number = count_of(len(without_labels), "name")
+            raise ValueError(
+                f"{number} without a label file (.png) in {str(self.label_root)!r}: {shorten(without_labels)}"
+            )
+        without_image = sorted(labels.keys() - images)
+        if without_image:
+            number = count_of(len(without_image), "name")
+            raise ValueError(
+                f"{number} with a label file but no image in {str(image_root)!r}: {shorten(without_image)}"
+            )
+        super().__init__(image_root, [(name, 0) for name in images.values()], classes=[], in_chans=in_chans)
         self.has_class = False
-        self.label_names = np.array([os.fsencode(labels[stem]) for stem in stems])
+        self.label_names = np.array([os.fsencode(labels[stem]) for stem in images])
 
     def label_path(self, i: int) -> str:
         """Returns the path of the label file of image i."""
@@ -106,16 +112,24 @@ class SegmentationImages(ImageFiles):
         spaced pairs. With `all_labels`, also decodes every label file. ImageError if more than `max_bad_fraction` of
         them are bad.
         """
-        spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()
-
-        share, everything, rule = slice(rank, None, world_size), range(len(self)), (max_bad_fraction, "pairs")
-        formats = read_formats(self, self.compare_labels, everything[share], *rule)
+        indices = range(rank, len(self), world_size)
+        formats = read_formats(self, self.compare_labels, indices, max_bad_fraction, "pairs")
         super().check(max_bad_fraction)
         self.one_format({self.pixel_format: 0} | formats)
-        found = examine(lambda i: (self.load_sample(i)[0][..., -1] != IGNORE).any(), spaced[share], *rule)
+        spaced = evenly_spaced(len(self), NUM_CHECKED).tolist()[rank::world_size]
+        have_class = examine(self.pair_has_class, spaced, max_bad_fraction, "pairs")
         if all_labels:
-            found += examine(lambda i: (self.load_labels(i) != IGNORE).any(), everything[share], *rule)
-        self.has_class = bool(np.any(found))
+            have_class += examine(self.labels_have_class, indices, max_bad_fraction, "pairs")
+        self.has_class = any(have_class)
+
+    def pair_has_class(self, i: int) -> bool:
+        """Decodes the pair i. Whether a pixel has a class."""
+        pair, _ = self.load_sample(i)
+        return bool((pair[..., -1] != IGNORE).any())
+
+    def labels_have_class(self, i: int) -> bool:
+        """Decodes the labels of image i. Whether a pixel has a class."""
+        return bool((self.load_labels(i) != IGNORE).any())
 
     def compare_labels(self, i: int, size: Size) -> None:
         """Reads the header of the labels of image i. ImageError if it is unreadable or the sizes differ."""
@@ -124,8 +138,10 @@ class SegmentationImages(ImageFiles):
     def refuse_sizes(self, i: int, size: Size, label_size: Size) -> None:
         """ImageError unless the (height, width) of image i and that of its labels are equal."""
         if size != label_size:
-            sizes = [f"{width} x {height}" for height, width in (size, label_size)]
-            raise ImageError(f"{self.path(i)!r} has {sizes[0]} pixels, its labels {self.label_path(i)!r} {sizes[1]}")
+            raise ImageError(
+                f"{self.path(i)!r} has {size[1]} x {size[0]} pixels, its labels {self.label_path(i)!r} "
+                f"{label_size[1]} x {label_size[0]}"
+            )
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
         """Returns ([H, W, C + 1], 0): the image, and the labels as last channel."""
@@ -158,44 +174,51 @@ def read_values(path: str) -> np.ndarray:
             if has_16_bits(img):
                 raise ValueError("its values have 16 bits; labels must have 8")
             values = np.array(img).astype(np.uint8)  # mode "1" becomes 0 and 1
-            bits = data[24] if img.format == "PNG" and img.mode == "L" else 8  # of the header chunk IHDR
-            return values // (255 // (2**bits - 1))  # Pillow scales grey values of 2 and 4 bits up to 255
-
-
-def by_stem(names: Sequence[str], what: str) -> dict[str, str]:
-    """Returns {name without its ending: name}. ValueError if two names differ in their ending alone."""
-    stems = {str(Path(name).with_suffix("")): name for name in names}
-    if len(stems) < len(names):
-        twice = sorted(set(names) - set(stems.values()))
-        raise ValueError(f"{what} differ in their ending alone: {shorten(twice)}")
-    return stems
+            if img.format == "PNG" and img.mode == "L":
+                bits = data[24]  # of the header chunk IHDR
+                values //= 255 // (2**bits - 1)  # Pillow scales grey values of 2 and 4 bits up to 255
+            return values
 
 
 def find_split(folder: Path, split: str) -> Path:
     """Returns the folder of a split inside images/ or annotations/. ValueError unless there is exactly one."""
-    found = [path for path in sorted(folder.iterdir()) if split_of(path.name) == split] if folder.is_dir() else []
-    if len(found) != 1:
-        what = "two folders for" if found else "no folder of"
+    folders = []
+    if folder.is_dir():
+        folders = [path for path in sorted(folder.iterdir()) if split_of(path.name) == split]
+    if len(folders) != 1:
         raise ValueError(
-            f"{str(folder)!r} has {what} the split {split!r}; expected are images/training, images/validation, "
-            f"annotations/training and annotations/validation in --data_path"
+            f"{str(folder)!r} has {len(folders)} folders of the split {split!r}; expected are images/training, "
+            f"images/validation, annotations/training and annotations/validation in --data_path"
         )
-    return found[0]
+    return folders[0]
 
 
-def list_files(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
-    """Returns the paths of the files whose name `is_wanted`, relative to `root`, sorted. Hidden ones are ignored."""
-    found = []
+def files_by_stem(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, str]:
+    """Returns {name without its ending: name} of the files whose name `is_wanted`, in the order of their names.
+
+    Names are relative to `root`. Hidden files and folders are ignored. ValueError if two names differ in their ending
+    alone.
+    """
+    names = []
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not is_hidden(name)]
-        found += [os.path.relpath(os.path.join(folder, n), root) for n in files if not is_hidden(n) and is_wanted(n)]
-    return sorted(found)
+        for file in files:
+            if is_wanted(file) and not is_hidden(file):
+                names.append(os.path.relpath(os.path.join(folder, file), root))
+    by_stem: dict[str, str] = {}
+    for name in sorted(names):
+        stem = str(Path(name).with_suffix(""))
+        if stem in by_stem:
+            raise ValueError(f"{by_stem[stem]!r} and {name!r} in {str(root)!r} differ in their ending alone")
+        by_stem[stem] = name
+    return by_stem
 
 
 def stack_pairs(samples: Sequence[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates transformed pairs. Returns (imgs [B, C, H, W], labels uint8 [B, H, W])."""
-    imgs, labels = zip(*(sample[0] for sample in samples), strict=True)
-    return torch.stack(imgs), torch.stack(labels)
+    imgs = torch.stack([sample[0][0] for sample in samples])
+    labels = torch.stack([sample[0][1] for sample in samples])
+    return imgs, labels
 
 
 # -------------------------------------------------------------------------------------------------------- transforms
@@ -231,36 +254,43 @@ class SegmentationAugment:
         cat_max_ratio: float = 0.75,
         photometric: bool = True,
     ) -> None:
-        self.size, self.seed, self.image_scale, self.ratio_range = size, seed, image_scale, ratio_range
-        self.cat_max_ratio, self.photometric = cat_max_ratio, photometric
+        self.size = size
+        self.seed = seed
         self.fill = torch.tensor(fill)[:, None, None]
+        self.image_scale = image_scale
+        self.ratio_range = ratio_range
+        self.cat_max_ratio = cat_max_ratio
+        self.photometric = photometric
 
     def __call__(self, pair: torch.Tensor, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Augments [C + 1, H, W]. Returns (img [C, *size] of the same type, labels uint8 [*size])."""
         draws = addressed_numbers(AUGMENT, self.seed, epoch, index, 2 * TRIES + 2 + DISTORTION_DRAWS)
         u_ratio, u_flip, *draws = draws
-        ratio = self.ratio_range[0] + u_ratio * (self.ratio_range[1] - self.ratio_range[0])
-        size = scaled_size(tuple(pair.shape[-2:]), *(int(side * ratio) for side in self.image_scale))
+        low, high = self.ratio_range
+        ratio = low + u_ratio * (high - low)
+        longest, shortest = self.image_scale
+        size = scaled_size((pair.shape[1], pair.shape[2]), int(longest * ratio), int(shortest * ratio))
+        img = resize_image(pair[:-1], size)
         labels = resize_labels(pair[-1].to(torch.uint8), size)
-        top, left = self.choose_crop(labels, draws[: 2 * TRIES])
-        rows, columns = slice(top, top + self.size[0]), slice(left, left + self.size[1])
-        img, labels = resize_image(pair[:-1], size)[:, rows, columns], labels[rows, columns]
+        rows, columns = self.choose_crop(labels, draws[: 2 * TRIES])
+        img = img[:, rows, columns]
+        labels = labels[rows, columns]
         if u_flip < 0.5:
-            img, labels = mirror(img), mirror(labels)
+            img = mirror(img)
+            labels = mirror(labels)
         if self.photometric and img.dtype == torch.uint8:
             img = distort(img, draws[2 * TRIES :])
         return self.pad(img, labels)
 
-    def choose_crop(self, labels: torch.Tensor, draws: Sequence[float]) -> tuple[int, int]:
-        """Returns (top, left) of the first crop whose classes are balanced, or of the last try."""
-        room = [max(0, side - wanted) + 1 for side, wanted in zip(labels.shape, self.size, strict=True)]
+    def choose_crop(self, labels: torch.Tensor, draws: Sequence[float]) -> tuple[slice, slice]:
+        """Returns the rows and columns of the first crop whose classes are balanced, or of the last try."""
         for u_top, u_left in zip(draws[::2], draws[1::2], strict=True):
-            top, left = int(u_top * room[0]), int(u_left * room[1])
-            counts = labels[top : top + self.size[0], left : left + self.size[1]].flatten().bincount(minlength=256)
-            counts = counts[:IGNORE]
+            rows = place_crop(u_top, labels.shape[0], self.size[0])
+            columns = place_crop(u_left, labels.shape[1], self.size[1])
+            counts = labels[rows, columns].flatten().bincount(minlength=256)[:IGNORE]
             if (counts > 0).sum() > 1 and counts.max() < self.cat_max_ratio * counts.sum():
                 break
-        return top, left
+        return rows, columns
 
     def pad(self, img: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pads a crop to `size`."""
@@ -272,6 +302,12 @@ class SegmentationAugment:
         return whole, whole_labels
 
 
+def place_crop(u: float, length: int, wanted: int) -> slice:
+    """Returns the rows or columns of a crop. u: uniform in [0, 1)."""
+    start = int(u * (max(0, length - wanted) + 1))
+    return slice(start, start + wanted)
+
+
 class ResizeForEvaluation:
     """Scales an image into `image_scale`, with its aspect ratio kept. Labels stay as they are."""
 
@@ -280,7 +316,9 @@ class ResizeForEvaluation:
 
     def __call__(self, pair: torch.Tensor, epoch: int = 0, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (img [C, h, w], labels uint8 [H, W]) of [C + 1, H, W]."""
-        return resize_image(pair[:-1], scaled_size(tuple(pair.shape[-2:]), *self.image_scale)), pair[-1].to(torch.uint8)
+        longest, shortest = self.image_scale
+        size = scaled_size((pair.shape[1], pair.shape[2]), longest, shortest)
+        return resize_image(pair[:-1], size), pair[-1].to(torch.uint8)
 
 
 DISTORTION_DRAWS = 9
@@ -293,41 +331,40 @@ def distort(img: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     Contrast and saturation are scaled by U(0.5, 1.5), hue is turned by up to +-18 of 180. Contrast comes second or
     last. Saturation and hue are those of HSV and are for RGB images only. draws: DISTORTION_DRAWS numbers in [0, 1).
     """
-    on, amount, contrast_last = [u < 0.5 for u in draws[:4]], draws[4:8], draws[8] < 0.5
+    brightens, scales_contrast, scales_colors, turns, *amounts, contrast_is_last = draws
+    is_rgb = len(img) == 3
+    contrast = 1.0
+    if scales_contrast < 0.5:
+        contrast = 0.5 + amounts[1]
     x = img.float()
-
-    def scale_contrast(x: torch.Tensor) -> torch.Tensor:
-        return (x * (0.5 + amount[1])).clamp(0, 255)
-
-    if on[0]:
-        x = (x + 64 * amount[0] - 32).clamp(0, 255)
-    if on[1] and not contrast_last:
-        x = scale_contrast(x)
-    if len(img) == 3 and on[2]:
-        x = scale_saturation(x, 0.5 + amount[2])
-    if len(img) == 3 and on[3]:
-        x = turn_hue(x, (int(amount[3] * 37) - 18) / 180)
-    if on[1] and contrast_last:
-        x = scale_contrast(x)
+    if brightens < 0.5:
+        x = (x + 64 * amounts[0] - 32).clamp(0, 255)
+    if contrast_is_last >= 0.5:
+        x = (x * contrast).clamp(0, 255)
+    if is_rgb and scales_colors < 0.5:
+        x = scale_saturation(x, 0.5 + amounts[2])
+    if is_rgb and turns < 0.5:
+        x = turn_hue(x, (int(amounts[3] * 37) - 18) / 180)
+    if contrast_is_last < 0.5:
+        x = (x * contrast).clamp(0, 255)
     return x.round().to(torch.uint8)
 
 
 def scale_saturation(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiplies the saturation of RGB images [3, H, W] by `factor`, up to 1. Hue and value of HSV are kept."""
-    value, least = x.amax(0), x.amin(0)
-    most = value / (value - least).clamp(min=1e-6)  # the factor at which the saturation is 1
-    return value - (value - x) * most.clamp(max=factor)
+    value = x.amax(0)
+    chroma = value - x.amin(0)
+    largest_factor = value / chroma.clamp(min=1e-6)  # with which the saturation is 1
+    return value - (value - x) * largest_factor.clamp(max=factor)
 
 
 def turn_hue(x: torch.Tensor, turn: float) -> torch.Tensor:
     """Turns the hue of RGB images [3, H, W] by a share of the colour circle. Saturation and value of HSV are kept."""
-    value, chroma = x.amax(0), x.amax(0) - x.amin(0)
+    value = x.amax(0)
+    chroma = value - x.amin(0)
     red, green, blue = x
     safe = chroma.clamp(min=1e-6)
-    sextant = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
-    )
+    sextant = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+    sextant = torch.where(value == red, (green - blue) / safe, sextant)
     places = (sextant + 6 * turn + torch.tensor([5.0, 3.0, 1.0])[:, None, None]) % 6  # of red, green and blue
     return value - chroma * torch.minimum(places, 4 - places).clamp(0, 1)

@@ -98,8 +98,8 @@ def train_iterations(
 
 def window_starts(length: int, window: int, stride: int) -> list[int]:
     """Returns where the windows along one axis begin. They cover the axis, and the last one ends at its end."""
-    number = -(-max(length - window, 0) // stride) + 1
-    return [max(0, min(i * stride, length - window)) for i in range(number)]
+    last = max(length - window, 0)
+    return [*range(0, last, stride), last]
 
 
 def slide_logits(
@@ -117,17 +117,15 @@ def slide_logits(
     for top in window_starts(padded_height, window[0], stride):
         for left in window_starts(padded_width, window[1], stride):
             boxes.append((slice(top, top + window[0]), slice(left, left + window[1])))
-    count = torch.zeros(padded_height, padded_width, device=img.device)
-    total = count  # it has a channel for each class once there are logits
+    logits: list[torch.Tensor] = []
     for first in range(0, len(boxes), MAX_WINDOWS):
-        batch = boxes[first : first + MAX_WINDOWS]
-        windows = torch.stack([img[:, rows, columns] for rows, columns in batch])
-        logits = predict(windows).float()
-        if first == 0:
-            total = count.new_zeros(logits.shape[1], padded_height, padded_width)
-        for (rows, columns), values in zip(batch, logits, strict=True):
-            total[:, rows, columns] += resize_logits(values, window)
-            count[rows, columns] += 1
+        windows = [img[:, rows, columns] for rows, columns in boxes[first : first + MAX_WINDOWS]]
+        logits += predict(torch.stack(windows)).float()
+    count = torch.zeros(padded_height, padded_width, device=img.device)
+    total = count.new_zeros(len(logits[0]), padded_height, padded_width)
+    for (rows, columns), values in zip(boxes, logits, strict=True):
+        total[:, rows, columns] += resize_logits(values, window)
+        count[rows, columns] += 1
     return (total / count)[:, :height, :width]
 
 
@@ -177,8 +175,8 @@ def evaluate(
             shown = as_picture(img, context.normalize)
             predictions.append(Prediction(shown, labels[0].numpy(), predicted.cpu().numpy()))
     model.train(was_training)
-    if bad := collectives.all_reduce_sum(num_bad).item():
-        raise FloatingPointError(f"the logits of {bad} images are not finite: try --precision fp32, and check --std")
+    if collectives.all_reduce_sum(num_bad) > 0:
+        raise FloatingPointError("the logits of some images are not finite: try --precision fp32, and check --std")
     measures = segmentation_scores(collectives.all_reduce_sum(counts))
     scores = {name: measures[name] for name in ("miou", "macc", "aacc")}
     scores["num_images"] = len(images)
@@ -191,10 +189,13 @@ def evaluate(
 
 def name_scores(scores: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns {"iou": {class: value}, "acc": {class: value}}. Classes of one name are told apart by their number."""
-    unique = []
+    named: dict[str, dict[str, Any]] = {"iou": {}, "acc": {}}
     for k, name in enumerate(names):
-        unique.append(name if names.count(name) == 1 else f"{name} ({k})")
-    return {key: dict(zip(unique, scores[key], strict=True)) for key in ("iou", "acc")}
+        if names.count(name) > 1:
+            name = f"{name} ({k})"
+        for measure, values in named.items():
+            values[name] = scores[measure][k]
+    return named
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

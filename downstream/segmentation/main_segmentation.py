@@ -11,7 +11,6 @@ The same command again resumes the run at the step of its newest good checkpoint
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from downstream.segmentation.engine_segmentation import (
     train_iterations,
 )
 from downstream.segmentation.models import HEADS, Segmenter, build_segmenter
-from downstream.segmentation.released import infer_settings, is_mmsegmentation, mmsegmentation_names
 from encoders.load import fit, load_encoder, read
 from util import collectives
 from util.data.datasets import AddressedDataset
@@ -53,7 +51,6 @@ timm_optim = LazyModule("timm.optim")
 
 PROGRAM = "main_segmentation.py"
 PICTURE = "predictions.png"
-ADE20K_CLASSES = 150
 # Flags that describe a trained model and its data. Evaluation takes them from the checkpoint.
 MODEL_FLAGS = ("head", "model", "input_size", "patch_size", "in_chans", "decoder_channels", "num_classes")
 DATA_FLAGS = ("ignore_index", "reduce_zero_label", "image_scale", "stride", "mean", "std")
@@ -187,9 +184,11 @@ def describe_scores(scores: Mapping[str, Any]) -> str:
 def summary_rows(args: argparse.Namespace, model: Segmenter, images: Any, val_images: Any) -> dict[str, str]:
     """Returns what is printed about model and data at the start."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-    what = "frozen, and a linear layer" if args.head == "linear" else "with UPerNet"
+    head = "with UPerNet"
+    if args.head == "linear":
+        head = "frozen, and a linear layer"
     return {
-        "model": f"{args.model} {what}, {trained:.2f} M trainable parameters",
+        "model": f"{args.model} {head}, {trained:.2f} M trainable parameters",
         "classes": str(args.num_classes),
         "data": f"{count_of(len(images), 'image')} in {images.root}",
         "val": f"{count_of(len(val_images), 'image')} in {val_images.root}",
@@ -201,12 +200,13 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
     parser, args = parse_args(argv)
     if args.eval:
         given = flags_given(parser, argv)
-        with session_of_eval(parser, args, given, "this program or of mmsegmentation") as session:
+        with session_of_eval(parser, args, given, "this program") as session:
             return evaluate_only(args, given, session)
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="finetune") as run:
         process = run.process
         classes = read_classes(args.class_names, args.num_classes)
-        images, val_images = open_split(args, "train"), open_split(args, "val")
+        images = open_split(args, "train")
+        val_images = open_split(args, "val")
         check_splits(images, val_images)
         statistics = run.choose_statistics(images)
 
@@ -219,11 +219,20 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         pixels = images.pixel_format
-        fill = [mean if pixels.is_float else round(mean * pixels.full_range) for mean in statistics[0]]
+        fill = statistics[0]
+        if not pixels.is_float:
+            fill = [round(mean * pixels.full_range) for mean in fill]
         if args.photometric and pixels.dtype != "uint8":
             run.note(f"note: --photometric is not applied, because the images have {pixels}")
-        scale = args.image_scale, args.ratio_range, args.cat_max_ratio, args.photometric
-        augmentation = SegmentationAugment(model.img_size, args.seed, fill, *scale)
+        augmentation = SegmentationAugment(
+            model.img_size,
+            args.seed,
+            fill,
+            args.image_scale,
+            args.ratio_range,
+            args.cat_max_ratio,
+            args.photometric,
+        )
         dataset = AddressedDataset(images, augmentation, replace=args.max_bad_fraction > 0)
         loader = TrainLoader(dataset, stack_pairs, model.img_size, run.plan, run.process, args.seed)
 
@@ -246,30 +255,24 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
 
 
 def load_segmenter(args: argparse.Namespace, given: set[str]) -> tuple[Segmenter, argparse.Namespace, CheckpointInfo]:
-    """Loads the trained model at --resume: ours, or a published UPerNet of mmsegmentation.
+    """Loads the trained model at --resume.
 
-    Returns (model in eval mode, the flags with the model's settings, what the checkpoint says). Our checkpoints hold
-    their settings; explicit flags of the data win. Those of a published file follow from its weights and the flags.
-    given: names of the flags that were set explicitly. ValueError if the flags contradict the model.
+    Returns (model in eval mode, the flags with the model's settings, what the checkpoint says). Explicit flags of the
+    data win over the checkpoint's. given: names of the flags that were set explicitly. ValueError if the flags
+    contradict the model.
     """
     weights = read(args.resume)
-    what, stored = f"the model at {str(weights.path)!r}", weights.settings
-    if is_mmsegmentation(weights.raw):
-        weights = replace(weights, raw=mmsegmentation_names(weights.raw))
-        stored = infer_settings(weights.raw, what)
-        is_ade20k = stored["num_classes"] == ADE20K_CLASSES
-        if is_ade20k and not args.reduce_zero_label and "reduce_zero_label" not in given:
-            raise ValueError(
-                f"{what} has the {ADE20K_CLASSES} classes of ADE20K, whose label files begin at 1: give "
-                f"--recipe ade20k_upernet_vit_base or --reduce_zero_label (--no-reduce_zero_label for other data)"
-            )
-    if "head" not in stored:
-        raise ValueError(
-            f"{str(weights.path)!r} holds no segmentation model of this program or of mmsegmentation's UPerNet"
-        )
-    check_same(args, stored, given.intersection(MODEL_FLAGS), what)
-    names = [*MODEL_FLAGS, *(name for name in DATA_FLAGS if name not in given and name in stored)]
-    args = argparse.Namespace(**{**vars(args), "drop_path": 0.0, **{name: stored[name] for name in names}})
+    settings = weights.settings
+    if "head" not in settings:
+        raise ValueError(f"{str(weights.path)!r} holds no segmentation model of this program")
+    check_same(args, settings, given.intersection(MODEL_FLAGS), f"the model at {str(weights.path)!r}")
+    args = argparse.Namespace(**vars(args))
+    args.drop_path = 0.0
+    for name in MODEL_FLAGS:
+        setattr(args, name, settings[name])
+    for name in DATA_FLAGS:
+        if name not in given:
+            setattr(args, name, settings[name])
     check_data_flags(args)
     model = build_segmenter(vars(args))
     fit(model, weights, "all")

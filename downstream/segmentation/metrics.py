@@ -26,14 +26,22 @@ def segmentation_scores(counts: torch.Tensor) -> dict[str, Any]:
     and macc are the means over all other classes. ImageError if no pixel is labelled.
     """
     counts = counts.double().cpu()
-    right, true, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
+    right = counts.diagonal()
+    true = counts.sum(dim=1)
+    predicted = counts.sum(dim=0)
     if not true.sum():
         raise ImageError(NO_CLASS.format("val"))
-    iou, acc = 100 * right / (true + predicted - right), 100 * right / true  # 0 / 0 is nan
+    iou = 100 * right / (true + predicted - right)  # 0 / 0 is nan
+    acc = 100 * right / true
     return {
         "miou": iou.nanmean().item(),
         "macc": acc.nanmean().item(),
         "aacc": (100 * right.sum() / true.sum()).item(),
-        "iou": [None if math.isnan(value) else value for value in iou.tolist()],
-        "acc": [None if math.isnan(value) else value for value in acc.tolist()],
+        "iou": none_for_nan(iou),
+        "acc": none_for_nan(acc),
     }
+
+
+def none_for_nan(values: torch.Tensor) -> list[float | None]:
+    """Returns a list of the values."""
+    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -1,7 +1,7 @@
 """Segmentation models: a ViT with UPerNet (Xiao et al., ECCV 2018), or a frozen ViT with a linear layer.
 
-Names of modules inside neck and heads are those of mmsegmentation, whose published weights fit
-(`released.py`). All models return {name: logits [B, num_classes, h, w]}, of which "decode" is the prediction.
+Names of modules inside neck and heads are those of mmsegmentation. All models return {name: logits
+[B, num_classes, h, w]}, of which "decode" is the prediction.
 """
 
 from collections.abc import Mapping
@@ -37,16 +37,17 @@ class FeaturePyramid(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-
-        def double() -> nn.ConvTranspose2d:
-            return nn.ConvTranspose2d(channels, channels, kernel_size=2, stride=2)
-
-        self.upsample_4x = nn.Sequential(double(), SyncBatchNorm2d(channels), nn.GELU(), double())
-        self.upsample_2x = nn.Sequential(double())
+        self.upsample_4x = nn.Sequential(double(channels), SyncBatchNorm2d(channels), nn.GELU(), double(channels))
+        self.upsample_2x = nn.Sequential(double(channels))
         self.downsample_2x = nn.MaxPool2d(kernel_size=2, stride=2)
 
     def forward(self, maps: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self.upsample_4x(maps[0]), self.upsample_2x(maps[1]), maps[2], self.downsample_2x(maps[3])]
+
+
+def double(channels: int) -> nn.ConvTranspose2d:
+    """Returns the layer that doubles the resolution."""
+    return nn.ConvTranspose2d(channels, channels, kernel_size=2, stride=2)
 
 
 class UPerHead(nn.Module):
@@ -54,9 +55,9 @@ class UPerHead(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, num_classes: int) -> None:
         super().__init__()
-        self.psp_modules = nn.ModuleList(
-            nn.Sequential(nn.AdaptiveAvgPool2d(side), ConvModule(in_channels, channels, 1)) for side in POOL_SIZES
-        )
+        self.psp_modules = nn.ModuleList()
+        for side in POOL_SIZES:
+            self.psp_modules.append(nn.Sequential(nn.AdaptiveAvgPool2d(side), ConvModule(in_channels, channels, 1)))
         self.bottleneck = ConvModule(in_channels + len(POOL_SIZES) * channels, channels, 3)
         self.lateral_convs = nn.ModuleList(ConvModule(in_channels, channels, 1) for _ in range(3))
         self.fpn_convs = nn.ModuleList(ConvModule(channels, channels, 3) for _ in range(3))
@@ -66,13 +67,16 @@ class UPerHead(nn.Module):
 
     def forward(self, maps: list[torch.Tensor]) -> torch.Tensor:
         """Returns logits [B, num_classes, h, w] at the resolution of the first and finest map."""
-        pooled = [resize(module(maps[3]), maps[3]) for module in self.psp_modules]
-        levels = [conv(x) for conv, x in zip(self.lateral_convs, maps[:3], strict=True)]
-        levels.append(self.bottleneck(torch.cat([maps[3], *pooled], dim=1)))
+        finest = maps[0]
+        coarsest = maps[3]
+        pooled = [resize(module(coarsest), coarsest) for module in self.psp_modules]
+        level = self.bottleneck(torch.cat([coarsest, *pooled], dim=1))
+        outs = [resize(level, finest)]
         for i in (2, 1, 0):
-            levels[i] = levels[i] + resize(levels[i + 1], levels[i])
-        outs = [*(conv(x) for conv, x in zip(self.fpn_convs, levels[:3], strict=True)), levels[3]]
-        out = self.fpn_bottleneck(torch.cat([resize(x, outs[0]) for x in outs], dim=1))
+            lateral = self.lateral_convs[i](maps[i])
+            level = lateral + resize(level, lateral)
+            outs.insert(0, resize(self.fpn_convs[i](level), finest))
+        out = self.fpn_bottleneck(torch.cat(outs, dim=1))
         return self.conv_seg(self.dropout(out))
 
 
@@ -120,7 +124,8 @@ class Segmenter(nn.Module):
     def __init__(self, backbone: DenseViT) -> None:
         super().__init__()
         self.backbone = backbone
-        self.img_size, self.patch_size = backbone.img_size, backbone.patch_size
+        self.img_size = backbone.img_size
+        self.patch_size = backbone.patch_size
 
     def no_weight_decay(self) -> set[str]:
         """Returns the parameters without weight decay, beside the 1-D ones. Bias tables decay."""
@@ -142,10 +147,11 @@ class UPerNet(Segmenter):
 
     def __init__(self, num_classes: int, channels: int = 768, **options: Any) -> None:
         super().__init__(DenseViT(out_blocks=pyramid_blocks(options["depth"]), **options))
-        width, grid = self.backbone.embed_dim, self.backbone.grid_size
-        if min(grid) < 2:
+        width = self.backbone.embed_dim
+        rows, columns = self.backbone.grid_size
+        if min(rows, columns) < 2:
             raise ValueError(
-                f"UPerNet needs a grid of at least 2 x 2 patches, got {grid[0]} x {grid[1]}: raise --input_size"
+                f"UPerNet needs a grid of at least 2 x 2 patches, got {rows} x {columns}: raise --input_size"
             )
         self.neck = FeaturePyramid(width)
         self.decode_head = UPerHead(width, channels, num_classes)
@@ -183,11 +189,12 @@ class LinearSegmenter(Segmenter):
 
 def build_segmenter(settings: Mapping[str, Any]) -> UPerNet | LinearSegmenter:
     """Builds the model that `settings` (vars(args), or a checkpoint's) describe."""
-    names = {"input_size": "img_size", "patch_size": "patch_size", "drop_path": "drop_path_rate"}
-    options: dict[str, Any] = {"in_chans": settings["in_chans"], **SIZES[settings["model"]]}
-    for name, option in names.items():
-        if settings[name] is not None:
-            options[option] = settings[name]
+    options: dict[str, Any] = dict(SIZES[settings["model"]])
+    options["in_chans"] = settings["in_chans"]
+    options["img_size"] = settings["input_size"]
+    options["drop_path_rate"] = settings["drop_path"]
+    if settings["patch_size"] is not None:
+        options["patch_size"] = settings["patch_size"]
     if settings["head"] == "linear":
         return LinearSegmenter(settings["num_classes"], **options)
     return UPerNet(settings["num_classes"], settings["decoder_channels"], **options)

@@ -43,24 +43,38 @@ class DenseViT(PositionedEncoder):
         final_norm: bool = False,
     ) -> None:
         super().__init__(ViTSizes(img_size, patch_size, in_chans, embed_dim))
-        self.out_blocks = (depth - 1,) if out_blocks is None else out_blocks
+        self.out_blocks = out_blocks or (depth - 1,)
         table = sincos_pos_embed(embed_dim, self.grid_size, num_prefix=1).float()
         self.pos_embed = nn.Parameter(table.unsqueeze(0))  # [1, 1 + N, D]
-        self.blocks = nn.ModuleList(
-            RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values=1.0, grid_size=self.grid_size)
-            for rate in drop_path_rates(drop_path_rate, depth)
-        )
-        self.norm = make_layer_norm(embed_dim) if final_norm else nn.Identity()
+        self.blocks = nn.ModuleList()
+        for rate in drop_path_rates(drop_path_rate, depth):
+            block = RelativeBlock(embed_dim, num_heads, mlp_ratio, rate, init_values=1.0, grid_size=self.grid_size)
+            self.blocks.append(block)
+        self.norm: nn.Module = nn.Identity()
+        self.unused_keys: tuple[str, ...] = ("norm.",)
+        if final_norm:
+            self.norm = make_layer_norm(embed_dim)
+            self.unused_keys = ()
         init_weights(self)
         nn.init.normal_(self.cls_token, std=0.02)
-        self.unused_keys = () if final_norm else ("norm.",)
 
     def adapt_weights(self, tensors: Tensors) -> Tensors:
-        """Returns an encoder's weights under the names here. SimMIM has no position table; it becomes 0."""
-        tensors = dense_names(tensors)
-        if "pos_embed" not in tensors and any(key.endswith(NEW_KEYS[0]) for key in tensors):
-            tensors["pos_embed"] = torch.zeros_like(self.pos_embed)
-        return tensors
+        """Returns an encoder's weights under the names here: no bias of keys, SimMIM's layer scales.
+
+        SimMIM has no position table; it becomes 0.
+        """
+        renamed = rename(tensors, [(r"\.ls([12])\.gamma$", r".gamma_\1")])
+        adapted = {}
+        for name, value in renamed.items():
+            if name.endswith(".attn.qkv.bias"):
+                q_bias, _, v_bias = value.chunk(3)
+                adapted[name.replace("qkv.bias", "q_bias")] = q_bias
+                adapted[name.replace("qkv.bias", "v_bias")] = v_bias
+            else:
+                adapted[name] = value
+        if "pos_embed" not in adapted and any(name.endswith(NEW_KEYS[0]) for name in adapted):
+            adapted["pos_embed"] = torch.zeros_like(self.pos_embed)
+        return adapted
 
     def forward(self, imgs: torch.Tensor) -> list[torch.Tensor]:
         """Returns a map [B, D, rows, columns] for each of `out_blocks`. imgs: normalised images [B, C, H, W]."""
@@ -76,12 +90,3 @@ class DenseViT(PositionedEncoder):
 def pyramid_blocks(depth: int) -> tuple[int, int, int, int]:
     """Returns the blocks after 1/3, 1/2, 2/3 and all of the depth, counted from 0: 3, 5, 7 and 11 of ViT-B."""
     return depth // 3 - 1, depth // 2 - 1, 2 * depth // 3 - 1, depth - 1
-
-
-def dense_names(weights: Tensors) -> Tensors:
-    """Returns an encoder's weights under the names of `DenseViT`: no bias of keys, SimMIM's layer scales."""
-    renamed = rename(weights, [(r"\.ls([12])\.gamma$", r".gamma_\1")])
-    for name in [name for name in renamed if name.endswith(".attn.qkv.bias")]:
-        q_bias, _, v_bias = renamed.pop(name).chunk(3)
-        renamed |= {name.replace("qkv.bias", "q_bias"): q_bias, name.replace("qkv.bias", "v_bias"): v_bias}
-    return renamed

@@ -53,7 +53,9 @@ class Run:
             return False  # which test sets are asked for is not known here
         if self.main == "main_pretrain":
             paths = checkpoint.list_checkpoints(self.folder)
-            info = checkpoint.read_sidecar(paths[-1]) if paths else None
+            if not paths:
+                return False
+            info = checkpoint.read_sidecar(paths[-1])
             return info is not None and info.is_finished
         settings = read_json(self.folder / "settings.json")
         last = read_json(self.folder / "results.json").get("last")
@@ -67,14 +69,21 @@ class Run:
         """The runs that are still to be started, in order, until this one is finished."""
         if self.is_finished:
             return []
-        before = self.needs.pending() if self.needs is not None else []
-        return [*before, self]
+        if self.needs is None:
+            return [self]
+        return [*self.needs.pending(), self]
+
+    def chain(self) -> list["Run"]:
+        """This run, and those whose weights it has needed."""
+        if self.needs is None:
+            return [self]
+        return [self, *self.needs.chain()]
 
     def result(self, measure: str) -> float | None:
         """The measured number of a finished run."""
         if self.main == "main_robustness":
-            found = read_json(self.folder / "robustness.json").get("summary", {}).get(measure, {})
-            return found.get("mce", found.get("top1"))
+            figures = read_json(self.folder / "robustness.json").get("summary", {}).get(measure, {})
+            return figures.get("mce", figures.get("top1"))
         if not self.is_finished:
             return None
         return float(read_json(self.folder / "results.json")["last"][f"val_{measure}"])

@@ -25,23 +25,35 @@ from models_vit import BASE, HUGE, LARGE, SMALL, TINY
 
 TOLERANCE = 1e-5  # of the outputs, absolute and relative
 
-# Sizes of timm's architectures. The first of those that fit equally well is taken.
-SHARED = dict(mlp_ratio=4.0, in_chans=3)
-VIT_SIZES: dict[str, dict[str, Any]] = {
-    f"vit_{name}_patch{side}_224": {**sizes, "patch_size": side, **SHARED}
-    for name, sizes in {"base": BASE, "tiny": TINY, "small": SMALL, "large": LARGE, "huge": HUGE}.items()
-    for side in (16, 14, 8, 32)
-    if timm.is_model(f"vit_{name}_patch{side}_224")
-}
-BEIT_SIZES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": {**BASE, **SHARED}}
-SWIN_SIZES: dict[str, dict[str, Any]] = {
-    f"swin_{name}_patch4_window7_224": {
-        **dict(patch_size=4, embed_dim=width, depths=[2, 2, depth, 2], window_size=7),
-        **dict(num_heads=[width // 32 << stage for stage in range(4)]),
-        **SHARED,
-    }
-    for name, width, depth in (("base", 128, 18), ("tiny", 96, 6), ("small", 96, 18), ("large", 192, 18))
-}
+
+def vit_architectures() -> dict[str, dict[str, Any]]:
+    """Returns the sizes of timm's plain ViTs. The first of those that fit a model equally well is taken."""
+    architectures = {}
+    for size, widths in {"base": BASE, "tiny": TINY, "small": SMALL, "large": LARGE, "huge": HUGE}.items():
+        for patch_size in (16, 14, 8, 32):
+            name = f"vit_{size}_patch{patch_size}_224"
+            if timm.is_model(name):
+                architectures[name] = {**widths, "patch_size": patch_size}
+    return architectures
+
+
+def swin_architectures() -> dict[str, dict[str, Any]]:
+    """Returns the sizes of timm's Swins, see `vit_architectures`."""
+    architectures = {}
+    for size, width, depth in (("base", 128, 18), ("tiny", 96, 6), ("small", 96, 18), ("large", 192, 18)):
+        architectures[f"swin_{size}_patch4_window7_224"] = {
+            "patch_size": 4,
+            "embed_dim": width,
+            "depths": [2, 2, depth, 2],
+            "num_heads": [width // 32 << stage for stage in range(4)],
+            "window_size": 7,
+        }
+    return architectures
+
+
+VIT_ARCHITECTURES = vit_architectures()
+BEIT_ARCHITECTURES: dict[str, dict[str, Any]] = {"beit_base_patch16_224": dict(BASE)}
+SWIN_ARCHITECTURES = swin_architectures()
 
 
 def is_classifier(model: nn.Module) -> bool:
@@ -52,7 +64,9 @@ def is_classifier(model: nn.Module) -> bool:
 def num_outputs(classifier: nn.Module) -> int:
     """Returns the number of classes of a classifier, which may have the head of a linear probe."""
     head = classifier.head
-    return (head[-1] if isinstance(head, nn.Sequential) else head).out_features
+    if isinstance(head, nn.Sequential):
+        head = head[-1]
+    return head.out_features
 
 
 def timm_weights(model: nn.Module) -> Tensors:
@@ -63,15 +77,18 @@ def timm_weights(model: nn.Module) -> Tensors:
     """
     state = model.state_dict()
     if getattr(model, "num_cls_tokens", 1) > 1:
-        state["cls_token"], state["reg_token"] = (x.contiguous() for x in state["cls_token"].tensor_split([1], dim=1))
-    if not is_classifier(model) or not isinstance(model.head, nn.Sequential):
-        return state
-    # BatchNorm, then linear: W ((x - mean) / s) + b = (W / s) x + (b - (W / s) mean), with s = sqrt(var + eps).
-    without_head = {name: value for name, value in state.items() if not name.startswith("head.")}
-    names = ("0.running_mean", "0.running_var", "1.weight", "1.bias")
-    mean, var, weight, bias = (state[f"head.{name}"].double() for name in names)
-    weight = weight / (var + model.head[0].eps).sqrt()
-    return without_head | {"head.weight": weight.float(), "head.bias": (bias - weight @ mean).float()}
+        tokens = state["cls_token"]
+        state["cls_token"] = tokens[:, :1].contiguous()
+        state["reg_token"] = tokens[:, 1:].contiguous()
+    if is_classifier(model) and isinstance(model.head, nn.Sequential):
+        norm, linear = model.head
+        state = {name: value for name, value in state.items() if not name.startswith("head.")}
+        # W ((x - mean) / s) + b = (W / s) x + (b - (W / s) mean), with s = sqrt(var + eps).
+        weight = linear.weight.detach().double() / (norm.running_var.double() + norm.eps).sqrt()
+        bias = linear.bias.detach().double() - weight @ norm.running_mean.double()
+        state["head.weight"] = weight.float()
+        state["head.bias"] = bias.float()
+    return state
 
 
 def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -80,57 +97,86 @@ def timm_arguments(model: nn.Module) -> tuple[str, dict[str, Any]]:
     The architecture is the one that shares most sizes with the model. Its other sizes become arguments. An encoder of a
     BEiT has the pooling `token`, because timm drops the final norm for `avg`.
     """
-    sizes = dict(patch_size=model.patch_size, embed_dim=model.embed_dim, in_chans=model.in_chans)
-    others: dict[str, Any] = {}
-    if isinstance(model, SwinEncoder):
-        known, blocks = SWIN_SIZES, [stage.blocks[0] for stage in model.layers]
-        sizes |= dict(depths=list(model.depths), num_heads=[block.attn.num_heads for block in blocks])
-        sizes["window_size"] = max(stage.window for stage in model.layers)
-    else:
-        known, blocks = VIT_SIZES, model.blocks
-        sizes |= dict(depth=len(blocks), num_heads=blocks[0].attn.num_heads)
+    sizes, architectures = sizes_of(model)
+    name = max(architectures, key=lambda name: num_equal(architectures[name], sizes))
+    options: dict[str, Any] = {}
+    height, width = model.img_size
+    if height != width:
+        options["img_size"] = (height, width)
+    elif height != 224:
+        options["img_size"] = height
+    known = {**architectures[name], "in_chans": 3, "mlp_ratio": 4.0}
+    for option, value in sizes.items():
+        if value != known[option]:
+            options[option] = value
     if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
-        known, others = BEIT_SIZES, {"global_pool": "token"}
-    if (num_registers := getattr(model, "num_cls_tokens", 1) - 1) > 0:
-        others["reg_tokens"] = num_registers
-        if is_classifier(model) and model.global_pool == "token":
+        options["global_pool"] = "token"
+    num_registers = getattr(model, "num_cls_tokens", 1) - 1
+    if num_registers > 0:
+        options["reg_tokens"] = num_registers
+    if isinstance(model, AbsoluteViTEncoder):
+        options["use_abs_pos_emb"] = True
+        options["use_rel_pos_bias"] = False
+    if not is_classifier(model):
+        options["num_classes"] = 0
+    else:
+        if num_registers > 0 and model.global_pool == "token":
             raise ValueError(
                 f"timm reads one class token, and this classifier the mean of {model.num_cls_tokens}: only classifiers "
                 "with --global_pool avg can be exported; main_finetune.py --eval --resume takes it as it is"
             )
-    if isinstance(model, AbsoluteViTEncoder):
-        others |= dict(use_abs_pos_emb=True, use_rel_pos_bias=False)
-    sizes["mlp_ratio"] = blocks[0].mlp.fc1.out_features / model.embed_dim
-    name = max(known, key=lambda name: sum(sizes[key] == value for key, value in known[name].items()))
-    options = {key: value for key, value in sizes.items() if value != known[name][key]} | others
-    height, width = model.img_size
-    if (height, width) != (224, 224):
-        options = {"img_size": height if height == width else (height, width)} | options
-    if not is_classifier(model):
-        return name, options | {"num_classes": 0}
-    return name, options | {"global_pool": model.global_pool, "num_classes": num_outputs(model)}
+        options["global_pool"] = model.global_pool
+        options["num_classes"] = num_outputs(model)
+    return name, options
+
+
+def sizes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns (the sizes of a model under timm's names, the sizes of timm's architectures of its kind)."""
+    sizes = {"patch_size": model.patch_size, "embed_dim": model.embed_dim}
+    if isinstance(model, SwinEncoder):
+        first_blocks = [stage.blocks[0] for stage in model.layers]
+        sizes["depths"] = list(model.depths)
+        sizes["num_heads"] = [block.attn.num_heads for block in first_blocks]
+        sizes["window_size"] = max(stage.window for stage in model.layers)
+        architectures = SWIN_ARCHITECTURES
+    else:
+        first_blocks = [model.blocks[0]]
+        sizes["depth"] = len(model.blocks)
+        sizes["num_heads"] = first_blocks[0].attn.num_heads
+        architectures = VIT_ARCHITECTURES
+    if isinstance(model, (RelativeViTEncoder, AbsoluteViTEncoder)):
+        architectures = BEIT_ARCHITECTURES
+    sizes["in_chans"] = model.in_chans
+    sizes["mlp_ratio"] = first_blocks[0].mlp.fc1.out_features / model.embed_dim
+    return sizes, architectures
+
+
+def num_equal(architecture: Mapping[str, Any], sizes: Mapping[str, Any]) -> int:
+    """Returns how many sizes of an architecture are those of a model."""
+    return sum(sizes[name] == value for name, value in architecture.items())
 
 
 @torch.inference_mode()
-def largest_difference(ours: nn.Module, theirs: nn.Module, whose: str = "timm's") -> str:
-    """Returns the largest difference of a model's features or logits from ours, as text. whose: it is, for errors.
+def largest_difference(ours: nn.Module, theirs: nn.Module) -> str:
+    """Returns the largest difference of a model's features or logits from ours, as text.
 
     The outputs of two random images are compared in float32. If they differ by more than TOLERANCE, which may be
     rounding, they are compared in float64. Raises ValueError if they still differ, FloatingPointError if they are not
     finite.
     """
-    imgs, differences = random_images(ours), []
+    imgs = random_images(ours)
+    differences = []
     for dtype in (torch.float32, torch.float64):
-        models = ours.to(dtype), theirs.to(dtype)
-        expected, output = (output_of(model, imgs.to(dtype), is_classifier(ours)) for model in models)
+        expected = output_of(ours.to(dtype), imgs.to(dtype), is_classifier(ours))
+        output = output_of(theirs.to(dtype), imgs.to(dtype), is_classifier(ours))
         differences.append(f"{(output - expected).abs().max().item():.1e}")
         if torch.allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE):
             return " in float32, which is rounding: in float64 ".join(differences)
-    outputs = "logits" if is_classifier(ours) else "features"
-    rows = " (timm shifts the windows of a stage that is one row of windows)" if isinstance(ours, SwinEncoder) else ""
+    hint = ""
+    if isinstance(ours, SwinEncoder):
+        hint = " (timm shifts the windows of a stage that is one row of windows)"
     raise ValueError(
-        f"{whose} {outputs} differ from ours by up to {differences[-1]}, more than {TOLERANCE}{rows}; nothing is "
-        "written"
+        f"its outputs differ from ours by up to {differences[-1]}, more than {TOLERANCE}{hint}; nothing is written"
     )
 
 
@@ -145,12 +191,15 @@ def output_of(model: nn.Module, imgs: torch.Tensor, as_classifier: bool) -> torc
 
     FloatingPointError if they are not finite.
     """
-    output = model(imgs) if as_classifier else model.forward_features(imgs)
+    if as_classifier:
+        output = model(imgs)
+    else:
+        output = model.forward_features(imgs)
     if not output.isfinite().all():
-        raise FloatingPointError(
-            f"the {'logits' if as_classifier else 'features'} of two random images are not finite; nothing is written"
-        )
-    return output.flatten(1, 2) if output.ndim == 4 else output  # timm's Swin keeps the grid
+        raise FloatingPointError("the outputs of the model for two random images are not finite; nothing is written")
+    if output.ndim == 4:  # timm's Swin keeps the grid
+        output = output.flatten(1, 2)
+    return output
 
 
 def data_config(model: nn.Module, settings: Mapping[str, Any], mean: list[float], std: list[float]) -> dict[str, Any]:
@@ -158,16 +207,26 @@ def data_config(model: nn.Module, settings: Mapping[str, Any], mean: list[float]
 
     settings: those of the run. mean, std: of the pixels.
     """
-    in_chans, size = model.in_chans, list(model.img_size)
-    return dict(
-        input_size=[in_chans, *size],
-        fixed_input_size=True,
-        mean=mean,
-        std=std,
-        crop_pct=settings.get("crop_pct") or (0.875 if max(size) <= 224 else 1.0),
-        interpolation="bicubic",
-        num_classes=timm_arguments(model)[1]["num_classes"],
-        # Older versions of timm drop a first kernel of another number of channels if they know its name.
-        first_conv="patch_embed.proj" if in_chans in (1, 3) else None,
-        classifier="head.fc" if isinstance(model, SwinEncoder) else "head",
-    )
+    size = list(model.img_size)
+    crop_pct = settings.get("crop_pct")
+    if crop_pct is None:
+        crop_pct = 0.875
+        if max(size) > 224:
+            crop_pct = 1.0
+    config = {
+        "input_size": [model.in_chans, *size],
+        "fixed_input_size": True,
+        "mean": mean,
+        "std": std,
+        "crop_pct": crop_pct,
+        "interpolation": "bicubic",
+        "num_classes": timm_arguments(model)[1]["num_classes"],
+        "first_conv": None,
+        "classifier": "head",
+    }
+    # Older versions of timm drop a first kernel of another number of channels if they know its name.
+    if model.in_chans in (1, 3):
+        config["first_conv"] = "patch_embed.proj"
+    if isinstance(model, SwinEncoder):
+        config["classifier"] = "head.fc"
+    return config

@@ -45,17 +45,21 @@ def transformers_class(model: nn.Module) -> str:
     """Returns the name of the class that equals a model of this project."""
     if isinstance(model, MaskedAutoencoderViT):
         return "ViTMAEForPreTraining"
-    return "ViTForImageClassification" if is_classifier(model) else "ViTModel"
+    if is_classifier(model):
+        return "ViTForImageClassification"
+    return "ViTModel"
 
 
 def transformers_names(weights: Tensors, name: str) -> Tensors:
     """Returns weights with the names of MAE's releases under those of the class `name`. All share no memory."""
-    patterns = _NAMES if name == "ViTModel" else (*_NAMES, _INSIDE)
+    patterns = [*_NAMES]
+    if name != "ViTModel":
+        patterns.append(_INSIDE)
     renamed: Tensors = {}
     for key, value in rename(weights, patterns).items():
         if ".qkv." in key:
-            parts = zip(("query", "key", "value"), value.chunk(3), strict=True)
-            renamed |= {key.replace("qkv", part): tensor.clone() for part, tensor in parts}
+            for part, tensor in zip(("query", "key", "value"), value.chunk(3), strict=True):
+                renamed[key.replace("qkv", part)] = tensor.clone()
         else:
             renamed[key] = value
     return renamed
@@ -63,22 +67,26 @@ def transformers_names(weights: Tensors, name: str) -> Tensors:
 
 def transformers_config(model: nn.Module, classes: Sequence[str] | None, mask_ratio: float | None) -> dict[str, Any]:
     """Returns the content of config.json. classes: names of a classifier's outputs. mask_ratio: of a pre-training."""
-    name, (height, width) = transformers_class(model), model.img_size
+    height, width = model.img_size
     config = {
-        "architectures": [name],
+        "architectures": [transformers_class(model)],
         "model_type": "vit",
-        "image_size": height if height == width else [height, width],
+        "image_size": [height, width],
         "patch_size": model.patch_size,
         "num_channels": model.in_chans,
         "layer_norm_eps": model.blocks[0].norm1.eps,  # the library's default is 1e-12
         "hidden_act": "gelu",
         **_block_sizes(model.blocks),
     }
+    if height == width:
+        config["image_size"] = height
     if isinstance(model, MaskedAutoencoderViT):
-        decoder = {f"decoder_{key}": value for key, value in _block_sizes(model.decoder.blocks).items()}
-        training = {"mask_ratio": mask_ratio, "norm_pix_loss": model.norm_pix_loss}
-        return config | {"model_type": "vit_mae"} | decoder | training
-    if is_classifier(model):
+        config["model_type"] = "vit_mae"
+        config["mask_ratio"] = mask_ratio
+        config["norm_pix_loss"] = model.norm_pix_loss
+        for key, value in _block_sizes(model.decoder.blocks).items():
+            config[f"decoder_{key}"] = value
+    elif is_classifier(model):
         labels = classes or [f"LABEL_{i}" for i in range(num_outputs(model))]
         config["id2label"] = {str(i): label for i, label in enumerate(labels)}
         config["label2id"] = {label: i for i, label in enumerate(labels)}
@@ -100,13 +108,18 @@ def processor_config(model: nn.Module, facts: Mapping[str, Any]) -> dict[str, An
     facts: mean, std, and, if they are known, the type of the pixels and crop_pct. A rectangle is resized without its
     aspect ratio.
     """
-    view, pixels = ResizeCenterCrop(model.img_size, facts.get("crop_pct")), facts.get("pixels") or "uint8"
-    (height, width), (rows, columns) = view.size, view.resized
+    view = ResizeCenterCrop(model.img_size, facts.get("crop_pct"))
+    pixels = facts.get("pixels") or "uint8"
+    height, width = view.size
+    rows, columns = view.resized
+    size = {"height": rows, "width": columns}
+    if height == width:
+        size = {"shortest_edge": rows}
     return {
         "image_processor_type": "BitImageProcessor",  # unlike ViT's, it crops
         "do_convert_rgb": model.in_chans == 3,
         "do_resize": True,
-        "size": {"shortest_edge": rows} if height == width else {"height": rows, "width": columns},
+        "size": size,
         "resample": BICUBIC,
         "do_center_crop": True,
         "crop_size": {"height": height, "width": width},

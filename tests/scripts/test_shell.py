@@ -48,7 +48,8 @@ def test_the_path_of_python_may_hold_a_space(project):
     command = "set -euo pipefail; source scripts/setup.sh; find_python"
     assert bash(command, project, PYTHON=str(python)).stdout == f"{python}\n"
     done = bash(command, project, PYTHON=str(project / "no python"))
-    assert done.returncode == 1 and "no Python >= 3.10" in done.stderr
+    assert done.returncode == 1
+    assert "no Python >= 3.10" in done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the script must be run as root")
@@ -65,4 +66,6 @@ def test_slurm_needs_all_of_its_daemons(tmp_path, lacking):
         text=True,
         timeout=240,
     )
-    assert done.returncode == 1 and f"{lacking} is not installed: run" in done.stderr and "started" not in done.stderr
+    assert done.returncode == 1
+    assert f"{lacking} is not installed: run" in done.stderr
+    assert "started" not in done.stderr

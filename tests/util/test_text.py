@@ -1,6 +1,8 @@
+"""Words for messages."""
+
 import pytest
 
-from util.text import count_of, duration, shorten
+from util.text import close_to, count_of, duration, shorten
 
 
 @pytest.mark.parametrize(
@@ -21,9 +23,25 @@ def test_counts(number, noun, expected):
 
 
 def test_short_lists():
-    assert shorten(["a", "b"]) == "a, b" and shorten([]) == ""
-    assert shorten(["a", "b", "c"], 3) == "a, b, c" and shorten(["a", "b", "c"], 2) == "a, b, ..."
+    assert shorten([]) == ""
+    assert shorten(["a", "b", "c"], 3) == "a, b, c"
+    assert shorten(["a", "b", "c"], 2) == "a, b, ..."
 
 
 def test_durations():
-    assert (duration(3723.4), duration(59.6)) == ("1:02:03", "0:01:00")
+    assert duration(3723.4) == "1:02:03"
+    assert duration(59.6) == "0:01:00"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("red", "; close to it: red_fox, infrared"),
+        ("blu", "; close to it: blue"),
+        ("bleu", "; close to it: blue"),
+        ("zzz", ""),
+    ],
+)
+def test_close_names(name, expected):
+    """Those that begin with it come first."""
+    assert close_to(name, ["infrared", "red_fox", "blue"]) == expected

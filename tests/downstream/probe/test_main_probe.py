@@ -39,48 +39,67 @@ def encoder(tmp_path_factory):
 
 
 def command(encoder, data, output_dir, *flags):
-    found = [encoder, *SMALL.split(), "--data_path", data, "--output_dir", output_dir, *flags]
-    return [str(word) for word in found]
+    words = [encoder, *SMALL.split(), "--data_path", data, "--output_dir", output_dir, *flags]
+    return [str(word) for word in words]
 
 
-def probe(*arguments):
-    main_probe.main(command(*arguments))
-    return json.loads((arguments[2] / "probe.json").read_text())
+def probe(encoder, data, output_dir, *flags):
+    main_probe.main(command(encoder, data, output_dir, *flags))
+    return json.loads((output_dir / "probe.json").read_text())
 
 
 def fails(capsys, *arguments, code=2):
     return refused(capsys, main_probe.main, *command(*arguments), code=code)
 
 
+def slow_features(model, path):
+    """{(block, feature): vector} of an image, by the model's own blocks."""
+    img = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+    img = Normalize()(ResizeCenterCrop(32)(img)[None])
+    features = {}
+    with torch.no_grad():
+        x = model.prepend_cls_token(model.patch_embed(model.patchify(img)) + model.pos_embed[:, 1:])
+        for number, block in enumerate(model.blocks, 1):
+            x = block(x)
+            tokens = model.norm(x)[0].numpy()
+            features[number, "cls"] = tokens[0]
+            features[number, "mean"] = tokens[1:].mean(axis=0)
+    return features
+
+
+def slow_split(model, folder):
+    """(features of each image, labels) of a folder with cats and dogs."""
+    features = []
+    labels = []
+    for label, name in enumerate(("cat", "dog")):
+        for path in sorted((folder / name).iterdir()):
+            features.append(slow_features(model, path))
+            labels.append(label)
+    return features, labels
+
+
 def test_knn_of_all_blocks_features_and_neighbours_equals_a_loop(encoder, data, tmp_path):
     rows = probe(encoder, data, tmp_path, "--probes", "knn", "--blocks", 2, 4)["results"]
-    model, _ = registry.load_run(encoder)
-    view, normalize, found = ResizeCenterCrop(32), Normalize(), {}
-    for split in ("train", "val"):
-        for label, name in enumerate(("cat", "dog")):
-            for path in sorted((data / split / name).iterdir()):
-                img = view(torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1))
-                with torch.no_grad():
-                    x = model.prepend_cls_token(
-                        model.patch_embed(model.patchify(normalize(img[None]))) + model.pos_embed[:, 1:]
-                    )
-                    tokens = [model.norm(x := block(x))[0].numpy() for block in model.blocks]
-                found.setdefault(split, []).append((label, tokens))
-    labels = [label for label, _ in found["train"]]
-    assert len(rows) == 2 * 2 * 2 * 3 and [row["k"] for row in rows[:3]] == [10, 20, 24]  # of 24 images
-    for row in rows:
-        pick = (lambda t: t[1:].mean(axis=0)) if row["feature"] == "mean" else lambda t: t[0]
-        vectors = {split: [pick(t[row["block"] - 1]) for _, t in items] for split, items in found.items()}
-        moments = mean_and_std(vectors["train"]) if row["scaling"] == "z" else None
-        hits = [
-            slow_ranking(vectors["train"], labels, q, 2, row["k"], moments)[0] == label
-            for q, (label, _) in zip(vectors["val"], found["val"], strict=True)
-        ]
-        assert row["top1"] == pytest.approx(100 * np.mean(hits)) and "top5" not in row, row
+    assert len(rows) == 2 * 2 * 2 * 3
+    assert [row["k"] for row in rows[:3]] == [10, 20, 24]  # of 24 images
     assert len({row["top1"] for row in rows}) > 1
+    model, _ = registry.load_run(encoder)
+    bank, bank_labels = slow_split(model, data / "train")
+    queries, query_labels = slow_split(model, data / "val")
+    for row in rows:
+        name = (row["block"], row["feature"])
+        vectors = [features[name] for features in bank]
+        moments = None
+        if row["scaling"] == "z":
+            moments = mean_and_std(vectors)
+        hits = []
+        for features, label in zip(queries, query_labels, strict=True):
+            ranking = slow_ranking(vectors, bank_labels, features[name], 2, row["k"], moments)
+            hits.append(ranking[0] == label)
+        assert row["top1"] == pytest.approx(100 * np.mean(hits)), row
 
 
-def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path, capsys):
+def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path):
     """Dark and bright images. The chosen head is the best on the held-out images."""
     for split, number in (("train", 20), ("val", 6)):
         for name, low in (("dark", 0), ("bright", 128)):
@@ -89,62 +108,79 @@ def test_a_probe_learns_what_can_be_learnt_and_writes_it_down(encoder, tmp_path,
                 pixels = np.random.default_rng(i).integers(low, low + 100, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / split / name / f"{i}.png")
     content = probe(encoder, tmp_path, tmp_path / "out", "--probes", "linear", "attentive", "--steps", 40)
-    rows = {(row["feature"], row["probe"]): row for row in content["results"]}
-    assert rows.keys() == {("mean", "linear"), ("cls", "linear"), ("patches", "attentive")}
-    for (feature, kind), row in rows.items():
-        heads = [h for h in content["held_out"] if (h["feature"], h["probe"]) == (feature, kind)]
-        assert [(h["lr"], h["weight_decay"]) for h in heads] == list(GRID) and len(heads) == 30
-        assert row["held_out_top1"] == max(h["held_out_top1"] for h in heads)
-        assert row["block"] == 4 and "top5" not in row  # of two classes
-    assert rows["mean", "linear"]["top1"] == rows["patches", "attentive"]["top1"] == 100
-    out = capsys.readouterr().out
-    assert "step 40/40: mean loss of all heads" in out and "| attentive | 4     | patches | lr" in out
+    chosen = {(row["feature"], row["probe"]): row for row in content["results"]}
+    assert chosen.keys() == {("mean", "linear"), ("cls", "linear"), ("patches", "attentive")}
+    assert chosen["mean", "linear"]["top1"] == chosen["patches", "attentive"]["top1"] == 100
+    for (feature, kind), row in chosen.items():
+        assert "top5" not in row  # of two classes
+        heads = [head for head in content["held_out"] if (head["feature"], head["probe"]) == (feature, kind)]
+        assert [(head["lr"], head["weight_decay"]) for head in heads] == list(GRID)
+        assert row["held_out_top1"] == max(head["held_out_top1"] for head in heads)
 
 
 def test_the_held_out_tenth_never_trains(encoder, data, tmp_path, monkeypatch):
-    loads, getitem = [], engine_probe.AddressedDataset.__getitem__
+    getitem = engine_probe.AddressedDataset.__getitem__
+    trained_on = set()
+    selected_by = []
 
     def note(self, address):
-        images, i = self.images, address[1]
-        is_subset = isinstance(images, engine_probe.ImageSubset)
-        loads.append((type(self.transform), len(images), int(images.indices[i]) if is_subset else i))
+        i = address[1]
+        if isinstance(self.transform, RandomResizedCropFlip):
+            trained_on.add(int(self.images.indices[i]))
+        elif len(self.images) == 24:
+            selected_by.append(i)
         return getitem(self, address)
 
     monkeypatch.setattr(engine_probe.AddressedDataset, "__getitem__", note)
     probe(encoder, data, tmp_path, "--probes", "linear")
     training, held_out = split_held_out(24)
-    assert len(held_out) == 2 and sorted([*training, *held_out]) == list(range(24))
-    assert {i for kind, _, i in loads if kind is RandomResizedCropFlip} == set(training)
-    assert [i for kind, number, i in loads if kind is ResizeCenterCrop and number == 24] == list(held_out)
+    assert sorted([*training, *held_out]) == list(range(24))
+    assert trained_on == set(training)
+    assert selected_by == list(held_out)
 
 
-def test_the_split_is_a_permutation_that_no_flag_changes():
+def test_the_split_is_a_permutation():
     training, held_out = split_held_out(1000)
-    assert len(held_out) == 100 and not set(training) & set(held_out)
-    assert abs(np.mean(held_out) - 499.5) < 100 and len(np.unique(np.diff(held_out))) > 10
-    assert np.array_equal(held_out, split_held_out(1000)[1])
+    assert len(held_out) == 100
+    assert not set(training) & set(held_out)
+    assert abs(np.mean(held_out) - 499.5) < 100
+    assert len(np.unique(np.diff(held_out))) > 10
 
 
 def test_the_schedule_warms_up_linearly_and_ends_at_zero():
-    rates = [rate_at(step, 1000) for step in range(1001)]
-    assert rates[0] == 0 and rates[50] == pytest.approx(0.5) and rates[100] == 1 == max(rates)
-    assert rates[550] == pytest.approx(0.5) and rates[1000] == pytest.approx(0, abs=1e-12)
-    assert rates[325] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
+    assert rate_at(0, 1000) == 0
+    assert rate_at(50, 1000) == pytest.approx(0.5)
+    assert rate_at(100, 1000) == 1
+    assert rate_at(325, 1000) == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
+    assert rate_at(550, 1000) == pytest.approx(0.5)
+    assert rate_at(1000, 1000) == pytest.approx(0, abs=1e-12)
 
 
-def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys, monkeypatch):
-    content = probe(encoder, data, tmp_path / "out", "--probes", "knn")
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
-        assert probe(encoder, data, tmp_path / "out", "--probes", "knn") == content
-    assert "already holds 1 of 1 part: knn" in capsys.readouterr().out
-    message = fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn", "--blocks", 3)
+@pytest.fixture
+def never_computed(monkeypatch):
+    monkeypatch.setattr(engine_probe, "extract_features", lambda *_: pytest.fail("computed"))
+
+
+@pytest.fixture
+def with_results(encoder, data, tmp_path):
+    """A folder with the results of kNN."""
+    probe(encoder, data, tmp_path / "out", "--probes", "knn")
+    return tmp_path / "out"
+
+
+def test_finished_results_are_not_computed_again(encoder, data, with_results, never_computed):
+    before = json.loads((with_results / "probe.json").read_text())
+    assert probe(encoder, data, with_results, "--probes", "knn") == before
+
+
+def test_results_of_others_are_never_overwritten(encoder, data, tmp_path, with_results, capsys, never_computed):
+    before = (with_results / "probe.json").read_bytes()
+    message = fails(capsys, encoder, data, with_results, "--probes", "knn", "--blocks", 3)
     assert "probe.json' holds other results (blocks was [4] and now is [3]); choose another --output_dir" in message
     other = write_encoder(tmp_path / "other", seed=1)
-    assert "holds other results (checkpoint was" in fails(capsys, other, data, tmp_path / "out", "--probes", "knn")
-    assert json.loads((tmp_path / "out" / "probe.json").read_text()) == content
-    (tmp_path / "out" / "probe.json").write_text("[]")
-    assert "is no result of this program" in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
+    message = fails(capsys, other, data, with_results, "--probes", "knn")
+    assert "holds other results (checkpoint was" in message
+    assert (with_results / "probe.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -153,29 +189,16 @@ def test_results_are_never_overwritten_by_others(encoder, data, tmp_path, capsys
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--blocks 5", "--blocks must lie between 1 and 4, the blocks of"),
         ("--total_batch_size 23", "nine tenths of the training set are 22 images, fewer than one batch of 23"),
-        (
-            "--total_batch_size 8 --batch_size 3",
-            "cannot be split into --batch_size 3 on 1 process",
-        ),
+        ("--total_batch_size 8 --batch_size 3", "cannot be split into --batch_size 3 on 1 process"),
         ("--input_size 30", "30 x 30 is not divisible by patch_size 4"),
         ("--crop_scale 0 1", "--crop_scale must be two areas"),
-        ("--probes efficient", "invalid choice: 'efficient'"),
         ("--timm no_such_model", "--timm 'no_such_model' is no model of timm"),
         ("--output_dir {data}/train", "lies inside the image folder"),
         ("--data_path {tmp}/nowhere", "nowhere' is not a folder"),
         ("--data_path {data}/train", "has no folder train/"),
     ],
 )
-def test_errors_are_one_paragraph_before_anything_is_computed(
-    encoder,
-    data,
-    tmp_path,
-    capsys,
-    monkeypatch,
-    flags,
-    message,
-):
-    monkeypatch.setattr(engine_probe, "extract_features", lambda *_: pytest.fail("computed"))
+def test_bad_flags_are_refused(encoder, data, tmp_path, capsys, never_computed, flags, message):
     words = [word.format(data=data, tmp=tmp_path) for word in flags.split()]
     assert message in fails(capsys, encoder, data, tmp_path / "out", *words)
     assert not (tmp_path / "out" / "probe.json").exists()
@@ -184,67 +207,77 @@ def test_errors_are_one_paragraph_before_anything_is_computed(
 @pytest.mark.parametrize(("image", "split"), [(5, 24), (24 + 3, 10)])
 def test_knn_of_features_that_are_not_finite_is_refused(encoder, data, tmp_path, capsys, monkeypatch, image, split):
     """One image of the 24 in train/, or of the 10 in val/, has a feature that is NaN."""
-    vectors, seen = FrozenEncoder.vectors, [0]
+    vectors = FrozenEncoder.vectors
+    num_seen = [0]
 
     def damaged(self, imgs):
-        found = vectors(self, imgs)
-        if seen[0] <= image < seen[0] + len(imgs):
-            found["4 cls"][image - seen[0], 7] = torch.nan
-        seen[0] += len(imgs)
-        return found
+        features = vectors(self, imgs)
+        first = num_seen[0]
+        if first <= image < first + len(imgs):
+            features["4 cls"][image - first, 7] = torch.nan
+        num_seen[0] += len(imgs)
+        return features
 
     monkeypatch.setattr(FrozenEncoder, "vectors", damaged)
-    message = fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn", code=3)
-    expected = f"features (cls, block 4) of 1 of {split} images are not finite: try --precision fp32"
-    assert expected in message and not (tmp_path / "out" / "probe.json").exists()
+    message = fails(capsys, encoder, data, tmp_path, "--probes", "knn", code=3)
+    assert f"features (cls, block 4) of 1 of {split} images are not finite: try --precision fp32" in message
 
 
-def test_heads_whose_logits_are_not_finite_are_not_chosen(encoder, data, tmp_path, capsys, monkeypatch):
-    """First one head of each grid has diverged, then all of them have."""
-    train_heads, diverged = engine_probe.Probing.train_heads, slice(3, 4)
+@pytest.fixture
+def diverge(monkeypatch):
+    """Makes these heads of one grid diverge in training."""
+    train_heads = engine_probe.Probing.train_heads
 
-    def diverging(self, *how):
-        finished = train_heads(self, *how)
-        probes = how[0]
-        for head in [*probes.grids["4 mean linear"].heads][diverged]:
-            head.weight.data[:] = torch.nan
-        return finished
+    def install(heads):
+        def diverging(self, probes, stop):
+            has_finished = train_heads(self, probes, stop)
+            for head in [*probes.grids["4 mean linear"].heads][heads]:
+                head.weight.data[:] = torch.nan
+            return has_finished
 
-    monkeypatch.setattr(engine_probe.Probing, "train_heads", diverging)
-    content = probe(encoder, data, tmp_path / "one", "--probes", "linear")
+        monkeypatch.setattr(engine_probe.Probing, "train_heads", diverging)
+
+    return install
+
+
+def test_a_head_that_has_diverged_is_not_chosen(encoder, data, tmp_path, diverge):
+    diverge(slice(3, 4))
+    content = probe(encoder, data, tmp_path, "--probes", "linear")
     scores = [head["held_out_top1"] for head in content["held_out"] if head["feature"] == "mean"]
-    assert scores[3] == 0 and max(scores) > 0
-    diverged = slice(None)
-    message = fails(capsys, encoder, data, tmp_path / "all", "--probes", "linear", code=3)
+    assert scores[3] == 0
+    assert max(scores) > 0
+
+
+def test_heads_that_have_all_diverged_have_no_results(encoder, data, tmp_path, capsys, diverge):
+    diverge(slice(None))
+    message = fails(capsys, encoder, data, tmp_path, "--probes", "linear", code=3)
     assert "the logits of all heads (4 mean linear) are not finite" in message
-    assert not (tmp_path / "all" / "probe.json").exists()
+    assert not (tmp_path / "probe.json").exists()
 
 
 def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_probe.StopSignal, "agreed", lambda stop: True)
-    words = command(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
-    assert main_probe.main(words) is False
-    kept = json.loads((tmp_path / "out" / "probe.json").read_text())
+    probes = ("--probes", "knn", "linear")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_probe.StopSignal, "agreed", lambda stop: True)
+        assert main_probe.main(command(encoder, data, tmp_path, *probes)) is False
+    kept = json.loads((tmp_path / "probe.json").read_text())
     assert list(kept["parts"]) == ["knn"]
-    monkeypatch.undo()
     monkeypatch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed again"))
-    content = probe(encoder, data, tmp_path / "out", "--probes", "knn", "linear")
-    assert list(content["parts"]) == ["knn", "heads"] and content["results"][: len(kept["results"])] == kept["results"]
+    content = probe(encoder, data, tmp_path, *probes)
+    assert list(content["parts"]) == ["knn", "heads"]
+    assert content["parts"]["knn"] == kept["parts"]["knn"]
 
 
-def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, monkeypatch):
-    with held_by_another_process(tmp_path / "out") as message, monkeypatch.context() as patch:
-        patch.setattr(engine_probe.Probing, "knn", lambda self: pytest.fail("computed"))
+def test_a_folder_takes_one_program_at_a_time(encoder, data, tmp_path, capsys, never_computed):
+    with held_by_another_process(tmp_path / "out") as message:
         assert message in fails(capsys, encoder, data, tmp_path / "out", "--probes", "knn")
-    probe(encoder, data, tmp_path / "out", "--probes", "knn")  # a lock goes with its process
 
 
-def test_batches_that_do_not_fit_into_shared_memory_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["knn", "linear"])
+def test_batches_that_do_not_fit_into_shared_memory_are_refused(encoder, data, tmp_path, capsys, monkeypatch, kind):
     monkeypatch.setattr(loader, "free_bytes", lambda: 1000)
-    for probes in ("knn", "linear"):
-        assert "/dev/shm has 0.0 MB free" in fails(
-            capsys, encoder, data, tmp_path, "--probes", probes, "--num_workers", 1
-        )
+    message = fails(capsys, encoder, data, tmp_path, "--probes", kind, "--num_workers", 1)
+    assert "/dev/shm has 0.0 MB free" in message
 
 
 def test_an_encoder_must_be_named(data, tmp_path, capsys):
@@ -253,15 +286,15 @@ def test_an_encoder_must_be_named(data, tmp_path, capsys):
 
 
 def test_two_processes_give_the_results_of_one(encoder, data, tmp_path):
+    """Of kNN exactly. Of the heads nearly always: gradients are summed in another order."""
     flags = ("--batch_size", 2, "--blocks", 4)
     code, out = run_by_torchrun("downstream/probe/main_probe.py", *command(encoder, data, tmp_path / "two", *flags))
     assert code == 0, out[-3000:]
-    two, one = json.loads((tmp_path / "two" / "probe.json").read_text()), probe(encoder, data, tmp_path / "one", *flags)
-    assert two["settings"] == one["settings"] and len(one["results"]) == 12 + 3
-    for ours, theirs in zip(two["results"][:12], one["results"][:12], strict=True):
-        assert ours == theirs
-    same = [
-        ours["held_out_top1"] == theirs["held_out_top1"]
-        for ours, theirs in zip(two["held_out"], one["held_out"], strict=True)
-    ]
-    assert len(same) == 90 and np.mean(same) > 0.95
+    one = probe(encoder, data, tmp_path / "one", *flags)
+    two = json.loads((tmp_path / "two" / "probe.json").read_text())
+    assert two["settings"] == one["settings"]
+    assert two["parts"]["knn"] == one["parts"]["knn"]
+    differing = 0
+    for ours, theirs in zip(two["held_out"], one["held_out"], strict=True):
+        differing += ours["held_out_top1"] != theirs["held_out_top1"]
+    assert differing < 0.05 * 90
