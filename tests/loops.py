@@ -1,5 +1,7 @@
 """A model with its training loop, driven step by step."""
 
+from contextlib import contextmanager
+
 import torch
 
 import engine_finetune
@@ -7,6 +9,16 @@ import engine_pretrain
 from util.data.transforms import Normalize
 from util.run.distributed import precision
 from util.run.loop import TrainLoop
+
+
+@contextmanager
+def forbidden_waits():
+    """Inside, whatever makes the host wait for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class SilentLog:

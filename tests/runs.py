@@ -37,7 +37,8 @@ def refused(capsys, main: Callable[[list[str]], Any], *arguments, code: int = 2)
     assert stop.value.code == code, shown
     assert not re.search("^(pre-)?trained ", out, re.MULTILINE), shown
     begin = re.search(r"^\w+\.py: error: ", shown, re.MULTILINE)  # a progress bar may stand before it
-    assert begin and "Traceback" not in shown
+    assert begin
+    assert "Traceback" not in shown
     message = shown[begin.start() :]
     assert len(message) < 3000, message  # ten broken images with long paths at the most
     return message

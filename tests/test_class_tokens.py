@@ -74,8 +74,10 @@ def test_learned_positions_are_random_trained_and_decayed():
     decayed_ids = {id(parameter) for parameter in decayed["params"]}
     assert id(model.cls_token) in decayed_ids
     for table in (model.pos_embed, model.decoder.pos_embed):
-        assert table.std().item() == pytest.approx(0.02, rel=0.15) and table.mean().abs() < 1e-3
-        assert table.grad[:, :3].ne(0).any() and table.grad[:, 3:].ne(0).any()
+        assert table.std().item() == pytest.approx(0.02, rel=0.15)
+        assert table.mean().abs() < 1e-3
+        assert table.grad[:, :3].ne(0).any()
+        assert table.grad[:, 3:].ne(0).any()
         assert id(table) in decayed_ids
 
 
@@ -90,7 +92,8 @@ def test_one_class_token_is_mae_and_keeps_its_initial_weights():
 def test_official_weights_with_several_class_tokens():
     model = build("--model", "mae_vit_micro_patch4", *PIXIO)
     weights = official_state_dict(perturbed(model))
-    assert weights["cls_token"].shape == (1, 3, 96) and weights["decoder_pos_embed"].shape == (1, 67, 64)
+    assert weights["cls_token"].shape == (1, 3, 96)
+    assert weights["decoder_pos_embed"].shape == (1, 67, 64)
     other = build("--model", "mae_vit_micro_patch4", *PIXIO, "--throw_ratio", 0)
     other.load_official(weights)
     assert torch.equal(other.decoder.pos_embed, model.decoder.pos_embed.float())
@@ -177,15 +180,18 @@ def test_a_run_resumes_bit_for_bit_and_records_its_flags(trained, photos, tmp_pa
     pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 1)
     assert_same_state(pretrain(photos, tmp_path / "parts", *flags), state(trained))
     settings = json.loads((trained / "settings.json").read_text())
-    assert settings["num_cls_tokens"] == 3 and settings["learned_pos_embed"] is True
-    assert settings["drop_path"] == 0.3 and settings["hflip"] is False
+    assert settings["num_cls_tokens"] == 3
+    assert settings["learned_pos_embed"] is True
+    assert settings["drop_path"] == 0.3
+    assert settings["hflip"] is False
     message = pretrain.refused(capsys, photos, tmp_path / "parts", *flags, "--num_cls_tokens", 2)
     assert "--num_cls_tokens was 3 and now is 2" in message
 
 
 def test_encoder_loads_into_the_probe(trained):
     encoder = load_model(trained)
-    assert encoder.num_cls_tokens == 3 and encoder.pos_embed.shape == (1, 67, 96)
+    assert encoder.num_cls_tokens == 3
+    assert encoder.pos_embed.shape == (1, 67, 96)
     imgs = torch.randn(2, 3, 32, 32)
     features = open_encoder(trained)(imgs)[4]
     assert torch.equal(features.patches, encoder.forward_features(imgs)[:, 3:])

@@ -11,7 +11,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import nn
 
 from engine_finetune import BatchAugmentation, evaluate
-from tests.loops import a_driver
+from tests.loops import a_driver, forbidden_waits
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
@@ -138,11 +138,8 @@ def test_a_step_never_waits_for_the_gpu(name):
     engine = a_loop(augment, dropout=0.5, device="cuda", precision_name=name, accum_iter=2)
     batches = iter([[tensor.pin_memory() for tensor in a_batch(seed=i)] for i in range(4)])
     engine.step(batches, 0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbidden_waits():
         engine.step(batches, 1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
@@ -178,7 +175,9 @@ TABLE = [[9.0, 0, 1, 2, 3, 4], [9.0, 8, 1, 2, 3, 4], [9.0, 8, 0, 2, 3, 4], [0.0,
 def test_top_1_top_5_and_loss_by_hand():
     labels = [0, 3, 2, 3]  # of image 1 the fifth best
     result = score(TABLE, labels, batch_size=3)
-    assert result["top1"] == 50.0 and result["top5"] == 75.0 and result["num_images"] == 4
+    assert result["top1"] == 50.0
+    assert result["top5"] == 75.0
+    assert result["num_images"] == 4
     losses = [-torch.tensor(row).log_softmax(0)[label] for row, label in zip(TABLE, labels, strict=True)]
     assert result["loss"] == pytest.approx(sum(losses).item() / 4)
 
@@ -192,7 +191,8 @@ def test_top_5_of_five_classes_says_nothing_and_is_left_out(classes):
 def test_columns_restrict_the_choice():
     """Among the columns 1, 3, 5 the best of the images are 5, 1, 1, 3, which are ranks 2, 0, 0, 1."""
     result = score(TABLE, [2, 0, 1, 1], columns=[1, 3, 5])
-    assert result["top1"] == 75.0 and result["top1_unrestricted"] == 25.0
+    assert result["top1"] == 75.0
+    assert result["top1_unrestricted"] == 25.0
     assert "top1_unrestricted" not in score(TABLE, [0, 1, 2, 3])
 
 
@@ -206,7 +206,8 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training):
     model = Classifier(0.5).train(training)
     first = evaluate(model, [a_batch()], 8, CONTEXT)
     assert evaluate(model, [a_batch()], 8, CONTEXT) == first
-    assert model.training is training and model.dropout.training is training
+    assert model.training is training
+    assert model.dropout.training is training
 
 
 def _score_share(rank, num_processes):
@@ -218,5 +219,6 @@ def _score_share(rank, num_processes):
 def test_two_processes_count_each_image_once():
     """Seven images on two processes: none is padded, none is left out."""
     first, second = run_in_two_processes(_score_share, 2)
-    assert first == second and first["num_images"] == 7
+    assert first == second
+    assert first["num_images"] == 7
     assert first == pytest.approx(_score_share(0, 1))

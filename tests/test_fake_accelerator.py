@@ -47,7 +47,8 @@ def test_a_step_stays_on_the_device_and_nothing_is_read(name, found):
 
 def test_a_detector_reads_how_many_boxes_there_are_and_nothing_else(found):
     detector = found["Mask R-CNN"]
-    assert detector["error"] is None and detector["devices"] == ["fakegpu:0"]
+    assert detector["error"] is None
+    assert detector["devices"] == ["fakegpu:0"]
     reads = Counter(detector["reads"])
     for function, count in READS_OF_OURS.items():
         assert reads.pop(function) == MICRO_BATCHES * count, function

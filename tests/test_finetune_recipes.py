@@ -98,7 +98,9 @@ def test_a_recipe_trains_as_its_paper_or_release(recipe):
 
 def test_a_probe_without_a_recipe_has_the_defaults_of_a_probe_and_flags_win():
     _, args = main_finetune.parse_args(["--trainable_blocks", "0", "--epochs", "7"])
-    assert args.epochs == 7 and args.blr == LINPROBE_DEFAULTS["blr"] and args.aa is None
+    assert args.epochs == 7
+    assert args.blr == LINPROBE_DEFAULTS["blr"]
+    assert args.aa is None
 
 
 def test_no_cls_token_layer_decay_needs_a_class_token():

@@ -170,7 +170,8 @@ def undisturbed(slurm, photos, tmp_path_factory):
 
 
 def test_two_nodes_make_one_run(undisturbed):
-    assert len(undisturbed) == 72 and undisturbed[-1] < undisturbed[0]
+    assert len(undisturbed) == 72
+    assert undisturbed[-1] < undisturbed[0]
 
 
 @pytest.mark.fault(
@@ -210,7 +211,8 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
     subprocess.run(["scancel", run.job], check=True)
     wait_until(lambda: run.state() == "CANCELLED", run.why)
     [(name, step)] = run.stopped()
-    assert name == "SIGTERM" and (run.folder / f"checkpoint-{step}.json").exists()
+    assert name == "SIGTERM"
+    assert (run.folder / f"checkpoint-{step}.json").exists()
     cancelled = run.job
     run.submit()
     assert run.resumed() == step
@@ -221,7 +223,8 @@ def test_what_is_cancelled_or_killed_goes_on(undisturbed, photos, tmp_path):
     assert before - 5 <= run.resumed()
 
     # srun ends the other process by TERM: it may save before it is killed.
-    assert run.wait_for_the_end() == undisturbed and run.stopped()[:1] == [(name, step)]
+    assert run.wait_for_the_end() == undisturbed
+    assert run.stopped()[:1] == [(name, step)]
     assert "JobState=CANCELLED" in shown_by_slurm(cancelled)
 
 
@@ -233,7 +236,8 @@ def test_a_dependent_job_waits_until_the_first_run_is_finished(slurm, photos, tm
     second = Run(photos, tmp_path / "second", epochs=1)
     second.submit("--dependency", f"afterok:{first.job}")
     first.disturb("scancel", "--signal=USR2", first.job)
-    assert second.state() == "PENDING" and not second.text()
+    assert second.state() == "PENDING"
+    assert not second.text()
     first.wait_for_the_end()
     second.wait_for_the_end()
     third = Run(photos, tmp_path / "third")
@@ -261,8 +265,10 @@ def test_one_process_decides_whether_another_start_makes_sense(slurm, tmp_path, 
     run.submit()
     wait_until(lambda: run.state() == "FAILED", run.why)
     shown = shown_by_slurm(run.job)
-    assert f"Restarts={restarts} " in shown and (code == 75 or f"ExitCode={code}:0" in shown)
-    assert submitit_launch.slurm_state(run.job) == "" and submitit_launch.slurm_state("999999") == ""
+    assert f"Restarts={restarts} " in shown
+    assert code == 75 or f"ExitCode={code}:0" in shown
+    assert submitit_launch.slurm_state(run.job) == ""
+    assert submitit_launch.slurm_state("999999") == ""
     assert sorted(path.name for path in (run.folder / "jobs").iterdir() if "_" not in path.name) == ["progress"]
 
 
@@ -279,7 +285,9 @@ def test_a_site_s_options_hold_for_requeues_too(slurm, tmp_path):
     run.submit(*flags.split())
     wait_until(lambda: run.state() == "FAILED", run.why)
     shown = shown_by_slurm(run.job)
-    assert "Restarts=1 " in shown and "Nice=7 " in shown and "OverSubscribe=NO" in shown
+    assert "Restarts=1 " in shown
+    assert "Nice=7 " in shown
+    assert "OverSubscribe=NO" in shown
     for rank in (0, 1):
         said = (run.folder / "jobs" / f"{run.job}_{rank}_log.out").read_text()
         assert re.findall("sees (.+)", said) == [f"{rank} 1 {rank}"] * 2
@@ -305,7 +313,8 @@ def test_a_run_outlives_its_node(undisturbed, photos, tmp_path):
     before = run.step()
     subprocess.run(["bash", SCRIPT, "up"], check=True)
     assert before - 5 <= run.resumed()
-    assert run.wait_for_the_end() == undisturbed and not run.stopped()
+    assert run.wait_for_the_end() == undisturbed
+    assert not run.stopped()
 
 
 @pytest.mark.long
@@ -318,6 +327,8 @@ def test_a_run_outlasts_its_time_limits(slurm, photos, tmp_path):
     wait_until(lambda: FINISHED in run.text() and run.state() == "COMPLETED", run.why, seconds=800)
     losses = run.wait_for_the_end()
     stops = run.stopped()
-    assert len(losses) == 1200 and len(stops) >= 2 and {name for name, _ in stops} == {"SIGUSR2"}
+    assert len(losses) == 1200
+    assert len(stops) >= 2
+    assert {name for name, _ in stops} == {"SIGUSR2"}
     resumed = [int(step) for step in re.findall(r"resuming .+ at step (\d+)", run.text())]
     assert resumed == [step for _, step in stops]

@@ -41,7 +41,8 @@ def test_a_dry_run_says_what_would_be_submitted(tmp_path, capsys):
         "mem_gb: 400.0",
     ):
         assert f"  {line}\n" in out
-    assert "--kill-on-bad-exit=1" in out and "{'requeue': True}" in out
+    assert "--kill-on-bad-exit=1" in out
+    assert "{'requeue': True}" in out
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,8 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
     parsed = submitit_launch.parse_args([*flags, "main_pretrain", "--output_dir", str(tmp_path)])
     parameters = submitit_launch.job_parameters(*parsed)
     assert parameters["slurm_additional_parameters"] == {"requeue": True, **sbatch}
-    assert parameters["tasks_per_node"] == 8 and parameters.get("gpus_per_node") == (None if requests_gpus else 8)
+    assert parameters["tasks_per_node"] == 8
+    assert parameters.get("gpus_per_node") == (None if requests_gpus else 8)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,8 @@ def test_a_site_s_options_go_to_sbatch_as_they_are(tmp_path, options, sbatch, re
 )
 def test_errors_come_before_the_queue(capsys, flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, submitit_launch.main, "--dry_run", *flags.split()) and not any(tmp_path.iterdir())
+    assert message in refused(capsys, submitit_launch.main, "--dry_run", *flags.split())
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -169,9 +172,11 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, 
     assert subprocess.run([tmp_path / "job"], env=env).returncode == (said or rc)
     left = sorted(path.name for path in jobs.iterdir())
     if requeued:
-        assert left == ["progress"] and called.read_text() == "requeue 77\n"
+        assert left == ["progress"]
+        assert called.read_text() == "requeue 77\n"
     else:
-        assert left == ["77_0_result.pkl", "progress"] and not called.exists()
+        assert left == ["77_0_result.pkl", "progress"]
+        assert not called.exists()
     note = f"{now} again in job 77" if before == now else now
     assert (jobs / "progress").read_text() == f"{note}\n"
 
@@ -198,7 +203,8 @@ def test_a_stopped_run_is_requeued_once(monkeypatch, rank, state, rejected, code
     monkeypatch.setattr(submitit_launch, "slurm_state", lambda job_id: state)
     with pytest.raises(SystemExit) as end:
         submitit_launch.end_stopped(SimpleNamespace(cluster="slurm", global_rank=rank, job_id="77"), requeue)
-    assert end.value.code == code and calls == [signal.SIGUSR2] * requeues
+    assert end.value.code == code
+    assert calls == [signal.SIGUSR2] * requeues
 
 
 LOCAL = ["--cluster", "local", "--gpus_per_node", "0"]
@@ -269,7 +275,8 @@ def test_each_submission_has_the_code_of_its_day(tmp_path, project):
     assert submitit_launch.snapshot(tmp_path / "run") == first  # the same code again: the same copy
     (project / "util" / "leaf.py").write_text("x = 2\n")
     second = submitit_launch.snapshot(tmp_path / "run")
-    assert second != first and (second / "util" / "leaf.py").read_text() == "x = 2\n"
+    assert second != first
+    assert (second / "util" / "leaf.py").read_text() == "x = 2\n"
     assert (first / "util" / "leaf.py").read_text() == "x = 1\n"  # for the requeues of the first job
     assert sorted((tmp_path / "run" / "code").iterdir()) == sorted([first, second])
     assert code_version.source_hash(second) == second.name == code_version.source_hash(project)
@@ -294,7 +301,8 @@ def test_a_full_disk_leaves_no_part_of_a_copy(tmp_path, project, monkeypatch):
 def test_a_node_without_the_folder_of_the_submission_ends_the_job(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         submitit_launch.enter_submission_folder(str(tmp_path / "nowhere"))
-    assert stop.value.code == 2 and "submit from a folder that all nodes share" in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "submit from a folder that all nodes share" in capsys.readouterr().err
 
 
 @pytest.mark.fault(
@@ -306,9 +314,11 @@ def test_the_folder_is_the_one_that_is_given(flags, main, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     needed = ["--resume", "R"] if main == "main_robustness" else []
     args, folder = submitit_launch.parse_args(["--dry_run", main, *needed, *flags])
-    assert folder == tmp_path / "X" and args.argv[-2:] == ["--output_dir", str(tmp_path / "X")]
+    assert folder == tmp_path / "X"
+    assert args.argv[-2:] == ["--output_dir", str(tmp_path / "X")]
     args, folder = submitit_launch.parse_args(["--dry_run", main, *needed])
-    assert folder.parent == tmp_path / "output" and folder.name.startswith(f"{main}-2")
+    assert folder.parent == tmp_path / "output"
+    assert folder.name.startswith(f"{main}-2")
 
 
 @pytest.mark.fault(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.loops import forbidden_waits
 from tests.test_engine_pretrain import a_loop
 from tests.test_framework_contract import a_batch, build, frameworks, gradients, total
 from tests.util.run.test_shard import batches_of
@@ -16,11 +17,8 @@ def test_a_step_of_every_framework_never_waits_for_the_gpu(name):
     batches = iter([[tensor.pin_memory() for tensor in batch] for batch in batches_of(name, model, 0, 3)])
     engine.step(batches, 0)
     engine.step(batches, 1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbidden_waits():
         engine.step(batches, 2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in model.parameters())
 
 

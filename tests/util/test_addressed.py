@@ -15,7 +15,8 @@ def test_addressed_seeds_differ():
         for epoch in range(5):
             seeds |= {addressed_seed(stream, 0, epoch, index) for index in range(100)}
     assert len(seeds) == 1000
-    assert min(seeds) >= 0 and max(seeds) < 2**32
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**32
 
 
 STEP = 0x9E3779B97F4A7C15

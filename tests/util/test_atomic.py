@@ -14,12 +14,16 @@ def test_a_file_is_replaced_in_one_step(tmp_path):
     path.write_text("older")
     with replaced_file(path) as temporary:
         temporary.write_text("newer")
-        assert path.read_text() == "older" and temporary.parent == tmp_path and temporary.suffix == ".png"
-    assert path.read_text() == "newer" and os.listdir(tmp_path) == ["picture.png"]
+        assert path.read_text() == "older"
+        assert temporary.parent == tmp_path
+        assert temporary.suffix == ".png"
+    assert path.read_text() == "newer"
+    assert os.listdir(tmp_path) == ["picture.png"]
     with pytest.raises(KeyboardInterrupt), replaced_file(path) as temporary:
         temporary.write_text("half")
         raise KeyboardInterrupt
-    assert path.read_text() == "newer" and os.listdir(tmp_path) == ["picture.png"]
+    assert path.read_text() == "newer"
+    assert os.listdir(tmp_path) == ["picture.png"]
 
 
 def test_links_and_devices_are_not_replaced_themselves(tmp_path):
@@ -29,7 +33,8 @@ def test_links_and_devices_are_not_replaced_themselves(tmp_path):
     link.symlink_to(target)
     with replaced_file(link) as temporary:
         temporary.write_text("newer")
-    assert link.is_symlink() and target.read_text() == "newer"
+    assert link.is_symlink()
+    assert target.read_text() == "newer"
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with replaced_file(pipe) as temporary:
@@ -42,7 +47,8 @@ def test_a_failed_write_names_the_file(tmp_path, durable):
     path = tmp_path / "state.pth"
     with pytest.raises(OSError, match="No space left") as found, replaced_file(path, durable):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert found.value.errno == errno.ENOSPC and found.value.filename == str(path)
+    assert found.value.errno == errno.ENOSPC
+    assert found.value.filename == str(path)
     assert not any(tmp_path.iterdir())
 
 
@@ -63,17 +69,20 @@ def test_a_durable_file_is_synced_before_and_after_the_rename(tmp_path, monkeypa
     monkeypatch.replace_in(atomic, "os.fsync", fsync)
     with replaced_file(path, durable=True) as temporary:
         temporary.write_text("x")
-    assert existed == [False, True] and path.read_text() == "x"
+    assert existed == [False, True]
+    assert path.read_text() == "x"
 
 
 def test_a_new_folder_appears_as_a_whole(tmp_path):
     with filled_folder(tmp_path / "new") as temporary:
         (temporary / "a").write_text("1")
-        assert temporary.parent.parent == tmp_path and not (tmp_path / "new").exists()
+        assert temporary.parent.parent == tmp_path
+        assert not (tmp_path / "new").exists()
     (tmp_path / "usual").mkdir()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
     (tmp_path / "usual").rmdir()
-    assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new" / "a").read_text() == "1"
+    assert os.listdir(tmp_path) == ["new"]
+    assert (tmp_path / "new" / "a").read_text() == "1"
 
 
 @pytest.fixture
@@ -99,4 +108,5 @@ def test_an_interrupted_filling_changes_nothing(tmp_path, old_folder):
     with pytest.raises(KeyboardInterrupt), filled_folder(old_folder) as temporary:
         (temporary / "a").write_text("never")
         raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == ["old"] and (old_folder / "a").read_text() == "older"
+    assert os.listdir(tmp_path) == ["old"]
+    assert (old_folder / "a").read_text() == "older"

@@ -32,9 +32,8 @@ def test_the_commit_and_whether_files_differ_from_it(project):
     assert "+ changes" not in version(project)
     before = source_hash(project)
     (project / "new.py").write_text("z = 1\n")
-    assert (
-        version(project) == f"commit {head} + changes, files {source_hash(project)}" and source_hash(project) != before
-    )
+    assert version(project) == f"commit {head} + changes, files {source_hash(project)}"
+    assert source_hash(project) != before
 
 
 def test_a_copy_reports_the_commit_that_it_was_made_from(project, tmp_path):

@@ -11,7 +11,8 @@ from util.pos_embed import grid_from_settings, height_and_width, resize_pos_embe
 @pytest.mark.parametrize(("rows", "columns"), [(3, 5), (4, 4)])
 def test_position_table_cell_by_cell(rows, columns):
     table = sincos_pos_embed(16, (rows, columns), num_prefix=1)
-    assert table.shape == (1 + rows * columns, 16) and table.dtype == torch.float64
+    assert table.shape == (1 + rows * columns, 16)
+    assert table.dtype == torch.float64
     assert not table[0].any()
     omegas = [1.0, 0.1, 0.01, 0.001]  # 10000 ** (-k / 4)
     for row in range(rows):
@@ -38,7 +39,8 @@ def test_resized_position_tables():
     assert resized.shape == (1, 17, 2)
     assert torch.equal(resized[:, :1], class_row)
     grid = resized[0, 1:].view(4, 4, 2)
-    assert torch.equal(grid[..., 0], -grid[..., 1]) and torch.equal(grid[0], grid[3])
+    assert torch.equal(grid[..., 0], -grid[..., 1])
+    assert torch.equal(grid[0], grid[3])
     torch.testing.assert_close(grid[0, 1:3, 0], torch.tensor([2.5, 4.5]))
 
 
