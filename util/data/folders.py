@@ -189,11 +189,12 @@ def refuse_split_words(listing: Listing) -> None:
         raise ValueError(f"--data_path {str(listing.path)!r} holds {found}: rename them to train and val, or give one")
 
 
-def find_samples(root: Path, labelled: bool = False) -> tuple[list[str], list[tuple[str, int]]]:
-    """Returns (classes, [(path relative to ROOT, label)]) of ROOT's class folders, or of the images directly in it.
+def find_samples(data_path: str | Path, labelled: bool = False) -> tuple[list[str], list[tuple[str, int]]]:
+    """Returns (classes, [(path relative to the folder, label)]) of its class folders, or of the images directly in it.
 
-    ValueError if ROOT holds both or no images, if a class is empty, or, with `labelled`, if there are no classes.
+    ValueError if it holds both or no images, if a class is empty, or, with `labelled`, if there are no classes.
     """
+    root = Path(data_path)
     if not root.is_dir():
         raise ValueError(f"--data_path {str(root)!r} is not a folder{advise(root)}; {LAYOUT}")
     listing = list_folder(root)

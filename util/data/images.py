@@ -275,7 +275,7 @@ class FolderImages(ImageFiles):
         in_chans: int = 3,
         use_pillow: bool = False,
     ) -> None:
-        classes, samples = find_samples(Path(root), labelled)
+        classes, samples = find_samples(root, labelled)
         super().__init__(root, samples, classes, notes, in_chans, use_pillow)
 
 
