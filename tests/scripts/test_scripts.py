@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts import export, plot_losses, sample_photos, visualize
+import prmim
+from scripts import draw_patterns, export, plot_losses, sample_photos, visualize
 from tests import runs
 from tests.patches import StandIn
 from tests.runs import refused
@@ -22,6 +23,22 @@ pretrain = runs.pretrain.also("--epochs 1 --warmup_epochs 0")
 
 def draw(run, out, *flags):
     visualize.main([str(word) for word in (run, "--out", out, *flags)])
+
+
+# ------------------------------------------------------------------------------------------------ draw_patterns.py
+
+
+def test_patterns_are_those_of_the_sampler():
+    states = draw_patterns.draw_states("furthest", grid=8, mask_ratio=0.75, throw_ratio=0.5)
+    counts = [np.count_nonzero(states == state) for state in (prmim.VISIBLE, prmim.RETAINED, prmim.THROWN)]
+    assert counts == [16, 16, 32]
+    others = draw_patterns.draw_states("random", grid=8, mask_ratio=0.75, throw_ratio=0.5)
+    assert np.array_equal(states == prmim.VISIBLE, others == prmim.VISIBLE)  # both pick from the same masked tokens
+
+
+def test_patterns_are_drawn(tmp_path):
+    draw_patterns.main(["--out", str(tmp_path / "p.png"), "--grid", "4", "--throw_ratio", "0.25", "0.5"])
+    assert len(np.unique(np.asarray(Image.open(tmp_path / "p.png").convert("RGB")).reshape(-1, 3), axis=0)) > 3
 
 
 # ---------------------------------------------------------------------------------------------------- visualize.py

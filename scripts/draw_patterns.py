@@ -1,0 +1,80 @@
+"""Draw the paper's figure of sampling patterns: each sampling picks from the same masked tokens (needs matplotlib).
+
+python scripts/draw_patterns.py --out patterns.png
+python scripts/draw_patterns.py --sampling furthest running_cell --grid 8 --out patterns.png
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from prmim import RETAINED, SAMPLING, THROWN, VISIBLE, TokenCounts, TokenOrderSampler, addressed_noise
+from util.atomic import replaced_file
+from util.plots import pyplot
+from util.run.cli import Parser, prepare_file, run_program, user_errors
+
+COLORS = {VISIBLE: "white", RETAINED: "#4a76b8", THROWN: "#f2c14e"}
+TITLES = {VISIBLE: "visible", RETAINED: "retained", THROWN: "thrown"}
+
+
+def draw_states(sampling: str, grid: int, mask_ratio: float, throw_ratio: float) -> np.ndarray:
+    """Draws the token order of one image. Returns the states VISIBLE, RETAINED and THROWN, int64 [grid, grid]."""
+    counts = TokenCounts.from_ratios(grid**2, mask_ratio, throw_ratio)
+    noise = addressed_noise(seed=0, epoch=0, indices=[0], num_tokens=grid**2)
+    ids_shuffle = TokenOrderSampler(grid, counts, sampling)(noise)[0]
+    states = np.empty(grid**2, np.int64)
+    states[ids_shuffle[: counts.num_visible]] = VISIBLE
+    states[ids_shuffle[counts.num_visible : counts.num_kept]] = RETAINED
+    states[ids_shuffle[counts.num_kept :]] = THROWN
+    return states.reshape(grid, grid)
+
+
+def plot(plt: Any, samplings: Sequence[str], throw_ratios: Sequence[float], grid: int, mask_ratio: float) -> Any:
+    """Returns a figure with a row of panels for each sampling and a column for each throw ratio."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    size = (2.2 * len(throw_ratios), 2.4 * len(samplings) + 0.4)
+    figure, panels = plt.subplots(len(samplings), len(throw_ratios), figsize=size, squeeze=False, layout="constrained")
+    for sampling, row in zip(samplings, panels, strict=True):
+        for throw_ratio, panel in zip(throw_ratios, row, strict=True):
+            states = draw_states(sampling, grid, mask_ratio, throw_ratio)
+            colors = ListedColormap(list(COLORS.values()))
+            panel.pcolormesh(states, cmap=colors, vmin=VISIBLE, vmax=THROWN, edgecolor="gray", linewidth=0.4)
+            panel.set(aspect="equal", xticks=[], yticks=[], title=f"{sampling}, {throw_ratio:g}")
+            panel.invert_yaxis()
+    patches = [Patch(facecolor=COLORS[state], edgecolor="gray", label=TITLES[state]) for state in TITLES]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure
+
+
+def get_args_parser() -> Parser:
+    parser = Parser("draw_patterns.py", description=__doc__)
+    choices = [name for name in SAMPLING if name != "attention"]  # it needs the attention of a model
+    parser.add_argument("--out", type=Path, required=True, help="write to this .svg, .png or .pdf")
+    parser.add_argument("--sampling", nargs="+", choices=choices, default=["random", "furthest"])
+    parser.add_argument("--throw_ratio", nargs="+", type=float, default=[0.25, 0.5, 0.65])
+    parser.add_argument("--grid", type=int, default=14, at_least=1, help="tokens on a side")
+    parser.add_argument("--mask_ratio", type=float, default=0.75)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    with user_errors(parser):
+        plt = pyplot("patterns")
+        prepare_file("--out", args.out, (".svg", ".png", ".pdf"))
+        figure = plot(plt, args.sampling, args.throw_ratio, args.grid, args.mask_ratio)
+        with replaced_file(args.out) as temporary:
+            figure.savefig(temporary, dpi=110)
+    print(f"sampling patterns: {args.out}")
+
+
+if __name__ == "__main__":
+    run_program(main, "draw_patterns.py")
