@@ -24,11 +24,11 @@ def monkeypatch():
 
 
 # Files that wait for other processes come first, so that no worker ends with a long one.
-LONGEST_FILES = ["test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py"]
+LONGEST_FILES = {"test_slurm.py", "test_submitit_launch.py", "test_processes.py", "test_shard.py"}
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONGEST_FILES.index(item.path.name) if item.path.name in LONGEST_FILES else 99)
+    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
