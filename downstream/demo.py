@@ -12,18 +12,23 @@ from util.run.folder import writable_folder
 PHOTO_SIDE = 192  # shorter side to which the photographs are scaled
 
 
-def read_photos(names: Sequence[str]) -> list[Image.Image]:
-    """Returns photographs of scikit-image by their file names, scaled. ValueError if it is not installed."""
+def photos_folder() -> Path:
+    """Returns the folder of scikit-image's photographs. ValueError if it is not installed."""
     try:
         from skimage.data import data_dir
     except ImportError as error:
         raise ValueError(
-            "the photographs are from scikit-image, which is not installed: "
-            "pip install -r downstream/segmentation/requirements.txt"
+            "the photographs are from scikit-image, which is not installed: pip install -r requirements-quickstart.txt"
         ) from error
+    return Path(data_dir)
+
+
+def read_photos(names: Sequence[str]) -> list[Image.Image]:
+    """Returns photographs of scikit-image by their file names, scaled."""
+    folder = photos_folder()
     photos = []
     for name in names:
-        photo = Image.open(Path(data_dir) / name).convert("RGB")
+        photo = Image.open(folder / name).convert("RGB")
         scale = PHOTO_SIDE / min(photo.size)
         photos.append(photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.BICUBIC))
     return photos

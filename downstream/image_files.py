@@ -60,15 +60,16 @@ def examine(look: Callable[[int], T], indices: Sequence[int], max_bad_fraction: 
 
     noun: of what is examined, for the message.
     """
-    results = []
-    problems = []
+
+    def try_one(i: int) -> T | ImageError:
+        try:
+            return look(i)
+        except ImageError as error:
+            return error
+
     with ThreadPoolExecutor(min(MAX_THREADS, available_cores())) as pool:
-        futures = [pool.submit(look, i) for i in indices]
-        for future in futures:
-            try:
-                results.append(future.result())
-            except ImageError as error:
-                problems.append(str(error))
+        outcomes = list(pool.map(try_one, indices))  # stops at other errors, such as those of the storage
+    problems = [str(outcome) for outcome in outcomes if isinstance(outcome, ImageError)]
     if len(problems) > max_bad_fraction * len(indices):
         raise ImageError(f"{len(problems)} of {len(indices)} checked {noun} are bad: {'; '.join(problems[:3])}")
-    return results
+    return [outcome for outcome in outcomes if not isinstance(outcome, ImageError)]

@@ -23,6 +23,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from downstream.demo import photos_folder
 from util.run.cli import Parser, run_program, user_errors
 
 # Photographs in scikit-image's wheel. Their sources are in skimage/data/README.txt of the package.
@@ -80,17 +81,6 @@ def save_bands(bands: np.ndarray, path: Path) -> None:
     tifffile.imwrite(path, bands, photometric="minisblack", planarconfig="contig")
 
 
-def photos_folder() -> Path:
-    """Returns the folder of scikit-image's photographs. ValueError if it is not installed."""
-    try:
-        from skimage.data import data_dir
-    except ImportError as error:
-        raise ValueError(
-            "the photographs are from scikit-image, which is not installed: pip install -r requirements-quickstart.txt"
-        ) from error
-    return Path(data_dir)
-
-
 def make_folder(path: Path, flags: dict[str, Any]) -> None:
     """Creates the folder. ValueError if it holds files that were not written with the same flags."""
     path.mkdir(parents=True, exist_ok=True)
@@ -142,8 +132,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     flag("output_dir", type=Path, help="create train/ and val/ in this folder")
     flag("--num_train", type=int, default=100, at_least=1, help="crops per photograph in train/")
     flag("--num_val", type=int, default=30, at_least=1, help="crops per photograph in val/")
-    what = "smallest and largest side of a crop, as shares of the shorter side of its region"
-    flag("--crop_sides", type=float, nargs=2, default=(0.6, 1.0), metavar=("LOW", "HIGH"), help=what)
+    flag(
+        "--crop_sides",
+        type=float,
+        nargs=2,
+        default=(0.6, 1.0),
+        metavar=("LOW", "HIGH"),
+        help="smallest and largest side of a crop, as shares of the shorter side of its region",
+    )
     flag("--bands", action="store_true", help="write TIFFs of five bands with 16 bits")
     args = parser.parse_args(argv)
     with user_errors(parser):

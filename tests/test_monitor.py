@@ -356,7 +356,7 @@ def _score_few_images(rank, folder, num_bank, num_queries):
     for name, x in bank.values.items():
         moments = moments_of_all(x)
         scores = knn_accuracy(bank, queries, name, KnnProtocol(2, (1, 20)), moments)
-        results[name] = (moments.mean, moments.gram, scores[1]["top1"], scores[20]["top1"])
+        results[name] = (moments.mean.numpy(), moments.gram.numpy(), scores[1]["top1"], scores[20]["top1"])
     return len(bank.labels), results
 
 

@@ -106,13 +106,18 @@ class CocoImages(ImageFiles):
 
     def refuse_missing(self) -> None:
         """ImageError if images are not in their folder."""
-        missing = []
-        for i in range(len(self)):
-            if not os.path.exists(self.path(i)):
-                missing.append(os.fsdecode(self.names[i]))
+        names = [os.fsdecode(name) for name in self.names.tolist()]
+        present: set[str] = set()
+        for folder in {os.path.dirname(name) for name in names}:  # listing is faster than a look at each file
+            path = os.path.join(self.root, folder)
+            if os.path.isdir(path):
+                present.update(os.path.join(folder, file) for file in os.listdir(path))
+        # A file may have another spelling in the listing, for example on file systems that ignore case.
+        absent = [name for name in names if name not in present]
+        missing = [name for name in absent if not os.path.exists(os.path.join(self.root, name))]
         if missing:
             raise ImageError(
-                f"{len(missing)} of {len(self)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
+                f"{len(missing)} of {len(names)} images of {str(self.json_path)!r} are not in {str(self.root)!r}: "
                 f"{shorten(missing)}"
             )
 

@@ -107,8 +107,8 @@ class Run:
 
 def run_of(measure: str, pretrain: str, recipe: str, root: Path) -> Run:
     """The run that fills a column of a row. pretrain, recipe: of its pre-training and of its evaluation."""
-    first = Run("main_pretrain", pretrain, root / pretrain)
-    second = Run(DOWNSTREAM.get(measure, "main_finetune"), recipe, first.folder / recipe, first)
+    pretraining = Run("main_pretrain", pretrain, root / pretrain)
+    finetuning = Run(DOWNSTREAM.get(measure, "main_finetune"), recipe, pretraining.folder / recipe, pretraining)
     if measure.startswith("imagenet_"):
-        return Run("main_robustness", recipe, second.folder / "robustness", second)
-    return second
+        return Run("main_robustness", recipe, finetuning.folder / "robustness", finetuning)
+    return finetuning

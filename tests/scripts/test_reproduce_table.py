@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import submitit_launch
 from scripts import reproduce_table
 from scripts.parts.paper_tables import TABLES, Row, Table
-from tests.runs import refused
+from tests.runs import info_of_run, refused
 
 PATHS = {"data_path": "IMAGENET", "inat_path": "INAT", "ade_path": "ADE", "coco_path": "COCO", "teacher": "ibot.pth"}
 PATHS |= {name: name for name in reproduce_table.SETS}
@@ -168,7 +168,7 @@ def test_errors_come_before_any_run(flags, message, tmp_path, capsys, monkeypatc
 def write_pretraining(folder, epoch, epochs, **settings):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint-7.pth").touch()
-    meta = {"epoch": epoch, "settings": {"epochs": epochs}}
+    meta = info_of_run(7, epoch=epoch, settings={"epochs": epochs}).to_json()
     (folder / "checkpoint-7.json").write_text(json.dumps({"size": 0, "sha256": "", "meta": meta}))
     (folder / "settings.json").write_text(json.dumps({"epochs": epochs, **settings}))
 
