@@ -172,13 +172,15 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
     folder = folders[0]
     if len(folders) > 1:
         raise ValueError(f"--data_path {str(path)!r} holds {' and '.join(folders)} for {chosen}: rename all but one")
-    if len(by_split) == 1 and len(listing.folders) > 1:
+    classes: list[str] = []
+    if len(by_split) == 1:
+        classes = [name for name in no_split if name in listing.folders and list_images(path, name)]
+    if classes:
+        problem = f"{folder}/ may be a split or a class beside images in {shorten(classes)}"
         advice = f"give {str(path / folder)!r}, or move all classes into a folder {chosen}/"
-        beside = shorten([name for name in no_split if name in listing.folders])
-        raise ValueError(f"--data_path {str(path)!r}: {folder}/ may be a split or a class beside {beside}; {advice}")
-    return SplitFiles(
-        path / folder, list_folder(path / folder).readable_tars(), note_stand_in(f"{folder}/", chosen, split)
-    )
+        raise ValueError(f"--data_path {str(path)!r}: {problem}; {advice}")
+    notes = note_stand_in(f"{folder}/", chosen, split)
+    return SplitFiles(path / folder, list_folder(path / folder).readable_tars(), notes)
 
 
 def refuse_split_words(listing: Listing) -> None:

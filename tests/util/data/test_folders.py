@@ -137,7 +137,12 @@ def test_missing_splits(tmp_path, present, split, labelled, message):
         ("train Train", "train", False, "holds Train and train for train"),
         ("train val validation", "val", True, "holds val and validation for val"),
         ("train test testing", "val", True, "holds test and testing for test"),
-        ("bus train", "train", False, "train/ may be a split or a class beside bus; give '.*/train', or move"),
+        (
+            "bus train",
+            "train",
+            False,
+            "train/ may be a split or a class beside images in bus; give '.*/train', or move",
+        ),
         ("bus train", "val", False, "into a folder train/"),
         ("bus val", "val", True, "val/ may be a split or a class"),
         ("train2017 val2017", "train", False, "holds train2017, val2017: rename them"),
@@ -151,6 +156,11 @@ def test_folders_that_are_not_clear(tmp_path, present, split, labelled, message)
     with pytest.raises(ValueError, match=message) as error:
         find_files(tmp_path, split, labelled)
     assert error.type is ValueError
+
+
+def test_folders_without_images_beside_a_split_are_no_classes(tmp_path):
+    tree(tmp_path, "train/a/1.jpg", "out/log.txt", "devkit/")
+    assert find_files(tmp_path).root == tmp_path / "train"
 
 
 def test_a_class_below_a_split_may_be_called_like_a_split(tmp_path):
