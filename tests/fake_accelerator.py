@@ -22,7 +22,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from downstream.detection import engine_detection
-from downstream.detection.data import PadAndStack
+from downstream.detection.data import DetectionSample, PadAndStack
 from downstream.detection.models import Detector
 from downstream.probe.engine_probe import Probes, update_heads
 from downstream.probe.models import FrozenEncoder
@@ -159,7 +159,7 @@ def detection_batches():
             for mask, (x1, y1, x2, y2) in zip(masks, boxes.int().tolist(), strict=True):
                 mask[y1:y2, x1:x2] = 1
             img = torch.randint(0, 256, (3, 64, 60), dtype=torch.uint8, generator=generator)
-            samples.append(((img, boxes, torch.tensor([1, 2, 3]), masks),))
+            samples.append((DetectionSample(img, boxes, torch.tensor([1, 2, 3]), masks),))
         yield PadAndStack(64)(samples)
 
 

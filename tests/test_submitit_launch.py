@@ -165,7 +165,7 @@ def test_a_job_that_died_is_requeued_if_its_run_got_further(tmp_path, rc, said, 
     if said is not None:
         (jobs / "exit-code-77").write_text(f"{said}\n")
     called = tmp_path / "called"
-    write_program(tmp_path / "scontrol", f'echo "$@" > {called}')
+    write_program(tmp_path / "scontrol", f'echo "$@" > "{called}"')
     write_program(tmp_path / "squeue", f"echo {state}")
     write_program(tmp_path / "job", "\n".join([f"(exit {rc})", *submitit_launch.guard(jobs.parent)]))
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}

@@ -121,7 +121,7 @@ def test_results_know_their_encoder(photos, labelled, tmp_path, capsys):
 def test_flags_that_do_not_fit_the_model(labelled, pretrained, tmp_path, capsys, flags, code, messages):
     if "{tuned}" in flags:
         finetune(labelled, tmp_path / "tuned", "--aa", "none", "--max_steps", 1)
-    words = flags.format(base=pretrained, tuned=tmp_path / "tuned").split()
+    words = [word.format(base=pretrained, tuned=tmp_path / "tuned") for word in flags.split()]
     error = finetune.refused(capsys, labelled, tmp_path / "out", *words, code=code)
     for message in messages:
         assert message in error

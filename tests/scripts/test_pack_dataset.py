@@ -404,9 +404,8 @@ def test_verify_finds_one_flipped_bit(photos, packed, capsys):
     assert capsys.readouterr().out.count("24 images of 2 classes are what was packed") == 2
     shard = packed / "shard-000002.tar"
     damage(shard, "flip")
-    assert f"damaged: {shard}: remove them and pack again. It was packed by:" in refused(
-        capsys, packed.parent, "--verify"
-    )
+    message = refused(capsys, packed.parent, "--verify")
+    assert f"damaged: {str(shard)!r}: remove them and pack again. It was packed by:" in message
     shard.unlink()
     pack(photos, packed.parent)
     pack(packed.parent, "--verify")

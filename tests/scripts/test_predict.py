@@ -102,8 +102,8 @@ def test_the_total_batch_is_split():
 
 def test_the_program_writes_its_rows(tmp_path, capsys):
     path = tmp_path / "predicted.csv"
-    flags = f"--model mae_vit_huge_patch14 --gpu H200 L40S --csv {path}"
-    predict.main(["mae_vit_large_800ep", *flags.split()])
+    flags = "--model mae_vit_huge_patch14 --gpu H200 L40S --csv"
+    predict.main(["mae_vit_large_800ep", *flags.split(), str(path)])
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["model"] for row in rows} == {"mae_vit_huge_patch14"}

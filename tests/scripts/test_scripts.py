@@ -123,7 +123,8 @@ def test_visualize_names_what_is_wrong(tmp_path, capsys, flags, message):
     torch.save({"model": weights}, tmp_path / "weights.pth")
     meta = {"settings": {"mask_ratio": 0.75, "model": "mae_vit_tiny+init_normal"}}
     torch.save({"model": weights, "meta": json.dumps(meta)}, tmp_path / "study.pth")
-    assert message in refused(capsys, visualize.main, *flags.format(tmp=tmp_path).split())
+    words = [word.format(tmp=tmp_path) for word in flags.split()]
+    assert message in refused(capsys, visualize.main, *words)
 
 
 def test_the_default_picture_replaces_no_other(tmp_path, monkeypatch, capsys):

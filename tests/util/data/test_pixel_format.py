@@ -506,9 +506,9 @@ def test_which_statistics_a_run_takes(bands, photos):
     assert statistics == measured and f"measured on {count} images, 2 channels of uint16" in remark
     assert choose(rgb) == (([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), [])
     assert choose(bands, mean=[0.1, 0.2])[0] == ([0.1, 0.2], measured[1])
-    assert choose(bands, RUN) == (([0.3, 0.4], [0.1, 0.1]), [])
+    assert choose(bands, {"meta": RUN}) == (([0.3, 0.4], [0.1, 0.1]), [])
     with pytest.raises(ValueError, match="the run had 2 channels of uint16 and now have 3 channels of uint8"):
-        choose(rgb, RUN)
+        choose(rgb, {"meta": RUN})
 
 
 @pytest.mark.parametrize(
