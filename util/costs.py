@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from util.data.datasets import AddressedDataset
-from util.data.transforms import RandomResizedCropFlip
+from util.text import count_of
 
 
 def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> tuple[float, float]:
@@ -61,21 +60,14 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 
 
 def make_batch(
-    model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int, images: Any = None
+    model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a batch [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
-
-    The batch holds the first crops of `images`, an image source of util.data.images, or random bytes without it.
-    """
+    """Return random bytes [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, settings.get("in_chans", 3), *model.img_size)
+    crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     collator = model.collator(settings["sampling"], seed=0)
-    if images is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = batch_size, settings.get("in_chans", 3), *model.img_size
-        crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
-    else:
-        dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed=0))
-        imgs, _, *orders = collator([dataset[(0, i % len(dataset))] for i in range(batch_size)])
+    imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
     return imgs, orders
 
 
@@ -110,5 +102,4 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return "cpu (1 thread)" if threads == 1 else f"cpu ({threads} threads)"
+    return f"cpu ({count_of(torch.get_num_threads(), 'thread')})"
