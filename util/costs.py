@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from util.data.datasets import AddressedDataset
-from util.data.transforms import RandomResizedCropFlip
 from util.text import count_of
 
 
@@ -62,21 +60,14 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 
 
 def make_batch(
-    model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int, images: Any = None
+    model: torch.nn.Module, settings: Mapping[str, Any], batch_size: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns a batch [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...].
-
-    The batch holds the first crops of `images`, an image source of util.data.images, or random bytes without it.
-    """
+    """Return random bytes [B, C, H, W] for a framework's model, and [ids_shuffle [B, N], further inputs...]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, settings.get("in_chans", 3), *model.img_size)
+    crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     collator = model.collator(settings["sampling"], seed=0)
-    if images is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = (batch_size, settings.get("in_chans", 3), *model.img_size)
-        crops = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
-    else:
-        dataset = AddressedDataset(images, RandomResizedCropFlip(model.img_size, seed=0))
-        imgs, _, *orders = collator([dataset[(0, i % len(dataset))] for i in range(batch_size)])
+    imgs, _, *orders = collator([(crop, 0, (0, i)) for i, crop in enumerate(crops)])
     return imgs, orders
 
 

@@ -89,7 +89,7 @@ def test_scripts_refuse_to_take_it_for_pixels(laplacian, photos, tmp_path, capsy
     assert "predicts other targets than pixels, and MAE's decoder predicts pixels" in message
     export.main([str(run), "--out", str(tmp_path / "vit"), "--format", "transformers"])
     out = capsys.readouterr().out
-    assert "ViTModel of" in out
+    assert "ViTModel;" in out
     assert "the decoder is left out" in out
     assert not (tmp_path / "picture.png").exists() and not (tmp_path / "mae.pth").exists()
 
