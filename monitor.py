@@ -233,9 +233,9 @@ def summary_lines(history: Sequence[Mapping[str, Any]]) -> list[str]:
     evaluations = [report for report in history if report.get("rankme") is not None]
     lines = []
     for report in evaluations[:1] + evaluations[1:][-1:]:
-        text = f"RankMe {report['rankme']:.1f}"
-        if "knn_top1" in report:
-            text = f"top-1 {report['knn_top1']:.2f} %, {text}"
         when = f"after epoch {report['epoch']}" if report["step"] else "before training"
-        lines.append(f"  kNN          {text} {when}")
+        if "knn_top1" in report:
+            lines.append(f"  kNN          top-1 {report['knn_top1']:.2f} %, RankMe {report['rankme']:.1f} {when}")
+        else:
+            lines.append(f"  RankMe       {report['rankme']:.1f} {when}")
     return lines

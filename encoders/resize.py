@@ -46,7 +46,7 @@ def fit_patch_embed(
 ) -> list[str]:
     """Adapts a patch embedding of 3 channels, in place, to those of the model. Returns a remark, or nothing.
 
-    Raises CheckpointError for another width, or for other channels than 3.
+    Raises CheckpointError for another width or patch size, or for other channels than 3.
     """
     key = "patch_embed.proj.weight"
     if key not in fitting or fitting[key].ndim != 4:
@@ -55,12 +55,19 @@ def fit_patch_embed(
     model_width, model_channels = model_state[key].shape[:2]
     if width != model_width:
         raise CheckpointError(f"{label} holds an encoder of width {width}, this {class_name} has width {model_width}")
+    side = fitting[key].shape[-1]
+    model_side = model_state[key].shape[-1]
+    if side != model_side:
+        raise CheckpointError(
+            f"{label} holds an encoder of patch size {side}, this {class_name} has {model_side}: "
+            f"give --patch_size {side}"
+        )
     if channels == model_channels:
         return []
     if channels != 3:
         raise CheckpointError(
-            f"{label} holds an encoder of {channels} channels, this {class_name} is for {model_channels}: only "
-            "encoders of 3 channels can be adapted"
+            f"{label} holds an encoder of {count_of(channels, 'channel')}, this {class_name} is for {model_channels}: "
+            f"give --in_chans {channels}; only encoders of 3 channels can be adapted"
         )
     fitting[key] = timm_models.adapt_input_conv(model_channels, fitting[key])
     return [f"{key} adapted from 3 channels to {model_channels}"]

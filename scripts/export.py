@@ -71,6 +71,7 @@ from util.data.statistics import describe_pixels, known_statistics
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointInfo
 from util.run.cli import Parser, prepare_file, run_program, user_errors
+from util.text import count_of
 
 SUFFIXES = (".safetensors", ".pth")
 CONFIG = "config.json"
@@ -356,8 +357,9 @@ def describe(model: nn.Module, state: Tensors, facts: Mapping[str, Any]) -> str:
     """What the model is and which images it takes. facts: see `known_facts`."""
     million = sum(value.numel() for value in state.values()) / 1e6
     height, width = model.img_size
+    channels = count_of(model.in_chans, "channel")
     return (
-        f"{million:.1f} M parameters; images of {model.in_chans} channels and {height} x {width} pixels, "
+        f"{million:.1f} M parameters; images of {channels} and {height} x {width} pixels, "
         f"{describe_pixels(facts.get('pixels'))}, normalised with mean {facts['mean']} and std {facts['std']}"
     )
 

@@ -344,7 +344,7 @@ def test_a_probe_s_running_statistics_are_the_checkpoint_s_in_every_process(labe
 WEIGHTS_THAT_DO_NOT_FIT = [
     "holds no intact checkpoint",
     "(made as mae_vit_micro_patch4) holds an encoder of width 96, this VisionTransformer has width 192",
-    "patch_embed.proj.weight is [96, 3, 4, 4], the model's [96, 3, 8, 8]",
+    "holds an encoder of patch size 4, this VisionTransformer has 8: give --patch_size 4",
 ]
 
 
@@ -372,7 +372,7 @@ WEIGHTS_THAT_DO_NOT_FIT = [
         ),
         (
             "--finetune {pretrained} --patch_size 8",
-            "patch_embed.proj.weight is [96, 3, 4, 4], the model's [96, 3, 8, 8]",
+            "holds an encoder of patch size 4, this VisionTransformer has 8: give --patch_size 4",
         ),
         ("--model vit_giant", "invalid choice: 'vit_giant'"),
         ("--trainable_blocks 5", "trainable_blocks must be at least 0 and below the 4 blocks, got 5"),

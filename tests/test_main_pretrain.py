@@ -171,7 +171,10 @@ def test_what_would_help_a_run_that_waits_for_its_data(photos, flags, installed,
     num_workers = flags["num_workers"]
     found = open_data.data_hint(images, num_workers, 8, "cpu")
     assert hint in found if hint else found == ""
-    assert ("no worker loads ahead" in open_data.data_hint(images, num_workers, 8, "cuda")) == (num_workers == 0)
+    on_gpu = open_data.data_hint(images, num_workers, 8, "cuda")
+    assert "GPU" not in found
+    assert ("no worker loads ahead" in on_gpu) == (num_workers == 0)
+    assert ("more cores per GPU" in on_gpu) == ("more cores" in found)
 
 
 def test_loss_falls(photos, tmp_path):

@@ -164,11 +164,26 @@ def test_flags_that_do_not_fit_the_images_are_refused(program, flags, message, b
 
 
 def test_an_encoder_of_five_bands_starts_no_model_of_three(encoder, photos, labelled, tmp_path, capsys):
-    message = "holds an encoder of 5 channels, this {} is for 3: only encoders of 3 channels can be adapted"
+    message = "holds an encoder of 5 channels, this {} is for 3: give --in_chans 5; only encoders of 3 channels can be"
     said = finetune.refused(capsys, labelled, tmp_path / "out", "--finetune", encoder, code=4)
     assert message.format("VisionTransformer") in said
     said = pretrain.refused(capsys, photos, tmp_path / "out", "--pretrained", encoder, code=4)
     assert message.format("MaskedAutoencoderViT") in said
+
+
+def test_a_run_on_grey_images_asks_for_its_channels_if_they_are_forgotten(tmp_path, capsys):
+    folder = tmp_path / "grey" / "train"
+    folder.mkdir(parents=True)
+    for i in range(8):
+        Image.fromarray(pixels(1, "uint8", seed=i)[:, :, 0]).save(folder / f"{i}.png")
+    pretrain(tmp_path / "grey", tmp_path / "run", "--in_chans", 1, "--max_steps", 1)
+    said = pretrain.refused(capsys, tmp_path / "grey", tmp_path / "run")
+    assert "the images of the run had 1 channel of uint8 and now have 3 channels of uint8; give --in_chans 1" in said
+    vit = vit_micro_patch4()
+    with pytest.raises(CheckpointError, match="holds an encoder of 1 channel, .* is for 3: give --in_chans 1"):
+        load_encoder(vit, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "folder")
+    assert "images of 1 channel and" in (tmp_path / "folder" / "README.md").read_text()
 
 
 def test_a_trained_model_refuses_images_of_another_type(encoder, dtype, tmp_path, capsys):

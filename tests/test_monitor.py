@@ -230,7 +230,10 @@ def test_images_without_classes_have_rankme_alone(photos, tmp_path, capsys):
     for i, path in enumerate(sorted(photos.glob("train/*/*.jpg"))):
         shutil.copy(path, flat / f"{i}.jpg")
     pretrain(flat, tmp_path / "out", *KNN)
-    assert "so --knn_every computes RankMe alone, which needs no labels" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "so --knn_every computes RankMe alone, which needs no labels" in printed
+    assert "\n  RankMe       " in printed
+    assert "\n  kNN " not in printed
     found = evaluations(tmp_path / "out")
     assert [report["step"] for report in found] == [0, 3, 6]
     assert not any("knn_top1" in report for report in found)

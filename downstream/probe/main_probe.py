@@ -185,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         if "knn" in missing:
             rows = probing.knn()
             results.add("knn", rows)
-            session.print(table_of(rows))
+            if "heads" in missing:  # their training takes long; the table at the end has these rows, too
+                session.print(table_of(rows))
         if "heads" in missing:
             heads = probing.heads()
             if heads is None:

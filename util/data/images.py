@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from util.data.decode import PILLOW_ERRORS
+from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
 from util.data.folders import MissingSplit, find_samples
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
 from util.lazy import LazyModule
@@ -219,8 +219,15 @@ class EncodedImages(Images):
         if self.pixel_format != RGB8 or not may_have_more:
             return
         lost = note_on_rgb(self.source(i))
-        if lost:
-            self.notes.append(f"note: {self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits")
+        if not lost:
+            return
+        message = f"{self.path(i)!r} has {lost}, but with 3 channels images become RGB of 8 bits"
+        with open_image(self.source(i)) as img:
+            is_grey = has_16_bits(img)
+        if is_grey and lost == "16 bits":
+            self.notes.append(f"warning: {message}: give --in_chans 1 to keep 16 bits")
+        else:
+            self.notes.append(f"note: {message}")
 
     def source(self, i: int) -> str | io.BytesIO:
         """Returns image i in a form that Pillow opens."""

@@ -171,5 +171,8 @@ def data_hint(images: Any, num_workers: int, cores: int, device: str) -> str:
     elif isinstance(images, EncodedImages) and decode.simplejpeg is None:
         hints.append("pip install simplejpeg, which decodes JPEGs faster")
     if not hints:
-        hints.append("more cores per GPU; a faster disk, or fewer and larger files by scripts/pack_dataset.py")
+        cores_wanted = "more cores"
+        if device == "cuda":
+            cores_wanted = "more cores per GPU"
+        hints.append(f"{cores_wanted}; a faster disk, or fewer and larger files by scripts/pack_dataset.py")
     return "; ".join(hints)

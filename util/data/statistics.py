@@ -181,7 +181,10 @@ def choose_statistics(
     in_chans = settings.get("in_chans", pixels.channels)
     if not same_kind(settings, pixels) or in_chans != pixels.channels:
         before = PixelFormat(in_chans, settings["pixels"])
-        raise ValueError(f"the images of the run had {before} and now have {pixels}; choose another --output_dir")
+        advice = "choose another --output_dir"
+        if in_chans != pixels.channels:
+            advice = f"give --in_chans {in_chans}"
+        raise ValueError(f"the images of the run had {before} and now have {pixels}; {advice}")
     given_mean, given_std = given
     used = [name for name, value in zip(NAMES, given, strict=True) if not value]  # by default
     defaults: Statistics = ([], [])

@@ -168,6 +168,12 @@ def with_results(encoder, data, tmp_path):
     return tmp_path / "out"
 
 
+@pytest.mark.parametrize(("probes", "number"), [(["knn"], 1), (["knn", "linear"], 2)])
+def test_results_are_printed_once_and_early_only_if_the_heads_follow(encoder, data, tmp_path, capsys, probes, number):
+    probe(encoder, data, tmp_path, "--probes", *probes)
+    assert capsys.readouterr().out.count("k 10, z") == number * 2  # of mean and cls
+
+
 def test_finished_results_are_not_computed_again(encoder, data, with_results, never_computed):
     before = json.loads((with_results / "probe.json").read_text())
     assert probe(encoder, data, with_results, "--probes", "knn") == before

@@ -124,7 +124,8 @@ def test_grey_of_16_bits_keeps_them_unless_three_channels_are_wanted(tmp_path):
     rgb = open_images("folder", tmp_path)
     assert np.array_equal(rgb.load(0)[0][:, :, 1], np.rint(GREY16 / 257))
     (note,) = rgb.notes
-    assert f"{str(tmp_path / '0.png')!r} has 16 bits, but with 3 channels images become RGB of 8 bits" in note
+    lost = f"{str(tmp_path / '0.png')!r} has 16 bits, but with 3 channels images become RGB of 8 bits"
+    assert note == f"warning: {lost}: give --in_chans 1 to keep 16 bits"
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])
