@@ -112,20 +112,20 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("at", [3, 6])
-@pytest.mark.parametrize("where", ["evaluate_images", "write", "save_checkpoint", "write_json"])
+@pytest.mark.parametrize("where", ["evaluate_images", "save_best", "save_checkpoint", "write_json"])
 def test_a_run_killed_around_an_evaluation_makes_up_for_it(labelled, undisturbed_run, tmp_path, monkeypatch, at, where):
     """After the checkpoint of step `at`: while evaluating, or while writing the best weights or results.json.
 
     save_checkpoint: the thread dies while it writes the best weights, so that they are missing beside the results.
     """
     whole = undisturbed_run(finetune, labelled)
-    owners = {"write": CheckpointSaver, "save_checkpoint": checkpoint, "write_json": evaluator}
-    owner, of_best = owners.get(where, main_finetune), where in ("write", "save_checkpoint")
+    owners = {"save_best": CheckpointSaver, "save_checkpoint": checkpoint, "write_json": evaluator}
+    owner, of_best = owners.get(where, main_finetune), where in ("save_best", "save_checkpoint")
     original, save = getattr(owner, where), CheckpointSaver.save
 
     def killed(*args, **kwargs):
         now = newest_checkpoint(tmp_path / "parts")[0]
-        if now is not None and now.name == f"checkpoint-{at}.pth" and (not of_best or args[1] == "best"):
+        if now is not None and now.name == f"checkpoint-{at}.pth" and (where != "save_checkpoint" or args[1] == "best"):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 

@@ -108,7 +108,7 @@ class Evaluator:
         score = result.scores[self.best_by]
         if collectives.run_on_rank0(lambda: score > self.best_before()):
             info = training.info.at_step(training.loop.step, training.schedule.steps_per_epoch, result.scores)
-            training.saver.write("best", {"model": training.model.state_dict()}, info.to_json())
+            training.saver.save_best(info)
 
     def best_before(self) -> float:
         """Returns the score of the best weights so far, of an earlier step than the current one."""

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -206,8 +206,17 @@ class Checkpoint:
 # ------------------------------------------------------------------------------------------------------ write and prune
 
 
+def file_name(step: int | Literal["best"]) -> str:
+    """Returns the name of a checkpoint in the folder of its run."""
+    return f"checkpoint-{step}.pth"
+
+
 def save_checkpoint(
-    output_dir: str | Path, step: int | str, state: Mapping[str, Any], meta: Mapping[str, Any], keep: bool = False
+    output_dir: str | Path,
+    step: int | Literal["best"],
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    keep: bool = False,
 ) -> Path:
     """Writes the checkpoint of `step` and its sidecar, and returns the checkpoint's path.
 
@@ -217,7 +226,7 @@ def save_checkpoint(
     Raises OSError, which names the file, if a write fails, for example on a full disk. Then no partial file is left and
     older checkpoints are unchanged.
     """
-    path = Path(output_dir) / f"checkpoint-{step}.pth"
+    path = Path(output_dir) / file_name(step)
     with (
         replaced_file(path.with_suffix(".json"), durable=True) as sidecar,
         replaced_file(path, durable=True) as weights,

@@ -6,8 +6,7 @@ and it does not touch model, optimizer, device and log.
 
 import shlex
 import time
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,15 @@ class FolderLost(OSError):
 
 
 @dataclass
+class Write:
+    """A write of the thread. file: what it writes. needed_steps: the saved steps, once it is complete."""
+
+    file: str
+    needed_steps: list[int]
+    outcome: Future[str]  # a warning for the log, or ""; OSError if the write fails
+
+
+@dataclass
 class CheckpointSaver:
     """Context manager: writes the checkpoints of a run and prunes those that are not needed any more.
 
@@ -36,7 +44,7 @@ class CheckpointSaver:
     steps are skipped, the weights do not change and nothing is saved. The newest good checkpoint is never pruned, and
     neither is any after it.
 
-    minutes, steps: a save is due so often, and whenever a checkpoint is to be kept for good; 0: never.
+    save_minutes, save_steps: a save is due so often, and whenever a checkpoint is to be kept for good; 0: never.
     """
 
     start: Start
@@ -44,8 +52,8 @@ class CheckpointSaver:
     model: torch.nn.Module
     loop: TrainLoop
     schedule: RunSchedule
-    minutes: float = 0.0
-    steps: int = 0
+    save_minutes: float = 0.0
+    save_steps: int = 0
 
     def __post_init__(self) -> None:
         self.output_dir = self.start.output_dir
@@ -53,28 +61,31 @@ class CheckpointSaver:
         self.saved_steps = [self.first_step]  # resumed from, or written since; older ones may be pruned
         self.copies = shard.HostCopies(self.loop.device)
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.writing: Future[str] | None = None  # on rank 0, until `join` has seen how it ended
-        self.name: int | str = self.first_step  # of the checkpoint that was written last, or is now
+        self.writing: Write | None = None  # on rank 0, until `join` has seen how it ended
         self.began = time.monotonic()  # the last save
 
     def is_due(self) -> bool:
         """Whether the current step is to be saved, whatever the time. A function of step and flags alone."""
-        return self.is_kept(self.loop.step) or (self.steps > 0 and self.loop.step % self.steps == 0)
+        return self.is_kept(self.loop.step) or (self.save_steps > 0 and self.loop.step % self.save_steps == 0)
 
     def is_kept(self, step: int) -> bool:
         """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""
         return step % self.schedule.keep_every == 0 or step == self.schedule.num_steps
 
     def save_by_time(self) -> None:
-        """Saves if `minutes` have passed since the last save on rank 0, and no write is in flight. For all ranks."""
-        if self.minutes and run_on_rank0(self.is_time):
+        """Saves if `save_minutes` have passed since the last save on rank 0, and no write is in flight. For all ranks.
+
+        It also reports a write that has failed since.
+        """
+        if not self.save_minutes:
+            return
+        run_on_rank0(self.join_if_complete)
+        if run_on_rank0(self.is_time):
             self.save()
 
     def is_time(self) -> bool:
-        """Whether rank 0's clock asks for a save. It also reports a write that has failed since."""
-        if self.writing is not None and self.writing.done():
-            self.join()
-        return self.writing is None and time.monotonic() - self.began >= 60 * self.minutes
+        """Whether rank 0's clock asks for a save."""
+        return self.writing is None and time.monotonic() - self.began >= 60 * self.save_minutes
 
     def save(self, final: bool = False) -> None:
         """Saves the current step, unless its weights are saved already. All ranks must call it.
@@ -92,7 +103,10 @@ class CheckpointSaver:
             changed_at = step
         else:
             changed_at = self.step_of_weights()
-        if run_on_rank0(lambda: self.is_saved(changed_at, final)):
+        if not final and run_on_rank0(lambda: self.is_being_saved(changed_at)):
+            return
+        self.finish()
+        if run_on_rank0(lambda: self.is_saved(changed_at)):
             return
         # Buffers, too: one batch that is not finite ruins the running statistics of a BatchNorm for good.
         if all_reduce_sum(shard.count_bad(self.model.state_dict().values())) > 0:
@@ -105,10 +119,18 @@ class CheckpointSaver:
             "meter": loop.meter.state_dict(),
         }
         self.began = time.monotonic()
-        info = self.info.at_step(step, self.schedule.steps_per_epoch)
-        self.write(step, state, info.to_json(), self.is_kept(step), required=final or is_new_folder)
+        copy = self.copies.take(state, keep=self.start.process.is_main)
+        run_on_rank0(lambda: self.begin_write(step, copy))
+        if final or is_new_folder:
+            run_on_rank0(lambda: self.join(required=True))
         if is_new_folder:
             raise FolderLost(f"{str(self.output_dir)!r} was deleted while the run went on; step {step} is saved there")
+
+    def save_best(self, info: CheckpointInfo) -> None:
+        """Saves the current weights alone, as checkpoint-best.pth. All ranks must call it. info: what it says."""
+        self.finish()  # the write before it reads the memory of the copy
+        copy = self.copies.take({"model": self.model.state_dict()}, keep=self.start.process.is_main)
+        run_on_rank0(lambda: self.begin_write_of_best(copy, info))
 
     def make_lost_folder(self) -> bool:
         """Makes the output folder again if it was deleted, and says so. FolderInUse if another run has it now."""
@@ -119,53 +141,55 @@ class CheckpointSaver:
         FolderLock(self.output_dir)
         return True
 
-    def is_saved(self, step: int, final: bool) -> bool:
-        """Whether rank 0 has written the weights of `step`, or, unless it is `final`, writes them now."""
-        if self.writing is not None and self.name == step and not final:
-            return True
-        self.join()
+    def is_being_saved(self, step: int) -> bool:
+        """Whether rank 0 writes the weights of `step` now."""
+        return self.writing is not None and self.writing.file == checkpoint.file_name(step)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether rank 0 has written the weights of `step`."""
         return step <= self.saved_steps[-1]
 
-    def write(
-        self,
-        name: int | str,
-        state: Mapping[str, Any],
-        meta: dict[str, Any],
-        keep: bool = False,
-        required: bool = False,
-    ) -> None:
-        """Copies `state` and lets the thread write it as a checkpoint, and prune older ones. All ranks must call it.
+    def begin_write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Lets the thread write `state` as the checkpoint of `step`, and prune older ones. For rank 0."""
+        info = self.info.at_step(step, self.schedule.steps_per_epoch)
+        needed_steps = [*self.steps_since_newest_good(), step]
+        outcome = self.thread.submit(self.write_and_prune, step, state, info, needed_steps)
+        self.writing = Write(checkpoint.file_name(step), needed_steps, outcome)
 
-        If it is `required`, they wait for the write, and raise OSError if it fails.
-        """
-        self.join()  # the write before it reads the memory of the copy
-        copy = self.copies.take(dict(state), keep=self.start.process.is_main)
-        steps: list[int] = []  # not to be pruned
-        if isinstance(name, int):
-            num_good = bisect_left(self.saved_steps, self.step_of_weights())  # a finite step has followed these
-            steps = [*self.saved_steps[max(0, num_good - 1) :], name]
-        self.name = name
+    def begin_write_of_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+        """Lets the thread write `state` as checkpoint-best.pth. For rank 0."""
+        outcome = self.thread.submit(self.write_best, state, info)
+        self.writing = Write(checkpoint.file_name("best"), self.saved_steps, outcome)
 
-        def begin() -> None:
-            self.writing = self.thread.submit(self._write, name, copy, meta, keep, steps)
-            if required:
-                self.join(required)
+    def steps_since_newest_good(self) -> list[int]:
+        """Returns the saved steps from the newest good one on, or all if none is good."""
+        step_of_weights = self.step_of_weights()
+        good = [step for step in self.saved_steps if step < step_of_weights]  # a finite step has followed these
+        if not good:
+            return self.saved_steps
+        return [step for step in self.saved_steps if step >= good[-1]]
 
-        run_on_rank0(begin)
-
-    def _write(
-        self, name: int | str, state: Mapping[str, Any], meta: Mapping[str, Any], keep: bool, steps: list[int]
+    def write_and_prune(
+        self, step: int, state: Mapping[str, Any], info: CheckpointInfo, needed_steps: Sequence[int]
     ) -> str:
-        """Writes and prunes in the thread. Returns a warning for the log, or "". OSError if the write fails."""
-        checkpoint.save_checkpoint(self.output_dir, name, state, meta, keep)
-        if steps:
-            self.saved_steps = steps
-            write_progress(self.output_dir, name)
-            try:
-                checkpoint.prune_checkpoints(self.output_dir, steps)
-            except OSError as error:
-                return f"warning: older checkpoints could not be removed ({error})"
+        """For the thread. Returns a warning for the log, or "". OSError if the write fails."""
+        checkpoint.save_checkpoint(self.output_dir, step, state, info.to_json(), self.is_kept(step))
+        write_progress(self.output_dir, step)
+        try:
+            checkpoint.prune_checkpoints(self.output_dir, needed_steps)
+        except OSError as error:
+            return f"warning: older checkpoints could not be removed ({error})"
         return ""
+
+    def write_best(self, state: Mapping[str, Any], info: CheckpointInfo) -> str:
+        """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
+        checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json())
+        return ""
+
+    def join_if_complete(self) -> None:
+        """Does what `join` does on this rank, unless it would wait."""
+        if self.writing is not None and self.writing.outcome.done():
+            self.join()
 
     def join(self, required: bool = False) -> None:
         """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""
@@ -174,11 +198,12 @@ class CheckpointSaver:
         writing = self.writing
         self.writing = None
         try:
-            warning = writing.result()
+            warning = writing.outcome.result()
+            self.saved_steps = writing.needed_steps
         except OSError as error:
             if required:
                 raise
-            warning = f"warning: checkpoint-{self.name}.pth could not be written ({error}); training goes on"
+            warning = f"warning: {writing.file} could not be written ({error}); training goes on"
         if warning:
             self.loop.log.info(warning)
 

@@ -120,7 +120,7 @@ class Training:
         if run.resumed is not None and state is not None:
             self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
         self.saver = CheckpointSaver(
-            run.start, info, model, self.loop, schedule, minutes=args.save_minutes, steps=args.save_steps
+            run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
 
     def note(self, *notes: str) -> None:

@@ -83,9 +83,9 @@ def open_when_waited_for(saver, gate, monkeypatch):
     """Opens the gate when the saver begins to wait for the write in flight."""
     join = saver.join
 
-    def opened(*args):
+    def opened(**options):
         gate.set()
-        join(*args)
+        join(**options)
 
     monkeypatch.setattr(saver, "join", opened)
 
@@ -133,7 +133,7 @@ def test_a_copy_of_a_gpus_state_is_pinned_and_complete():
 
 
 def test_a_save_by_time_is_left_out_while_another_is_written(tmp_path, gate):
-    saver = a_saver(tmp_path, step=1, minutes=1)
+    saver = a_saver(tmp_path, step=1, save_minutes=1)
     saver.save()
     saver.began -= 3600
     saver.loop.step = 2
@@ -144,7 +144,7 @@ def test_a_save_by_time_is_left_out_while_another_is_written(tmp_path, gate):
 
 
 def test_a_save_by_steps_waits_for_the_write_before_it(tmp_path, gate, monkeypatch):
-    saver = a_saver(tmp_path, step=1, steps=2)
+    saver = a_saver(tmp_path, step=1, save_steps=2)
     saver.save()
     saver.save()  # of the same step: nothing
     saver.loop.step = 2
@@ -162,7 +162,7 @@ def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate, monkeyp
     with torch.no_grad():
         saver.model.weight += 1
     open_when_waited_for(saver, gate, monkeypatch)
-    saver.write("best", {"model": saver.model.state_dict()}, {})
+    saver.save_best(info_of_run())
     saver.finish()
     assert torch.equal(contents(tmp_path / "checkpoint-1.pth")["model"]["weight"], before)
     assert torch.equal(contents(tmp_path / "checkpoint-best.pth")["model"]["weight"], before + 1)
@@ -171,11 +171,11 @@ def test_the_best_weights_wait_for_the_write_before_them(tmp_path, gate, monkeyp
 def test_saves_by_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.replace_in(saving, "time.monotonic", lambda: now[0])
-    saver = a_saver(tmp_path, minutes=5)
+    saver = a_saver(tmp_path, save_minutes=5)
     saved = []
     for saver.loop.step in range(1, 21):
         now[0] += 70
-        saver.write("best", {}, {})  # does not count
+        saver.save_best(info_of_run())  # does not count
         saver.finish()
         saver.save_by_time()
         saver.finish()
@@ -195,14 +195,14 @@ def test_a_save_is_due_where_a_checkpoint_is_kept_and_at_the_end(tmp_path):
 
 
 def test_a_write_that_fails_is_a_warning_at_the_next_report(tmp_path, monkeypatch):
-    saver = a_saver(tmp_path, step=1, minutes=1)
+    saver = a_saver(tmp_path, step=1, save_minutes=1)
     saver.save(final=True)
     saver.loop.step = 2
     saver.save(final=True)
     fill_disk(monkeypatch)
     saver.loop.step = 3
     saver.save()
-    wait([saver.writing])
+    wait([saver.writing.outcome])
     saver.save_by_time()
     (warning,) = saver.loop.log.lines
     assert "checkpoint-3.pth could not be written" in warning
