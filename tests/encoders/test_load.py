@@ -71,7 +71,7 @@ def test_load_encoder_refuses_what_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match="missing: blocks.1.norm1.weight"):
         load_encoder(VisionTransformer(**SIZES), tmp_path / "shallow.pth")
     torch.save(encoder_weights(patch_size=4, img_size=16), tmp_path / "patch4.pth")
-    with pytest.raises(ValueError, match=r"patch_embed.proj.weight is \[48, 3, 4, 4\], the model's \[48, 3, 8, 8\]"):
+    with pytest.raises(ValueError, match="patch size 4, this VisionTransformer has 8: give --patch_size 4"):
         load_encoder(VisionTransformer(**SIZES), tmp_path / "patch4.pth")
     torch.save(encoder_weights(img_size=(16, 32)), tmp_path / "oblong.pth")
     with pytest.raises(ValueError, match=r"pos_embed \[1, 9, 48\] of '.*oblong.pth' .*cannot be resized"):
