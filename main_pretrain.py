@@ -8,7 +8,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 
 import argparse
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -219,8 +219,10 @@ def summary_of_run(args: argparse.Namespace, training: Training) -> list[str]:
         if report.get("epoch_loss") is not None:
             losses.append(f"{report['epoch_loss']:.4f} in epoch {report['epoch']}")
     if losses:
-        first_and_last = losses[:1] + losses[1:][-1:]
-        lines.append(f"  loss         {', '.join(first_and_last)}")
+        line = f"  loss         {losses[0]}"
+        if len(losses) > 1:
+            line += f", {losses[-1]}"
+        lines.append(line)
     return [*lines, *monitor.summary_lines(history)]
 
 
@@ -282,9 +284,12 @@ class Pictures:
         if not (training.process.is_main or is_sharded):
             return
         indices = evenly_spaced(len(self.images), 8)
-        ((imgs, ids_shuffle),) = crops(self.model, training.info.settings, self.images, indices, replace=True)
+        [(imgs, ids_shuffle)] = crops(self.model, training.info.settings, self.images, indices, replace=True)
+        precision: AbstractContextManager = nullcontext()
+        if is_sharded:
+            precision = loop.autocast()
         try:
-            with loop.autocast() if is_sharded else nullcontext(), shard.unsharded(self.model):
+            with precision, shard.unsharded(self.model):
                 picture = reconstruction_picture(self.model, loop.normalize, imgs, ids_shuffle)
         except NoPixels as error:
             if not self.is_refused:
@@ -315,12 +320,16 @@ def main(argv: Sequence[str] | None = None) -> bool:
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.build_device)
         model.use_statistics(*statistics)
-        run.note(*attention_phases.check_sampling(args, model), *(file.origin for file in model.named_files().values()))
+        run.note(*attention_phases.check_sampling(args, model))
+        for file in model.named_files().values():
+            run.note(file.origin)
         run.load_encoder(partial(load_encoder, model, part="blocks"))
         optimizer = make_optimizer(model, args, run.plan.lr)
 
         augmentation = make_augmentation(args, model.img_size)
-        dataset = AddressedDataset(images, augmentation, args.max_bad_fraction > 0, args.sampling == "attention")
+        dataset = AddressedDataset(
+            images, augmentation, replace=args.max_bad_fraction > 0, with_boxes=args.sampling == "attention"
+        )
         collator = model.collator(args.sampling, args.seed)
         loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
 

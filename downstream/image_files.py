@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from util.data.datasets import available_cores
+from util.cores import available_cores
 from util.data.decode import PILLOW_ERRORS, open_image
 from util.data.images import FILE_ERRORS, ImageError, ImageFiles
 from util.data.pixel_format import PixelFormat, read_header

@@ -65,9 +65,12 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     read_files: whether to read the files that a framework's flags name. On the meta device nothing can be read.
     """
     name = settings["model"]
+    settings = dict(settings)
     if not read_files:
-        settings = {**settings, **{flag.name: None for flag in CLASS_OF[name].flags if flag.names_file}}
-    options = {name: settings[name] for name in METHOD_ARGUMENTS}
+        for flag in CLASS_OF[name].flags:
+            if flag.names_file:
+                settings[flag.name] = None
+    options = {argument: settings[argument] for argument in METHOD_ARGUMENTS}
     options["norm_pix_loss"] = settings["norm_pix_loss"]
     options["in_chans"] = settings.get("in_chans", 3)
     for flag, families in own_flags().items():
@@ -82,8 +85,7 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     if settings["input_size"] is not None:
         if len(settings["input_size"]) > 2:
             raise ValueError(f"--input_size takes one or two numbers, got {settings['input_size']}")
-        height, *width = settings["input_size"]
-        options["img_size"] = (height, *(width or [height]))
+        options["img_size"] = (settings["input_size"][0], settings["input_size"][-1])
     model = MODELS[name](**options)
     if model.counts.num_visible == 0:
         tokens = count_of(model.counts.num_tokens, "token")

@@ -38,7 +38,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from util.atomic import replaced_file
-from util.data.datasets import available_cores
+from util.cores import available_cores
 from util.data.decode import PILLOW_ERRORS
 from util.data.folders import PACKING, MissingSplit, SplitFiles, find_files
 from util.data.images import EncodedImages, FolderImages, ImageError, unreadable

@@ -1,8 +1,6 @@
 """The data set `dataset[(epoch, index)]`, and the sampler of its addresses."""
 
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,18 +54,20 @@ class AddressedDataset(torch.utils.data.Dataset):
 
         Raises the ImageError of `index` if there is none, or OSError if no image can be opened any more.
         """
-        num_candidates = 1 if self.bad is None else MAX_SKIPPED
-        error_of_index: ImageError | None = None
-        for candidate in range(index, index + num_candidates):
+        candidates: Iterable[int] = [index]
+        if self.bad is not None:
+            candidates = range(index, index + MAX_SKIPPED)
+        errors: list[ImageError] = []
+        for candidate in candidates:
             i = candidate % len(self)
             try:
-                return i, *self.images.load_sample(i)
+                pixels, label = self.images.load_sample(i)
+                return i, pixels, label
             except ImageError as error:
-                if self.bad is not None:
-                    self.bad[i] = 1
-                error_of_index = error_of_index or error
-        assert error_of_index is not None
-        raise find_storage_error(self.images) or error_of_index
+                errors.append(error)
+            if self.bad is not None:
+                self.bad[i] = 1
+        raise find_storage_error(self.images) or errors[0]
 
 
 class StepBatchSampler:
@@ -113,8 +113,10 @@ class StepBatchSampler:
                 order = permutation(self.seed, epoch, self.num_samples)
                 epoch_of_order = epoch
             for micro in range(self.accum_iter):
-                first = step_in_epoch * self.total_batch + (micro * self.world_size + self.rank) * self.batch_size
-                yield [(epoch, index) for index in order[first : first + self.batch_size].tolist()]
+                place_in_step = (micro * self.world_size + self.rank) * self.batch_size
+                first = step_in_epoch * self.total_batch + place_in_step
+                indices = order[first : first + self.batch_size].tolist()
+                yield [(epoch, index) for index in indices]
 
 
 def permutation(seed: int, epoch: int, length: int) -> np.ndarray:
@@ -139,30 +141,3 @@ def stack(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates samples without a mask. Returns (imgs [B, C, H, W], labels int64 [B])."""
     imgs, labels, _ = zip(*samples, strict=True)
     return torch.utils.data.default_collate(imgs), torch.tensor(labels)  # in a worker straight into shared memory
-
-
-def available_cores() -> int:
-    """Returns how many cores this process may use: its CPU affinity and its cgroup may allow fewer than all."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:  # macOS
-        cores = os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # there is no limit: the file is missing, or the quota is "max"
-        return cores
-
-
-def cores_per_process(local_world_size: int) -> int:
-    """Returns this process's share of the cores, at least 1. local_world_size: processes on this node.
-
-    The tasks of srun may be bound to cores of their own. Each then sees only its --cpus-per-task, and does not share
-    them.
-    """
-    cores = available_cores()
-    share = max(1, cores // local_world_size)
-    allotted = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if allotted.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
-        share = max(share, int(allotted))
-    return min(cores, share)

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -160,37 +161,51 @@ class EncodedImages(Images):
         good. ImageError, too, if formats differ, cannot be used or do not have `in_chans` channels, or if floats are
         not finite.
         """
+        checked = evenly_spaced(len(self), self.num_checked).tolist()
         problems: list[str] = []
         good: list[int] = []
         formats: dict[PixelFormat, int] = {}  # of each format, the first image
-        checked = evenly_spaced(len(self), self.num_checked).tolist()
         for i in checked:
             try:
-                formats.setdefault(read_format(self.source(i), self.in_chans), i)
-                good.append(i)
-            except ImageError as error:
-                problems.append(str(error))
+                pixels = self.read_format(i)
             except FormatError as error:
                 raise ImageError(f"{self.path(i)!r} cannot be used: {error}") from error
-            except PILLOW_ERRORS as error:
-                problems.append(unreadable(self.path(i), error))
-        message = f"{len(problems)} of {len(checked)} checked images cannot be read"
+            except ImageError as error:
+                problems.append(str(error))
+                continue
+            good.append(i)
+            if pixels not in formats:
+                formats[pixels] = i
+        self._refuse_bad(problems, len(checked), max_bad_fraction)
+        self.pixel_format = self.one_format(formats)
+        self._note_lost(formats[self.pixel_format])
+        if self.pixel_format.is_float:
+            step = math.ceil(len(good) / self.num_decoded)
+            for i in good[::step]:
+                self.load(i)
+
+    def read_format(self, i: int) -> PixelFormat:
+        """Returns the format of image i. ImageError if it cannot be read, FormatError if such files are never read."""
+        try:
+            return read_format(self.source(i), self.in_chans)
+        except (FormatError, ImageError):
+            raise
+        except PILLOW_ERRORS as error:
+            raise ImageError(unreadable(self.path(i), error)) from error
+
+    def _refuse_bad(self, problems: Sequence[str], num_checked: int, max_bad_fraction: float) -> None:
+        """ImageError if too many of the checked images have problems. It notes those that will be replaced."""
+        message = f"{len(problems)} of {num_checked} checked images cannot be read"
         listed = "; ".join(problems[:10])
         num_accepted = 0.0
         if max_bad_fraction:
-            num_accepted = max(1, max_bad_fraction * len(checked))
-        if not good or len(problems) > num_accepted:
+            num_accepted = max(1, max_bad_fraction * num_checked)
+        if len(problems) == num_checked or len(problems) > num_accepted:
             if max_bad_fraction:
                 message += f", more than --max_bad_fraction {max_bad_fraction:g}"
             raise ImageError(f"{message}: {listed}")
         if problems:
             self.notes.append(f"warning: {message} and will be replaced: {listed}")
-        self.pixel_format = self.one_format(formats)
-        self._note_lost(formats[self.pixel_format])
-        if self.pixel_format.is_float:
-            step = -(-len(good) // self.num_decoded)
-            for i in good[::step]:
-                self.load(i)
 
     def one_format(self, formats: Mapping[PixelFormat, int]) -> PixelFormat:
         """Returns the format of all images. ImageError names one that does not fit, or two that differ.
@@ -199,19 +214,22 @@ class EncodedImages(Images):
         """
         fitting = [i for pixels, i in formats.items() if pixels.channels == self.in_chans]
         for pixels, i in formats.items():
-            if pixels.channels == self.in_chans:
-                continue
-            message = f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}"
-            if fitting:
-                message += f", as {self.path(fitting[0])!r} has"
-            if fitting and pixels.channels < self.in_chans:
-                message += ": a band is missing"
-            raise ImageError(message)
+            if pixels.channels != self.in_chans:
+                raise ImageError(self._describe_other_channels(i, pixels, fitting))
         first, *others = formats
         for other in others:
             differing = f"{self.path(formats[first])!r} has {first}, but {self.path(formats[other])!r} has {other}"
             raise ImageError(f"{differing}: all images need one format")
         return first
+
+    def _describe_other_channels(self, i: int, pixels: PixelFormat, fitting: Sequence[int]) -> str:
+        """Returns the error that image i has `pixels` of other channels. fitting: images with those that are wanted."""
+        message = f"{self.path(i)!r} has {pixels}, but {wanted_channels(self.in_chans)}"
+        if fitting:
+            message += f", as {self.path(fitting[0])!r} has"
+        if fitting and pixels.channels < self.in_chans:
+            message += ": a band is missing"
+        return message
 
     def _note_lost(self, i: int) -> None:
         """Notes what image i has that RGB of 8 bits does not hold, if it is read as such."""

@@ -44,6 +44,7 @@ class ImageSource:
     label_column: str | None = None
     use_pillow: bool = False
     files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
+    images: Images | None = field(init=False, default=None)  # once they are open
 
     def __post_init__(self) -> None:
         if self.dataset not in DATASETS:
@@ -67,12 +68,18 @@ class ImageSource:
         return self.in_tars or self.dataset in (*DOWNLOADED, "hf")
 
     def open(self) -> Images:
-        """Returns the images. ImageError if too many are bad, or if one has other channels."""
-        images = self._open()
-        if self.labelled:
-            refuse_single_class(images, self.split)
-        images.check(self.max_bad_fraction)
-        return images
+        """Returns the images, which are opened once. ImageError if too many are bad, or if one has other channels."""
+        if self.images is None:
+            images = self._open()
+            if self.labelled:
+                refuse_single_class(images, self.split)
+            images.check(self.max_bad_fraction)
+            self.images = images
+        return self.images
+
+    def write_files(self) -> None:
+        """Opens the images, which writes the files that all processes read."""
+        self.open()
 
     def _open(self) -> Images:
         reading: dict[str, Any] = {"in_chans": self.in_chans, "use_pillow": self.use_pillow}
@@ -81,8 +88,9 @@ class ImageSource:
         if self.dataset in DOWNLOADED:
             return CifarImages(self.dataset, self.data_path, self.split)
         if self.dataset == "hf":
-            columns = (self.image_column, self.label_column)
-            return open_hugging_face(self.data_path, self.split, self.labelled, *columns, **reading)
+            return open_hugging_face(
+                self.data_path, self.split, self.labelled, self.image_column, self.label_column, **reading
+            )
         assert self.files is not None
         if self.files.tars:
             return open_tars(self.files.tars, self.labelled, self.files.notes, **reading)
@@ -111,21 +119,25 @@ def open_everywhere(
 
     def find_source() -> ImageSource:
         return ImageSource(
-            args.dataset,
-            args.data_path,
-            split,
-            labelled,
-            max_bad_fraction,
-            in_chans or args.in_chans,
-            args.image_column,
-            args.label_column,
+            dataset=args.dataset,
+            data_path=args.data_path,
+            split=split,
+            labelled=labelled,
+            max_bad_fraction=max_bad_fraction,
+            in_chans=in_chans or args.in_chans,
+            image_column=args.image_column,
+            label_column=args.label_column,
             use_pillow=args.loader == "reference",
         )
 
     source = collectives.run_everywhere(find_source)
-    kind = "tars" if source.in_tars else "no tars"
+    kind = "no tars"
+    if source.in_tars:
+        kind = "tars"
     collectives.refuse_differences({"--data_path": kind}, "kind of data")
-    images = open_rank0_first(source) if source.is_written_once else collectives.run_everywhere(source.open)
+    if source.is_written_once:
+        collectives.run_on_rank0(source.write_files)
+    images = collectives.run_everywhere(source.open)
     found = {
         "number of images": len(images),
         "names and labels": images.fingerprint(),
@@ -133,17 +145,6 @@ def open_everywhere(
     }
     collectives.refuse_differences(found, f"{split} data")
     return images
-
-
-def open_rank0_first(source: ImageSource) -> Images:
-    """Opens a source on rank 0, and then on the other ranks, which find what rank 0 has written."""
-    opened: list[Images] = []
-    collectives.run_on_rank0(lambda: opened.append(source.open()))
-
-    def open_or_take() -> Images:
-        return opened[0] if opened else source.open()
-
-    return collectives.run_everywhere(open_or_take)
 
 
 def data_settings(images: Any) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from util.attention import KERNELS
-from util.data.datasets import cores_per_process
+from util.cores import cores_per_process
 from util.data.folders import DEFAULT_PATH
 from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from util import collectives
-from util.data.datasets import AddressedDataset, cores_per_process
+from util.cores import cores_per_process
+from util.data.datasets import AddressedDataset
 from util.data.loader import BadImages, TooManyBadImages
 from util.data.open import data_hint
 from util.data.transforms import Normalize

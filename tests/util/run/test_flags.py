@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import main_pretrain
-from util.data import datasets
+from util import cores as cores_module
 from util.run.distributed import Process
 from util.run.flags import make_plan, num_workers
 
@@ -62,8 +62,8 @@ def test_the_cores_of_a_process(monkeypatch, visible, processes, environment, sh
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(datasets, "available_cores", lambda: visible)
-    assert datasets.cores_per_process(processes) == share
+    monkeypatch.setattr(cores_module, "available_cores", lambda: visible)
+    assert cores_module.cores_per_process(processes) == share
     args = argparse.Namespace(num_workers=None)
     assert num_workers(args, argparse.Namespace(local_world_size=processes)) == min(16, max(1, share - 1))
 
@@ -77,6 +77,6 @@ def test_a_container_may_allow_fewer_cores_than_the_machine_has(tmp_path, monkey
     files = {"/sys/fs/cgroup/cpu.max": tmp_path / "cpu.max"}
     if limit is not None:
         (tmp_path / "cpu.max").write_text(limit)
-    monkeypatch.setattr(datasets, "Path", files.__getitem__)
-    monkeypatch.replace_in(datasets, "os.sched_getaffinity", lambda pid: set(range(8)))
-    assert datasets.available_cores() == cores
+    monkeypatch.setattr(cores_module, "Path", files.__getitem__)
+    monkeypatch.replace_in(cores_module, "os.sched_getaffinity", lambda pid: set(range(8)))
+    assert cores_module.available_cores() == cores

@@ -1,0 +1,31 @@
+"""How many cores this process may use."""
+
+import os
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """Returns how many cores this process may use: its CPU affinity and its cgroup may allow fewer than all."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # there is no limit: the file is missing, or the quota is "max"
+        return cores
+
+
+def cores_per_process(local_world_size: int) -> int:
+    """Returns this process's share of the cores, at least 1. local_world_size: processes on this node.
+
+    The tasks of srun may be bound to cores of their own. Each then sees only its --cpus-per-task, and does not share
+    them.
+    """
+    cores = available_cores()
+    share = max(1, cores // local_world_size)
+    allotted = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if allotted.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        share = max(share, int(allotted))
+    return min(cores, share)
