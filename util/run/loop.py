@@ -131,7 +131,7 @@ class TrainLoop:
     last_step: the step after which the run ends.
     clip_grad: bound on the norm of the whole gradient, or None.
     data_hint: what to do if loading data is too slow, or "".
-    on_report: called by all ranks at each report.
+    report_hooks: called by all ranks at each report.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -148,7 +148,7 @@ class TrainLoop:
     seed: int = 0
     print_freq: int = 20
     data_hint: str = ""
-    on_report: Callable[[], None] | None = None
+    report_hooks: list[Callable[[], None]] = field(default_factory=list)
     watchdog: Watchdog | None = None
     stop: StopSignal | None = None
     step: int = 0  # number of optimizer steps done, over all starts of the run
@@ -160,7 +160,7 @@ class TrainLoop:
         self.clock = Clock()
         self.num_reports = 0
         self.has_begun = False
-        self.stopped = False
+        self.has_stopped = False  # `should_stop` has been true: the run ends
         self.first_step = self.step  # of this start
         self.num_micro = 0  # micro-batches of the current step whose forward pass has begun
 
@@ -265,12 +265,17 @@ class TrainLoop:
 
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop after this step because of a signal."""
-        self.stopped = self.stop is not None and self.stop.agreed()
-        return self.stopped
+        self.has_stopped = self.stop is not None and self.stop.agreed()
+        return self.has_stopped
 
-    def has_stopped(self) -> bool:
-        """Whether `should_stop` has been true, so that the run ends."""
-        return self.stopped
+    def has_ended(self) -> bool:
+        """Whether the last step is done, or all ranks have agreed to stop."""
+        return self.has_stopped or self.step >= self.last_step
+
+    def call_report_hooks(self) -> None:
+        """Does what is to be done at each report and at the end. All ranks must call it."""
+        for hook in self.report_hooks:
+            hook()
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:
         """Logs the means since the last report, which waits for the device.
@@ -304,8 +309,7 @@ class TrainLoop:
             scalars["epoch_loss"] = _total(means)
         line, postfix = self._describe(scalars)
         self.log.report(step, scalars, line, postfix, interim)
-        if self.on_report is not None:
-            self.on_report()
+        self.call_report_hooks()
         self.num_reports += 1
         # The first report includes the start of the workers; one warning is enough.
         if self.num_reports > 1 and self.data_hint and scalars["data_share"] > SLOW_DATA:

@@ -49,13 +49,14 @@ class StopSignal:
         if device.type == "cuda" and dist.is_initialized():
             self.stream = torch.cuda.Stream(device)
         self.previous: dict[signal.Signals, Any] = {}  # handlers
+
+    def __enter__(self) -> "StopSignal":
+        """Installs the handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 # nohup starts programs with HUP ignored, which stays so.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self.previous[number] = signal.signal(number, self._handle)
-
-    def __enter__(self) -> "StopSignal":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,6 @@ comes between steps (`BetweenSteps`), in the order of its list.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
@@ -92,11 +91,14 @@ class Training:
         self.images = dataset.images
         self.schedule = schedule
         self.info = info
-        last_step = min(schedule.num_steps, args.max_steps or sys.maxsize)
+        last_step = schedule.num_steps
+        if args.max_steps is not None:
+            last_step = min(last_step, args.max_steps)
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
         patience = first_timeout(args.dist_timeout, args.compile)
         self.watchdog = Watchdog(args.dist_timeout, patience, process.rank)
+        self.stop = StopSignal(process.device)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
         cores = cores_per_process(process.local_world_size)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
@@ -115,14 +117,15 @@ class Training:
             seed=args.seed,
             print_freq=args.print_freq,
             data_hint=data_hint(self.images, plan.num_workers, cores, plan.device),
-            on_report=self._at_report,
             watchdog=self.watchdog,
+            stop=self.stop,
         )
         if run.resumed is not None and state is not None:
             self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
+        self.loop.report_hooks.append(self._at_report)
 
     def note(self, *notes: str) -> None:
         """Writes notes to the log."""
@@ -181,21 +184,22 @@ class Training:
         summary: Callable[[], Sequence[str]],
     ) -> bool:
         loop = self.loop
-        with self.watchdog, StopSignal(self.process.device) as stop, self.saver:
-            loop.stop = stop
-            all_done = self._run_due(between)  # missing because the run was stopped or killed before it
-            while loop.step < loop.last_step and not loop.has_stopped():
+        with self.watchdog, self.stop, self.saver:
+            # An earlier start may have been stopped or killed before it did what was due at its last step.
+            all_done = self._run_due(between)
+            while not loop.has_ended():
                 train_steps(self.wrapped, batches, self._steps_to_next_pause(), loop)
-                ends = loop.has_stopped() or loop.step == loop.last_step
-                if ends or self.saver.is_due():
-                    self.saver.save(final=ends)
-                if loop.step == loop.last_step or not loop.has_stopped():
-                    all_done = self._run_due(between)
-            self.saver.save(final=True)  # unless it is saved already
+                if loop.has_ended():
+                    self.saver.save(final=True)
+                elif self.saver.is_due():
+                    self.saver.save()
+                all_done = self._run_due(between)
+            # If a signal came while work was done between steps, the current step is not saved yet.
+            self.saver.save(final=True)
             if loop.step < loop.last_step or not all_done:
-                end_after_signal(loop, stop)
+                end_after_signal(loop, self.stop)
                 return False
-            finish_run(loop, stop, "\n".join([*summary(), *self.closing_lines()]))
+            finish_run(loop, self.stop, "\n".join([*summary(), *self.closing_lines()]))
         return True
 
     def _run_due(self, between: Sequence[BetweenSteps]) -> bool:
@@ -205,11 +209,11 @@ class Training:
         """
         for work in between:
             if work.is_due() and not collectives.run_on_rank0(work.is_done):
-                if not self.loop.has_stopped():
+                if not self.loop.has_stopped:
                     with self.watchdog.first_time(type(work)):
                         work.perform()
                     self.loop.clock.restart()  # it does not count as training
-                if self.loop.has_stopped():
+                if self.loop.has_stopped:
                     return False
         return True
 
@@ -256,8 +260,9 @@ class Training:
     def closing_lines(self) -> list[str]:
         """Returns where the newest checkpoint and TensorBoard's files are."""
         lines = []
-        # Its hash is not computed: this run has just written it.
-        finished = checkpoint.list_finished(self.output_dir) if self.process.is_main else []
+        finished = []
+        if self.process.is_main:  # the hash is not computed: this run has just written it
+            finished = checkpoint.list_finished(self.output_dir)
         if finished:
             lines.append(f"  checkpoint   {finished[-1]}")
         lines.append(f"  TensorBoard  tensorboard --logdir {self.output_dir / 'tensorboard'}")

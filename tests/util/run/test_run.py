@@ -44,7 +44,7 @@ def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch
 
 def test_work_between_steps_does_not_count_as_training_time():
     """The clock begins again on all ranks."""
-    loop = Namespace(step=4, clock=Clock(), has_stopped=lambda: False)
+    loop = Namespace(step=4, clock=Clock(), has_stopped=False)
 
     def perform():
         loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
