@@ -305,23 +305,23 @@ def a_meter(*values):
 
 def test_meter_survives_a_checkpoint():
     meter = a_meter(1.0, 2.0)
-    meter.read()
+    meter.since_report.zero_()
     meter.add({"a": torch.tensor(6.0)}, torch.tensor(3.0))
     other = Meter(CPU)
     other.load_state_dict(meter.state_dict())
-    assert other.read() == ({"a": 6.0, "grad_norm": 3.0}, 0)
-    assert other.read(whole_epoch=True) == ({"a": 3.0, "grad_norm": 3.0}, 0)
+    assert other.read(other.since_report) == ({"a": 6.0, "grad_norm": 3.0}, 0)
+    assert other.read(other.since_epoch) == ({"a": 3.0, "grad_norm": 3.0}, 0)
 
 
 @pytest.mark.parametrize(("world_size", "loss"), [(2, 6.0), (3, 4.0)])
 def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_size, loss, monkeypatch):
     first = a_meter(2.0)
     second = a_meter(6.0)
-    state = first.state_dict() | {"sums": torch.stack([first.sums, second.sums])}
+    state = first.state_dict() | {"sums": torch.cat([first.state_dict()["sums"], second.state_dict()["sums"]])}
     monkeypatch.setattr(loop, "rank_and_world_size", lambda: (1, world_size))
     monkeypatch.setattr(loop, "all_reduce_sum", lambda tensor: tensor)
     first.load_state_dict(state)
-    assert first.read()[0]["a"] == loss
+    assert first.read(first.since_report)[0]["a"] == loss
 
 
 # ------------------------------------------------------------------------------------------------------ two processes

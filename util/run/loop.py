@@ -32,11 +32,16 @@ MAX_BAD_STEPS = 20  # this many non-finite steps in a row end the run, at the ne
 
 
 class Meter:
-    """Running sums on the device: losses and gradient norms of the finite steps."""
+    """Sums on the device over the finite steps, since the last report and since the epoch began.
+
+    Both are [names + 2]: the sum of each loss and of the gradient norm, the number of finite steps, and of all steps.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.names: list[str] = []
+        self.names: list[str] = []  # known from the first step on
+        self.since_report = torch.zeros(0, device=device)
+        self.since_epoch = torch.zeros(0, device=device)
         self.bad_streak = torch.zeros((), device=device)  # non-finite steps in a row
 
     def add(self, losses: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> None:
@@ -44,23 +49,22 @@ class Meter:
         if not self.names:
             self._start([*losses, "grad_norm"])
         finite = torch.isfinite(grad_norm)
-        values = torch.stack([*losses.values(), grad_norm, torch.ones_like(grad_norm)])
-        self.sums[:, :-1] += torch.where(finite, values, 0.0)  # into both rows
-        self.sums[:, -1] += 1
+        one = torch.ones_like(grad_norm)
+        values = torch.where(finite, torch.stack([*losses.values(), grad_norm, one]), 0.0)
+        for sums in (self.since_report, self.since_epoch):
+            sums[:-1] += values
+            sums[-1] += 1
         self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
 
-    def read(self, whole_epoch: bool = False, reset: bool = True) -> tuple[dict[str, float | None], int]:
-        """Returns (means over ranks and finite steps, number of skipped steps) since the last reset.
+    def read(self, sums: torch.Tensor) -> tuple[dict[str, float | None], int]:
+        """Returns (means over ranks and finite steps, number of skipped steps) of `since_report` or `since_epoch`.
 
         It waits for the device. A mean is None if no step was finite, or if its sum is not.
         """
-        row = int(whole_epoch)
         _, world_size = rank_and_world_size()
-        *sums, finite, steps = (all_reduce_sum(self.sums[row].clone()) / world_size).tolist()
-        if reset:
-            self.sums[row] = 0
+        *totals, finite, steps = (all_reduce_sum(sums.clone()) / world_size).tolist()
         means: dict[str, float | None] = {}
-        for name, total in zip(self.names, sums, strict=True):
+        for name, total in zip(self.names, totals, strict=True):
             means[name] = None
             if finite > 0 and math.isfinite(total):
                 means[name] = total / finite
@@ -68,14 +72,15 @@ class Meter:
 
     def _start(self, names: list[str]) -> None:
         self.names = names
-        # Rows: since the last report, since the epoch began. Columns: the names, finite steps, all steps.
-        self.sums = torch.zeros(2, len(names) + 2, device=self.device)
+        self.since_report = torch.zeros(len(names) + 2, device=self.device)
+        self.since_epoch = torch.zeros(len(names) + 2, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks must call it, because each has its own sums."""
         rank, world_size = rank_and_world_size()
-        sums = self.sums.new_zeros(world_size, *self.sums.shape)
-        sums[rank] = self.sums
+        own_sums = torch.stack([self.since_report, self.since_epoch])
+        sums = own_sums.new_zeros(world_size, *own_sums.shape)
+        sums[rank] = own_sums
         return {"names": self.names, "sums": all_reduce_sum(sums).cpu(), "bad_streak": self.bad_streak.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,9 +89,11 @@ class Meter:
         self._start(state["names"])
         sums = state["sums"]  # of each rank
         if len(sums) == world_size:
-            self.sums.copy_(sums[rank])
+            own_sums = sums[rank]
         else:
-            self.sums.copy_(sums.mean(dim=0))
+            own_sums = sums.mean(dim=0)
+        self.since_report.copy_(own_sums[0])
+        self.since_epoch.copy_(own_sums[1])
         self.bad_streak.copy_(state["bad_streak"])
 
 
@@ -278,22 +285,16 @@ class TrainLoop:
             hook()
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:
-        """Logs the means since the last report, which waits for the device.
+        """Logs the means since the last report, which waits for the device. FloatingPointError if steps are lost.
 
-        FloatingPointError after MAX_BAD_STEPS steps in a row that were not finite. At the end of the run, the steps
-        since the last report are enough.
         An interim report is made if a run ends between two regular ones. It leaves the meter as it is, so that the
         regular reports of a resumed run equal those of an undisturbed run.
         """
         step = self.step
-        means, skipped = self.meter.read(reset=not interim)
-        bad_streak = int(self.meter.bad_streak)
-        ends_bad = step == self.last_step and bad_streak > 0 and means["grad_norm"] is None
-        if bad_streak >= MAX_BAD_STEPS or (ends_bad and not self._is_backing_off(bad_streak)):
-            raise FloatingPointError(
-                f"the loss or its gradient was not finite in each of the last {bad_streak} steps before step {step}, "
-                f"whose updates were skipped: lower the learning rate, or try --precision bf16 or fp32"
-            )
+        means, skipped = self.meter.read(self.meter.since_report)
+        if not interim:
+            self.meter.since_report.zero_()
+        self._refuse_lost_steps(are_all_lost=means["grad_norm"] is None)
         grad_norm = means.pop("grad_norm")
         scalars: dict[str, Any] = {"epoch": (step - 1) // self.steps_per_epoch, "loss": _total(means)}
         if len(means) > 1:
@@ -304,9 +305,10 @@ class TrainLoop:
         scalars["skipped_steps"] = skipped
         scalars |= self.clock.lap(self.images_per_step)
         if epoch_ends:
-            means, _ = self.meter.read(whole_epoch=True)
-            del means["grad_norm"]
-            scalars["epoch_loss"] = _total(means)
+            epoch_means, _ = self.meter.read(self.meter.since_epoch)
+            self.meter.since_epoch.zero_()
+            del epoch_means["grad_norm"]
+            scalars["epoch_loss"] = _total(epoch_means)
         line, postfix = self._describe(scalars)
         self.log.report(step, scalars, line, postfix, interim)
         self.call_report_hooks()
@@ -317,6 +319,20 @@ class TrainLoop:
                 f"warning: {scalars['data_share']:.0%} of the time is spent waiting for data: {self.data_hint}"
             )
             self.data_hint = ""
+
+    def _refuse_lost_steps(self, are_all_lost: bool) -> None:
+        """FloatingPointError after MAX_BAD_STEPS steps in a row that were not finite. For all ranks.
+
+        At the end of the run it is enough if no step since the last report was finite: `are_all_lost`.
+        """
+        bad_streak = int(self.meter.bad_streak)
+        is_too_long = bad_streak >= MAX_BAD_STEPS
+        ends_in_it = self.step == self.last_step and bad_streak > 0 and are_all_lost
+        if is_too_long or (ends_in_it and not self._is_backing_off(bad_streak)):
+            raise FloatingPointError(
+                f"the loss or its gradient was not finite in each of the last {bad_streak} steps before step "
+                f"{self.step}, whose updates were skipped: lower the learning rate, or try --precision bf16 or fp32"
+            )
 
     def _is_backing_off(self, bad_streak: int) -> bool:
         """Whether fp16's loss scale explains a streak: it is short, and only gradients overflow. For all ranks."""

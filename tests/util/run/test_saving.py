@@ -106,7 +106,7 @@ def test_a_checkpoint_is_of_one_step(tmp_path, gate):
             value += 1
         for moment in moments.values():
             moment["exp_avg"] += 1
-        saver.loop.meter.sums += 1
+        saver.loop.meter.since_report += 1
         gate.set()
         saver.finish()
         gate.clear()
