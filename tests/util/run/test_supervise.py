@@ -97,9 +97,9 @@ import signal
 import torch
 from util.run.supervise import StopSignal
 
-stop = StopSignal(torch.device("cpu"))
-os.kill(os.getpid(), signal.SIGHUP)
-print(stop.agreed(), stop.name)
+with StopSignal(torch.device("cpu")) as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(stop.agreed(), stop.name)
 """
 
 
