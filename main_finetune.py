@@ -371,12 +371,13 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
         images, val_images = open_data(args)
         classes = images.classes
         run.note(*val_images.notes)
-        statistics = run.choose_statistics(images)
+        statistics = run.pixel_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_classifier({**vars(args), "nb_classes": len(classes)})
         merging = args.first_release_merging
-        run.load_encoder(partial(load_encoder, model, classes=classes, first_release_merging=merging))
+        load = partial(load_encoder, model, classes=classes, first_release_merging=merging)
+        run.load_encoder(load, note_without="no --finetune: training from scratch")
         match_run(run, model, classes)
         model = model.to(run.build_device)
         optimizer = make_optimizer(model, args, run.plan.lr)
@@ -388,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, float]:
 
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         facts = describe_model(args, model, statistics, val_images, classes)
-        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training = run.begin_training(model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 
         evaluator = make_evaluator(training, model, val_images)

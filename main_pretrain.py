@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     with Run.begin(PROGRAM, parser, args, argv, check=check_flags, encoder_flag="pretrained") as run:
         images = open_everywhere(args, "train", max_bad_fraction=args.max_bad_fraction)
         val_images, notes = monitor.open_queries(args, images)
-        statistics = run.choose_statistics(images)
+        statistics = run.pixel_statistics(images)
         run.note(*notes, *note_on_rate(args, run.plan))
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         loader = TrainLoader(dataset, collator, model.img_size, run.plan, run.process, args.seed)
 
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
-        training = run.resume(model, optimizer, dataset, schedule, describe_model(model, statistics))
+        training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
         training.announce(summary_rows(args, model, images))
 
         between: list[BetweenSteps] = [CompiledShapes(training, model, collator), Pictures(training, model, images)]

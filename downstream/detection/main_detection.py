@@ -231,11 +231,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         chosen: dict[str, Any] = {"masks": masks, "categories": [list(category) for category in images.categories]}
         if run.resumed is not None:
             check_categories(run.resumed.settings["categories"], images, f"the run in {str(run.output_dir)!r}")
-        statistics = run.choose_statistics(images)
+        statistics = run.pixel_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_detector(vars(args) | chosen)
-        run.load_encoder(partial(load_encoder, model.backbone))
+        run.load_encoder(partial(load_encoder, model.backbone), note_without="no --finetune: training from scratch")
         model = model.to(run.process.device)
         groups = model.param_groups(args.weight_decay, args.layer_decay)
         optimizer = torch.optim.AdamW(groups, lr=run.plan.lr, betas=(0.9, 0.999), fused=True)
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         pretrain_size = model.backbone.grid_size[0] * model.patch_size
         settings = {**chosen, "patch_size": model.patch_size, "pretrain_size": pretrain_size}
         facts = RunFacts(statistics, settings, val_images)
-        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training = run.begin_training(model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, masks, images, val_images))
 
         evaluate_val = partial(evaluate, model, val_images, val_masks, args.num_pictures)

@@ -208,11 +208,11 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         images = open_split(args, "train")
         val_images = open_split(args, "val")
         check_splits(images, val_images)
-        statistics = run.choose_statistics(images)
+        statistics = run.pixel_statistics(images)
 
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
-        run.load_encoder(partial(load_encoder, model.backbone))
+        run.load_encoder(partial(load_encoder, model.backbone), note_without="no --finetune: training from scratch")
         if process.device.type == "cuda" and process.world_size > 1:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # the same statistics, in fused kernels
         model = model.to(process.device)
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         schedule = schedule_by_iterations(args, run.plan, loader.steps_per_epoch, rate)
         settings = {"patch_size": model.patch_size}
         facts = RunFacts(statistics, settings, val_images, classes.names, classes.colors.tolist())
-        training = run.resume(model, optimizer, dataset, schedule, facts)
+        training = run.begin_training(model, optimizer, dataset, schedule, facts)
         training.announce(summary_rows(args, model, images, val_images))
 
         view = SlideView(args.image_scale, args.stride)

@@ -2,7 +2,7 @@
 
 with Run.begin(PROGRAM, parser, args, argv) as run:  # flags, processes, folder, what the run was before
     images, model, optimizer, loader = ...
-    training = run.resume(model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
+    training = run.begin_training(model, optimizer, dataset, schedule, facts)  # restores; wraps; log, loop, saver
     return training.train(train_one_epoch, loader, [evaluator])        # steps, saves, signals, the end
 """
 
@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from util.data.images import Images
 from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.run import checkpoint
-from util.run.checkpoint import CheckpointInfo, DataInfo, RunInfo
+from util.run.checkpoint import CheckpointInfo, DataInfo, EncoderSource, RunInfo
 from util.run.cli import Parser
+from util.run.distributed import Process
 from util.run.errors import SetUp, exit_on_setup_errors
 from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan
 from util.run.folder import Start, enter_folder, join_processes
@@ -54,42 +56,24 @@ class RunFacts:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class Run:
     """One start of a run, in one process, before its model is there.
 
-    resumed: what the checkpoint to resume says, None for a new run. encoder: the checkpoint whose weights the run
-    begins with, or began with. notes: for the log, which opens later.
+    resumed: what the checkpoint to resume says, None for a new run. encoder_flag: name of the flag that gives the first
+    weights. encoder: the checkpoint whose weights the run begins with, or began with. notes: for the log, which opens
+    later.
     """
 
-    def __init__(
-        self,
-        parser: Parser,
-        args: argparse.Namespace,
-        plan: Plan,
-        start: Start,
-        set_up: SetUp,
-        encoder_flag: str | None,
-        notes: Sequence[str],
-    ) -> None:
-        """encoder_flag: name of the flag that gives the first weights. All ranks must call it."""
-        self.parser = parser
-        self.args = args
-        self.plan = plan
-        self.start = start
-        self.set_up = set_up
-        self.process = start.process
-        self.output_dir = start.output_dir
-        self.notes = [*notes]
-        self.resumed = read_resumed(start, plan.total_batch_size)
-        self.encoder_flag = encoder_flag
-        self.encoder = None
-        if encoder_flag is not None:
-            path = getattr(args, encoder_flag)
-            is_resumed = self.resumed is not None
-            self.encoder = collectives.run_on_rank0(lambda: find_encoder(path, is_resumed, encoder_flag))
-            if self.resumed is not None:
-                self.encoder, notes = choose_encoder(self.resumed, self.encoder, start, encoder_flag)
-                self.note(*notes)
+    parser: Parser
+    args: argparse.Namespace
+    plan: Plan
+    start: Start
+    set_up: SetUp
+    resumed: CheckpointInfo | None
+    encoder_flag: str | None
+    encoder: EncoderSource | None
+    notes: list[str]
 
     @classmethod
     @contextmanager
@@ -118,15 +102,30 @@ class Run:
                 if check is not None:
                     check(args, plan)
                 start, notes = enter_folder(program, args, argv, process, set_up.created)
-                yield cls(parser, args, plan, start, set_up, encoder_flag, notes)
+                resumed = read_resumed(start, plan.total_batch_size)
+                encoder: EncoderSource | None = None
+                if encoder_flag is not None:
+                    encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                    notes = [*notes, *encoder_notes]
+                yield cls(parser, args, plan, start, set_up, resumed, encoder_flag, encoder, list(notes))
         finally:
             if start is not None:
                 start.close()
 
     @property
+    def process(self) -> Process:
+        return self.start.process
+
+    @property
+    def output_dir(self) -> Path:
+        return self.start.output_dir
+
+    @property
     def build_device(self) -> torch.device:
         """The device to build the model on. With --shard the whole model never lies on a GPU."""
-        return torch.device("cpu") if self.args.shard else self.process.device
+        if self.args.shard:
+            return torch.device("cpu")
+        return self.process.device
 
     @property
     def first_step(self) -> int:
@@ -139,17 +138,20 @@ class Run:
         """Keeps notes until the log opens."""
         self.notes += notes
 
-    def load_encoder(self, load: Callable[[str], object]) -> None:
-        """Loads the first weights into the model of a new run, by `load(path)`, which returns a report."""
+    def load_encoder(self, load: Callable[[str], object], note_without: str = "") -> None:
+        """Loads the first weights into the model of a new run, by `load(path)`, which returns a report.
+
+        note_without: for the log, if the run begins with random weights.
+        """
         if self.resumed is not None:
             return
         if self.encoder is not None:
             path = self.encoder.path
             self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
-        elif self.encoder_flag == "finetune":
-            self.note("no --finetune: training from scratch")
+        elif note_without:
+            self.note(note_without)
 
-    def choose_statistics(self, images: Images) -> Statistics:
+    def pixel_statistics(self, images: Images) -> Statistics:
         """Returns the pixel statistics that the run normalises with: see `util.data.statistics`."""
         resumed: dict[str, Any] | None = None
         encoder: dict[str, Any] = {}
@@ -161,7 +163,7 @@ class Run:
         self.note(*notes)
         return statistics
 
-    def resume(
+    def begin_training(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -169,7 +171,7 @@ class Run:
         schedule: RunSchedule,
         facts: RunFacts,
     ) -> Training:
-        """Restores model and optimizer if there is a checkpoint, and returns what trains them.
+        """Returns what trains the model, after it has restored model and optimizer if there is a checkpoint.
 
         ValueError if flags or data have changed in a way that changes the results, unless --allow_changes.
         """
@@ -184,22 +186,17 @@ class Run:
         self, images: Any, optimizer: torch.optim.Optimizer, schedule: RunSchedule, facts: RunFacts
     ) -> CheckpointInfo:
         """Returns what a checkpoint of now would say."""
-        mean, std = facts.statistics
-        settings = {**vars(self.args), **asdict(self.plan), "epochs": schedule.epochs, "mean": mean, "std": std}
-        settings |= facts.settings
-        if self.resumed is not None and self.encoder_flag is not None:
-            settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
-        settings |= data_settings(images)
-        for name, value in settings.items():
-            if isinstance(value, tuple):
-                settings[name] = list(value)  # as after reading JSON
+        settings = self.resolved_settings(images, schedule, facts)
+        val_data: DataInfo | None = None
+        if facts.val_images is not None:
+            val_data = describe_data(facts.val_images)
         run = RunInfo(
             program=self.start.program,
             step=self.first_step,
             epoch=self.first_step / schedule.steps_per_epoch,
             world_size=self.process.world_size,
             data=describe_data(images),
-            val_data=None if facts.val_images is None else describe_data(facts.val_images),
+            val_data=val_data,
             torch=torch.__version__,
             optimizer=type(optimizer).__name__,
             origin=replace(self.start.origin, started_from=self._find_beginning()),
@@ -207,6 +204,25 @@ class Run:
             files=dict(facts.files),
         )
         return CheckpointInfo(settings, images.pixel_format.dtype, facts.classes, facts.class_colors, run)
+
+    def resolved_settings(self, images: Any, schedule: RunSchedule, facts: RunFacts) -> dict[str, Any]:
+        """Returns the settings that are saved beside the run and in its checkpoints."""
+        settings = dict(vars(self.args))
+        # What the flags leave open, such as batch size and precision.
+        settings |= asdict(self.plan)
+        mean, std = facts.statistics
+        settings |= {"epochs": schedule.epochs, "mean": mean, "std": std}
+        # What follows from model and data.
+        settings |= facts.settings
+        # A resumed run keeps the path of its first weights, whatever the flag gives now.
+        if self.resumed is not None and self.encoder_flag is not None:
+            settings[self.encoder_flag] = self.resumed.settings.get(self.encoder_flag)
+        # A data set of the Hub, with the commit that was found.
+        settings |= data_settings(images)
+        for name, value in settings.items():
+            if isinstance(value, tuple):
+                settings[name] = list(value)  # as after reading JSON
+        return settings
 
     def _find_beginning(self) -> str | None:
         """Returns the checkpoint of another folder where the run began."""
@@ -227,10 +243,26 @@ class Run:
             refuse_changes(resumed, info, flag_changes, self.start)
         is_verified = self.process.is_main  # rank 0 has compared its hash in `enter_folder`
         state = restore(path, is_verified, model, optimizer)
-        self.note(*(f"warning: {change}" for change in find_changes(resumed, info, flag_changes)))
+        for change in find_changes(resumed, info, flag_changes):
+            self.note(f"warning: {change}")
         self.note(*find_notes(resumed, info, flag_changes))
         self.note(f"resuming {path} at step {self.first_step}")
         return state
+
+
+def find_first_weights(
+    args: argparse.Namespace, start: Start, resumed: CheckpointInfo | None, flag: str
+) -> tuple[EncoderSource | None, list[str]]:
+    """Returns (the checkpoint that the run begins with, or began with, notes). All ranks must call it.
+
+    flag: name of the flag that gives it.
+    """
+    path = getattr(args, flag)
+    is_resumed = resumed is not None
+    given = collectives.run_on_rank0(lambda: find_encoder(path, is_resumed, flag))
+    if resumed is None:
+        return given, []
+    return choose_encoder(resumed, given, start, flag)
 
 
 def describe_data(images: Any) -> DataInfo:
