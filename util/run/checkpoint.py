@@ -109,6 +109,11 @@ class RunInfo:
     files: dict[str, str]  # {flag: fingerprint} of files that the model reads
     val: dict[str, Any] | None = None  # the scores of the best weights
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the checkpoint holds the best weights, which are saved alone: no run resumes with it."""
+        return self.val is not None
+
 
 @dataclass(frozen=True)
 class CheckpointInfo:
@@ -227,14 +232,12 @@ def save_checkpoint(
     older checkpoints are unchanged.
     """
     path = Path(output_dir) / file_name(step)
-    with (
-        replaced_file(path.with_suffix(".json"), durable=True) as sidecar,
-        replaced_file(path, durable=True) as weights,
-    ):
-        with HashedFile(weights) as file:
-            _write_weights(file, {**state, "meta": json.dumps(meta)})
-        _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
-        sync(sidecar)  # now both are complete, and the weights are moved first
+    with replaced_file(path.with_suffix(".json"), durable=True) as sidecar:
+        with replaced_file(path, durable=True) as weights:  # the inner one is renamed first
+            with HashedFile(weights) as file:
+                _write_weights(file, {**state, "meta": json.dumps(meta)})
+            _write_sidecar(sidecar, file.size, file.digest.hexdigest(), meta, keep)
+            sync(sidecar)  # now both are complete
     return path
 
 

@@ -28,7 +28,7 @@ def read_resumed(start: Start, total_batch_size: int) -> CheckpointInfo | None:
     if start.resume_path is None:
         return None
     info = checkpoint.read_info(start.resume_path)
-    if info.run is None or info.run.val is not None:  # `val`: the best weights, which are saved alone
+    if info.run is None or info.run.is_best:
         raise holds_no_run(start.resume_path)
     if info.run.program != start.program:
         raise ValueError(describe_other_program(info.run.program, start))
