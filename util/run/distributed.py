@@ -109,6 +109,13 @@ def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:
     return local_rank
 
 
+def gpu_memory(device: torch.device) -> int:
+    """Returns the memory of a GPU in GB, or 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return round(torch.cuda.get_device_properties(device).total_memory / 1e9)
+
+
 def join_group(process: Process, timeout_minutes: float, port_is_given: bool) -> None:
     """Connects all processes.
 

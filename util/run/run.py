@@ -103,18 +103,19 @@ class Run:
         check: Callable[[argparse.Namespace, Plan], None] | None = None,
         encoder_flag: str | None = None,
         default_batch_size: int = 64,
+        images_per_gb: int = 0,
     ) -> Iterator["Run"]:
         """Joins the processes, checks the flags, takes the folder and finds out what to resume.
 
         Errors of the user inside this context end the program with one paragraph and an exit code (`util.run.errors`).
-        check: refuses the program's own flags before the folder is touched. default_batch_size: of a micro-batch, if
-        only the total is given.
+        check: refuses the program's own flags before the folder is touched. default_batch_size, images_per_gb: see
+        `make_plan`.
         """
         start: Start | None = None
         try:
             with exit_on_setup_errors(parser) as set_up:
                 process = join_processes(parser, args)
-                plan = make_plan(args, process, default_batch_size)
+                plan = make_plan(args, process, default_batch_size, images_per_gb)
                 if check is not None:
                     check(args, plan)
                 start, notes = enter_folder(program, args, argv, process, set_up.created)
