@@ -1,6 +1,9 @@
 """The flags that the training mains share: definitions, checks, and the values that follow from them."""
 
 import argparse
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -320,6 +323,8 @@ def make_plan(args: argparse.Namespace, process: Process, default_batch_size: in
     check_flags(args)
     if args.shard and not dist.is_initialized():
         raise ValueError("--shard needs several processes: start with torchrun")
+    if args.compile and process.device.type == "cuda":
+        collectives.run_everywhere(refuse_without_compiler)
     most = max(default_batch_size, min(MAX_DEFAULT, images_per_gb * least_memory(process)))
     batch_size, accum_iter, total = split_batch(
         args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, most
@@ -330,6 +335,20 @@ def make_plan(args: argparse.Namespace, process: Process, default_batch_size: in
     workers = num_workers(args, process)
     name = precision(args.precision, process.device).name
     return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
+
+
+def refuse_without_compiler() -> None:
+    """ValueError if Triton, which --compile uses on GPUs, finds no C compiler or not Python's header."""
+    missing = []
+    if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler (install gcc, or set CC)")
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, which Triton replaces, too
+        scheme = "posix_prefix"
+    if not os.path.isfile(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
+        missing.append("Python.h (install python3-dev, or use the Python of uv or conda)")
+    if missing:
+        raise ValueError(f"--compile needs {' and '.join(missing)} on a GPU, or leave out --compile")
 
 
 def least_memory(process: Process) -> int:

@@ -170,7 +170,7 @@ class Training:
             try:
                 return self._train(train_steps, batches, between, summary)
             except Exception as error:
-                refuse_training_error(self.run.parser, error, self.saver)
+                refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
 
     def _train(
         self,

@@ -1,6 +1,8 @@
 """What follows from the flags: the split of the total batch, and the number of workers."""
 
 import argparse
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +43,32 @@ def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, c
     process = Process(torch.device("cpu"), world_size=4)
     plan = make_plan(args, process, images_per_gb=main_pretrain.images_per_gb(args))
     assert (plan.batch_size, plan.accum_iter) == expected
+
+
+@pytest.mark.parametrize(
+    ("programs", "environment", "headers", "missing"),
+    [
+        (["gcc"], {}, ["Python.h"], None),
+        ([], {"CC": "/opt/bin/cc"}, ["Python.h"], None),
+        ([], {}, ["Python.h"], "needs a C compiler (install gcc, or set CC) on a GPU"),
+        (["clang"], {}, [], "needs Python.h (install"),
+    ],
+)
+def test_what_compilation_on_a_gpu_needs(tmp_path, monkeypatch, programs, environment, headers, missing):
+    for header in headers:
+        (tmp_path / header).touch()
+    monkeypatch.replace_in(flags, "shutil.which", lambda name: name in programs or None)
+    monkeypatch.replace_in(flags, "os.environ", environment)
+    monkeypatch.replace_in(flags, "sysconfig.get_path", lambda *_: str(tmp_path))
+    gpu = Process(torch.device("cuda"))
+    args = main_pretrain.get_args_parser().parse_args(["--compile"])
+    monkeypatch.setattr(flags, "precision", lambda *_: SimpleNamespace(name="bf16"))
+    monkeypatch.setattr(flags, "gpu_memory", lambda device: 80)
+    if missing is None:
+        assert make_plan(args, gpu).device == "cuda"
+        return
+    with pytest.raises(ValueError, match=re.escape(missing)):
+        make_plan(args, gpu)
 
 
 @pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
