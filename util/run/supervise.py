@@ -89,7 +89,7 @@ class StopSignal:
             flags = torch.full((1,), flag, device=self.stream.device)
             dist.all_reduce(flags)
             result = torch.empty(1, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
             event.record()
         return event.synchronize, result
 
@@ -128,6 +128,11 @@ def first_timeout(dist_timeout: float, compiles: bool) -> float:
     if compiles:
         return max(dist_timeout, COMPILE_TIMEOUT)
     return dist_timeout
+
+
+def collective_timeout(dist_timeout: float, compiles: bool) -> float:
+    """Returns the minutes after which a collective fails: the watchdog, which says what it waits for, comes first."""
+    return max(30, first_timeout(dist_timeout, compiles) / 60 + 5)
 
 
 class Watchdog(threading.Thread):

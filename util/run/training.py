@@ -96,7 +96,7 @@ class Training:
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
         patience = first_timeout(args.dist_timeout, args.compile)
         self.watchdog = Watchdog(args.dist_timeout, patience, process.rank)
-        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
+        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info, process.device)
         cores = cores_per_process(process.local_world_size)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
         self.loop = TrainLoop(
