@@ -325,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         statistics = run.choose_statistics(images)
         run.note(*notes, *note_on_rate(args, run.plan))
 
+        torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_model(vars(args)).to(run.build_device)
         model.use_statistics(*statistics)

@@ -116,6 +116,13 @@ def gpu_memory(device: torch.device) -> int:
     return round(torch.cuda.get_device_properties(device).total_memory / 1e9)
 
 
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """Returns the most memory that tensors have taken on a GPU since the start, for the log; {} for a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"gpu_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+
+
 def join_group(process: Process, timeout_minutes: float, port_is_given: bool) -> None:
     """Connects all processes.
 
@@ -136,9 +143,15 @@ def join_group(process: Process, timeout_minutes: float, port_is_given: bool) ->
     if process.local_world_size == process.world_size:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"restart-{restarts}", store)
-    backend = "nccl" if process.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout)
-    dist.all_reduce(torch.zeros(1, device=process.device))  # NCCL connects only now
+    backend = "gloo"
+    gpu: torch.device | None = None
+    if process.device.type == "cuda":
+        backend = "nccl"
+        gpu = process.device  # NCCL connects now, and not with the first collective
+    dist.init_process_group(
+        backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout, device_id=gpu
+    )
+    dist.all_reduce(torch.zeros(1, device=process.device))
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:

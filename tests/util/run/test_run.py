@@ -1,10 +1,12 @@
 """What a run prints at its end."""
 
+import gc
 import os
 import signal
 from argparse import Namespace
 
 import pytest
+import torch
 
 import main_pretrain
 from framework import Framework
@@ -86,3 +88,14 @@ def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(
         ("step", 600),
         ("kNN", 600),
     ]
+
+
+def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_skips_the_set_up(
+    photos, tmp_path, before_step
+):
+    counts = []
+    before_step(1, lambda: counts.append(gc.get_freeze_count()))
+    pretrain(photos, tmp_path / "out")
+    assert counts[0] > 10_000
+    assert gc.get_freeze_count() < counts[0] / 10  # other programs in this process are not affected
+    assert torch.backends.cudnn.benchmark
