@@ -30,6 +30,7 @@ class Process:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    local_rank: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +67,7 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     if use_cuda:
         place = torch.device("cuda", gpu_index(local_rank, os.environ))
         torch.cuda.set_device(place)
-    process = Process(place, rank, world_size, local_world_size)
+    process = Process(place, rank, world_size, local_world_size, local_rank)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     waiting = f"waiting for all {world_size} processes at {address}"
     variables = "SLURM_STEP_ID" if slurm else "RANK and WORLD_SIZE"

@@ -226,7 +226,8 @@ class Run:
         flag_changes = changes_of_flags(self.parser, self.plan)
         if not self.args.allow_changes:
             refuse_changes(resumed, info, flag_changes, self.start)
-        is_verified = self.process.is_main  # rank 0 has compared its hash in `enter_folder`
+        # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.
+        is_verified = self.process.is_main or self.process.local_rank > 0
         state = restore(path, is_verified, model, optimizer)
         self.note(*(f"warning: {change}" for change in find_changes(resumed, info, flag_changes)))
         self.note(*find_notes(resumed, info, flag_changes))
