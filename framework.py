@@ -287,14 +287,17 @@ class PixelFramework(Framework):
     def target_tokens(self, imgs: Tensor, pixels: Tensor) -> Tensor:
         """Returns what is predicted of each token [B, N, P] in raster order, before `norm_pix_loss`: its pixels.
 
-        pixels: `token_pixels(imgs)`. A subclass overrides this method for another target. Losses, pictures and exports
-        know targets from here alone.
+        pixels: `token_pixels(imgs)`. A subclass overrides this method for another target, always or if a flag says so.
+        The loss follows. Pictures and exports of MAE's decoder are refused unless it returns `pixels` itself.
         """
         return pixels
 
     def predicts_pixels(self) -> bool:
-        """Returns whether the targets are the tokens' pixels: no subclass has another `target_tokens`."""
-        return type(self).target_tokens is PixelFramework.target_tokens
+        """Returns whether `target_tokens` returns the pixels that it gets."""
+        parameter = next(self.parameters())
+        imgs = torch.zeros(1, self.in_chans, *self.img_size, device=parameter.device, dtype=parameter.dtype)
+        pixels = self.token_pixels(imgs)
+        return self.target_tokens(imgs, pixels) is pixels
 
     def predict_all(self, pixels: Tensor, order: TokenOrder) -> Tensor:
         """Predicts all tokens, visible ones included. Returns [B, N, P] in token order.

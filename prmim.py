@@ -607,7 +607,9 @@ class MaskCollator:
         if self.token_weights is not None:
             weights = self.token_weights(*boxes)
         ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights))
-        if self.shared_visible:  # the set is shared already; this shares its order
+        if (
+            self.shared_visible
+        ):  # the set is shared; GreenMIM's sampler may order it by noise, so share the order, too
             ids_visible = ids_shuffle[:, : counts.num_visible]
             ids_visible[:] = ids_visible[:1].clone()
         imgs = torch.utils.data.default_collate(imgs)  # in a worker it stacks them straight into shared memory
