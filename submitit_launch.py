@@ -141,7 +141,7 @@ def get_args_parser() -> Parser:
     flag("--nodes", type=int, default=1, help="number of nodes")
     flag("--gpus_per_node", type=int, default=8, help="number of GPUs per node; 0: CPU only")
     flag("--tasks_per_node", type=int, help="number of processes per node (default: one per GPU)")
-    flag("--cpus_per_task", type=int, default=16, help="number of CPU cores per process")
+    flag("--cpus_per_task", type=int, default=16, help="CPUs per process, as SLURM counts them")
     flag("--mem_gb", type=float, help="memory per node in GB (default: the partition's)")
     flag = parser.add_argument_group("queue").add_argument
     flag(

@@ -158,7 +158,20 @@ def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, 
     engine.steps(range(2), stream(2))
     assert engine.loop.log.lines == []
     engine.steps(range(2, 8), stream(6))
-    assert engine.loop.log.lines == ["warning: 50% of the time is spent waiting for data: buy a disk"] * said
+    rates = "8 images/s are loaded, the model takes up to 16"
+    line = f"warning: 50% of the time is spent waiting for data ({rates}): buy a disk"
+    assert engine.loop.log.lines == [line] * said
+
+
+def test_reports_on_a_gpu_say_how_much_memory_it_needs(monkeypatch):
+    engine = a_loop(print_freq=2)
+    monkeypatch.setattr(loop, "memory_scalars", lambda device: {"gpu_memory_gb": 27.34})
+    lines = []
+    monkeypatch.setattr(engine.loop.log, "report", lambda step, scalars, line, *_: lines.append((scalars, line)))
+    engine.steps(range(2), stream(2))
+    ((scalars, line),) = lines
+    assert scalars["gpu_memory_gb"] == 27.34
+    assert line.endswith(", 27.3 GB")
 
 
 @pytest.mark.gpu

@@ -12,8 +12,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# cuDNN, which torch tries first on some cards, refuses most strides of a bias, and other ones without gradients.
-BIASED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+BIASED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _active_order = ExitStack()  # holds torch's context manager, which stays entered between calls of `prefer`
 _active_name = "auto"
 
@@ -23,17 +22,21 @@ def prefer(name: str) -> None:
 
     If that kernel cannot serve a call (flash attention takes no bias, for example), the others are tried in the order
     of KERNELS. The last one is "math", three plain operations that can serve any call.
+
+    cuDNN's kernel is off unless it is the preferred one. torch tries it first on an H100, where several of its releases
+    give NaN gradients for some numbers of keys (pytorch#196678, cudnn-frontend#1072).
     """
     global _active_name
     _active_order.close()
     _active_name = name
     if torch.cuda.is_available():  # on some cards the first call sets an order, which would replace those set later
         F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 8, 8, device="cuda", dtype=torch.float16))
+    torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
     if name == "auto":
         return
     order = [KERNELS[name]]
     if name != "math":
-        order += [kernel for other, kernel in KERNELS.items() if other != name]
+        order += [kernel for other, kernel in KERNELS.items() if other not in (name, "cudnn")]
     _active_order.enter_context(sdpa_kernel(order, set_priority=True))
 
 

@@ -210,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> bool | dict[str, Any]:
         check_splits(images, val_images)
         statistics = run.pixel_statistics(images)
 
+        torch.backends.cudnn.benchmark = True  # shapes are static
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         model = build_segmenter(vars(args))
         run.load_encoder(partial(load_encoder, model.backbone), note_without="no --finetune: training from scratch")

@@ -38,9 +38,26 @@ def test_the_preferred_kernel_is_the_one_that_runs():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KERNELS)
 def test_on_a_gpu_torch_chooses_the_preferred_kernel(name):
-    q = torch.randn(2, 2, 64, 32, device="cuda", dtype=torch.float16)
+    q = torch.randn(2, 2, 128, 32, device="cuda", dtype=torch.float16)  # cuDNN may refuse 64 keys
     prefer(name)
     assert torch._fused_sdp_choice(q, q, q) == KERNELS[name].value
+
+
+def is_cudnn_used():
+    return torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", ["auto", *KERNELS])
+def test_cudnns_kernel_is_off_unless_it_is_preferred(name, monkeypatch):
+    used_with_bias = []
+    monkeypatch.replace_in(
+        attention, "F.scaled_dot_product_attention", lambda q, *_, **__: used_with_bias.append(is_cudnn_used())
+    )
+    prefer("cudnn")
+    prefer(name)
+    biased_attention(*[torch.zeros(1, 1, 2, 8)] * 3, torch.zeros(1, 1, 2, 2))
+    assert is_cudnn_used() == (name == "cudnn")
+    assert used_with_bias[-1] == (name == "cudnn")
 
 
 def a_query_and_a_bias():
@@ -71,7 +88,7 @@ def model_with_biases(name):
 @pytest.mark.parametrize("name", ["SimMIMViT", "SimMIMSwin", "GreenMIMSwin", "ViT", "Swin", "UPerNet"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_bias_is_aligned_for_the_memory_efficient_kernel(name, dtype, monkeypatch):
-    """Also in a forward pass without gradients. cuDNN, torch's first choice on some cards, comes after that kernel."""
+    """Also in a forward pass without gradients."""
     model = model_with_biases(name)
     batch = a_batch(model) if hasattr(model, "collator") else [torch.randn(2, 3, *model.img_size)]
     calls = []

@@ -211,10 +211,18 @@ class BadImages:
     """
 
     def __init__(
-        self, images: Images, flags: torch.Tensor | None, max_fraction: float, log: Callable[[str], None]
+        self,
+        images: Images,
+        flags: torch.Tensor | None,
+        max_fraction: float,
+        log: Callable[[str], None],
+        device: torch.device,
     ) -> None:
+        """device: of the collectives."""
         self.images = images
         self.flags = flags
+        self.device = device
+        self.num_known = 0  # flags of all ranks
         self.max_bad = max(1, int(max_fraction * len(images)))
         self.limit = f"more than --max_bad_fraction {max_fraction:g}"
         self.log = log
@@ -227,6 +235,10 @@ class BadImages:
         """
         if self.flags is None:
             return
+        num_flags = int(collectives.all_reduce_sum(self.flags.count_nonzero().to(self.device)))
+        if num_flags == self.num_known:  # as almost always; with many ranks, gathering lists takes long
+            return
+        self.num_known = num_flags
         bad: set[int] = set()
         for bad_on_rank in collectives.gather_objects(self.flags.nonzero().flatten().tolist()):
             bad.update(bad_on_rank)

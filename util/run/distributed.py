@@ -30,6 +30,7 @@ class Process:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    local_rank: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +67,7 @@ def init_process(device: str = "auto", timeout_minutes: float = 30, join_timeout
     if use_cuda:
         place = torch.device("cuda", gpu_index(local_rank, os.environ))
         torch.cuda.set_device(place)
-    process = Process(place, rank, world_size, local_world_size)
+    process = Process(place, rank, world_size, local_world_size, local_rank)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     waiting = f"waiting for all {world_size} processes at {address}"
     variables = "SLURM_STEP_ID" if slurm else "RANK and WORLD_SIZE"
@@ -109,6 +110,20 @@ def gpu_index(local_rank: int, environment: Mapping[str, str]) -> int:
     return local_rank
 
 
+def gpu_memory(device: torch.device) -> int:
+    """Returns the memory of a GPU in GB, or 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return round(torch.cuda.get_device_properties(device).total_memory / 1e9)
+
+
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """Returns the most memory that tensors have taken on a GPU since the start, for the log; {} for a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"gpu_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+
+
 def join_group(process: Process, timeout_minutes: float, port_is_given: bool) -> None:
     """Connects all processes.
 
@@ -129,9 +144,15 @@ def join_group(process: Process, timeout_minutes: float, port_is_given: bool) ->
     if process.local_world_size == process.world_size:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"restart-{restarts}", store)
-    backend = "nccl" if process.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout)
-    dist.all_reduce(torch.zeros(1, device=process.device))  # NCCL connects only now
+    backend = "gloo"
+    gpu: torch.device | None = None
+    if process.device.type == "cuda":
+        backend = "nccl"
+        gpu = process.device  # NCCL connects now, and not with the first collective
+    dist.init_process_group(
+        backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout, device_id=gpu
+    )
+    dist.all_reduce(torch.zeros(1, device=process.device))
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from util import collectives
 from util.data.images import ImageError
 from util.data.loader import TooLittleMemory
@@ -18,6 +20,7 @@ from util.run.checkpoint import CheckpointError
 from util.run.cli import TEMPORARY, with_dashes
 from util.run.folder import FolderInUse, remove_created
 from util.run.saving import CheckpointSaver
+from util.text import count_of
 
 
 def exit_code(error: Exception) -> int:
@@ -44,6 +47,17 @@ def refuse(parser: argparse.ArgumentParser, error: Exception, advice: str = "") 
     message = with_dashes(message, parser)
     collectives.settle_threads()
     parser.exit(exit_code(error), f"{parser.prog}: error: {message}{advice}\n")
+
+
+def describe_full_gpu(error: Exception, batch_size: int) -> ValueError:
+    """Returns the error of a GPU whose memory is full, with the next smaller micro-batch that fits the total batch."""
+    remedies = "--recompute, or --shard on several GPUs"
+    for smaller in range(batch_size // 2, 0, -1):
+        if batch_size % smaller == 0:
+            remedies = f"--batch_size {smaller}, {remedies}"
+            break
+    cause = str(error).partition(". ")[0]
+    return ValueError(f"{cause}, in micro-batches of {count_of(batch_size, 'image')}: give {remedies}")
 
 
 def describe_owner(path: str) -> str:
@@ -80,18 +94,22 @@ def exit_on_setup_errors(parser: argparse.ArgumentParser) -> Iterator[SetUp]:
         if set_up.is_over:
             raise
         remove_created(set_up.created)
-        if not isinstance(error, (ValueError, FloatingPointError, OSError)):
+        if not isinstance(error, (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError)):
             raise
         distributed.shut_down()
         refuse(parser, error, "; start the same command again" if isinstance(error, OSError) else "")
 
 
-def refuse_training_error(parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver) -> NoReturn:
-    """Ends a training run after unreadable data, values that are not finite, an I/O error, too little shared memory, or
-    if another run has taken its folder. Other errors are bugs and are raised.
+def refuse_training_error(
+    parser: argparse.ArgumentParser, error: Exception, saver: CheckpointSaver, batch_size: int
+) -> NoReturn:
+    """Ends a training run after unreadable data, values that are not finite, an I/O error, too little memory, or if
+    another run has taken its folder. Other errors are bugs and are raised.
 
-    The other ranks may hang in a collective, so the process group is left as it is.
+    The other ranks may hang in a collective, so the process group is left as it is. batch_size: of a micro-batch.
     """
+    if isinstance(error, torch.OutOfMemoryError):
+        refuse(parser, describe_full_gpu(error, batch_size))
     if not isinstance(error, (ImageError, FloatingPointError, FolderInUse, TooLittleMemory, OSError)):
         raise error
     refuse(parser, error, saver.advice(error))

@@ -1,20 +1,27 @@
 """The flags that the training mains share: definitions, checks, and the values that follow from them."""
 
 import argparse
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from util import collectives
 from util.attention import KERNELS
 from util.cores import cores_per_process
 from util.data.folders import DEFAULT_PATH
 from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule
 from util.run.cli import Change, FlagGroup, Parser
-from util.run.distributed import PRECISIONS, Process, precision
+from util.run.distributed import PRECISIONS, Process, gpu_memory, precision
 from util.text import count_of
+
+MAX_DEFAULT = 512  # images of a micro-batch: more make a GPU no faster
+MAX_WORKERS = 32
 
 
 def add_optimisation_flags(group: FlagGroup) -> None:
@@ -33,7 +40,8 @@ def add_batch_flags(group: FlagGroup) -> None:
         type=int,
         at_least=1,
         help="images per process and micro-batch (default: 64; with --total_batch_size the largest that divides a "
-        "process's share, up to 64, or 512 for a linear probe)",
+        "process's share, up to 64, or 512 for a linear probe; in pre-training on GPUs up to 8 for each GB of memory, "
+        "and up to 512)",
     )
     flag(
         "--accum_iter",
@@ -165,7 +173,7 @@ def add_loading_flags(group: FlagGroup) -> None:
         per_process=True,
         type=int,
         at_least=0,
-        help="DataLoader workers per process (default: the process's share of the CPU cores minus one, from 1 to 16)",
+        help="DataLoader workers per process (default: the process's share of the CPU cores minus one, from 1 to 32)",
     )
 
 
@@ -306,13 +314,20 @@ class Plan:
     precision: str  # a key of PRECISIONS
 
 
-def make_plan(args: argparse.Namespace, process: Process, default_batch_size: int = 64) -> Plan:
-    """Checks the flags and computes what follows from them. ValueError if they cannot work together."""
+def make_plan(args: argparse.Namespace, process: Process, default_batch_size: int = 64, images_per_gb: int = 0) -> Plan:
+    """Checks the flags and computes what follows from them. ValueError if they cannot work together.
+
+    default_batch_size: largest micro-batch, if only the total is given. images_per_gb: more for the memory of the GPU.
+    All ranks must call it.
+    """
     check_flags(args)
     if args.shard and not dist.is_initialized():
         raise ValueError("--shard needs several processes: start with torchrun")
+    if args.compile and process.device.type == "cuda":
+        collectives.run_everywhere(refuse_without_compiler)
+    most = max(default_batch_size, min(MAX_DEFAULT, images_per_gb * least_memory(process)))
     batch_size, accum_iter, total = split_batch(
-        args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, default_batch_size
+        args.batch_size, args.accum_iter, args.total_batch_size, process.world_size, most
     )
     lr = args.blr * total / 256 if args.lr is None else args.lr
     if args.min_lr > lr:
@@ -320,6 +335,25 @@ def make_plan(args: argparse.Namespace, process: Process, default_batch_size: in
     workers = num_workers(args, process)
     name = precision(args.precision, process.device).name
     return Plan(batch_size, accum_iter, total, lr, workers, process.device.type, name)
+
+
+def refuse_without_compiler() -> None:
+    """ValueError if Triton, which --compile uses on GPUs, finds no C compiler or not Python's header."""
+    missing = []
+    if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler (install gcc, or set CC)")
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, which Triton replaces, too
+        scheme = "posix_prefix"
+    if not os.path.isfile(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
+        missing.append("Python.h (install python3-dev, or use the Python of uv or conda)")
+    if missing:
+        raise ValueError(f"--compile needs {' and '.join(missing)} on a GPU, or leave out --compile")
+
+
+def least_memory(process: Process) -> int:
+    """Returns the memory of the smallest of all processes' GPUs in GB, since all take the same batch; 0 on CPUs."""
+    return min(collectives.gather_objects(gpu_memory(process.device)))
 
 
 @dataclass(frozen=True)
@@ -384,10 +418,10 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def num_workers(args: argparse.Namespace, process: Process) -> int:
-    """Returns --num_workers, or this process's share of the cores less one, which is the trainer's; 16 at most."""
+    """Returns --num_workers, or this process's share of the cores less one, which is the trainer's."""
     if args.num_workers is not None:
         return args.num_workers
-    return min(16, max(1, cores_per_process(process.local_world_size) - 1))
+    return min(MAX_WORKERS, max(1, cores_per_process(process.local_world_size) - 1))
 
 
 def check_same(args: argparse.Namespace, stored: Mapping[str, Any], names: Iterable[str], what: str) -> None:

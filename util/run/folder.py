@@ -25,7 +25,7 @@ from util.data.folders import refuse_inside_data
 from util.run import checkpoint, distributed
 from util.run.checkpoint import CheckpointError, StartInfo
 from util.run.cli import PROGRESS, Parser
-from util.run.supervise import first_timeout
+from util.run.supervise import collective_timeout
 from util.text import shorten
 
 # Files that a killed process was about to rename.
@@ -232,7 +232,7 @@ class Start:
 
 def join_processes(parser: Parser, args: argparse.Namespace) -> distributed.Process:
     """Joins the process group. ValueError on all ranks if they were started with other flags, code or torch."""
-    minutes = max(30, first_timeout(args.dist_timeout, args.compile) / 60 + 5)  # the watchdog comes first
+    minutes = collective_timeout(args.dist_timeout, args.compile)
     process = distributed.init_process(args.device, minutes, max(60, args.dist_timeout))
     refuse_different_starts(parser, args)
     return process
@@ -259,7 +259,7 @@ def enter_folder(
     output_dir = collectives.run_everywhere(check_folder)
     command = [program, *(sys.argv[1:] if argv is None else argv)]
     hosts = sorted(set(collectives.gather_objects(socket.gethostname())))
-    origin = StartInfo(code_version(), shlex.join(command), hosts)
+    origin = StartInfo(collectives.run_on_rank0(code_version), shlex.join(command), hosts)
     lock: FolderLock | None = None
 
     def lock_and_look() -> tuple[Path | None, list[str]]:

@@ -21,7 +21,7 @@ import torch
 from util.addressed import STEP, addressed_seed
 from util.collectives import all_reduce_sum, rank_and_world_size
 from util.data.transforms import Normalize
-from util.run.distributed import Precision
+from util.run.distributed import Precision, memory_scalars
 from util.run.logging import RunLog
 from util.run.shard import total_norm
 from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, StopSignal, Watchdog
@@ -304,6 +304,7 @@ class TrainLoop:
         scalars["lr"] = self.learning_rate(step - 1)
         scalars["skipped_steps"] = skipped
         scalars |= self.clock.lap(self.images_per_step)
+        scalars |= memory_scalars(self.device)
         if epoch_ends:
             epoch_means, _ = self.meter.read(self.meter.since_epoch)
             self.meter.since_epoch.zero_()
@@ -315,9 +316,10 @@ class TrainLoop:
         self.num_reports += 1
         # The first report includes the start of the workers; one warning is enough.
         if self.num_reports > 1 and self.data_hint and scalars["data_share"] > SLOW_DATA:
-            self.log.info(
-                f"warning: {scalars['data_share']:.0%} of the time is spent waiting for data: {self.data_hint}"
-            )
+            share = scalars["data_share"]
+            loaded = scalars["images_per_s"]
+            rates = f"{loaded:.0f} images/s are loaded, the model takes up to {loaded / (1 - share):.0f}"
+            self.log.info(f"warning: {share:.0%} of the time is spent waiting for data ({rates}): {self.data_hint}")
             self.data_hint = ""
 
     def _refuse_lost_steps(self, are_all_lost: bool) -> None:
@@ -350,7 +352,10 @@ class TrainLoop:
         if scalars["skipped_steps"]:
             values += f", {scalars['skipped_steps']} steps skipped"
         where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
-        return f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}", values
+        line = f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
+        if "gpu_memory_gb" in scalars:
+            line += f", {scalars['gpu_memory_gb']:.1f} GB"
+        return line, values
 
     def heartbeat(self, activity: str) -> None:
         """Tells the watchdog what this process begins to do."""

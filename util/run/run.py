@@ -87,18 +87,19 @@ class Run:
         check: Callable[[argparse.Namespace, Plan], None] | None = None,
         encoder_flag: str | None = None,
         default_batch_size: int = 64,
+        images_per_gb: int = 0,
     ) -> Iterator["Run"]:
         """Joins the processes, checks the flags, takes the folder and finds out what to resume.
 
         Errors of the user inside this context end the program with one paragraph and an exit code (`util.run.errors`).
-        check: refuses the program's own flags before the folder is touched. default_batch_size: of a micro-batch, if
-        only the total is given.
+        check: refuses the program's own flags before the folder is touched. default_batch_size, images_per_gb: see
+        `make_plan`.
         """
         start: Start | None = None
         try:
             with exit_on_setup_errors(parser) as set_up:
                 process = join_processes(parser, args)
-                plan = make_plan(args, process, default_batch_size)
+                plan = make_plan(args, process, default_batch_size, images_per_gb)
                 if check is not None:
                     check(args, plan)
                 start, notes = enter_folder(program, args, argv, process, set_up.created)
@@ -241,7 +242,8 @@ class Run:
         flag_changes = changes_of_flags(self.parser, self.plan)
         if not self.args.allow_changes:
             refuse_changes(resumed, info, flag_changes, self.start)
-        is_verified = self.process.is_main  # rank 0 has compared its hash in `enter_folder`
+        # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.
+        is_verified = self.process.is_main or self.process.local_rank > 0
         state = restore(path, is_verified, model, optimizer)
         for change in find_changes(resumed, info, flag_changes):
             self.note(f"warning: {change}")

@@ -27,6 +27,7 @@ from util import attention
 from util.collectives import all_reduce_sum
 from util.lazy import LazyModule
 from util.run.distributed import PRECISIONS, Process
+from util.run.supervise import collective_timeout
 
 fsdp = LazyModule("torch.distributed.fsdp")
 dtensor = LazyModule("torch.distributed.tensor")
@@ -37,7 +38,6 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 # Rows of a parameter are split, and padded to a multiple of the shards. With 8 shards padding is below 1 % of a ViT-B,
 # with 1,024 it is more than the model itself. 8 GPUs are a node in most clusters, or two.
 MIN_SHARDS = 8
-GROUP_TIMEOUT = timedelta(minutes=30)  # as of the group of all ranks; NCCL's default is 10
 
 
 def wrap_model(
@@ -56,7 +56,8 @@ def wrap_model(
     if args.recompute:
         recompute_blocks(model)
     if args.shard:
-        shard(model, optimizer, process.device, PRECISIONS[precision], args.compile)
+        minutes = collective_timeout(args.dist_timeout, args.compile)
+        shard(model, optimizer, process.device, PRECISIONS[precision], args.compile, minutes)
         return model
     if args.compile:
         model.compile(fullgraph=True, dynamic=False)
@@ -94,17 +95,18 @@ def num_shards(world_size: int) -> int:
     return world_size
 
 
-def make_mesh(device_type: str, world_size: int) -> DeviceMesh:
+def make_mesh(device_type: str, world_size: int, timeout_minutes: float) -> DeviceMesh:
     """The ranks as one row of shards; or as several rows, replicas of each other, that gather parameters separately.
 
     Neighbouring ranks share a row, and most often a node. Between rows, only the shards of gradients are all-reduced.
+    timeout_minutes: of each collective.
     """
     shards = num_shards(world_size)
     if shards == world_size:
         return init_device_mesh(device_type, (world_size,))
     mesh = init_device_mesh(device_type, (world_size // shards, shards), mesh_dim_names=("replicas", "shards"))
     for group in mesh.get_all_groups():
-        group.set_timeout(GROUP_TIMEOUT)
+        group.set_timeout(timedelta(minutes=timeout_minutes))  # NCCL's default is 10
     return mesh
 
 
@@ -114,6 +116,7 @@ def shard(
     device: torch.device,
     dtype: torch.dtype | None = None,
     compiled: bool = False,
+    timeout_minutes: float = 30,
 ) -> None:
     """Shards a whole `model` and the state of its `optimizer` across ranks, and moves the shards to `device`.
 
@@ -124,7 +127,7 @@ def shard(
 
     compiled: compile each block as a separate graph, between the hooks that gather and free its parameters.
     """
-    mesh = make_mesh(device.type, dist.get_world_size())
+    mesh = make_mesh(device.type, dist.get_world_size(), timeout_minutes)
     outside = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     in_blocks = outside
     if dtype is torch.bfloat16 and device.type == "cuda":

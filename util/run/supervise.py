@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -90,7 +91,7 @@ class StopSignal:
             flags = torch.full((1,), flag, device=self.stream.device)
             dist.all_reduce(flags)
             result = torch.empty(1, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
             event.record()
         return event.synchronize, result
 
@@ -120,6 +121,8 @@ DATA = "waiting for data"
 FORWARD = "in the forward pass"
 BACKWARD = "in the backward pass or waiting for other processes"
 BETWEEN = "between two steps"
+TRACE = "nccl-trace-"  # name of a file, before the rank
+DUMP_SECONDS = 10.0
 PULSE = 5.0  # seconds between two looks, at most
 COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
 
@@ -131,18 +134,25 @@ def first_timeout(dist_timeout: float, compiles: bool) -> float:
     return dist_timeout
 
 
+def collective_timeout(dist_timeout: float, compiles: bool) -> float:
+    """Returns the minutes after which a collective fails: the watchdog, which says what it waits for, comes first."""
+    return max(30, first_timeout(dist_timeout, compiles) / 60 + 5)
+
+
 class Watchdog(threading.Thread):
     """Context manager: ends this process if `heartbeat` is not called for `limit` seconds after its first call.
 
-    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`.
+    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. folder: gets a file about the
+    last collectives of NCCL.
     """
 
-    def __init__(self, timeout: float, first: float, rank: int = 0) -> None:
+    def __init__(self, timeout: float, first: float, rank: int = 0, folder: Path | None = None) -> None:
         super().__init__(daemon=True)
         self.timeout = timeout
         self.first = first
         self.limit = first
         self.rank = rank
+        self.folder = folder
         self.known: set[object] = set()
         self.step: int | None = None
         self.activity = ""
@@ -209,7 +219,18 @@ class Watchdog(threading.Thread):
         if self.step is not None:
             reason += f", step {self.step + 1}"
         print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
+        if self.folder is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+            writer = threading.Thread(target=dump_collectives, args=(self.folder / f"{TRACE}{self.rank}",), daemon=True)
+            writer.start()
+            writer.join(DUMP_SECONDS)  # the disk may be what hangs
         os._exit(TEMPORARY)
+
+
+def dump_collectives(path: Path) -> None:
+    """Writes the last collectives of this process, for `torchfrtrace`, as NCCL's time-out would, which comes later."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private: other versions may lack it
+    if dump is not None:
+        path.write_bytes(dump())
 
 
 def _all_stacks() -> str:

@@ -4,6 +4,7 @@ The order of events is the same for all programs: the steps of an epoch, then a 
 comes between steps (`BetweenSteps`), in the order of its list.
 """
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -97,9 +98,9 @@ class Training:
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
         patience = first_timeout(args.dist_timeout, args.compile)
-        self.watchdog = Watchdog(args.dist_timeout, patience, process.rank)
+        self.watchdog = Watchdog(args.dist_timeout, patience, process.rank, run.output_dir)
         self.stop = StopSignal(process.device)
-        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
+        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info, process.device)
         cores = cores_per_process(process.local_world_size)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
         self.loop = TrainLoop(
@@ -171,10 +172,13 @@ class Training:
         loop = self.loop
         with closing(loader.open(range(loop.step, loop.last_step))) as batches:
             self.run.set_up.end()
+            gc.freeze()  # garbage collection skips what exists now: of many ranks, some rank would always be in it
             try:
                 return self._train(train_steps, batches, between, summary)
             except Exception as error:
-                refuse_training_error(self.run.parser, error, self.saver)
+                refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
+            finally:
+                gc.unfreeze()
 
     def _train(
         self,

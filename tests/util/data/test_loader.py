@@ -16,7 +16,7 @@ from tests.runs import evaluation, finetune, pretrain, refused
 from util.data import loader
 from util.data.datasets import AddressedDataset, StepBatchSampler
 from util.data.images import FolderImages
-from util.data.loader import Loader, LoaderError, TooLittleMemory, batches_ahead, check_space
+from util.data.loader import BadImages, Loader, LoaderError, TooLittleMemory, batches_ahead, check_space
 from util.data.transforms import RandomResizedCropFlip
 
 IMAGE = 3 * 224**2
@@ -40,6 +40,19 @@ def test_batches_are_the_same_for_any_number_of_workers_and_from_any_start(photo
         for batch, batch_expected in zip(batches, expected[start_step:], strict=True):
             for tensor, tensor_expected in zip(batch, batch_expected, strict=True):
                 assert torch.equal(tensor, tensor_expected)
+
+
+def test_lists_of_bad_images_are_gathered_only_if_there_are_new_ones(photos, monkeypatch):
+    gathered = []
+    monkeypatch.setattr(loader.collectives, "gather_objects", lambda value: gathered.append(value) or [value])
+    flags = torch.zeros(24, dtype=torch.uint8)
+    lines = []
+    bad_images = BadImages(FolderImages(photos), flags, 0.5, lines.append, torch.device("cpu"))
+    for bad in ([], [3], [], [5], []):
+        flags[bad] = 1
+        bad_images.report()
+    assert gathered == [[3], [3, 5]]
+    assert len(lines) == 2
 
 
 @pytest.fixture

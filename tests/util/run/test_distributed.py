@@ -3,12 +3,13 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.until import wait_until
 from util import collectives
 from util.data import loader
 from util.run import distributed, supervise
-from util.run.distributed import slurm_environment
+from util.run.distributed import Process, slurm_environment
 
 JOB = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "9", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1"}
 JOB |= {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
@@ -102,6 +103,22 @@ def test_a_process_uses_its_own_gpu(monkeypatch, num_gpus, environment, chosen):
     else:
         with pytest.raises(ValueError, match=chosen):
             distributed.gpu_index(2, environment)
+
+
+@pytest.mark.parametrize(("device", "backend", "bound"), [("cuda:2", "nccl", "cuda:2"), ("cpu", "gloo", None)])
+def test_nccl_connects_at_once_on_the_gpu_of_the_process(monkeypatch, device, backend, bound):
+    calls = []
+    stand_in = SimpleNamespace(
+        rendezvous=lambda *_, **__: iter([("store",)]),
+        PrefixStore=lambda prefix, store: store,
+        init_process_group=lambda name, device_id, **_: calls.append((name, device_id and str(device_id))),
+        all_reduce=lambda tensor: None,
+        DistNetworkError=OSError,
+    )
+    monkeypatch.setattr(distributed, "dist", stand_in)
+    monkeypatch.replace_in(distributed, "torch.zeros", lambda *_, **__: None)
+    distributed.join_group(Process(torch.device(device)), 30, False)
+    assert calls == [(backend, bound)]
 
 
 def take_a_port_of_slurm(listener, job):

@@ -4,8 +4,10 @@ import argparse
 import sys
 
 import pytest
+import torch
 from torch._utils import ExceptionWrapper
 
+from tests.runs import pretrain
 from util.data.images import ImageError
 from util.run.errors import refuse
 
@@ -31,3 +33,20 @@ def test_an_error_of_a_worker_is_its_whole_message_in_one_line(capsys, message, 
     with pytest.raises(SystemExit) as stop:
         refuse(argparse.ArgumentParser("main.py"), from_worker.value)
     assert stop.value.code == 2 and capsys.readouterr().err == f"main.py: error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "in micro-batches of 8 images: give --batch_size 4, --recompute, or --shard"),
+        (("--batch_size", 1, "--total_batch_size", 4), "in micro-batches of 1 image: give --recompute, or --shard"),
+    ],
+)
+def test_a_full_gpu_ends_a_run_with_one_sentence(photos, tmp_path, capsys, before_step, flags, said):
+    def fill():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1")
+
+    before_step(1, fill)
+    message = pretrain.refused(capsys, photos, tmp_path / "out", *flags)
+    assert f"error: CUDA out of memory, {said}" in message
+    assert len(message.strip().splitlines()) == 1

@@ -1,12 +1,15 @@
 """What follows from the flags: the split of the total batch, and the number of workers."""
 
 import argparse
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import main_pretrain
 from util import cores as cores_module
+from util.run import flags
 from util.run.distributed import Process
 from util.run.flags import make_plan, num_workers
 
@@ -22,6 +25,52 @@ def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size,
     assert plan.total_batch_size == batch_size * accum_iter * world_size
 
 
+@pytest.mark.parametrize(
+    ("command", "memory", "expected"),
+    [
+        ("--total_batch_size 4096", [150, 150, 150, 150], (512, 2)),
+        ("--total_batch_size 4096", [85, 42, 85, 85], (256, 4)),  # of the smallest GPU
+        ("--total_batch_size 4096", [6, 6, 6, 6], (64, 16)),
+        ("--total_batch_size 4096 --batch_size 128", [150, 150, 150, 150], (128, 8)),
+        ("--total_batch_size 4096 --input_size 448", [150, 150, 150, 150], (64, 16)),
+        ("--total_batch_size 4096 --model greenmim_swin_base_patch4_window7", [150, 150, 150, 150], (64, 16)),
+        ("", [150, 150, 150, 150], (64, 1)),  # no total: the micro-batch decides the results
+    ],
+)
+def test_a_pretraining_on_gpus_takes_micro_batches_that_fill_them(monkeypatch, command, memory, expected):
+    _, args = main_pretrain.parse_args(command.split())
+    monkeypatch.setattr(flags.collectives, "gather_objects", lambda value: memory)
+    process = Process(torch.device("cpu"), world_size=4)
+    plan = make_plan(args, process, images_per_gb=main_pretrain.images_per_gb(args))
+    assert (plan.batch_size, plan.accum_iter) == expected
+
+
+@pytest.mark.parametrize(
+    ("programs", "environment", "headers", "missing"),
+    [
+        (["gcc"], {}, ["Python.h"], None),
+        ([], {"CC": "/opt/bin/cc"}, ["Python.h"], None),
+        ([], {}, ["Python.h"], "needs a C compiler (install gcc, or set CC) on a GPU"),
+        (["clang"], {}, [], "needs Python.h (install"),
+    ],
+)
+def test_what_compilation_on_a_gpu_needs(tmp_path, monkeypatch, programs, environment, headers, missing):
+    for header in headers:
+        (tmp_path / header).touch()
+    monkeypatch.replace_in(flags, "shutil.which", lambda name: name in programs or None)
+    monkeypatch.replace_in(flags, "os.environ", environment)
+    monkeypatch.replace_in(flags, "sysconfig.get_path", lambda *_: str(tmp_path))
+    gpu = Process(torch.device("cuda"))
+    args = main_pretrain.get_args_parser().parse_args(["--compile"])
+    monkeypatch.setattr(flags, "precision", lambda *_: SimpleNamespace(name="bf16"))
+    monkeypatch.setattr(flags, "gpu_memory", lambda device: 80)
+    if missing is None:
+        assert make_plan(args, gpu).device == "cuda"
+        return
+    with pytest.raises(ValueError, match=re.escape(missing)):
+        make_plan(args, gpu)
+
+
 @pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
 def test_a_total_that_the_processes_cannot_share_is_refused():
     args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
@@ -30,7 +79,7 @@ def test_a_total_that_the_processes_cannot_share_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("flags", "world_size", "said"),
+    ("given", "world_size", "said"),
     [
         ("--accum_iter 3", 1, "--accum_iter 3, but a total batch of 64 with --batch_size 16 on 1 process takes 4"),
         ("--accum_iter 64", 2, "--accum_iter 64, but a total batch of 64 with --batch_size 1 on 2 processes takes 32"),
@@ -38,8 +87,8 @@ def test_a_total_that_the_processes_cannot_share_is_refused():
         ("--batch_size 8 --accum_iter 3", 2, "a total batch of 64 with --batch_size 8 on 2 processes takes 4"),
     ],
 )
-def test_a_split_that_is_refused_names_what_was_given(flags, world_size, said):
-    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "64", *flags.split()])
+def test_a_split_that_is_refused_names_what_was_given(given, world_size, said):
+    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "64", *given.split()])
     with pytest.raises(ValueError, match=f"{said}$"):
         make_plan(args, Process(torch.device("cpu"), world_size=world_size))
 
@@ -55,6 +104,7 @@ def test_a_split_that_is_refused_names_what_was_given(flags, world_size, said):
         (64, 2, {"SLURM_CPUS_PER_TASK": "4"}, 32),  # or of the node
         (64, 8, {"SLURM_CPUS_PER_TASK": "64", "TORCHELASTIC_RUN_ID": "none"}, 8),  # torchrun in one task
         (64, 8, {"SLURM_CPUS_PER_TASK": "?"}, 8),
+        (64, 1, {}, 64),  # more than a trainer's workers
     ],
 )
 def test_the_cores_of_a_process(monkeypatch, visible, processes, environment, share):
@@ -65,7 +115,7 @@ def test_the_cores_of_a_process(monkeypatch, visible, processes, environment, sh
     monkeypatch.setattr(cores_module, "available_cores", lambda: visible)
     assert cores_module.cores_per_process(processes) == share
     args = argparse.Namespace(num_workers=None)
-    assert num_workers(args, argparse.Namespace(local_world_size=processes)) == min(16, max(1, share - 1))
+    assert num_workers(args, argparse.Namespace(local_world_size=processes)) == min(32, max(1, share - 1))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
 """What a run prints at its end."""
 
+import gc
 import os
 import signal
 from argparse import Namespace
 
 import pytest
+import torch
 
 import main_pretrain
 from framework import Framework
 from tests.runs import pretrain, reports
 from util.run import checkpoint
+from util.run import run as run_module
 from util.run.checkpoint import save_checkpoint
+from util.run.distributed import Process
 from util.run.loop import Clock, TrainLoop
 from util.run.supervise import Watchdog
 from util.run.training import Training
@@ -86,3 +90,32 @@ def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(
         ("step", 600),
         ("kNN", 600),
     ]
+
+
+def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_skips_the_set_up(
+    photos, tmp_path, before_step
+):
+    counts = []
+    before_step(1, lambda: counts.append(gc.get_freeze_count()))
+    pretrain(photos, tmp_path / "out")
+    assert counts[0] > 10_000
+    assert gc.get_freeze_count() < counts[0] / 10  # other programs in this process are not affected
+    assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "hashes"), [(0, 0, False), (1, 1, False), (8, 0, True), (9, 1, False)])
+def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes):
+    """Rank 0 has done so before."""
+    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_: is_verified)
+    for name in ("changes_of_flags", "find_changes", "find_notes"):
+        monkeypatch.setattr(run_module, name, lambda *_: [])
+    this = Namespace(
+        process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
+        start=Namespace(resume_path=tmp_path),
+        args=Namespace(allow_changes=True),
+        parser=None,
+        plan=None,
+        first_step=0,
+        note=lambda *_: None,
+    )
+    assert run_module.Run._restore(this, None, None, None, None) == (not hashes)

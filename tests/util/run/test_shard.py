@@ -1,8 +1,10 @@
 import itertools
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.warm import reserve_port, run_by_torchrun
 from util.run import shard
 from util.run.checkpoint import newest_checkpoint
 from util.run.distributed import PRECISIONS
+from util.run.supervise import collective_timeout
 
 CPU = torch.device("cpu")
 CLASSIFIERS = {"ViT": vit_micro_patch4, "Swin": swin_micro_patch4_window4}
@@ -41,6 +44,16 @@ def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     model = make(name)
     blocks = [module for module in model.modules() if isinstance(module, (Block, CrossBlock, RelativeBlock, SwinBlock))]
     assert set(shard.blocks_of(model)) == set(blocks)
+
+
+@pytest.mark.parametrize(("dist_timeout", "compiles", "minutes"), [(60, False, 30), (7200, False, 125), (60, True, 65)])
+def test_the_groups_of_replicas_fail_no_sooner_than_that_of_all_ranks(monkeypatch, dist_timeout, compiles, minutes):
+    """Their own default may come before the watchdog, which says what it waits for."""
+    timeouts = []
+    group = SimpleNamespace(set_timeout=timeouts.append)
+    monkeypatch.setattr(shard, "init_device_mesh", lambda *_, **__: SimpleNamespace(get_all_groups=lambda: [group]))
+    shard.make_mesh("cuda", 16, collective_timeout(dist_timeout, compiles))
+    assert timeouts == [timedelta(minutes=minutes)]
 
 
 def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False, state=None):

@@ -1,9 +1,11 @@
 """Signals that stop a run, and the watchdog that ends a process that hangs."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +164,28 @@ def test_the_watchdog_ends_a_process_without_progress(codes, capfd):
     assert "made no progress for 0.2 s: it is between two steps, step 3" in error
     assert "process 3 on " in error
     assert "test_the_watchdog_ends_a_process_without_progress" in error  # the stack
+
+
+def test_the_last_collectives_of_nccl_are_written_for_torchfrtrace(codes, monkeypatch, tmp_path):
+    """Of this process, which has made none."""
+    if not hasattr(torch._C._distributed_c10d, "_dump_nccl_trace"):
+        pytest.skip("this torch is built without NCCL")
+    monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: "nccl"))
+    with Watchdog(timeout=0.1, first=0.2, rank=3, folder=tmp_path) as watchdog:
+        watchdog.heartbeat(2, supervise.BETWEEN)
+        wait_until(lambda: codes)
+    assert pickle.loads((tmp_path / "nccl-trace-3").read_bytes())["entries"] == []
+
+
+def test_a_disk_that_hangs_does_not_keep_the_watchdog_from_ending_the_process(codes, monkeypatch, tmp_path):
+    let_go = threading.Event()
+    monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: "nccl"))
+    monkeypatch.setattr(supervise, "dump_collectives", lambda path: let_go.wait())
+    monkeypatch.setattr(supervise, "DUMP_SECONDS", 0.1)
+    with Watchdog(timeout=0.1, first=0.2, folder=tmp_path) as watchdog:
+        watchdog.heartbeat(2, supervise.BETWEEN)
+        wait_until(lambda: codes)
+    let_go.set()
 
 
 def test_the_watchdog_waits_for_heartbeats_and_for_what_may_compile(codes):
