@@ -349,6 +349,24 @@ def test_the_map_of_the_code_names_every_module() -> None:
     assert [name for name in sorted(files) if f"`{name}`" not in table] == []
 
 
+def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
+    """A file is named from the root, or from a folder of its row. A name is defined in one of its row's files."""
+    missing = []
+    for row in re.findall(r"^\|.*\|$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE):
+        spans = SPAN.findall(row)
+        folders = [ROOT, *(ROOT / span for span in spans if span.endswith("/"))]
+        code = ""
+        names = []
+        for span in spans:
+            found = [folder / span for folder in folders if (folder / span).exists()]
+            if span.endswith(".py") and found:
+                code += found[0].read_text()
+            elif not found and not span.startswith("--"):
+                names.append(span)
+        missing += [name for name in names if not re.search(rf"^(\s*(class|def) )?{name}\b", code, re.MULTILINE)]
+    assert missing == []
+
+
 # ---------------------------------------------------------------------------------------------------- the batch script
 
 
