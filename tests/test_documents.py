@@ -1,5 +1,6 @@
 """The documents hold what they promise: snippets run, commands parse, names exist, numbers are those of the files."""
 
+import ast
 import csv
 import os
 import re
@@ -224,6 +225,7 @@ def test_named_commits_are_in_the_history(history: list[str]) -> None:
     [
         ("study_frozen14.md", "fa673fd", "## Arms and runs"),
         ("deep_decoders.md", "282df90", "Written before the first run"),
+        ("study_length.md", "89b8501", "## Arms and runs"),
     ],
 )
 def test_registrations_are_unchanged(page: str, commit: str, begins: str, history: list[str]) -> None:
@@ -289,11 +291,15 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_table_of_faults_has_the_rows_of_the_tests() -> None:
-    marked = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        marked.update(re.findall(r'mark\.fault\(\s*"(\w+)"', path.read_text()))
-    assert {row["row"] for row in rows_of("faults.csv")} == marked
+def test_the_table_of_faults_is_that_of_the_tests() -> None:
+    """Each row is the mark of a test: what is done, what is expected, and the test's file."""
+    marked = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fault":
+                row, action, expected = (ast.literal_eval(argument) for argument in node.args)
+                marked[row] = {"row": row, "action": action, "expected": expected, "test": page_name(path)}
+    assert {row["row"]: row for row in rows_of("faults.csv")} == marked
 
 
 def test_the_costs_of_a_step_are_those_of_the_files() -> None:
@@ -341,6 +347,24 @@ def test_the_map_of_the_code_names_every_module() -> None:
     table = (ROOT / "docs" / "map.md").read_text()
     files = {path.name for path in ROOT.glob("*.py")} - {path.name for path in ROOT.glob("models_*_pr.py")}
     assert [name for name in sorted(files) if f"`{name}`" not in table] == []
+
+
+def test_the_names_of_the_map_are_in_the_files_of_their_rows() -> None:
+    """A file is named from the root, or from a folder of its row. A name is defined in one of its row's files."""
+    missing = []
+    for row in re.findall(r"^\|.*\|$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE):
+        spans = SPAN.findall(row)
+        folders = [ROOT, *(ROOT / span for span in spans if span.endswith("/"))]
+        code = ""
+        names = []
+        for span in spans:
+            found = [folder / span for folder in folders if (folder / span).exists()]
+            if span.endswith(".py") and found:
+                code += found[0].read_text()
+            elif not found and not span.startswith("--"):
+                names.append(span)
+        missing += [name for name in names if not re.search(rf"^(\s*(class|def) )?{name}\b", code, re.MULTILINE)]
+    assert missing == []
 
 
 # ---------------------------------------------------------------------------------------------------- the batch script

@@ -2,12 +2,15 @@
 
 import importlib
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from scripts import sample_photos
 from tests.documents import ROOT, blocks_of, commands_of, program_of
+from util.data.open import open_images
+from util.data.transforms import ResizeCenterCrop
 
 GUIDE = ROOT / "docs" / "own_images.md"
 CPU = "--num_workers 0 --device cpu"
@@ -46,7 +49,10 @@ def test_the_guide_leads_from_a_folder_to_a_timm_model(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "bands_encoder" / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [5, 64, 64]
     (snippet,) = blocks_of(GUIDE, "python")
-    names: dict[str, object] = {"__name__": "snippet"}
+    names: dict[str, Any] = {"__name__": "snippet"}
     exec(compile(snippet, "snippet", "exec"), names)
     logits = names["logits"]
-    assert isinstance(logits, torch.Tensor) and logits.shape == (2, 2) and logits.isfinite().all()
+    assert isinstance(logits, torch.Tensor) and logits.shape == (1, 2) and logits.isfinite().all()
+    image, _ = open_images("folder", "data/bands", "val", in_chans=5).load(0)
+    crop = ResizeCenterCrop(64)(torch.from_numpy(image).permute(2, 0, 1))  # the view of this project
+    assert torch.allclose(names["pixels"], names["normalize"](crop.float() / 65535), atol=2e-3)
