@@ -32,8 +32,7 @@ def slow_loss(
     for i, name in enumerate(prefix):
         tokens[name] = w["cls_token"][0, i] + w["pos_embed"][0, i]
     for t in visible:
-        convolved = (w["patch_embed.proj.weight"] * pixels_of(img, t, patch)).sum(dim=(1, 2, 3))
-        tokens[t] = convolved + w["patch_embed.proj.bias"] + w["pos_embed"][0, row_of[t]]
+        tokens[t] = embed(img, t, patch, w) + w["pos_embed"][0, row_of[t]]
     if encode is None:
         tokens = transformer(tokens, w, "blocks", heads)
     else:
@@ -71,6 +70,11 @@ def slow_loss(
 def pixels_of(img, token, patch):
     row, column = divmod(token, img.shape[2] // patch)
     return img[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+
+
+def embed(img, token, patch, w):
+    convolved = (w["patch_embed.proj.weight"] * pixels_of(img, token, patch)).sum(dim=(1, 2, 3))
+    return convolved + w["patch_embed.proj.bias"]
 
 
 def target_of(pixels, norm_pix):
@@ -116,22 +120,31 @@ def block(tokens, w, prefix, heads):
     result = {}
     for t, x in tokens.items():
         x = x + linear(attend(t, qkv, heads), w, f"{prefix}.attn.proj")
-        hidden = linear(norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp.fc1")
-        hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-        result[t] = x + linear(hidden, w, f"{prefix}.mlp.fc2")
+        result[t] = x + mlp(norm(x, w, f"{prefix}.norm2"), w, f"{prefix}.mlp")
     return result
 
 
-def attend(query, qkv, heads):
+def mlp(x, w, name):
+    hidden = linear(x, w, f"{name}.fc1")
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
+    return linear(hidden, w, f"{name}.fc2")
+
+
+def attend(query, qkv, heads, bias=None):
+    """Returns what one token reads from all tokens in `qkv`. bias(token, head) is added to the logit of a key."""
     dim = len(qkv[query]) // 3
     width = dim // heads
     outputs = []
-    for start in range(0, dim, width):
+    for head in range(heads):
+        start = head * width
         q = qkv[query][start : start + width]
         shares = {}
         for t, x in qkv.items():
             key = x[dim + start : dim + start + width]
-            shares[t] = (q @ key / math.sqrt(width)).exp()
+            logit = q @ key / math.sqrt(width)
+            if bias is not None:
+                logit = logit + bias(t, head)
+            shares[t] = logit.exp()
         total = sum(shares.values())
         output = 0.0
         for t, x in qkv.items():

@@ -102,7 +102,7 @@ def test_frameworks_without_these_flags_refuse_them(model, flag):
         build("--model", model, f"--{flag}", 2)
 
 
-@pytest.mark.parametrize(("family", "depth"), [("mae", 1), ("mff", 3), ("crossmae", 3)])
+@pytest.mark.parametrize(("family", "depth"), [("mae", 1), ("crossmae", 3)])
 def test_decoders_of_other_depths_train_and_resume(family, depth, photos, tmp_path, capsys):
     flags = ["--model", f"{family}_vit_micro_patch4", "--decoder_depth", depth, "--mask_unit", 2, "--epochs", 1]
     pretrain(photos, tmp_path / "run", *flags, "--max_steps", 1)

@@ -1,3 +1,7 @@
+"""Tables of relative positions: their rows, and their resizing by splines."""
+
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +15,15 @@ from encoders.rel_pos import (
 )
 
 
+def derivative_row(distance, num_intervals, interval, derivative):
+    """Returns the coefficients of a derivative of the cubic of one interval, at a distance from its left end."""
+    row = np.zeros(4 * num_intervals)
+    for power in range(derivative, 4):
+        factor = math.perm(power, derivative)
+        row[4 * interval + power] = factor * distance ** (power - derivative)
+    return row
+
+
 def not_a_knot_spline(x, y, queries):
     """Evaluates the cubic spline by its definition, with one linear system for all coefficients.
 
@@ -18,27 +31,31 @@ def not_a_knot_spline(x, y, queries):
     the second and at the last but one knot.
     """
     n = len(x) - 1
-    rows, rhs = [], []
+    widths = np.diff(x)
+    equations = []
+    values = []
 
-    def row(interval, at, derivative):
-        out = np.zeros(4 * n)
-        for power in range(derivative, 4):
-            factor = np.prod(np.arange(power - derivative + 1, power + 1))
-            out[4 * interval + power] = factor * (at - x[interval]) ** (power - derivative)
-        return out
+    def jump(knot, derivative):
+        left = derivative_row(widths[knot - 1], n, knot - 1, derivative)
+        return left - derivative_row(0.0, n, knot, derivative)
 
     for i in range(n):
-        rows += [row(i, x[i], 0), row(i, x[i + 1], 0)]
-        rhs += [y[i], y[i + 1]]
-    for i in range(1, n):
-        for derivative in (1, 2):
-            rows.append(row(i - 1, x[i], derivative) - row(i, x[i], derivative))
-            rhs.append(0.0)
-    for i in (1, n - 1):
-        rows.append(row(i - 1, x[i], 3) - row(i, x[i], 3))
-        rhs.append(0.0)
-    coefficients = np.linalg.solve(np.array(rows), np.array(rhs))
-    return [row(min(np.searchsorted(x, q, "right") - 1, n - 1), q, 0) @ coefficients for q in queries]
+        equations.append(derivative_row(0.0, n, i, 0))
+        values.append(y[i])
+        equations.append(derivative_row(widths[i], n, i, 0))
+        values.append(y[i + 1])
+    for knot in range(1, n):
+        equations.append(jump(knot, 1))
+        equations.append(jump(knot, 2))
+    equations.append(jump(1, 3))
+    equations.append(jump(n - 1, 3))
+    values += [0.0] * (len(equations) - len(values))
+    coefficients = np.linalg.solve(np.array(equations), np.array(values))
+    result = []
+    for query in queries:
+        interval = min(np.searchsorted(x, query, "right") - 1, n - 1)
+        result.append(derivative_row(query - x[interval], n, interval, 0) @ coefficients)
+    return result
 
 
 @pytest.mark.parametrize(("src", "dst"), [(11, 13), (23, 27), (7, 13), (27, 31)])
@@ -51,28 +68,38 @@ def test_interpolation_against_the_definition_of_the_spline(src, dst):
 
 def test_geometric_offsets():
     x = geometric_offsets(11, 13)  # windows 6 -> 7
-    assert x == pytest.approx(-x[::-1]) and len(x) == 11 and x[5] == 0
+    assert len(x) == 11
+    assert x == pytest.approx(-x[::-1])
     steps = np.diff(x[5:])
-    assert steps[0] == 1 and steps[1:] / steps[:-1] == pytest.approx(steps[1]) and steps[1] > 1.05
+    ratios = steps[1:] / steps[:-1]
+    assert steps[0] == 1
+    assert ratios == pytest.approx(ratios[0])
+    assert ratios[0] > 1.05
     assert x[-1] == pytest.approx(6, abs=1e-4)
 
 
-def test_resizing_a_table():
+def test_the_bias_at_offset_zero_and_the_extra_rows_are_unchanged():
     table = torch.randn(11 * 11 + 3, 4)
     resized = resize_bias_table(table, (6, 6), (7, 7), num_extra=3)
-    assert resized.shape == (13 * 13 + 3, 4) and torch.equal(resized[-3:], table[-3:])
-    centre = resized[:-3].view(13, 13, 4)[6, 6]
-    torch.testing.assert_close(centre, table[:-3].view(11, 11, 4)[5, 5])  # the bias at offset 0 is unchanged
-    # Separable and per head: a product of two lines becomes the product of the two resized lines.
-    y, x = torch.randn(11, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
-    product = resize_bias_table((y[:, None] * x).reshape(-1, 1), (6, 6), (7, 7)).view(13, 13)
+    assert resized.shape == (13 * 13 + 3, 4)
+    assert torch.equal(resized[-3:], table[-3:])
+    torch.testing.assert_close(resized[6 * 13 + 6], table[5 * 11 + 5])
+
+
+def test_tables_are_resized_along_both_axes():
+    """A product of two lines becomes the product of the two resized lines."""
+    y = torch.randn(11, dtype=torch.float64)
+    x = torch.randn(11, dtype=torch.float64)
+    resized = resize_bias_table(torch.outer(y, x).view(-1, 1), (6, 6), (7, 7)).view(13, 13)
     matrix = torch.from_numpy(interpolation_matrix(11, 13))
-    torch.testing.assert_close(product, (matrix @ y)[:, None] * (matrix @ x))
+    torch.testing.assert_close(resized, torch.outer(matrix @ y, matrix @ x))
 
 
-def test_small_and_foreign_tables():
-    assert resize_bias_table(torch.ones(9, 2), (2, 2), (4, 4)).shape == (49, 2)
+def test_small_tables():
     torch.testing.assert_close(resize_bias_table(torch.ones(9, 2), (2, 2), (4, 4)), torch.ones(49, 2))
+
+
+def test_tables_of_other_windows_are_refused():
     with pytest.raises(ValueError, match="a bias table of 120 rows does not belong to 11 x 11 offsets"):
         resize_bias_table(torch.zeros(120, 2), (6, 6), (7, 7))
 
@@ -81,13 +108,13 @@ def test_small_and_foreign_tables():
 def test_an_offset_has_one_row_of_the_table_wherever_it_occurs(grid):
     """Rows are numbered in raster order of the offsets, query less key."""
     rows, columns = grid
-    cells = [(y, x) for y in range(rows) for x in range(columns)]
     coords = grid_coords(rows, columns)
-    assert coords.tolist() == [list(cell) for cell in cells]
+    assert coords.tolist() == [list(cell) for cell in np.ndindex(grid)]
     index = relative_offset_index(torch.stack([coords, coords.flip(0)]), grid)
-    assert index.shape == (2, len(cells), len(cells)) and index.dtype == torch.int64
-    offsets = [(dy, dx) for dy in range(1 - rows, rows) for dx in range(1 - columns, columns)]
-    for i, query in enumerate(cells):
-        for j, key in enumerate(cells):
-            assert offsets[index[0, i, j]] == (query[0] - key[0], query[1] - key[1])
+    assert index.dtype == torch.int64
+    for i, query in enumerate(coords.tolist()):
+        for j, key in enumerate(coords.tolist()):
+            down = query[0] - key[0] + rows - 1
+            across = query[1] - key[1] + columns - 1
+            assert index[0, i, j] == down * (2 * columns - 1) + across
     assert torch.equal(index[1], index[0].flip(0, 1))

@@ -1,3 +1,5 @@
+"""Windows are packed into groups of a limited number of tokens."""
+
 import itertools
 
 import numpy as np
@@ -8,20 +10,23 @@ from encoders.window_groups import group_tokens, group_windows
 
 def best_sum(counts, limit):
     """Returns the largest sum of a subset that is at most `limit`, by trying every subset."""
-    subsets = itertools.chain.from_iterable(itertools.combinations(counts, n) for n in range(len(counts) + 1))
-    return max(total for total in map(sum, subsets) if total <= limit)
+    best = 0
+    for size in range(len(counts) + 1):
+        for subset in itertools.combinations(counts, size):
+            if best < sum(subset) <= limit:
+                best = sum(subset)
+    return best
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_group_is_the_fullest_of_the_remaining_windows(seed):
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(1, 13, size=10).tolist()
-    groups = group_windows(counts, 12)
-    assert sorted(window for group in groups for window in group) == list(range(10))
+    counts = np.random.default_rng(seed).integers(1, 13, size=10)
     remaining = list(range(10))
-    for group in groups:
-        assert sum(counts[w] for w in group) == best_sum([counts[w] for w in remaining], 12)
-        remaining = [w for w in remaining if w not in group]
+    for group in group_windows(counts.tolist(), 12):
+        assert counts[group].sum() == best_sum(counts[remaining].tolist(), 12)
+        for window in group:
+            remaining.remove(window)
+    assert not remaining
 
 
 def test_among_equal_sums_the_last_windows_are_left_out():
@@ -37,14 +42,21 @@ def test_windows_that_are_empty_or_too_large_are_refused(counts):
 
 
 def test_a_plan_is_a_partition_of_the_tokens_with_whole_windows():
-    rng = np.random.default_rng(0)
-    windows = rng.integers(0, 9, size=40) * 7  # windows may have any numbers
+    windows = 7 * np.random.default_rng(0).integers(0, 9, size=40)  # windows may have any numbers
     grouping = group_tokens(windows, 12, capacity=9)
     assert grouping.shape == (9, 12)
-    tokens = grouping[grouping >= 0]
-    assert sorted(tokens.tolist()) == list(range(40))
-    rows = [windows[row[row >= 0]] for row in grouping]
-    home = {int(window): {g for g, row in enumerate(rows) if window in row} for window in windows}
-    assert all(len(groups) == 1 for groups in home.values())
-    assert (np.diff((grouping >= 0).sum(axis=1)) <= 0).all()  # fullest first, empty ones at the end
-    assert len(group_tokens(windows, 12)) == len(group_windows(np.unique(windows, return_counts=True)[1], 12))
+    groups = [row[row >= 0] for row in grouping]
+    assert sorted(np.concatenate(groups)) == list(range(40))
+    lengths = [len(group) for group in groups]
+    assert lengths == sorted(lengths, reverse=True)  # fullest first, empty ones at the end
+    seen = set()
+    for group in groups:
+        windows_of_group = set(windows[group])
+        assert not seen & windows_of_group
+        seen |= windows_of_group
+
+
+def test_without_a_capacity_there_are_as_many_groups_as_needed():
+    windows = np.random.default_rng(0).integers(0, 9, size=40)
+    _, counts = np.unique(windows, return_counts=True)
+    assert len(group_tokens(windows, 12)) == len(group_windows(counts, 12))

@@ -1,3 +1,5 @@
+"""Attention phases: when maps are made, what is in them, and runs that draw tokens by the newest maps."""
+
 import os
 import signal
 
@@ -11,7 +13,7 @@ from frameworks import attention_phases
 from frameworks.attention_phases import compute_maps, mean_over_heads, refresh_epochs
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import PositionedEncoder
-from prmim import TokenOrderSampler, addressed_noise
+from prmim import TokenCounts, TokenOrderSampler, addressed_noise
 from tests.conftest import write_photo
 from tests.loops import SilentLog
 from tests.runs import assert_same_state, pretrain, reports, state
@@ -59,18 +61,18 @@ def test_each_head_is_scaled_and_then_averaged():
     attention[1, 0] = 0.2  # a head that attends to all tokens alike
     expected = torch.zeros(3, 5, dtype=torch.float64)
     for b in range(3):
-        for head in attention[b].tolist():
-            spread = max(head) - min(head)
-            for j, value in enumerate(head):
-                expected[b, j] += (value - min(head)) / spread / 2 if spread else 0
+        for head in attention[b]:
+            spread = head.max() - head.min()
+            if spread > 0:
+                expected[b] += (head - head.min()) / spread / 2
     torch.testing.assert_close(mean_over_heads(attention), expected)
-    assert mean_over_heads(attention)[0].max() <= 1 and mean_over_heads(attention).min() >= 0
 
 
 class Constant(nn.Module):
     """A model whose class token attends to all tokens alike."""
 
-    img_size, grid_size = (32, 32), (8, 8)
+    img_size = (32, 32)
+    grid_size = (8, 8)
 
     def cls_attention(self, imgs):
         return torch.full((len(imgs), 3, 64), 1 / 65)
@@ -91,20 +93,25 @@ def uneven(tmp_path):
     return tmp_path / "uneven"
 
 
-def dataset_of(folder):
-    return AddressedDataset(FolderImages(folder), Squash(32), replace=True)
+def maps_of(model, folder, num_workers=0):
+    """Returns the maps of all images, or None on other ranks than 0."""
+    dataset = AddressedDataset(FolderImages(folder), Squash(32), replace=True)
+    maps, finished = compute_maps(model, dataset, a_loop(), batch_size=3, num_workers=num_workers)
+    assert finished
+    return maps
 
 
 def test_a_model_of_constant_attention_gives_zeros(uneven):
-    maps, finished = compute_maps(Constant(), dataset_of(uneven), a_loop(), batch_size=3, num_workers=0)
-    assert finished and maps.shape == (7, 8, 8) and not maps.any()
+    maps = maps_of(Constant(), uneven)
+    assert maps.shape == (7, 8, 8)
+    assert not maps.any()
 
 
 def test_attention_that_is_not_finite_is_an_error(uneven):
     model = Constant()
     model.cls_attention = lambda imgs: torch.full((len(imgs), 3, 64), torch.nan)
     with pytest.raises(FloatingPointError, match="attention of the class token is not finite"):
-        compute_maps(model, dataset_of(uneven), a_loop(), batch_size=3, num_workers=0)
+        maps_of(model, uneven)
 
 
 def a_model():
@@ -118,40 +125,39 @@ def a_model():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_maps_are_those_of_the_whole_images_one_by_one(uneven, num_workers):
-    model, loop = a_model(), a_loop()
-    model.train()
-    maps, _ = compute_maps(model, dataset_of(uneven), loop, batch_size=3, num_workers=num_workers)
-    assert model.training and maps.dtype == np.float16
-    assert maps.min() >= 0 and maps.max() <= 1 and maps.std() > 0.05
+    model = a_model()
+    maps = maps_of(model, uneven, num_workers)
+    assert model.training
+    assert maps.dtype == np.float16
+    assert maps.std() > 0.05
     images = FolderImages(uneven)
-    for i in range(7):
-        pixels = torch.from_numpy(images.load(3 if i == 2 else i)[0]).permute(2, 0, 1)  # image 3 takes the place of 2
+    normalize = Normalize()
+    for i in (0, 1, 3, 4, 5, 6):
+        pixels = torch.from_numpy(images.load(i)[0]).permute(2, 0, 1)
         with torch.no_grad():
-            attention = model.cls_attention(loop.normalize(Squash(32)(pixels)[None]))[0]
-        heads = [(head - head.min()) / (head.max() - head.min()) for head in attention]
-        torch.testing.assert_close(
-            torch.from_numpy(maps[i].astype(np.float32)).flatten(), sum(heads) / 3, atol=1e-3, rtol=0
-        )
+            attention = model.cls_attention(normalize(Squash(32)(pixels)[None]))
+        expected = mean_over_heads(attention)[0].view(8, 8)
+        torch.testing.assert_close(torch.from_numpy(maps[i]).float(), expected, atol=1e-3, rtol=0)
+    assert np.array_equal(maps[2], maps[3])  # image 2 is broken, and image 3 takes its place
 
 
 def _maps_in_two_processes(rank, folder, sharded):
     model = a_model()
     if sharded:  # before any other forward pass, as after a resume
         shard.shard(model, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
-    maps, finished = compute_maps(model, dataset_of(folder), a_loop(), batch_size=3, num_workers=0)
+    maps = maps_of(model, folder)
     _, _, ids = model.collator("attention", 0)([(torch.zeros(1), 0, (0, i)) for i in range(2)])
     model(torch.randn(2, 3, 32, 32), ids)["pixel"].backward()  # training goes on
-    return {"maps": maps, "finished": finished}
+    return {"maps": maps}
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes_give_the_maps_of_one(uneven, sharded):
     """Four and three images: the last one is computed twice, so that no rank waits for the other."""
-    expected, _ = compute_maps(a_model(), dataset_of(uneven), a_loop(), batch_size=3, num_workers=0)
     first, second = run_in_two_processes(_maps_in_two_processes, uneven, sharded)
-    assert first["finished"] and second["finished"] and second["maps"] is None
-    assert first["maps"].shape == (7, 8, 8)
+    expected = maps_of(a_model(), uneven)
     np.testing.assert_allclose(first["maps"].astype(float), expected.astype(float), atol=1e-3)
+    assert second["maps"] is None
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -159,7 +165,8 @@ def test_two_processes_give_the_maps_of_one(uneven, sharded):
 
 def orders_of(monkeypatch):
     """Records the token orders of all micro-batches that a run trains on."""
-    taken, exact = [], TrainLoop.next_batch
+    taken = []
+    exact = TrainLoop.next_batch
 
     def note(loop, batches, micro):
         batch = exact(loop, batches, micro)
@@ -170,64 +177,70 @@ def orders_of(monkeypatch):
     return taken
 
 
+def losses_of(folder):
+    return [report["loss"] for report in reports(folder)]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_epoch_draws_by_the_newest_maps(photos, tmp_path, monkeypatch, num_workers):
     """Also if workers prepare batches ahead. The expected orders follow from the files of the maps."""
     taken = orders_of(monkeypatch)
     pretrain(photos, tmp_path / "out", *FLAGS, "--num_workers", num_workers)
-    images, transform = FolderImages(photos), RandomResizedCropFlip(32, seed=0)
-    model = mae_vit_micro_patch4(throw_ratio=0.5)
-    assert len(taken) == 12 and len({maps_path(tmp_path / "out", e).read_bytes() for e in range(3)}) == 3
-    for step, found in enumerate(taken):
-        epoch, first = step // 3, step % 3 * 8
-        indices = permutation(0, epoch, 24)[first : first + 8].tolist()
-        weights = None
-        if epoch > 0:
-            boxes = [(i, transform.crop_box(images.load(i)[0].shape[:2], epoch, i)) for i in indices]
-            weights = AttentionMaps(maps_path(tmp_path / "out", epoch - 1), 4).token_weights(boxes)
-        noise = addressed_noise(0, epoch, indices, 64)
-        expected = TokenOrderSampler(8, model.counts, "attention" if epoch else "random")(noise, weights=weights)
-        assert np.array_equal(found.numpy(), expected), step
+    files = [maps_path(tmp_path / "out", epoch) for epoch in range(3)]
+    assert len({file.read_bytes() for file in files}) == 3
     assert not maps_path(tmp_path / "out", 3).exists()
+    images = FolderImages(photos)
+    transform = RandomResizedCropFlip(32, seed=0)
+    counts = mae_vit_micro_patch4(throw_ratio=0.5).counts
+    assert len(taken) == 12
+    for step, found in enumerate(taken):
+        epoch = step // 3
+        first = step % 3 * 8
+        indices = permutation(0, epoch, 24)[first : first + 8].tolist()
+        noise = addressed_noise(0, epoch, indices, 64)
+        if epoch == 0:
+            expected = TokenOrderSampler(8, counts, "random")(noise)
+        else:
+            boxes = [(i, transform.crop_box(images.load(i)[0].shape[:2], epoch, i)) for i in indices]
+            weights = AttentionMaps(files[epoch - 1], 4).token_weights(boxes)
+            expected = TokenOrderSampler(8, counts, "attention")(noise, weights=weights)
+        assert np.array_equal(found.numpy(), expected), step
 
 
 def test_amt_masks_at_random_until_there_are_maps(photos, tmp_path, monkeypatch, capsys):
-    exact, counts = attention_phases.Framework.__call__, []
-    monkeypatch.setattr(
-        attention_phases.Framework, "__call__", lambda model, *a: counts.append(model.counts) or exact(model, *a)
-    )
+    forward = attention_phases.Framework.__call__
+    counts = []
+
+    def record(model, *args):
+        counts.append(model.counts)
+        return forward(model, *args)
+
+    monkeypatch.setattr(attention_phases.Framework, "__call__", record)
     taken = orders_of(monkeypatch)
     pretrain(photos, tmp_path / "out", *AMT)
-    kinds = [(c.num_visible, c.num_retained, c.num_thrown) for c in counts]
-    assert kinds == [(16, 48, 0)] * 3 + [(10, 28, 26)] * 9
-    assert all((order[:, :n].diff(dim=1) > 0).all() for order, (n, *_) in zip(taken, kinds, strict=True))
+    assert counts == [TokenCounts(16, 48, 0)] * 3 + [TokenCounts(10, 28, 26)] * 9
+    for ids, count in zip(taken, counts, strict=True):
+        assert (ids[:, : count.num_visible].diff(dim=1) > 0).all()
     out = capsys.readouterr().out
     assert "epoch 0: tokens are drawn at random, 16 visible + 48 retained + 0 thrown" in out
     assert "epoch 3: tokens are drawn by the attention after epoch 2, 10 visible + 28 retained" in out
 
 
-def test_the_random_phase_is_random_sampling(photos, tmp_path):
-    pretrain(photos, tmp_path / "attention", *FLAGS, "--max_steps", 3)
-    pretrain(photos, tmp_path / "random", *FLAGS, "--max_steps", 3, "--sampling", "random")
-    ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("attention", "random"))
-    assert ours == theirs and not (tmp_path / "random" / "attention").exists()
-
-
 @pytest.mark.parametrize("flags", [FLAGS, AMT, SIMMIM], ids=["attention", "AMT", "AMT on SimMIM"])
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(photos, tmp_path, flags):
-    """Stopped in mid-epoch before the first maps, at the end of an epoch, and in the midst of a phase."""
+    """Stopped in mid-epoch before the first maps, and in the midst of a phase."""
     flags = [*flags, "--attention_every", 2]  # maps after epochs 0 and 2: a phase has two epochs
     expected = pretrain(photos, tmp_path / "whole", *flags)
-    for stop, workers in ((2, 1), (3, 0), (5, 2), (8, 0), (9, 0)):
-        pretrain(photos, tmp_path / "parts", *flags, "--max_steps", stop, "--num_workers", workers)
-    first = maps_path(tmp_path / "parts", 0)
-    before = first.stat().st_ino
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 2, "--num_workers", 1)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 8)
+    first_maps = maps_path(tmp_path / "parts", 0)
+    inode = first_maps.stat().st_ino
     assert_same_state(pretrain(photos, tmp_path / "parts", *flags), expected)
-    assert first.stat().st_ino == before  # not made again
+    assert first_maps.stat().st_ino == inode  # not made again
     for epoch in (0, 2):
-        whole, parts = (maps_path(tmp_path / name, epoch).read_bytes() for name in ("whole", "parts"))
-        assert whole == parts
-    assert [r["step"] for r in reports(tmp_path / "parts")] == list(range(1, 13))
+        maps = maps_path(tmp_path / "parts", epoch).read_bytes()
+        assert maps == maps_path(tmp_path / "whole", epoch).read_bytes()
+    assert [report["step"] for report in reports(tmp_path / "parts")] == list(range(1, 13))
 
 
 @pytest.fixture
@@ -243,8 +256,8 @@ def test_a_run_that_starts_at_another_one_takes_its_maps(photos, whole, tmp_path
     capsys.readouterr()
     assert_same_state(pretrain(photos, tmp_path / "second", *FLAGS, "--resume", tmp_path / "first"), state(whole))
     assert "warning" not in capsys.readouterr().out
-    maps = [maps_path(folder, 1).read_bytes() for folder in (whole, tmp_path / "second")]
-    assert maps[0] == maps[1] and not maps_path(tmp_path / "second", 0).exists()
+    assert maps_path(tmp_path / "second", 1).read_bytes() == maps_path(whole, 1).read_bytes()
+    assert not maps_path(tmp_path / "second", 0).exists()
 
 
 def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
@@ -254,7 +267,8 @@ def test_missing_maps_are_made_again_and_said(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "out", *FLAGS)
     out = capsys.readouterr().out
     assert "epoch-0001.npy' is missing, so maps are made with the weights of step 8" in out
-    assert maps_path(tmp_path / "out", 1).exists() and out.count("is missing") == 1
+    assert out.count("is missing") == 1
+    assert maps_path(tmp_path / "out", 1).exists()
 
 
 def test_a_crash_while_maps_are_written_costs_only_them(photos, whole, tmp_path, capsys, monkeypatch):
@@ -273,17 +287,20 @@ def test_a_crash_while_maps_are_written_costs_only_them(photos, whole, tmp_path,
 
 def test_a_signal_while_maps_are_made_loses_nothing(photos, whole, tmp_path, monkeypatch):
     """The last two checkpoints stay, and the same maps are made again."""
-    exact, count = PositionedEncoder.cls_attention, iter(range(1000))
+    cls_attention = PositionedEncoder.cls_attention
+    calls = []
 
     def interrupted(model, imgs):
-        if next(count) == 4:  # in the midst of the second refresh, of three batches each
+        calls.append(imgs)
+        if len(calls) == 5:  # in the midst of the second refresh, of three batches each
             os.kill(os.getpid(), signal.SIGTERM)
-        return exact(model, imgs)
+        return cls_attention(model, imgs)
 
     monkeypatch.setattr(PositionedEncoder, "cls_attention", interrupted)
     assert main_pretrain.main(pretrain.command(photos, tmp_path / "parts", *FLAGS)) is False
     assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-3.pth", "checkpoint-6.pth"]
-    assert maps_path(tmp_path / "parts", 0).exists() and not maps_path(tmp_path / "parts", 1).exists()
+    assert maps_path(tmp_path / "parts", 0).exists()
+    assert not maps_path(tmp_path / "parts", 1).exists()
     monkeypatch.undo()
     assert_same_state(pretrain(photos, tmp_path / "parts", *FLAGS), state(whole))
 
@@ -300,9 +317,8 @@ def test_maps_that_another_run_has_left_are_not_used(photos, whole, tmp_path):
 def test_maps_of_other_images_are_refused_before_the_first_step(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "out", *FLAGS, "--max_steps", 8)
     np.save(maps_path(tmp_path / "out", 1), np.zeros((23, 8, 8), np.float16))
-    assert "holds attention maps [23, 8, 8] in float16, but this run needs [24, 8, 8]" in pretrain.refused(
-        capsys, photos, tmp_path / "out", *FLAGS
-    )
+    message = pretrain.refused(capsys, photos, tmp_path / "out", *FLAGS)
+    assert "holds attention maps [23, 8, 8] in float16, but this run needs [24, 8, 8]" in message
 
 
 def test_two_processes_draw_as_one(photos, tmp_path):
@@ -311,11 +327,11 @@ def test_two_processes_draw_as_one(photos, tmp_path):
     code, out = run_by_torchrun("main_pretrain.py", *flags)
     assert code == 0, out[-3000:]
     pretrain(photos, tmp_path / "one", *AMT)
-    ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("two", "one"))
-    assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 12
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
     for epoch in range(3):
-        maps = [np.load(maps_path(tmp_path / name, epoch)).astype(float) for name in ("two", "one")]
-        np.testing.assert_allclose(*maps, atol=5e-3)
+        ours = np.load(maps_path(tmp_path / "two", epoch)).astype(float)
+        theirs = np.load(maps_path(tmp_path / "one", epoch)).astype(float)
+        np.testing.assert_allclose(ours, theirs, atol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -337,5 +353,7 @@ def test_impossible_flags_are_refused(photos, tmp_path, capsys, flags, message):
 def test_the_released_crop_gives_another_run(photos, tmp_path):
     for crop in ("view", "released"):
         pretrain(photos, tmp_path / crop, *FLAGS, "--max_steps", 5, "--attention_crop", crop)
-    ours, theirs = ([r["loss"] for r in reports(tmp_path / name)] for name in ("view", "released"))
-    assert ours[:3] == theirs[:3] and ours[3:] != theirs[3:]
+    ours = losses_of(tmp_path / "view")
+    theirs = losses_of(tmp_path / "released")
+    assert ours[:3] == theirs[:3]
+    assert ours[3:] != theirs[3:]

@@ -1,3 +1,5 @@
+"""TEC: a slow derivation of both losses, its frozen teacher, sizes, and the names of the release."""
+
 import math
 import re
 
@@ -6,7 +8,7 @@ import torch
 
 import models_vit
 from encoders.load import load_encoder
-from frameworks import models_tec_pr, registry
+from frameworks import registry
 from frameworks.models_tec_pr import TECViT, tec_vit_base_patch16, tec_vit_large_patch16, tec_vit_micro_patch4
 from frameworks.teacher import Teacher
 from models_vit import VisionTransformer
@@ -30,179 +32,172 @@ def build(throw_ratio=0.5, progressive=True, teacher=None, **options):
     return perturbed(model)
 
 
-def slow_teacher(w, img, heads, keys, topk):
-    """Returns ({token: feature target}, queries, {(query, head): {key: logit}}).
+def a_batch(model, size=2):
+    return torch.randn(size, 3, 32, 32, dtype=torch.float64), orders(model, size)
+
+
+# -------------------------------------------------------------------------------------------------- the slow derivation
+
+
+def slow_teacher(w, img, keys):
+    """Returns ({token: feature target}, queries, {token: (query, key)}) of the teacher with 3 blocks and 5 heads.
 
     keys: the tokens that attention may reach.
     """
     tokens = {"cls": w["cls_token"][0, 0] + w["pos_embed"][0, 0]}
     for t in range(16):
-        embedded = (w["patch_embed.proj.weight"] * pixels(img, t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
-        tokens[t] = embedded + w["pos_embed"][0, 1 + t]
+        tokens[t] = slow_mae.embed(img, t, 8, w) + w["pos_embed"][0, 1 + t]
     for layer in range(2):
-        tokens = slow_mae.block(tokens, w, f"blocks.{layer}", heads)
-    last = slow_mae.block(tokens, w, "blocks.2", heads)
-    features = {t: (tokens[t] + last[t]) / 2 for t in range(16)}
-    mean = sum(features.values()) / 16
-    variance = sum((x - mean) ** 2 for x in features.values()) / 15
-    features = {t: (x - mean) / (variance + 1e-6) ** 0.5 for t, x in features.items()}
-    q, k = {}, {}
+        tokens = slow_mae.block(tokens, w, f"blocks.{layer}", heads=5)
+    last = slow_mae.block(tokens, w, "blocks.2", heads=5)
+    features = torch.stack([(tokens[t] + last[t]) / 2 for t in range(16)])
+    features = (features - features.mean(dim=0)) / (features.var(dim=0) + 1e-6).sqrt()
+    qk = {}
     for t, x in tokens.items():
-        q[t], k[t], _ = slow_mae.linear(slow_mae.norm(x, w, "blocks.2.norm1"), w, "blocks.2.attn.qkv").chunk(3)
-    logits = {(t, h): products(q[t], k, h, heads, len(mean) // heads) for t in ("cls", *keys) for h in range(heads)}
-    relevance = {j: sum(logits["cls", h][j] for h in range(heads)) / heads for j in keys}
-    queries = ["cls", *sorted(keys, key=lambda j: -relevance[j])[:topk]]
-    return features, queries, {key: {j: row[j] for j in keys} for key, row in logits.items()}
+        qkv = slow_mae.linear(slow_mae.norm(x, w, "blocks.2.norm1"), w, "blocks.2.attn.qkv")
+        qk[t] = (qkv[:20], qkv[20:40])
+    relevance = {}
+    for t in keys:
+        relevance[t] = sum(products(qk, "cls", [t], head, width=4) for head in range(5))
+    most_relevant = sorted(keys, key=relevance.get, reverse=True)
+    return features, ["cls", *most_relevant[:3]], qk
 
 
-def products(query, keys, head, heads, divisor):
-    """Returns {key: logit} of one head, divided by the root of `divisor`."""
-    span = slice(head * len(query) // heads, (head + 1) * len(query) // heads)
-    return {j: (query[span] @ k[span]) / math.sqrt(divisor) for j, k in keys.items()}
-
-
-def pixels(img, t):
-    return img[:, 8 * (t // 4) : 8 * (t // 4) + 8, 8 * (t % 4) : 8 * (t % 4) + 8]
-
-
-def slow_mlp(x, w, name):
-    hidden = slow_mae.linear(x, w, f"{name}.fc1")
-    return slow_mae.linear(hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5)), w, f"{name}.fc2")
+def products(qk, query, keys, head, width):
+    """Returns the logits of one query and head, divided by the root of `width`. A head has 4 channels."""
+    span = slice(4 * head, 4 * head + 4)
+    return torch.stack([qk[query][0][span] @ qk[key][1][span] / math.sqrt(width) for key in keys])
 
 
 def slow_latent(w, img, visible):
-    tokens = {"cls": slow_mlp(w["cls_token"][0, 0], w, "cls_token_mlp") + w["pos_embed"][0, 0]}
+    tokens = {"cls": slow_mae.mlp(w["cls_token"][0, 0], w, "cls_token_mlp") + w["pos_embed"][0, 0]}
     for t in visible:
-        embedded = (w["patch_embed.proj.weight"] * pixels(img, t)).sum(dim=(1, 2, 3)) + w["patch_embed.proj.bias"]
-        tokens[t] = embedded + w["pos_embed"][0, 1 + t]
-    levels = {t: [] for t in tokens}
+        tokens[t] = slow_mae.embed(img, t, 8, w) + w["pos_embed"][0, 1 + t]
+    outputs = []
     for layer in range(4):
-        tokens = slow_mae.block(tokens, w, f"blocks.{layer}", 3)
-        for t, x in tokens.items():
-            levels[t].append(slow_mae.norm(x, w, "norm") if layer == 3 else x)
+        tokens = slow_mae.block(tokens, w, f"blocks.{layer}", heads=3)
+        outputs.append(tokens)
+    outputs[3] = {t: slow_mae.norm(x, w, "norm") for t, x in tokens.items()}
     latent = {}
-    for t, outputs in levels.items():
-        z = slow_mae.norm(torch.cat(outputs), w, "encoder_adaptor.adap_before", eps=1e-5)
-        total = 0
-        for i in range(2):  # blocks 0 and 1, blocks 2 and 3
-            y = slow_mae.linear(z[48 * i : 48 * i + 48], w, f"encoder_adaptor.fuse_fcs.{i}")
-            total = total + y + slow_mlp(y, w, f"encoder_adaptor.adap_mlps.{i}")
+    for t in tokens:
+        joined = torch.cat([output[t] for output in outputs])
+        joined = slow_mae.norm(joined, w, "encoder_adaptor.adap_before", eps=1e-5)
+        total = 0.0
+        for i, pair in enumerate(joined.split(48)):  # blocks 0 and 1, blocks 2 and 3
+            fused = slow_mae.linear(pair, w, f"encoder_adaptor.fuse_fcs.{i}")
+            total = total + fused + slow_mae.mlp(fused, w, f"encoder_adaptor.adap_mlps.{i}")
         latent[t] = slow_mae.norm(total, w, "encoder_adaptor.adap_after", eps=1e-5)
     return latent
 
 
 def slow_decoder(w, name, latent, retained, thrown):
-    """Returns {token or "cls": features after the decoder's norm}. `thrown`: the tokens to be reconstructed."""
+    """Returns {token or "cls": prediction}. `thrown`: the tokens to be reconstructed. Both decoders share blocks."""
     tokens = {t: slow_mae.linear(x, w, f"{name}.embed") for t, x in latent.items()}
     tokens |= dict.fromkeys(retained, w[f"{name}.mask_token"][0, 0])
-    tokens = {t: x + w[f"{name}.pos_embed"][0, 0 if t == "cls" else 1 + t] for t, x in tokens.items()}
+    for t, x in tokens.items():
+        row = 0 if t == "cls" else 1 + t
+        tokens[t] = x + w[f"{name}.pos_embed"][0, row]
     tokens = slow_mae.transformer(tokens, w, "decoder_fea.blocks", heads=2)
-    filled = dict(tokens)
+    cells = dict(tokens)
+    del cells["cls"]
     for t in thrown:
-        filled[t] = w[f"{name}.aggregation.operator.bias"]
-        for other, x in tokens.items():
-            if other != "cls":
-                i, j = other // 4 - t // 4 + 1, other % 4 - t % 4 + 1
-                if 0 <= i < 3 and 0 <= j < 3:
-                    filled[t] = filled[t] + w[f"{name}.aggregation.operator.weight"][:, 0, i, j] * x
-    return {t: slow_mae.norm(x, w, f"{name}.norm") for t, x in filled.items()}
+        kernel = {kind: w[f"{name}.aggregation.operator.{kind}"] for kind in ("weight", "bias")}
+        tokens[t] = slow_mae.aggregate(cells, t, 4, kernel)
+    predictions = {}
+    for t, x in tokens.items():
+        predictions[t] = slow_mae.linear(slow_mae.norm(x, w, f"{name}.norm"), w, f"{name}.pred")
+    return predictions
 
 
-def slow_losses(model, img, split, progressive):
+def slow_results(model, img, visible, retained, thrown):
     """Returns (feature loss, attention loss, {token: predicted feature}, entropy of the targets) of one image."""
-    w = {name: value.double() for name, value in model.state_dict().items()}
-    visible, retained, thrown = split
-    keys = sorted([*visible, *retained, *(thrown if progressive else [])])
-    teacher = {name: value.double() for name, value in model.teacher.state_dict().items()}
-    targets, queries, logits = slow_teacher(teacher, img, 5, keys, 3)
+    w = dict(model.named_parameters())
+    if not model.method.progressive:
+        thrown = []
+    keys = sorted([*visible, *retained, *thrown])
+    targets, queries, teacher_qk = slow_teacher(dict(model.teacher.named_parameters()), img, keys)
     latent = slow_latent(w, img, visible)
-    fea, att = (
-        slow_decoder(w, f"decoder_{b}", latent, retained, thrown if progressive else []) for b in ("fea", "att")
-    )
-    predictions = {t: slow_mae.linear(x, w, "decoder_fea.pred") for t, x in fea.items() if t != "cls"}
-    errors = [((predictions[t] - targets[t]) ** 2).mean() for t in keys if t not in visible]
-    qk = {t: slow_mae.linear(x, w, "decoder_att.pred") for t, x in att.items()}
-    entropies, crosses = [], []
+    features = slow_decoder(w, "decoder_fea", latent, retained, thrown)
+    errors = [((features[t] - targets[t]) ** 2).mean() for t in [*retained, *thrown]]
+    student_qk = {}
+    for t, x in slow_decoder(w, "decoder_att", latent, retained, thrown).items():
+        student_qk[t] = (x[:20], x[20:])
+    entropies = []
+    crosses = []
     for query in queries:
         for head in range(5):
-            ours = products(
-                qk[query][:20], {j: qk[j][20:] for j in keys}, head, 5, 20
-            )  # scaled by the width of all heads
-            theirs = {j: value / 1.7 for j, value in logits[query, head].items()}
-            total, own = (sum(v.exp() for v in row.values()) for row in (theirs, ours))
-            crosses.append(-sum(theirs[j].exp() / total * (ours[j] - own.log()) for j in keys))
-            entropies.append(-sum(theirs[j].exp() / total * (theirs[j] - total.log()) for j in keys))
-    return sum(errors) / len(errors), sum(crosses) / len(crosses), predictions, sum(entropies) / len(entropies)
+            ours = products(student_qk, query, keys, head, width=20)  # scaled by the width of all heads
+            theirs = products(teacher_qk, query, keys, head, width=4) / 1.7
+            shares = theirs.exp() / theirs.exp().sum()
+            crosses.append(-(shares * (ours - ours.exp().sum().log())).sum())
+            entropies.append(-(shares * shares.log()).sum())
+    return sum(errors) / len(errors), sum(crosses) / len(crosses), features, sum(entropies) / len(entropies)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("throw_ratio", "progressive"), ARMS)
 def test_losses_and_predictions_against_the_slow_derivation(throw_ratio, progressive):
     model = build(throw_ratio, progressive)
-    imgs, ids = torch.randn(2, 3, 32, 32, dtype=torch.float64), orders(model, 2)
-    results = [
-        slow_losses(model, img, segments(row, model.counts), progressive) for img, row in zip(imgs, ids, strict=True)
-    ]
+    imgs, ids = a_batch(model)
     losses = model(imgs, ids)
-    assert list(losses) == ["feature", "attention"]
-    for k, loss in enumerate(losses.values()):
-        torch.testing.assert_close(loss, torch.stack([r[k] for r in results]).mean(), rtol=1e-9, atol=0)
-    assert losses["attention"] > torch.stack([r[3] for r in results]).mean()  # at least the entropy of the target
     pred, mask = model.reconstruct(imgs, ids)
-    for b, (_, _, predictions, _) in enumerate(results):
+    sums = {"feature": 0.0, "attention": 0.0, "entropy": 0.0}
+    for b in range(2):
+        feature, attention, predictions, entropy = slow_results(model, imgs[b], *segments(ids[b], model.counts))
+        sums["feature"] += feature / 2
+        sums["attention"] += attention / 2
+        sums["entropy"] += entropy / 2
         assert set(mask[b].nonzero().flatten().tolist()) <= predictions.keys()
+        del predictions["cls"]
         for token, value in predictions.items():
             torch.testing.assert_close(pred[b, token], value, rtol=1e-9, atol=1e-9)
+    assert list(losses) == ["feature", "attention"]
+    torch.testing.assert_close(losses["feature"], sums["feature"], rtol=1e-9, atol=0)
+    torch.testing.assert_close(losses["attention"], sums["attention"], rtol=1e-9, atol=0)
+    assert losses["attention"] > sums["entropy"]
 
 
-def test_attention_loss_is_the_entropy_if_student_and_teacher_agree(monkeypatch):
-    """If the student reproduces the logits, the cross-entropy has its minimum."""
-    model = build(0.0, att_tau=1.0)
-    logits = torch.randn(2, 5, 4, 16, dtype=torch.float64)
-    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-    monkeypatch.setattr(models_tec_pr, "attention_logits", lambda q, k, heads: logits * q.shape[-1] ** 0.5)
-    loss = model.attention_loss(
-        torch.randn(2, 17, 16, dtype=torch.float64), logits, torch.zeros(2, 3, dtype=torch.int64)
-    )
-    torch.testing.assert_close(loss, entropy)
-
-
-def test_feature_targets_are_normalised_over_the_patches():
-    features = 5 + 3 * torch.randn(4, 196, 8)
-    target = TECViT.feature_target(features)
-    torch.testing.assert_close(target.mean(dim=1), torch.zeros(4, 8), atol=1e-5, rtol=0)
-    torch.testing.assert_close(target.var(dim=1), torch.ones(4, 8), atol=1e-4, rtol=0)
+# ----------------------------------------------------------------------------------------------- losses and the teacher
 
 
 @pytest.mark.parametrize(("throw_ratio", "progressive"), ARMS)
 def test_features_of_every_masked_token_are_supervised_and_attention_reaches_every_key(throw_ratio, progressive):
-    model = build(throw_ratio, progressive).float()
-    imgs, ids = torch.randn(3, 3, 32, 32), orders(model, 3)
-    order, outputs, exact = TokenOrder(ids, model.counts), [], model.forward_decoders
-    model.forward_decoders = lambda *args: outputs.extend(exact(*args)) or outputs
+    model = build(throw_ratio, progressive)
+    imgs, ids = a_batch(model)
+    order = TokenOrder(ids, model.counts)
+    outputs = []
+    forward_decoders = model.forward_decoders
+
+    def record(*args):
+        outputs.extend(forward_decoders(*args))
+        return outputs
+
+    model.forward_decoders = record
     losses = model(imgs, ids)
-    touched = []
-    for x, loss in zip(outputs, losses.values(), strict=True):
-        (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
-        touched.append(order.restore(gradient[:, 1:].abs().amax(-1, keepdim=True)).squeeze(-1) > 0)
-    present = 16 if progressive else model.counts.num_kept
-    assert torch.equal(touched[0], order.mask & (order.ids_restore < present))
-    assert torch.equal(touched[1], order.ids_restore < present)
+    touched = {}
+    for (name, loss), output in zip(losses.items(), outputs, strict=True):
+        (gradient,) = torch.autograd.grad(loss, output, retain_graph=True)
+        touched[name] = order.restore(gradient[:, 1:].abs().amax(dim=-1, keepdim=True)).squeeze(-1) > 0
+    present = torch.ones_like(order.mask)
+    if not progressive:
+        present = ~order.thrown
+    assert torch.equal(touched["feature"], order.mask & present)
+    assert torch.equal(touched["attention"], present)
 
 
 def test_the_teacher_is_frozen_deterministic_and_in_no_checkpoint():
-    model = build().float().train()
-    names = [*model.state_dict(), *dict(model.named_parameters()), *dict(model.named_modules())]
-    assert not any("teacher" in name for name in names)
-    imgs, ids = torch.randn(2, 3, 32, 32), orders(model, 2)
-    sum(model(imgs, ids).values()).backward()
-    assert all(p.grad is None and not p.requires_grad for p in model.teacher.parameters())
+    model = build().train()
+    for names in (model.state_dict(), dict(model.named_parameters()), dict(model.named_modules())):
+        assert not any("teacher" in name for name in names)
     assert not model.teacher.training
+    assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+    imgs, ids = a_batch(model)
     order = TokenOrder(ids, model.counts)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(model.teacher(imgs, order, 16, 3), model.teacher(imgs, order, 16, 3), strict=True)
-    )
-    assert not any(x.requires_grad for x in model.teacher(imgs, order, 16, 3))
+    targets = model.teacher(imgs, order, 16, 3)
+    again = model.teacher(imgs, order, 16, 3)
+    for target, same in zip(targets, again, strict=True):
+        assert torch.equal(target, same)
+        assert not target.requires_grad
 
 
 def test_a_run_needs_a_teacher():
@@ -213,136 +208,131 @@ def test_a_run_needs_a_teacher():
 
 
 def test_what_a_run_records_about_the_teacher(tmp_path, monkeypatch):
-    weights = {"model": models_vit.vit_micro_patch4(global_pool="token").state_dict()}
-    path = save_checkpoint(tmp_path, 3, weights, {})
+    weights = models_vit.vit_micro_patch4(global_pool="token").state_dict()
+    path = save_checkpoint(tmp_path, 3, {"model": weights}, {})
     monkeypatch.chdir(tmp_path)
     model = tec_vit_micro_patch4(teacher=".", att_topk=5)
     assert model.own_settings() == {"teacher": str(path.resolve()), "att_topk": 5, "att_tau": 1.0}
-    assert model.named_files() == {"teacher": model.teacher} and model.teacher.fingerprint == sha256(path)
-    assert "checkpoint-3.pth'" in model.teacher.origin
-    untrained = tec_vit_micro_patch4()
-    assert untrained.own_settings()["teacher"] is None and untrained.teacher.fingerprint is None
+    assert model.named_files() == {"teacher": model.teacher}
+    assert model.teacher.fingerprint == sha256(path)
+    assert "checkpoint-3.pth" in model.teacher.origin
 
 
 def test_the_teacher_moves_with_the_model():
     model = TECViT(**SIZES).double()
     assert {p.dtype for p in model.teacher.parameters()} == {torch.float64}
-    assert {p.device.type for p in model.to("meta").teacher.parameters()} == {"meta"}
+    model.to("meta")
+    assert {p.device.type for p in model.teacher.parameters()} == {"meta"}
 
 
-def test_initialisation():
-    """Linear layers Xavier-uniform with zero bias, the two mask tokens normal."""
+@pytest.mark.parametrize(
+    "name",
+    ["cls_token_mlp.fc1", "encoder_adaptor.fuse_fcs.1", "encoder_adaptor.adap_mlps.0.fc2", "decoder_att.pred"],
+)
+def test_linear_layers_are_xavier_uniform_at_first(name):
+    torch.manual_seed(0)
+    linear = TECViT(**SIZES).get_submodule(name)
+    bound = (6 / sum(linear.weight.shape)) ** 0.5
+    assert 0.9 * bound < linear.weight.abs().max() <= bound
+    assert not linear.bias.any()
+
+
+def test_mask_tokens_are_normal_at_first():
     torch.manual_seed(0)
     model = TECViT(**SIZES)
-    for name in (
-        "cls_token_mlp.fc1",
-        "encoder_adaptor.fuse_fcs.1",
-        "encoder_adaptor.adap_mlps.0.fc2",
-        "decoder_att.pred",
-    ):
-        linear = model.get_submodule(name)
-        bound = (6 / sum(linear.weight.shape)) ** 0.5
-        assert 0.9 * bound < linear.weight.abs().max() <= bound and not linear.bias.any(), name
-    assert 0.005 < model.decoder_att.mask_token.std() < 0.05 and 0.005 < model.decoder_fea.mask_token.std() < 0.05
+    for decoder in (model.decoder_att, model.decoder_fea):
+        assert 0.005 < decoder.mask_token.std() < 0.05
 
 
 def test_the_initial_weights_of_the_encoder_do_not_depend_on_the_size_of_the_teacher(tmp_path):
     states = []
-    for size in ("micro", "mini"):
-        torch.save(
-            getattr(models_vit, f"vit_{size}_patch4")(global_pool="token").state_dict(), tmp_path / "teacher.pth"
-        )
+    for make in (models_vit.vit_micro_patch4, models_vit.vit_mini_patch4):
+        torch.save(make(global_pool="token").state_dict(), tmp_path / "teacher.pth")
         torch.manual_seed(0)
         states.append(tec_vit_micro_patch4(teacher=tmp_path / "teacher.pth").state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] if not name.startswith("decoder_"))
+    for name, value in states[0].items():
+        if not name.startswith("decoder_"):
+            assert torch.equal(value, states[1][name]), name
 
 
 def test_sizes_of_vit_large():
     with torch.device("meta"):
         model = tec_vit_large_patch16(throw_ratio=0.0)
-    assert model.decoder_fea.embed.out_features == 768 and model.decoder_fea.blocks[0].attn.num_heads == 16
-    assert len(model.encoder_adaptor.fuse_fcs) == 8 and model.encoder_adaptor.adap_mlps[0].fc1.out_features == 3072
+    assert model.decoder_fea.embed.out_features == 768
+    assert model.decoder_fea.blocks[0].attn.num_heads == 16
+    assert len(model.encoder_adaptor.fuse_fcs) == 8
+    assert model.encoder_adaptor.adap_mlps[0].fc1.out_features == 3072
 
 
 def test_sizes_of_vit_base():
     with torch.device("meta"):
         model = tec_vit_base_patch16(throw_ratio=0.0)
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-    assert shapes["encoder_adaptor.adap_before.weight"] == [9216]
-    assert (
-        shapes["encoder_adaptor.fuse_fcs.3.weight"] == [768, 2304] and "encoder_adaptor.fuse_fcs.4.weight" not in shapes
-    )
-    assert shapes["encoder_adaptor.adap_mlps.0.fc1.weight"] == [2048, 768]
-    assert shapes["decoder_fea.pred.weight"] == [768, 512] and shapes["decoder_att.pred.weight"] == [1536, 512]
-    assert (
-        shapes["decoder_fea.blocks.1.attn.qkv.weight"] == [1536, 512]
-        and "decoder_fea.blocks.2.norm1.weight" not in shapes
-    )
-    assert not any(name.startswith("decoder_att.blocks") for name in shapes)
-    assert (model.att_topk, model.att_tau, len(model.teacher.blocks), model.teacher.num_heads) == (9, 1.0, 12, 12)
+    weights = model.state_dict()
+    shapes = {
+        "encoder_adaptor.adap_before.weight": (9216,),
+        "encoder_adaptor.fuse_fcs.3.weight": (768, 2304),
+        "encoder_adaptor.adap_mlps.0.fc1.weight": (2048, 768),
+        "decoder_fea.blocks.1.attn.qkv.weight": (1536, 512),
+        "decoder_fea.pred.weight": (768, 512),
+        "decoder_att.pred.weight": (1536, 512),
+    }
+    assert {name: tuple(weights[name].shape) for name in shapes} == shapes
+    assert len(model.encoder_adaptor.fuse_fcs) == 4
+    assert len(model.decoder_fea.blocks) == 2
+    assert not any(name.startswith("decoder_att.blocks") for name in weights)
+    assert (model.att_topk, model.att_tau) == (9, 1.0)
+    assert len(model.teacher.blocks) == model.teacher.num_heads == 12
 
 
-def release_name(name):
-    """Returns the release's name of our parameter, or None if it has one parameter for two of ours."""
-    if name.startswith("decoder_fea.blocks."):
-        return name.replace("decoder_fea.blocks.", "decoder_blocks.")
-    if name == "decoder_fea.pos_embed":
-        return "decoder_pos_embed"
-    if name == "decoder_att.pos_embed" or "aggregation" in name:
-        return None
-    branch = re.match(r"decoder_(fea|att)\.", name)
-    if branch:
-        head = "decoder_pred." if branch[1] == "fea" else "decoder_qk."
-        rest = (
-            name[branch.end() :]
-            .replace("embed.", "decoder_embed.")
-            .replace("norm.", "decoder_norm.")
-            .replace("pred.", head)
-        )
-        return f"forward_{branch[1]}_decoder.{rest}"
-    return name
+# ------------------------------------------------------------------------------------------------ names of the release
+
+
+def released(model):
+    """Returns the model's weights under the release's names, which has one table of positions for both decoders."""
+    weights = {}
+    for name, value in model.state_dict().items():
+        branch = re.match(r"decoder_(fea|att)\.", name)
+        if name.startswith("decoder_fea.blocks."):
+            name = name.replace("decoder_fea.blocks.", "decoder_blocks.")
+        elif name == "decoder_fea.pos_embed":
+            name = "decoder_pos_embed"
+        elif name == "decoder_att.pos_embed" or "aggregation" in name:
+            continue
+        elif branch:
+            rest = name.removeprefix(branch[0])
+            if rest.startswith(("embed.", "norm.", "pred.")):
+                rest = f"decoder_{rest}"
+            if branch[1] == "att":
+                rest = rest.replace("decoder_pred.", "decoder_qk.")
+            name = f"forward_{branch[1]}_decoder.{rest}"
+        weights[name] = value
+    return weights
 
 
 def test_load_official():
     source = build(0.0).float()
-    released = {release_name(name): value for name, value in source.state_dict().items() if release_name(name)}
-    assert {"forward_fea_decoder.mask_token", "forward_fea_decoder.decoder_embed.bias", "decoder_pos_embed"} <= set(
-        released
-    )
-    assert {"forward_att_decoder.decoder_qk.weight", "forward_att_decoder.decoder_norm.weight"} <= set(released)
-    assert "decoder_blocks.1.norm1.bias" in released and len(released) == len(source.state_dict()) - 1
     model = build(0.5).float()
-    model.load_official({"model": released})
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.load_official({"model": released(source)})
     assert_same_weights(model, source)
 
 
-def test_folding_the_mlp_on_the_class_token_changes_neither_features_nor_logits(tmp_path):
-    """Compares a classifier that sends its class token through the MLP with one that has loaded the folded token."""
-
-    class Unfolded(VisionTransformer):
-        def prepend_cls_token(self, tokens):
-            hidden = torch.nn.functional.linear(self.cls_token, *self.mlp[0])
-            token = torch.nn.functional.linear(torch.nn.functional.gelu(hidden), *self.mlp[1]) + self.pos_embed[:, :1]
-            return torch.cat([token.expand(len(tokens), -1, -1), tokens], dim=1)
-
+@torch.no_grad()
+@pytest.mark.parametrize("pool", ["avg", "token"])
+def test_folding_the_mlp_on_the_class_token_changes_no_features(tmp_path, pool):
+    """The classifier's class token is the output of the MLP on the pre-trained one."""
     source = build()
     path = save_checkpoint(tmp_path, 1, {"model": source.state_dict()}, {})
-    imgs = torch.randn(4, 3, 32, 32, dtype=torch.float64)
-    for pool in ("avg", "token"):
-        torch.manual_seed(1)
-        folded = VisionTransformer(num_classes=5, global_pool=pool, **ENCODER).double().eval()
-        report = load_encoder(folded, path)
-        assert "cls_token" in report.loaded and not [name for name in report.unexpected if name.startswith("cls_token")]
-        unfolded = Unfolded(num_classes=5, global_pool=pool, **ENCODER).double().eval()
-        unfolded.load_state_dict(folded.state_dict() | {"cls_token": source.cls_token.detach()})
-        unfolded.mlp = [
-            (fc.weight.detach(), fc.bias.detach()) for fc in (source.cls_token_mlp.fc1, source.cls_token_mlp.fc2)
-        ]
-        assert not torch.allclose(folded.cls_token, source.cls_token)
-        for parameter in (folded.head.weight, unfolded.head.weight):
-            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
-        torch.testing.assert_close(folded(imgs), unfolded(imgs), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(folded.forward_features(imgs), source.forward_features(imgs), rtol=1e-10, atol=1e-10)
+    folded = VisionTransformer(num_classes=5, global_pool=pool, **ENCODER).double()
+    report = load_encoder(folded, path)
+    assert "cls_token" in report.loaded
+    assert not any(name.startswith("cls_token") for name in report.unexpected)
+    torch.testing.assert_close(folded.cls_token, source.cls_token_mlp(source.cls_token), rtol=1e-10, atol=0)
+    if pool == "token":  # with the final norm
+        imgs = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+        expected = source.forward_features(imgs)
+        torch.testing.assert_close(folded.forward_features(imgs), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Errors of reconstructions, and the images that they are measured on."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,8 @@ from framework import View
 from frameworks import reconstruction, registry
 from models_mae_pr import MaskedAutoencoderViT
 from prmim import TokenOrder
+from tests.slow_mae import pixels_of
+from tests.test_models_mae_pr import orders, segments
 from util.data.open import open_images
 from util.data.transforms import Normalize
 
@@ -17,35 +20,37 @@ def test_masked_errors_against_a_loop(photos, tmp_path):
     main_pretrain.main([*flags.split(), "--data_path", str(photos), "--output_dir", str(tmp_path / "run")])
     model, settings = registry.load_run(tmp_path / "run")
     images = open_images("folder", photos)
-    sums, normalize = {"retained": [], "thrown": []}, Normalize()
+    normalize = Normalize()
+    errors = {"retained": [], "thrown": []}
     for imgs, ids in reconstruction.crops(model, settings, images, range(6), batch_size=2):
         for img, row in zip(imgs, ids, strict=True):
             (view,) = model.views(normalize(img[None]), row[None], normalize.undo)
-            error = (view.prediction[0] - img / 255) ** 2
-            for rank, token in enumerate(row.tolist()):
-                r, c = divmod(token, 8)
-                if rank >= 16:
-                    sums["retained" if rank < 32 else "thrown"].append(
-                        error[:, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4].mean()
-                    )
+            squares = (view.prediction[0] - img / 255) ** 2
+            _, retained, thrown = segments(row, model.counts)
+            errors["retained"] += [pixels_of(squares, token, 4).mean().item() for token in retained]
+            errors["thrown"] += [pixels_of(squares, token, 4).mean().item() for token in thrown]
     measured = reconstruction.measure(model, settings, images, range(6))
-    assert measured == {
-        "masked MSE": pytest.approx({name: torch.stack(v).mean().item() for name, v in sums.items()}, rel=1e-4)
-    }
+    assert list(measured) == ["masked MSE"]
+    expected = {name: np.mean(values) for name, values in errors.items()}
+    assert measured["masked MSE"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_picture_shows_truth_where_visible_predictions_where_predicted_and_grey_elsewhere():
+@pytest.mark.parametrize("progressive", [True, False])
+def test_a_picture_shows_truth_where_visible_predictions_where_predicted_and_grey_elsewhere(progressive):
     """4 x 4 tokens of 2 px. Plain partial reconstruction predicts no thrown token."""
     sizes = dict(img_size=8, patch_size=2, embed_dim=32, depth=1, num_heads=2)
-    for progressive in (True, False):
-        model = MaskedAutoencoderViT(32, 1, **sizes, progressive=progressive)
-        ids = model.collator("furthest", 0)([(torch.zeros(1), 0, (0, i)) for i in range(3)])[2]
-        order = TokenOrder(ids, model.counts)
-        truth, prediction = torch.rand(2, 3, 3, 8, 8)
-        view = View("reconstruction", None, truth, prediction, "error", torch.zeros(3, 16))
-        picture = reconstruction.compose(view, ~order.mask, model.supervised(order), model.grid_size)
-        for b in range(3):
-            for rank, token in enumerate(ids[b].tolist()):
-                cell = (b, slice(None), *(slice(2 * i, 2 * i + 2) for i in divmod(token, 4)))
-                thrown = torch.full((3, 2, 2), 0.5) if not progressive else prediction[cell]
-                assert torch.equal(picture[cell], truth[cell] if rank < 4 else prediction[cell] if rank < 8 else thrown)
+    model = MaskedAutoencoderViT(32, 1, **sizes, progressive=progressive)
+    ids = orders(model, 3)
+    order = TokenOrder(ids, model.counts)
+    truth = torch.rand(3, 3, 8, 8)
+    prediction = torch.rand(3, 3, 8, 8)
+    view = View("reconstruction", None, truth, prediction, "error", torch.zeros(3, 16))
+    picture = reconstruction.compose(view, ~order.mask, model.supervised(order), model.grid_size)
+    for b in range(3):
+        visible, retained, thrown = segments(ids[b], model.counts)
+        of_thrown = prediction[b]
+        if not progressive:
+            of_thrown = torch.full((3, 8, 8), 0.5)
+        for tokens, expected in ((visible, truth[b]), (retained, prediction[b]), (thrown, of_thrown)):
+            for token in tokens:
+                assert torch.equal(pixels_of(picture[b], token, 2), pixels_of(expected, token, 2))

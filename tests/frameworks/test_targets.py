@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ from models_vit import NANO
 from scripts import export, visualize
 from tests import runs
 from tests.runs import refused
+from tests.slow_mae import pixels_of, target_of
 from tests.test_framework_contract import a_batch
 from util.data.transforms import Normalize
 
@@ -31,39 +31,38 @@ class LaplacianMAE(MaskedAutoencoderViT):
 
 def slow_laplacian(img):
     """Of [C, H, W], pixel by pixel, with zeros around the image."""
-    channels, height, width = img.shape
-    padded = np.zeros((channels, height + 2, width + 2))
-    padded[:, 1:-1, 1:-1] = img
-    out = np.zeros_like(img)
-    for c, row, column in np.ndindex(*img.shape):
-        y, x = row + 1, column + 1
-        around = padded[c, y - 1, x] + padded[c, y + 1, x] + padded[c, y, x - 1] + padded[c, y, x + 1]
-        out[c, row, column] = around - 4 * padded[c, y, x]
-    return out
+    padded = F.pad(img, (1, 1, 1, 1))
+    result = torch.zeros_like(img)
+    for row in range(img.shape[1]):
+        for column in range(img.shape[2]):
+            y = row + 1
+            x = column + 1
+            around = padded[:, y - 1, x] + padded[:, y + 1, x] + padded[:, y, x - 1] + padded[:, y, x + 1]
+            result[:, row, column] = around - 4 * padded[:, y, x]
+    return result
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("norm_pix_loss", [False, True])
-@pytest.mark.parametrize("arm", [dict(throw_ratio=0.5), dict(throw_ratio=0.5, progressive=False)])
-def test_the_loss_compares_with_the_target_of_the_subclass(norm_pix_loss, arm):
-    """Patches of 4 x 4 pixels, of which each pixel holds its three channels."""
+@pytest.mark.parametrize(("progressive", "num_predicted"), [(True, 12), (False, 4)])
+def test_the_loss_compares_with_the_target_of_the_subclass(norm_pix_loss, progressive, num_predicted):
     torch.manual_seed(0)
     sizes = dict(img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2, decoder_embed_dim=32, decoder_depth=1)
-    model = LaplacianMAE(norm_pix_loss=norm_pix_loss, **sizes, **arm).double()
+    options = dict(throw_ratio=0.5, progressive=progressive, norm_pix_loss=norm_pix_loss)
+    model = LaplacianMAE(**sizes, **options).double()
     imgs, ids_shuffle = a_batch(model)
     imgs = imgs.double()
     pred, predicted = model.reconstruct(imgs, ids_shuffle)
     errors = []
-    for b, img in enumerate(imgs.numpy()):
+    for b, img in enumerate(imgs):
         laplacian = slow_laplacian(img)
-        for token in predicted[b].nonzero()[:, 0].tolist():
-            row, column = divmod(token, 4)
-            patch = laplacian[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
-            target = patch.transpose(1, 2, 0).ravel()
-            if norm_pix_loss:
-                target = (target - target.mean()) / np.sqrt(target.var(ddof=1) + 1e-6)
-            errors.append(np.square(pred[b, token].numpy() - target).mean())
-    assert len(errors) == 4 * (12 if model.method.progressive else 4)
-    assert model(imgs, ids_shuffle)["pixel"].item() == pytest.approx(np.mean(errors), rel=1e-10)
+        tokens = predicted[b].nonzero().flatten().tolist()
+        assert len(tokens) == num_predicted
+        for token in tokens:
+            target = target_of(pixels_of(laplacian, token, 4), norm_pix_loss)
+            errors.append((pred[b, token] - target).square().mean())
+    expected = torch.stack(errors).mean()
+    torch.testing.assert_close(model(imgs, ids_shuffle)["pixel"], expected, rtol=1e-10, atol=0)
 
 
 @pytest.fixture

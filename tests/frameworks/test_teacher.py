@@ -1,4 +1,5 @@
-import numpy as np
+"""TEC's teacher: timm's function, files of all origins, the normalisation of pixels, and what is refused."""
+
 import pytest
 import timm
 import torch
@@ -8,194 +9,203 @@ from frameworks.models_tec_pr import tec_vit_micro_patch4
 from frameworks.teacher import open_teacher
 from models_mae_pr import mae_vit_micro_patch4
 from models_vit import vit_micro_patch4, vit_mini_patch4
-from prmim import TokenOrder, TokenOrderSampler, addressed_noise
-from util.run.checkpoint import save_checkpoint
+from prmim import TokenOrder
+from tests.test_models_mae_pr import orders, perturbed
+from util.run.checkpoint import save_checkpoint, sha256
 
 TIMM = dict(img_size=32, patch_size=4, embed_dim=96, depth=4, num_heads=3, num_classes=0)
 
 
-def timm_vit(seed=0, **options):
-    torch.manual_seed(seed)
-    model = timm.create_model("vit_base_patch16_224", **{**TIMM, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
+def timm_vit(**options):
+    torch.manual_seed(0)
+    return perturbed(timm.create_model("vit_base_patch16_224", **TIMM | options)).float().eval()
 
 
-def an_order(model, batch=2):
-    counts = mae_vit_micro_patch4(throw_ratio=0.5).counts
-    noise = addressed_noise(0, 0, np.arange(batch), counts.num_tokens)
-    return TokenOrder(torch.from_numpy(TokenOrderSampler(8, counts)(noise)), counts)
+def features_of(theirs, imgs):
+    """Returns the mean of the outputs of the last two blocks of timm's model."""
+    last, before = theirs.forward_intermediates(imgs, indices=2, norm=False, intermediates_only=True, output_fmt="NLC")
+    return (last + before) / 2
 
 
-def theirs_and_ours(theirs, teacher, imgs):
-    """Returns the mean of the last two blocks' outputs, from timm and from the teacher."""
-    blocks = theirs.forward_intermediates(imgs, indices=2, norm=False, intermediates_only=True, output_fmt="NLC")
-    return sum(blocks) / 2, teacher.features(imgs)
+def normalised(pixels, mean, std):
+    return (pixels - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+
+
+def in_training_checkpoint(weights):
+    student = {f"module.backbone.{name}": value for name, value in weights.items()}
+    return {"student": student | {"module.head.last": torch.zeros(3)}}
 
 
 FORMS = {
-    "timm": lambda w: w,
-    "MAE": lambda w: {"model": w, "epoch": 3},
-    "iBOT": lambda w: {"state_dict": w | {"head.mlp.0.weight": torch.zeros(3)}},
-    "training checkpoint": lambda w: {
-        "student": {f"module.backbone.{k}": v for k, v in w.items()} | {"module.head.last": torch.zeros(3)}
-    },
+    "timm": lambda weights: weights,
+    "MAE": lambda weights: {"model": weights, "epoch": 3},
+    "iBOT": lambda weights: {"state_dict": weights | {"head.mlp.0.weight": torch.zeros(3)}},
+    "training checkpoint": in_training_checkpoint,
 }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
-def test_features_and_attention_equal_those_of_timm(tmp_path, form):
+def test_features_equal_those_of_timm(tmp_path, form):
     theirs = timm_vit()
-    torch.save(FORMS[form](theirs.state_dict()), tmp_path / "teacher.pth")
-    teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
-    assert ("(the student in a training checkpoint of iBOT or DINO)" in teacher.origin) == (
-        form == "training checkpoint"
-    )
-    assert teacher.source == str(tmp_path / "teacher.pth")
+    path = tmp_path / "teacher.pth"
+    torch.save(FORMS[form](theirs.state_dict()), path)
+    teacher = open_teacher(str(path), (32, 32), 4)
+    assert teacher.source == str(path)
+    assert ("of iBOT or DINO" in teacher.origin) == (form == "training checkpoint")
     imgs = torch.randn(2, 3, 32, 32)
-    expected, features = theirs_and_ours(theirs, teacher, imgs)
-    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
-    last, inputs, order = theirs.blocks[-1], [], an_order(teacher)
+    torch.testing.assert_close(teacher.features(imgs), features_of(theirs, imgs), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_keys", [64, 32])
+def test_attention_equals_that_of_timm(tmp_path, num_keys):
+    theirs = timm_vit()
+    torch.save(theirs.state_dict(), tmp_path / "teacher.pth")
+    teacher = open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
+    imgs = torch.randn(2, 3, 32, 32)
+    last = theirs.blocks[-1]
+    inputs = []
     last.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
-    theirs.forward_features(imgs)
-    q, k, _ = last.attn.qkv(last.norm1(inputs[0])).reshape(2, 65, 3, 3, 32).permute(2, 0, 3, 1, 4)
+    expected = features_of(theirs, imgs)
+    q, k, _ = last.attn.qkv(last.norm1(inputs[0])).view(2, 65, 3, 3, 32).permute(2, 0, 3, 1, 4)
     logits = q @ k.transpose(-2, -1) / 32**0.5  # [B, heads, 65, 65]
-    for num_keys in (64, 32):
-        features, rows, queries = teacher(imgs, order, num_keys, topk=5)
-        torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
-        assert rows.shape == (2, 3, 6, num_keys) and queries.shape == (2, 5)
-        for b in range(2):
-            patches = order.ids_shuffle[b, :num_keys]
-            relevance = logits[b, :, 0, 1 + patches].mean(dim=0)
-            assert set(queries[b].tolist()) == set(relevance.argsort(descending=True)[:5].tolist())
-            assert relevance[queries[b]].diff().max() <= 0
-            for i, query in enumerate([0, *(1 + patches[queries[b]]).tolist()]):
-                torch.testing.assert_close(rows[b, :, i], logits[b, :, query, 1 + patches], rtol=1e-4, atol=1e-4)
+    student = mae_vit_micro_patch4(throw_ratio=0.5)
+    order = TokenOrder(orders(student, 2), student.counts)
+    features, rows, queries = teacher(imgs, order, num_keys, topk=5)
+    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
+    assert rows.shape == (2, 3, 6, num_keys)
+    for b in range(2):
+        patches = order.ids_shuffle[b, :num_keys]
+        relevance = logits[b, :, 0, 1 + patches].mean(dim=0)
+        assert queries[b].tolist() == relevance.argsort(descending=True)[:5].tolist()
+        tokens = [0, *(1 + patches[queries[b]]).tolist()]  # of the queries: the class token comes first
+        for i, token in enumerate(tokens):
+            torch.testing.assert_close(rows[b, :, i], logits[b, :, token, 1 + patches], rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_of_this_project_is_a_teacher(tmp_path):
     model = mae_vit_micro_patch4()
     settings = dict(model="mae_vit_micro_patch4", input_size=[32], patch_size=4)
-    save_checkpoint(tmp_path, 7, {"model": model.state_dict()}, {"settings": settings})
+    path = save_checkpoint(tmp_path, 7, {"model": model.state_dict()}, {"settings": settings})
     teacher = open_teacher(str(tmp_path), (32, 32), 4)
     assert torch.equal(teacher.blocks[3].mlp.fc2.weight, model.blocks[3].mlp.fc2.weight)
-    assert (
-        "checkpoint-7.pth' (made as mae_vit_micro_patch4), width 96, 4 blocks: 52 loaded" in teacher.origin
-        and len(teacher.fingerprint) == 64
-    )
-    assert teacher.source == str((tmp_path / "checkpoint-7.pth").resolve())
-    assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
-
-
-def test_the_pixel_normalisation_of_a_run_is_respected(tmp_path):
-    model, pixels = mae_vit_micro_patch4(), torch.rand(2, 3, 32, 32)
-    settings = dict(input_size=[32], patch_size=4, mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.4])
-    mean, std = (torch.tensor(settings[name]).view(3, 1, 1) for name in ("mean", "std"))
-    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    features = []
-    for number, meta in enumerate(({"settings": settings}, {})):
-        path = save_checkpoint(tmp_path, number, {"model": model.state_dict()}, meta)
-        ours, ours_std = (torch.tensor(x).view(3, 1, 1) for x in imagenet) if number == 0 else (mean, std)
-        features.append(open_teacher(path, (32, 32), 4).features((pixels - ours) / ours_std))
-    torch.testing.assert_close(*features, rtol=1e-4, atol=1e-4)
+    assert teacher.source == str(path.resolve())
+    assert "(made as mae_vit_micro_patch4), width 96, 4 blocks: 52 loaded" in teacher.origin
+    assert teacher.fingerprint == sha256(path)
+    assert not teacher.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
 def test_positions_of_another_grid_are_resized(tmp_path):
     torch.save(timm_vit().state_dict(), tmp_path / "teacher.pth")
     teacher = open_teacher(str(tmp_path / "teacher.pth"), (48, 32), 4)
-    assert teacher.pos_embed.shape == (1, 97, 96) and teacher.features(torch.randn(1, 3, 48, 32)).shape == (1, 96, 96)
+    assert teacher.pos_embed.shape == (1, 97, 96)
+    assert teacher.features(torch.randn(1, 3, 48, 32)).shape == (1, 96, 96)
 
 
 @pytest.fixture
 def timm_gives(monkeypatch):
     """Replaces timm's download: every pre-trained model is the one that is given here."""
 
-    def give(make):
-        def create(name, pretrained, img_size):
-            return make()
-
-        monkeypatch.replace_in(models_teacher, "timm.create_model", create)
+    def give(model):
+        monkeypatch.replace_in(models_teacher, "timm.create_model", lambda name, pretrained, img_size: model)
 
     return give
 
 
+@torch.no_grad()
 def test_a_timm_name_and_pixels_of_another_normalisation(timm_gives):
     """The teacher sees a photograph as timm's model does: normalised with that model's mean and deviation."""
     theirs = timm_vit()
-    theirs.pretrained_cfg = dict(mean=(0.5, 0.5, 0.4), std=(0.5, 0.25, 0.5))
-    timm_gives(lambda: theirs)
+    statistics = dict(mean=(0.5, 0.5, 0.4), std=(0.5, 0.25, 0.5))
+    theirs.pretrained_cfg = statistics
+    timm_gives(theirs)
     teacher = open_teacher("vit_base_patch16_224.augreg_in21k", (32, 32), 4)
-    assert teacher.source == teacher.fingerprint == "vit_base_patch16_224.augreg_in21k" and teacher.num_heads == 3
+    assert teacher.source == teacher.fingerprint == "vit_base_patch16_224.augreg_in21k"
+    assert teacher.num_heads == 3
     pixels = torch.rand(2, 3, 32, 32)
-    normalised = lambda mean, std: (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)  # noqa: E731
-    expected, _ = theirs_and_ours(theirs, teacher, normalised(**theirs.pretrained_cfg))
-    features = teacher.features(normalised((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    expected = features_of(theirs, normalised(pixels, **statistics))
+    features = teacher.features(normalised(pixels, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_timm_model_that_computes_other_features_is_refused(timm_gives):
-    def quick():
-        model = timm_vit(act_layer="quick_gelu")
-        model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-        return model
-
-    timm_gives(quick)
-    with pytest.raises(ValueError, match="is no plain ViT with a class token: timm's network computes other features"):
+    model = timm_vit(act_layer="quick_gelu")
+    model.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+    timm_gives(model)
+    with pytest.raises(ValueError, match="timm's network computes other features"):
         open_teacher("vit_base_patch16_224", (32, 32), 4)
-    timm_gives(lambda: timm.create_model("resnet18", num_classes=0))
+
+
+def test_a_timm_model_of_another_kind_is_refused(timm_gives):
+    timm_gives(timm.create_model("resnet18", num_classes=0))
     with pytest.raises(ValueError, match="is a ResNet; a teacher must be a plain ViT"):
         open_teacher("resnet18", (32, 32), 4)
 
 
-def test_unusable_teachers_are_refused(tmp_path, timm_gives):
-    def refused(weights, message, patch_size=4):
-        torch.save(weights, tmp_path / "teacher.pth")
-        with pytest.raises(ValueError, match=message):
-            open_teacher(str(tmp_path / "teacher.pth"), (32, 32), patch_size)
+MINI = vit_mini_patch4(global_pool="token").state_dict()
 
-    weights = vit_mini_patch4(global_pool="token").state_dict()
-    refused(weights, "cuts patches of 4 px, the student of 8: tokens must be the same", patch_size=8)
-    for odd in ({"model": torch.zeros(2)}, {"model": "x"}, {"state_dict": None}, {0: torch.zeros(2)}):
-        refused(odd, "holds no weights by their names")
-    refused({"fc.weight": torch.zeros(2)}, "holds no encoder of a known kind: patch_embed.proj.weight, ")
-    refused(
-        {**weights, "blocks.0.ls1.gamma": torch.zeros(192)},
-        "another kind of encoder: this Teacher has no blocks.0.ls1.gamma",
-    )
-    refused({k: v for k, v in weights.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias")
-    wide = vit_micro_patch4(embed_dim=48).state_dict()
-    refused(wide, "none is known for width 48 and depth 4; known")
-    with pytest.raises(
-        ValueError, match=r"'vit_bas_patch16_224' is neither a file nor .* close to it: vit_base_patch16_224"
-    ):
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"model": torch.zeros(2)}, "holds no weights by their names"),
+        ({"model": "x"}, "holds no weights by their names"),
+        ({"state_dict": None}, "holds no weights by their names"),
+        ({0: torch.zeros(2)}, "holds no weights by their names"),
+        ({"fc.weight": torch.zeros(2)}, "holds no encoder of a known kind: patch_embed.proj.weight, "),
+        (MINI | {"blocks.0.ls1.gamma": torch.zeros(192)}, "this Teacher has no blocks.0.ls1.gamma"),
+        ({k: v for k, v in MINI.items() if k != "blocks.2.norm1.bias"}, r"missing: blocks\.2\.norm1\.bias"),
+        (vit_micro_patch4(embed_dim=48).state_dict(), "none is known for width 48 and depth 4; known"),
+    ],
+)
+def test_unusable_files_are_refused(tmp_path, weights, message):
+    torch.save(weights, tmp_path / "teacher.pth")
+    with pytest.raises(ValueError, match=message):
+        open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 4)
+
+
+def test_other_patches_are_refused(tmp_path):
+    torch.save(MINI, tmp_path / "teacher.pth")
+    with pytest.raises(ValueError, match="cuts patches of 4 px, the student of 8"):
+        open_teacher(str(tmp_path / "teacher.pth"), (32, 32), 8)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no intact checkpoint"):
+        open_teacher(str(tmp_path), (32, 32), 4)
+
+
+def test_names_close_to_a_wrong_one_are_listed():
+    with pytest.raises(ValueError, match="'vit_bas_patch16_224' is neither a file nor .*: vit_base_patch16_224"):
         open_teacher("vit_bas_patch16_224", (224, 224), 16)
-    timm_gives(
-        lambda: timm.create_model("vit_tiny_patch16_224", pretrained_cfg=dict(file="nowhere.pth"), pretrained=True)
-    )
+
+
+def test_weights_that_timm_cannot_get_are_named(monkeypatch):
+    def fail(name, pretrained, img_size):
+        raise FileNotFoundError("nowhere.pth")
+
+    monkeypatch.replace_in(models_teacher, "timm.create_model", fail)
     with pytest.raises(ValueError, match="teacher 'vit_tiny_patch16_224': timm could not make it, with its weights"):
         open_teacher("vit_tiny_patch16_224", (224, 224), 16)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no intact checkpoint"):
-        open_teacher(str(tmp_path / "empty"), (32, 32), 4)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("channels", [3, 5])
 def test_a_teacher_follows_the_normalisation_of_its_student(tmp_path, channels):
     """Whatever statistics the student's images are normalised with, the teacher computes the features of its own."""
-    draw = lambda: [[0.1 + 0.8 * torch.rand(1).item() for _ in range(channels)] for _ in range(2)]  # noqa: E731
+    theirs = timm_vit(in_chans=channels)
     torch.manual_seed(3)
-    theirs, (own_mean, own_std), (mean, std) = timm_vit(in_chans=channels), draw(), draw()
-    settings = {"settings": {"mean": own_mean, "std": own_std, "input_size": 32, "patch_size": 4}}
-    path = save_checkpoint(tmp_path, 1, {"model": theirs.state_dict()}, settings)
+    own, first, second = (0.1 + 0.8 * torch.rand(3, 2, channels)).tolist()
+    settings = {"mean": own[0], "std": own[1], "input_size": 32, "patch_size": 4}
+    path = save_checkpoint(tmp_path, 1, {"model": theirs.state_dict()}, {"settings": settings})
     student = tec_vit_micro_patch4(teacher=path, in_chans=channels)
-    images = torch.rand(2, channels, 32, 32)
-    normalised = lambda mean, std: (images - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)  # noqa: E731
-    expected, _ = theirs_and_ours(theirs, student.teacher, normalised(own_mean, own_std))
-    for statistics in ((mean, std), (own_mean, own_std), (mean, std), (mean, std)):
+    pixels = torch.rand(2, channels, 32, 32)
+    expected = features_of(theirs, normalised(pixels, *own))
+    for statistics in (first, own, second, second):
         student.use_statistics(*statistics)
-        found = student.teacher.features(normalised(*statistics))
+        found = student.teacher.features(normalised(pixels, *statistics))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
