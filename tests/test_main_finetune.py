@@ -138,26 +138,26 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(labelled, pretrained, 
 
 
 @pytest.mark.parametrize(
-    ("owner", "function", "step"),
+    ("owner", "function", "epochs"),
     [
-        (main_finetune, "evaluate_images", 3),
-        (main_finetune, "evaluate_images", 6),
-        (CheckpointSaver, "write", 3),
-        (checkpoint, "save_checkpoint", 3),  # the thread dies while it writes the best weights
-        (evaluator, "write_json", 3),
+        (main_finetune, "evaluate_images", 2),
+        (main_finetune, "evaluate_images", 1),
+        (CheckpointSaver, "write", 1),
+        (checkpoint, "save_checkpoint", 1),  # the thread dies while it writes the best weights
+        (evaluator, "write_json", 1),
     ],
 )
 def test_a_run_killed_around_an_evaluation_makes_up_for_it(
-    labelled, undisturbed_run, tmp_path, monkeypatch, owner, function, step
+    labelled, undisturbed_run, tmp_path, monkeypatch, owner, function, epochs
 ):
-    """After the checkpoint of this step: while evaluating, or while writing the best weights or results.json."""
-    whole = undisturbed_run(finetune, labelled)
+    """After the first epoch's checkpoint: while evaluating, or while writing the best weights or results.json."""
+    whole = undisturbed_run(finetune, labelled, "--epochs", epochs)
     original = getattr(owner, function)
     save = CheckpointSaver.save
 
     def killed(*arguments, **options):
         newest, _ = newest_checkpoint(tmp_path)
-        is_there = newest is not None and newest.name == f"checkpoint-{step}.pth"
+        is_there = newest is not None and newest.name == "checkpoint-3.pth"
         is_of_the_best = function not in ("write", "save_checkpoint") or arguments[1] == "best"
         if is_there and is_of_the_best:
             raise KeyboardInterrupt
@@ -170,8 +170,8 @@ def test_a_run_killed_around_an_evaluation_makes_up_for_it(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, function, killed)
         patch.setattr(CheckpointSaver, "save", save_at_once)
-        finetune(labelled, tmp_path)
-    assert_same_state(finetune(labelled, tmp_path), state(whole))
+        finetune(labelled, tmp_path, "--epochs", epochs)
+    assert_same_state(finetune(labelled, tmp_path, "--epochs", epochs), state(whole))
     for which in ("last", "best"):
         ours = results_in(tmp_path)[which]
         theirs = results_in(whole)[which]
