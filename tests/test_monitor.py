@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -65,9 +66,11 @@ def evaluations(folder):
     return [report for report in reports(folder) if "rankme" in report]
 
 
-def without_times(found):
-    times = ("seconds_per_step", "images_per_s", "data_share", "knn_seconds")
-    return [{name: value for name, value in report.items() if name not in times} for report in found]
+def without_times(log):
+    for report in log:
+        for name in ("seconds_per_step", "images_per_s", "data_share", "knn_seconds"):
+            report.pop(name, None)
+    return log
 
 
 def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
@@ -76,6 +79,7 @@ def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
     assert without_times(others) == without_times(reports(plain[0]))
 
 
+@pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
 @pytest.mark.parametrize(("before", "after", "steps"), [((), KNN, [3, 6]), (KNN, (), [0, 3])], ids=["on", "off"])
 def test_evaluations_may_begin_or_end_on_resume(plain, data, tmp_path, before, after, steps):
     pretrain(data, tmp_path, *before, "--max_steps", 3)
@@ -119,10 +123,11 @@ def test_accuracies_are_those_of_a_slow_evaluation_of_the_checkpoint(watched, sl
     moments = None
     if is_z:
         moments = mean_and_std(bank)
-    hits = []
+    num_hits = 0
     for vectors, label in zip(*slow_features["val"], strict=True):
-        hits.append(slow_ranking(bank, labels, vectors[feature], 2, 20, moments)[0] == label)
-    assert evaluations(watched[0])[-1][measure] == pytest.approx(100 * np.mean(hits))
+        nearest = slow_ranking(bank, labels, vectors[feature], 2, 20, moments)[0]
+        num_hits += nearest == label
+    assert evaluations(watched[0])[-1][measure] == pytest.approx(100 * num_hits / 10)
 
 
 def test_rankme_is_that_of_a_slow_evaluation_of_the_checkpoint(watched, slow_features):
@@ -150,11 +155,9 @@ def test_a_finished_run_says_its_first_and_last_evaluation_again(watched, data, 
     folder, _ = watched
     found = evaluations(folder)
     pretrain(data, folder, *KNN)
-    first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  kNN"))
-    assert f"{found[0]['knn_top1']:.2f} %" in first
-    assert first.endswith("before training")
-    assert f"{found[-1]['knn_top1']:.2f} %" in last
-    assert last.endswith("after epoch 1")
+    out = capsys.readouterr().out
+    assert re.search(rf"  kNN .*{found[0]['knn_top1']:.2f} %.*before training\n", out)
+    assert re.search(rf"  kNN .*{found[-1]['knn_top1']:.2f} %.*after epoch 1\n", out)
     assert evaluations(folder) == found
 
 
@@ -166,8 +169,9 @@ def test_evaluations_come_every_few_epochs_and_at_the_end(data, tmp_path):
     assert [report["step"] for report in evaluations(tmp_path)] == [0, 6, 9]
 
 
-@pytest.mark.parametrize("killed_at", [0, 3, 6])
+@pytest.mark.parametrize("killed_at", [0, 6])
 def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, monkeypatch, killed_at):
+    folder, expected = watched
     accuracies = monitor.Monitor.accuracies
 
     def killed(self, *arguments):
@@ -179,8 +183,8 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
         patch.setattr(monitor.Monitor, "accuracies", killed)
         main_pretrain.main(pretrain.command(data, tmp_path, *KNN))
     assert len(evaluations(tmp_path)) == killed_at // 3
-    assert_same_state(pretrain(data, tmp_path, *KNN), watched[1])
-    assert without_times(reports(tmp_path)) == without_times(reports(watched[0]))
+    assert_same_state(pretrain(data, tmp_path, *KNN), expected)
+    assert without_times(reports(tmp_path)) == without_times(reports(folder))
 
 
 def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tmp_path):
@@ -211,8 +215,7 @@ def write_twins(root):
 
 def test_without_val_images_are_classified_by_the_others(photos, tmp_path, capsys):
     pretrain(photos, tmp_path / "photos", *KNN, "--max_steps", 1)
-    message = "no validation split, so --knn_every classifies training images by the others"
-    assert message in capsys.readouterr().out
+    assert "--knn_every classifies training images by the others" in capsys.readouterr().out
     pretrain(write_twins(tmp_path / "twins"), tmp_path / "out", *KNN, "--max_steps", 1)
     (alone,) = evaluations(tmp_path / "photos")
     (twins,) = evaluations(tmp_path / "out")
@@ -221,30 +224,26 @@ def test_without_val_images_are_classified_by_the_others(photos, tmp_path, capsy
 
 def test_a_single_image_cannot_be_classified_by_the_others(photos, tmp_path, capsys):
     message = pretrain.refused(capsys, photos, tmp_path / "one", *KNN, "--knn_train", 1)
-    assert "1 training image cannot be classified by the others: give --knn_train 2 or more" in message
+    assert "give --knn_train 2 or more" in message
 
 
 def test_images_without_classes_have_rankme_alone(photos, tmp_path, capsys):
     flat = tmp_path / "flat"
     flat.mkdir()
-    for i, path in enumerate(sorted(photos.glob("train/*/*.jpg"))):
+    for i, path in enumerate(photos.glob("train/*/*.jpg")):
         shutil.copy(path, flat / f"{i}.jpg")
-    pretrain(flat, tmp_path / "out", *KNN)
-    printed = capsys.readouterr().out
-    assert "so --knn_every computes RankMe alone, which needs no labels" in printed
-    assert "\n  RankMe       " in printed
-    assert "\n  kNN " not in printed
-    found = evaluations(tmp_path / "out")
-    assert [report["step"] for report in found] == [0, 3, 6]
-    assert not any("knn_top1" in report for report in found)
+    pretrain(flat, tmp_path / "out", *KNN, "--max_steps", 1)
+    assert "so --knn_every computes RankMe alone" in capsys.readouterr().out
+    (evaluation,) = evaluations(tmp_path / "out")
+    assert "knn_top1" not in evaluation
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--knn_every 2", "the training data has 2 classes, the validation data 2; only one of them has dog, wolf"),
-        ("--knn_every -1", "--knn_every must be at least 0, got -1"),
-        ("--knn_train -5", "--knn_train must be at least 0, got -5"),
+        ("--knn_every 2", "only one of them has dog, wolf"),
+        ("--knn_every -1", "--knn_every must be at least 0"),
+        ("--knn_train -5", "--knn_train must be at least 0"),
     ],
 )
 def test_user_errors_come_before_the_first_step(data, tmp_path, capsys, flags, message):
@@ -258,8 +257,7 @@ def test_val_without_classes_is_refused_by_the_name_of_the_flag(data, tmp_path, 
     shutil.copytree(data / "train", tmp_path / "data" / "train")
     shutil.copytree(data / "val" / "cat", tmp_path / "data" / "val")
     message = pretrain.refused(capsys, tmp_path / "data", tmp_path / "out", *KNN)
-    assert f"error: --knn_every: {str(tmp_path / 'data' / 'val')!r} holds no class folders" in message
-    assert message.endswith("Without --knn_every, the run reads no validation images\n")
+    assert f"--knn_every: {str(tmp_path / 'data' / 'val')!r} holds no class folders" in message
 
 
 def test_unreadable_images_are_replaced(data, tmp_path):
@@ -307,11 +305,6 @@ def test_the_bank_may_hold_all_images(number):
 # ------------------------------------------------------------------------------------------------- several processes
 
 
-def share_of(features, labels, indices, rank, world_size):
-    share = slice(rank, None, world_size)
-    return Features({"mean": features[share]}, labels[share], indices[share])
-
-
 def _scores(rank, leave_one_out, world_size=2):
     """kNN accuracies and RankMe of features that the processes share."""
     generator = torch.Generator().manual_seed(0)
@@ -319,15 +312,19 @@ def _scores(rank, leave_one_out, world_size=2):
     labels = torch.randint(0, 6, (73,), generator=generator)
     features = centres[labels] + 2.5 * torch.randn(73, 9, generator=generator)
     features[20:30] = features[:10]  # ties between processes
-    bank = share_of(features, labels, torch.arange(73), rank, world_size)
-    chosen = torch.arange(0, 73, 2)
-    queries = features[chosen]
+    queries = features.clone()
     if not leave_one_out:
-        queries = queries + torch.randn(queries.shape, generator=generator)
+        queries[::2] += torch.randn(37, 9, generator=generator)
+
+    def share_of(x, indices):
+        mine = indices[rank::world_size]
+        return Features({"mean": x[mine]}, labels[mine], mine)
+
+    bank = share_of(features, torch.arange(73))
     moments = moments_of_all(bank.values["mean"])
     scores = {"rankme": moments.rankme(centred=True)}
     protocol = KnnProtocol(6, (1, 5, 20, 80), leave_one_out=leave_one_out)
-    shared_queries = share_of(queries, labels[chosen], chosen, rank, world_size)
+    shared_queries = share_of(queries, torch.arange(0, 73, 2))
     for k, accuracies in knn_accuracy(bank, shared_queries, "mean", protocol, moments).items():
         for name, value in accuracies.items():
             scores[f"{k} {name}"] = value
@@ -375,26 +372,27 @@ def test_a_process_without_images_takes_part(photos, num_bank, num_queries, shar
                 np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
-def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path, flags):
-    flags = (*KNN, "--knn_train", 1, "--batch_size", 4, *flags)
-    code, out = run_by_torchrun("main_pretrain.py", *pretrain.command(data, tmp_path / "two", *flags, "--max_steps", 1))
+def pretrain_in_two_processes(data, folder, *flags):
+    """Returns the evaluations."""
+    code, out = run_by_torchrun("main_pretrain.py", *pretrain.command(data, folder, *KNN, *flags))
     assert code == 0, out[-3000:]
-    (evaluation,) = evaluations(tmp_path / "two")
+    return evaluations(folder)
+
+
+def test_a_run_of_two_processes_with_a_bank_of_one_image(data, tmp_path):
+    flags = ("--knn_train", 1, "--batch_size", 4, "--shard", "--max_steps", 1)
+    (evaluation,) = pretrain_in_two_processes(data, tmp_path, *flags)
     assert evaluation["knn_mean_raw_top1"] == 50  # all are of one class
     assert evaluation["rankme"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["ddp", "sharded"])
-def test_a_run_of_two_processes_logs_what_one_does(watched, data, tmp_path, flags):
+def test_a_run_of_two_processes_logs_what_one_does(data, tmp_path, flags):
     """The processes have unequal shares of the images: 7 batches of 2 and of 1 for 13 training images."""
-    flags = ("--batch_size", 2, "--accum_iter", 2, "--knn_train", 13, *flags)
-    code, out = run_by_torchrun(
-        "main_pretrain.py", *pretrain.command(data, tmp_path / "two", *KNN, *flags, "--max_steps", 3)
-    )
-    assert code == 0, out[-3000:]
+    flags = ("--batch_size", 2, "--accum_iter", 2, *flags)
+    two = pretrain_in_two_processes(data, tmp_path / "two", "--knn_train", 13, "--max_steps", 3, *flags)
     pretrain(data, tmp_path / "one", *KNN, "--knn_train", 13, "--max_steps", 3)
-    for ours, theirs in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+    for ours, theirs in zip(two, evaluations(tmp_path / "one"), strict=True):
         for name in ("step", *ACCURACIES):
             assert ours[name] == theirs[name]
         assert ours["rankme"] == pytest.approx(theirs["rankme"], rel=1e-3)

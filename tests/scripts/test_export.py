@@ -301,6 +301,7 @@ def test_a_classifier_for_mae_is_the_plain_state_dict(tmp_path, capsys, options)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.fault("U63", "PR-MIM's decoder exported to the names of MAE's releases", "refused: it has no aggregation")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

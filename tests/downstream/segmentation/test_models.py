@@ -201,13 +201,6 @@ def test_an_rgb_encoder_loads_for_grey_images(tmp_path):
     torch.testing.assert_close(model.patch_embed.proj.weight[:, 0], expected)
 
 
-def test_an_encoder_of_five_channels_loads(tmp_path):
-    weights = random_vit(in_chans=5).state_dict()
-    model = DenseViT(**SIZES, in_chans=5)
-    load(model, weights, tmp_path)
-    assert torch.equal(model.patch_embed.proj.weight, weights["patch_embed.proj.weight"])
-
-
 @pytest.mark.parametrize(
     ("sizes", "more", "in_chans", "message"),
     [
@@ -445,12 +438,6 @@ def test_ade20k_follows_the_protocol():
         "photometric": True,
     }
     assert {name: settings[name] for name in expected} == expected
-
-
-def test_the_recipe_of_mae_differs_in_its_layer_decay():
-    settings = settings_of("--recipe", "ade20k_upernet_vit_base")
-    mae = settings_of("--recipe", "ade20k_upernet_vit_base_mae")
-    assert mae == {**settings, "recipe": "ade20k_upernet_vit_base_mae", "layer_decay": 0.65}
 
 
 def test_the_linear_head_has_defaults_of_its_own():

@@ -14,13 +14,23 @@ from util.run.distributed import Process
 from util.run.flags import make_plan, num_workers
 
 
+def plan_of(flags, world_size):
+    args = main_pretrain.get_args_parser().parse_args(flags.split())
+    return make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+
+
 @pytest.mark.parametrize(
-    ("total", "world_size", "batch_size", "accum_iter"),
-    [(4096, 8, 64, 8), (4096, 1, 64, 64), (96, 3, 32, 1), (None, 2, 64, 1), (134, 1, 2, 67)],
+    ("flags", "world_size", "batch_size", "accum_iter"),
+    [
+        ("--total_batch_size 4096", 8, 64, 8),
+        ("--total_batch_size 4096", 1, 64, 64),
+        ("--total_batch_size 96", 3, 32, 1),
+        ("--total_batch_size 134", 1, 2, 67),
+        ("", 2, 64, 1),
+    ],
 )
-def test_the_batch_size_of_a_process_fits_the_total_by_itself(total, world_size, batch_size, accum_iter):
-    args = main_pretrain.get_args_parser().parse_args([] if total is None else ["--total_batch_size", str(total)])
-    plan = make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+def test_the_batch_size_of_a_process_fits_the_total_by_itself(flags, world_size, batch_size, accum_iter):
+    plan = plan_of(flags, world_size)
     assert (plan.batch_size, plan.accum_iter) == (batch_size, accum_iter)
     assert plan.total_batch_size == batch_size * accum_iter * world_size
 
@@ -73,28 +83,26 @@ def test_what_compilation_on_a_gpu_needs(tmp_path, monkeypatch, programs, enviro
 
 @pytest.mark.fault("F5", "processes that cannot share the total batch", "refused, with the numbers")
 def test_a_total_that_the_processes_cannot_share_is_refused():
-    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "4096"])
     with pytest.raises(ValueError, match="a total batch of 4096 cannot be split over 3 processes"):
-        make_plan(args, Process(torch.device("cpu"), world_size=3))
+        plan_of("--total_batch_size 4096", 3)
 
 
 @pytest.mark.parametrize(
-    ("given", "world_size", "said"),
+    ("flags", "world_size", "message"),
     [
-        ("--accum_iter 3", 1, "--accum_iter 3, but a total batch of 64 with --batch_size 16 on 1 process takes 4"),
-        ("--accum_iter 64", 2, "--accum_iter 64, but a total batch of 64 with --batch_size 1 on 2 processes takes 32"),
-        ("--batch_size 24", 1, "cannot be split into --batch_size 24 on 1 process: try --batch_size 16"),
-        ("--batch_size 8 --accum_iter 3", 2, "a total batch of 64 with --batch_size 8 on 2 processes takes 4"),
+        ("--accum_iter 3", 1, "--accum_iter 3, .* --batch_size 16 on 1 process takes 4"),
+        ("--accum_iter 64", 2, "--accum_iter 64, .* --batch_size 1 on 2 processes takes 32"),
+        ("--batch_size 24", 1, "--batch_size 24 on 1 process: try --batch_size 16"),
+        ("--batch_size 8 --accum_iter 3", 2, "--batch_size 8 on 2 processes takes 4"),
     ],
 )
-def test_a_split_that_is_refused_names_what_was_given(given, world_size, said):
-    args = main_pretrain.get_args_parser().parse_args(["--total_batch_size", "64", *given.split()])
-    with pytest.raises(ValueError, match=f"{said}$"):
-        make_plan(args, Process(torch.device("cpu"), world_size=world_size))
+def test_a_split_that_is_refused_names_what_was_given(flags, world_size, message):
+    with pytest.raises(ValueError, match=f"{message}$"):
+        plan_of(f"--total_batch_size 64 {flags}", world_size)
 
 
 @pytest.mark.parametrize(
-    ("visible", "processes", "environment", "share"),
+    ("num_visible", "num_processes", "environment", "share"),
     [
         (64, 8, {}, 8),
         (4, 8, {}, 1),
@@ -107,15 +115,15 @@ def test_a_split_that_is_refused_names_what_was_given(given, world_size, said):
         (64, 1, {}, 64),  # more than a trainer's workers
     ],
 )
-def test_the_cores_of_a_process(monkeypatch, visible, processes, environment, share):
+def test_the_cores_of_a_process(monkeypatch, num_visible, num_processes, environment, share):
     for name in ("SLURM_CPUS_PER_TASK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cores_module, "available_cores", lambda: visible)
-    assert cores_module.cores_per_process(processes) == share
-    args = argparse.Namespace(num_workers=None)
-    assert num_workers(args, argparse.Namespace(local_world_size=processes)) == min(32, max(1, share - 1))
+    monkeypatch.setattr(cores_module, "available_cores", lambda: num_visible)
+    assert cores_module.cores_per_process(num_processes) == share
+    process = argparse.Namespace(local_world_size=num_processes)
+    assert num_workers(argparse.Namespace(num_workers=None), process) == min(32, max(1, share - 1))
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,32 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_that_was_copied_without_its_record_is_used_and_never_deleted(tmp_path):
+def record_of(path):
+    return json.loads(path.with_suffix(".json").read_text())
+
+
+def test_a_checkpoint_that_was_copied_without_its_record_is_used(tmp_path):
     """The record is that of a normal save, but for the mark that keeps the file."""
-    saved, out = save(tmp_path / "first", 7, 3.5), tmp_path / "out"
+    saved = save(tmp_path / "first", 7)
+    out = tmp_path / "out"
     out.mkdir()
-    copy = shutil.copy(saved, out / saved.name)
-    path, remarks = find_checkpoint(out, "auto")
-    assert path == copy and len(remarks) == 1 and "checkpoint-7.pth had no .json; it can be read" in remarks[0]
-    ours, theirs = (json.loads(file.with_suffix(".json").read_text()) for file in (path, saved))
-    assert ours == theirs | {"keep": True} and theirs["keep"] is False
+    shutil.copy(saved, out)
+    path, (remark,) = find_checkpoint(out, "auto")
+    assert path == out / saved.name
+    assert "checkpoint-7.pth had no .json; it can be read" in remark
+    assert record_of(saved)["keep"] is False
+    assert record_of(path) == record_of(saved) | {"keep": True}
     assert find_checkpoint(out, "auto") == (path, [])
+
+
+def test_a_checkpoint_that_was_copied_without_its_record_is_never_deleted(tmp_path):
+    save(tmp_path, 7, 3.5).with_suffix(".json").unlink()
+    path, _ = find_checkpoint(tmp_path, "auto")
     for step in (8, 9, 10):
-        save(out, step)
-        prune_checkpoints(out, [step - 1, step])
-    assert read_checkpoint(copy).weights["w"][0] == 3.5 and "checkpoint-8.pth" not in names(out)
+        save(tmp_path, step)
+        prune_checkpoints(tmp_path, [step - 1, step])
+    assert read_checkpoint(path).weights["w"][0] == 3.5
+    assert "checkpoint-8.pth" not in names(tmp_path)
 
 
 def test_two_kills_while_the_first_checkpoints_are_hashed_lose_nothing(tmp_path):
@@ -68,19 +80,23 @@ def of_another_project(path):
 )
 def test_what_cannot_be_used_without_a_record_is_named_and_stays(tmp_path, spoil, reason):
     out = tmp_path / "out"
-    spoil(save(out, 7))
-    (out / "checkpoint-7.json").unlink()
-    before = (out / "checkpoint-7.pth").read_bytes()
-    path, remarks = find_checkpoint(out, "auto")
-    assert path is None and remarks[0].startswith("warning: checkpoint-7.pth had no .json; not used: ")
-    assert reason in remarks[0] and remarks[-1] == "warning: the run starts from step 0"
-    assert "its .json is missing: the save was interrupted, or the file was copied without it" in remarks[1]
+    path = save(out, 7)
+    spoil(path)
+    path.with_suffix(".json").unlink()
+    before = path.read_bytes()
+    found, remarks = find_checkpoint(out, "auto")
+    assert found is None
+    assert reason in remarks[0]
+    assert "its .json is missing" in remarks[1]
+    assert remarks[-1] == "warning: the run starts from step 0"
     start = save(tmp_path / "start", 2)
-    path, remarks = find_checkpoint(out, str(start))
-    assert path == start and not any("starts from step 0" in remark for remark in remarks)
+    found, remarks = find_checkpoint(out, str(start))
+    assert found == start
+    assert "warning: the run starts from step 0" not in remarks
     older = save(out, 5)
     assert find_checkpoint(out, "auto")[0] == older
-    assert (out / "checkpoint-7.pth").read_bytes() == before and not (out / "checkpoint-7.json").exists()
+    assert path.read_bytes() == before
+    assert not path.with_suffix(".json").exists()
 
 
 def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scratch(tmp_path):
@@ -90,13 +106,22 @@ def test_a_finished_checkpoint_that_is_damaged_never_leads_to_a_start_from_scrat
         find_checkpoint(tmp_path, "auto")
 
 
-@pytest.mark.parametrize(("rank", "named", "times"), [(0, False, 1), (1, False, 2), (0, True, 1)])
-def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, named, times):
+@pytest.mark.parametrize(("rank", "is_named", "num_hashes"), [(0, False, 1), (1, False, 2), (0, True, 1)])
+def test_rank_0_hashes_a_checkpoint_once(tmp_path, monkeypatch, rank, is_named, num_hashes):
     """As it chooses the file. Other ranks hash it as they read it."""
-    saved, hashed, sha256 = save(tmp_path / "first", 7), [], checkpoint.sha256
-    out = tmp_path / "out" if named else saved.parent
-    out.mkdir(exist_ok=True)
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: hashed.append(path) or sha256(path))
+    saved = save(tmp_path / "first", 7)
+    out = saved.parent
+    if is_named:
+        out = tmp_path / "out"
+        out.mkdir()
+    sha256 = checkpoint.sha256
+    hashed = []
+
+    def note(path):
+        hashed.append(path)
+        return sha256(path)
+
+    monkeypatch.setattr(checkpoint, "sha256", note)
     path, _ = find_checkpoint(out, str(saved))
     checkpoint.read_checkpoint(path, is_verified=rank == 0)
-    assert hashed == [saved] * times
+    assert hashed == [saved] * num_hashes

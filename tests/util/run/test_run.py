@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""What a run prints at its end, what happens between its steps, and how long they may take."""
 
 import gc
 import os
@@ -10,86 +10,107 @@ import torch
 
 import main_pretrain
 from framework import Framework
+from monitor import Monitor
 from tests.runs import pretrain, reports
-from util.run import checkpoint
+from util.run import checkpoint, loop
 from util.run import run as run_module
 from util.run.checkpoint import save_checkpoint
 from util.run.distributed import Process
-from util.run.loop import Clock, TrainLoop
-from util.run.supervise import Watchdog
+from util.run.loop import TrainLoop
 from util.run.training import Training
+
+GOES_ON = "; the same command without --max_steps goes on"
 
 
 @pytest.mark.parametrize(
-    ("step", "last_step", "said"),
+    ("step", "last_step", "progress"),
     [
         (60, 60, "for 60 steps on 24 images"),
-        (20, 20, "for 20 steps of 60 on 24 images; the same command without --max_steps goes on"),
-        (40, 20, "for 40 steps of 60 on 24 images; the same command without --max_steps goes on"),
+        (20, 20, f"for 20 steps of 60 on 24 images{GOES_ON}"),
+        (40, 20, f"for 40 steps of 60 on 24 images{GOES_ON}"),
         (60, 20, "for 60 steps on 24 images"),  # a finished run, started again with --max_steps 20
     ],
 )
-def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_step, said):
-    loop = Namespace(step=step, last_step=last_step)
-    training = Namespace(loop=loop, images=range(24), schedule=Namespace(num_steps=60))
-    assert Training.progress(training) == said
+def test_the_progress_is_that_of_the_run_not_that_of_its_last_start(step, last_step, progress):
+    steps = Namespace(step=step, last_step=last_step)
+    training = Namespace(loop=steps, images=range(24), schedule=Namespace(num_steps=60))
+    assert Training.progress(training) == progress
+
+
+def closing_lines(folder, is_main):
+    return Training.closing_lines(Namespace(output_dir=folder, process=Namespace(is_main=is_main)))
 
 
 def test_the_newest_checkpoint_is_named_without_reading_it(tmp_path, monkeypatch):
-    main, other = (Namespace(output_dir=tmp_path, process=Namespace(is_main=is_main)) for is_main in (True, False))
-    assert [line.split()[0] for line in Training.closing_lines(main)] == ["TensorBoard"]
     for step in (9, 10):
         save_checkpoint(tmp_path, step, {}, {})
     (tmp_path / "checkpoint-11.pth").touch()  # without a record
     monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("a checkpoint was read"))
-    assert Training.closing_lines(main)[0] == f"  checkpoint   {tmp_path / 'checkpoint-10.pth'}"
-    assert len(Training.closing_lines(other)) == 1
+    assert closing_lines(tmp_path, is_main=True)[0].endswith(f" {tmp_path / 'checkpoint-10.pth'}")
+    assert len(closing_lines(tmp_path, is_main=False)) == 1
 
 
-def test_work_between_steps_does_not_count_as_training_time():
-    """The clock begins again on all ranks."""
-    loop = Namespace(step=4, clock=Clock(), has_stopped=False)
+def test_a_run_without_checkpoints_names_none(tmp_path):
+    (line,) = closing_lines(tmp_path, is_main=True)
+    assert "TensorBoard" in line
 
-    def perform():
-        loop.clock.start, loop.clock.num_steps, loop.clock.waited = -1e9, 3, 5.0
 
-    work = Namespace(is_due=lambda: True, is_done=lambda: False, perform=perform)
-    Training._run_due(Namespace(loop=loop, watchdog=Watchdog(60, 60)), [work])
-    assert loop.clock.start > -1e9 and (loop.clock.num_steps, loop.clock.waited) == (0, 0.0)
+def test_work_between_steps_does_not_count_as_training_time(photos, tmp_path, monkeypatch):
+    """Each step takes a second of the loop's clock, each evaluation an hour. Here they come inside an epoch, too."""
+    now = [0.0]
+    begin_step = TrainLoop.begin_step
+
+    def step(training_loop, number):
+        begin_step(training_loop, number)
+        now[0] += 1
+
+    def perform(monitor):
+        now[0] += 3600
+
+    monkeypatch.replace_in(loop, "time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(TrainLoop, "begin_step", step)
+    monkeypatch.setattr(Monitor, "perform", perform)
+    monkeypatch.setattr(Monitor, "is_due", lambda monitor: True)
+    pretrain(photos, tmp_path, "--knn_every", 1, "--picture_every", 0, "--save_steps", 1)
+    assert [report["seconds_per_step"] for report in reports(tmp_path)] == [1] * 6
 
 
 def test_a_signal_in_the_last_step_leaves_what_is_due_to_the_next_start(photos, tmp_path, before_step):
     """The run has not finished: its exit code says so, and the same command makes up for the kNN evaluation."""
-    flags = pretrain.command(photos, tmp_path / "out", "--knn_every", 1)
+    command = pretrain.command(photos, tmp_path, "--knn_every", 1)
 
-    def evaluated():
-        return [report["step"] for report in reports(tmp_path / "out") if "rankme" in report]
+    def evaluated_steps():
+        return [report["step"] for report in reports(tmp_path) if "rankme" in report]
 
     before_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert main_pretrain.main(flags) is False and 6 not in evaluated()
-    assert main_pretrain.main(flags) and evaluated()[-1] == 6
+    assert main_pretrain.main(command) is False
+    assert 6 not in evaluated_steps()
+    assert main_pretrain.main(command) is True
+    assert evaluated_steps()[-1] == 6
 
 
 def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(photos, tmp_path, monkeypatch):
-    events, begin_step, heartbeat = [], TrainLoop.begin_step, Training.heartbeat
+    begin_step = TrainLoop.begin_step
+    heartbeat = Training.heartbeat
+    limits = []  # whenever the work or its limit changes
 
-    def note(what, watchdog):
-        if events[-1:] != [(what, watchdog.limit)]:
-            events.append((what, watchdog.limit))
+    def note(work, watchdog):
+        if limits[-1:] != [(work, watchdog.limit)]:
+            limits.append((work, watchdog.limit))
+
+    def step(training_loop, number):
+        note("step", training_loop.watchdog)
+        begin_step(training_loop, number)
+
+    def evaluate(training):
+        note("kNN", training.watchdog)
+        heartbeat(training)
 
     monkeypatch.setattr(Framework, "compile", lambda model, **options: None)
-    monkeypatch.setattr(TrainLoop, "begin_step", lambda loop, n: (note("step", loop.watchdog), begin_step(loop, n)))
-    monkeypatch.setattr(Training, "heartbeat", lambda t: (note("kNN", t.watchdog), heartbeat(t)))
-    pretrain(photos, tmp_path / "out", "--compile", "--epochs", 3, "--knn_every", 1, "--picture_every", 0)
-    assert events == [
-        ("kNN", 3600),
-        ("step", 3600),
-        ("kNN", 600),
-        ("step", 600),
-        ("kNN", 600),
-        ("step", 600),
-        ("kNN", 600),
-    ]
+    monkeypatch.setattr(TrainLoop, "begin_step", step)
+    monkeypatch.setattr(Training, "heartbeat", evaluate)
+    pretrain(photos, tmp_path, "--compile", "--knn_every", 1, "--picture_every", 0)
+    assert limits == [("kNN", 3600), ("step", 3600), ("kNN", 600), ("step", 600), ("kNN", 600)]
 
 
 def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_skips_the_set_up(

@@ -42,8 +42,11 @@ def make(name):
 @pytest.mark.parametrize("name", [*CLASSES, *CLASSIFIERS])
 def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     model = make(name)
-    blocks = [module for module in model.modules() if isinstance(module, (Block, CrossBlock, RelativeBlock, SwinBlock))]
-    assert set(shard.blocks_of(model)) == set(blocks)
+    blocks = set()
+    for module in model.modules():
+        if isinstance(module, (Block, CrossBlock, RelativeBlock, SwinBlock)):
+            blocks.add(module)
+    assert set(shard.blocks_of(model)) == blocks
 
 
 @pytest.mark.parametrize(("dist_timeout", "compiles", "minutes"), [(60, False, 30), (7200, False, 125), (60, True, 65)])
@@ -70,12 +73,15 @@ def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, c
         wrapped = model
     else:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    augment = None
+    if name in CLASSIFIERS:
+        augment = BatchAugmentation()
     driver = a_driver(
         wrapped,
         optimizer,
         constant_rate,
         precision_name,
-        augment=BatchAugmentation() if name in CLASSIFIERS else None,
+        augment=augment,
         accum_iter=accum_iter,
         clip_grad=clip_grad,
         print_freq=1,
@@ -178,9 +184,11 @@ SHARDED = ("MaskedAutoencoderViT", "GreenMIMSwin", "TECViT", "CrossMaskedAutoenc
 
 
 def _frameworks(rank):
-    for name in CLASSES if os.environ.get("PRMIM_LONG_TESTS") else SHARDED:
-        clip_grad = 0.1 if name == "MaskedAutoencoderViT" else None
-        _assert_as_ddp(rank, name, clip_grad=clip_grad)
+    names = SHARDED
+    if os.environ.get("PRMIM_LONG_TESTS"):
+        names = CLASSES
+    for name in names:
+        _assert_as_ddp(rank, name)
 
 
 def _cases(rank):
@@ -190,14 +198,13 @@ def _cases(rank):
     _assert_as_ddp(rank, "ViT", clip_grad=0.1, accum_iter=1)
     _assert_as_ddp(rank, "Swin")
     _assert_as_ddp(rank, "ViT", compiled=True)
-    _assert_as_ddp(rank, mae, steps=3, spoilt={3})
     _assert_as_ddp(rank, mae, precision_name="bf16")
     _assert_as_ddp(rank, mae, precision_name="fp16")
 
 
 @pytest.mark.parametrize("cases", [_frameworks, _cases])
 def test_a_sharded_step_equals_ddp_s(cases):
-    """With accumulation, clipping, drop path, compiled blocks, and a step that is NaN on one rank."""
+    """With accumulation, clipping, drop path and compiled blocks. `_rows` has a step that is NaN on one rank."""
     run_in_two_processes(cases)
 
 
@@ -228,8 +235,7 @@ def test_a_row_has_eight_ranks_or_the_next_divisor(ranks, shards):
 
 def _overflows(rank):
     """One rank's shard of the gradient is infinite."""
-    driver, _, _ = a_loop("MaskedAutoencoderViT", True)
-    loop = driver.loop
+    loop = a_loop("MaskedAutoencoderViT", True)[0].loop
     before = [parameter.to_local().clone() for parameter in loop.parameters]
     for parameter in loop.parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -241,10 +247,9 @@ def _overflows(rank):
 
 
 def _norm_of_ones(rank):
-    driver, _, _ = a_loop("MaskedAutoencoderViT", True)
-    num_parameters = sum(parameter.numel() for parameter in driver.loop.parameters)
-    norm = shard.total_norm([torch.ones_like(parameter) for parameter in driver.loop.parameters])
-    assert norm.item() ** 2 == pytest.approx(num_parameters)
+    parameters = a_loop("MaskedAutoencoderViT", True)[0].loop.parameters
+    norm = shard.total_norm([torch.ones_like(parameter) for parameter in parameters])
+    assert norm.item() ** 2 == pytest.approx(sum(parameter.numel() for parameter in parameters))
 
 
 @pytest.mark.parametrize("case", [_overflows, _norm_of_ones])
@@ -256,12 +261,12 @@ def test_a_run_may_change_between_sharded_and_not_and_the_number_of_processes(ph
     """Two sharded processes, then one, then two again. They also draw pictures, which needs all ranks."""
     whole = pretrain(photos, tmp_path / "whole", "--clip_grad", 1)
     flags = ["--clip_grad", 1, "--batch_size", 2, "--accum_iter", 2, "--shard"]
-    flags = pretrain.command(photos, tmp_path / "parts", *flags)
-    code, out = run_by_torchrun("main_pretrain.py", *flags, "--max_steps", 2)
+    command = pretrain.command(photos, tmp_path / "parts", *flags)
+    code, out = run_by_torchrun("main_pretrain.py", *command, "--max_steps", 2)
     assert code == 0, out[-3000:]
     pretrain(photos, tmp_path / "parts", "--clip_grad", 1, "--max_steps", 4)
     assert "warning" not in capsys.readouterr().out
-    code, out = run_by_torchrun("main_pretrain.py", *flags)
+    code, out = run_by_torchrun("main_pretrain.py", *command)
     assert code == 0, out[-3000:]
     assert "at step 4" in out
     assert "warning" not in out
@@ -311,7 +316,9 @@ def test_a_sharded_run_on_the_gpu(photos, tmp_path, alone, precision_name):
     flags = ["--device", "cuda", "--precision", precision_name, "--lr", 1e-3]
     pretrain(photos, tmp_path / "plain", *flags)
     assert pretrain(photos, tmp_path / "sharded", *flags, "--shard")["meta"]["step"] == 6
-    rel = 1e-3 if precision_name == "fp32" else 3e-2
+    rel = 3e-2
+    if precision_name == "fp32":
+        rel = 1e-3
     for ours, theirs in zip(reports(tmp_path / "sharded"), reports(tmp_path / "plain"), strict=True):
         if "epoch_loss" in theirs:
             assert ours["epoch_loss"] == pytest.approx(theirs["epoch_loss"], rel=rel)
