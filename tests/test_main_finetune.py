@@ -439,7 +439,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_first_step(labelled, pre
     message = finetune.refused(capsys, labelled, out, "--finetune", labelled, code=4)
     assert "holds no intact checkpoint" in message
     message = finetune.refused(capsys, labelled, out, "--finetune", pretrained, "--patch_size", 8, code=4)
-    assert "patch_embed.proj.weight is [96, 3, 4, 4], the model's [96, 3, 8, 8]" in message
+    assert "holds an encoder of patch size 4, this VisionTransformer has 8: give --patch_size 4" in message
 
 
 def test_relative_positions_have_no_probe(labelled, pretrained, tmp_path, capsys):
