@@ -4,7 +4,7 @@ Each flag says at its definition what it changes. One that changes results may n
 unless --allow_changes is given. If others affect rounding or random draws, a note says so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +88,30 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 # ---------------------------------------------------------------------------------------------------------------- rules
 
 
-def refuse_changes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes, start: Start) -> None:
-    """ValueError if this start would change the results of the run that `before` describes."""
-    changes = find_changes(before, now, flag_changes)
+def refuse_changes(changes: Sequence[str], path: Path) -> None:
+    """ValueError if there are changes, see `find_changes`, of the run of the checkpoint at `path`."""
     if changes:
         raise ValueError(
-            f"{str(start.resume_path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
+            f"{str(path)!r} cannot be resumed without changing its results: {'; '.join(changes)}. "
             "Undo that, choose another --output_dir, or accept it by --allow_changes"
         )
 
 
-def find_changes(before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes) -> list[str]:
+def find_changes(
+    before: CheckpointInfo, now: CheckpointInfo, flag_changes: Changes, given: Collection[str] = ()
+) -> list[str]:
     """Returns a sentence for each difference between a checkpoint and this start that changes results.
 
-    A setting that only one of the two has is no change: the default of a new flag keeps the former behaviour. A setting
-    of which nothing is said changes results.
+    A setting of which `flag_changes` says nothing changes results. given: names of the flags of this command. The
+    checkpoint may be older than a flag: to give it is a change, and to leave it out is none, since the default of a new
+    flag keeps the former behaviour.
     """
     assert before.run is not None and now.run is not None
     names = changed_names("results", flag_changes, before.settings, now.settings)
     changes = [f"--{describe_change(name, before.settings, now.settings)}" for name in names]
+    for name in sorted(given):
+        if name not in before.settings and flag_changes.get(name, "results") == "results":
+            changes.append(f"--{name} is unknown to the checkpoint and now is {now.settings.get(name)}")
     changes += find_data_changes(before, now)
     if before.run.optimizer != now.run.optimizer:
         difference = f"was {before.run.optimizer} and now is {now.run.optimizer}"

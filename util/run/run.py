@@ -23,7 +23,7 @@ from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.run import checkpoint
 from util.run.checkpoint import CheckpointInfo, DataInfo, EncoderSource, RunInfo
-from util.run.cli import Parser
+from util.run.cli import Parser, flags_given
 from util.run.distributed import Process
 from util.run.errors import SetUp, exit_on_setup_errors
 from util.run.flags import Plan, RunSchedule, changes_of_flags, make_plan
@@ -60,13 +60,14 @@ class RunFacts:
 class Run:
     """One start of a run, in one process, before its model is there.
 
-    resumed: what the checkpoint to resume says, None for a new run. encoder_flag: name of the flag that gives the first
-    weights. encoder: the checkpoint whose weights the run begins with, or began with. notes: for the log, which opens
-    later.
+    given: names of the flags of the command. resumed: what the checkpoint to resume says, None for a new run.
+    encoder_flag: name of the flag that gives the first weights. encoder: the checkpoint whose weights the run begins
+    with, or began with. notes: for the log, which opens later.
     """
 
     parser: Parser
     args: argparse.Namespace
+    given: set[str]
     plan: Plan
     start: Start
     set_up: SetUp
@@ -108,7 +109,8 @@ class Run:
                 if encoder_flag is not None:
                     encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
                     notes = [*notes, *encoder_notes]
-                yield cls(parser, args, plan, start, set_up, resumed, encoder_flag, encoder, list(notes))
+                given = flags_given(parser, argv)
+                yield cls(parser, args, given, plan, start, set_up, resumed, encoder_flag, encoder, list(notes))
         finally:
             if start is not None:
                 start.close()
@@ -240,12 +242,13 @@ class Run:
         path = self.start.resume_path
         assert path is not None
         flag_changes = changes_of_flags(self.parser, self.plan)
+        changes = find_changes(resumed, info, flag_changes, self.given)
         if not self.args.allow_changes:
-            refuse_changes(resumed, info, flag_changes, self.start)
+            refuse_changes(changes, path)
         # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.
         is_verified = self.process.is_main or self.process.local_rank > 0
         state = restore(path, is_verified, model, optimizer)
-        for change in find_changes(resumed, info, flag_changes):
+        for change in changes:
             self.note(f"warning: {change}")
         self.note(*find_notes(resumed, info, flag_changes))
         self.note(f"resuming {path} at step {self.first_step}")

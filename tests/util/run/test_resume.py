@@ -69,6 +69,14 @@ def test_changes_of_results_are_found(changes, said):
 
 
 @pytest.mark.parametrize(
+    ("given", "said"), [([], []), (["target"], ["--target is unknown to the checkpoint and now is x"])]
+)
+def test_a_flag_that_is_newer_than_the_checkpoint_is_a_change_if_it_is_given(given, said):
+    assert find_changes(BEFORE, other({"target": "x"}), CHANGES, given) == said
+    assert find_changes(BEFORE, other({"print_freq": 3}), {"print_freq": "nothing"}, ["print_freq"]) == []
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, []),
