@@ -416,7 +416,7 @@ def test_user_errors_are_one_paragraph_before_the_first_step(
     write_photo(tmp_path / "flat" / "val" / "0.jpg")
     torch.save(VisionTransformer(**{**SIZES, "num_classes": 10}).state_dict(), tmp_path / "ten.pth")
     save_classifier_of_foxes_and_owls(tmp_path)
-    words = flags.format(tmp=tmp_path, photos=photos, pretrained=pretrained).split()
+    words = [word.format(tmp=tmp_path, photos=photos, pretrained=pretrained) for word in flags.split()]
     assert message in finetune.refused(capsys, labelled, tmp_path / "out", *words)
     assert not list((tmp_path / "out").glob("checkpoint*"))
 

@@ -452,7 +452,7 @@ def test_user_errors_are_one_paragraph_before_the_first_step(
     (tmp_path / "hollow" / "cat" / "0.jpg").write_bytes(picture)
     (tmp_path / "fake" / "0.jpg").write_bytes(picture)
     (tmp_path / "fake" / "1.jpg").write_text("hello")
-    words = flags.format(tmp=tmp_path, teacher=teacher).split()
+    words = [word.format(tmp=tmp_path, teacher=teacher) for word in flags.split()]
     assert message in pretrain.refused(capsys, photos, tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
 

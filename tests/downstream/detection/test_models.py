@@ -157,7 +157,7 @@ def test_the_pyramid_has_strides_of_4_to_64():
     [
         ({}, {"blocks.0.attn.relative_position_bias_table": torch.zeros(228, 3)}, "another kind of encoder"),
         ({}, {"blocks.0.ls1.gamma": torch.ones(96)}, "another kind of encoder"),
-        ({"in_chans": 5}, {}, "5 channels, this ViTDet is for 3: only"),
+        ({"in_chans": 5}, {}, "5 channels, this ViTDet is for 3: give --in_chans 5"),
         ({"embed_dim": 48}, {}, "width 48"),
     ],
 )

@@ -204,8 +204,8 @@ def test_an_rgb_encoder_loads_for_grey_images(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "more", "in_chans", "message"),
     [
-        ({"in_chans": 5}, {}, 1, "of 5 channels, this DenseViT is for 1: only encoders of 3"),
-        ({"in_chans": 5}, {}, 4, "of 5 channels, this DenseViT is for 4: only encoders of 3"),
+        ({"in_chans": 5}, {}, 1, "of 5 channels, this DenseViT is for 1: give --in_chans 5"),
+        ({"in_chans": 5}, {}, 4, "of 5 channels, this DenseViT is for 4: give --in_chans 5"),
         ({"embed_dim": 24}, {}, 3, "encoder of width 24, this DenseViT has width 12"),
         ({}, {"reg_token": torch.zeros(1, 4, 12)}, 3, "another kind of encoder: this DenseViT has no reg_token"),
         ({}, {"pos_embed": None}, 3, "missing: pos_embed"),
