@@ -1,4 +1,4 @@
-"""The import order of the code base, and the limits that keep its files readable."""
+"""The import order of the code base."""
 
 import ast
 import subprocess

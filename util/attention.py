@@ -24,7 +24,7 @@ def prefer(name: str) -> None:
     of KERNELS. The last one is "math", three plain operations that can serve any call.
 
     cuDNN's kernel is off unless it is the preferred one. torch tries it first on an H100, where several of its releases
-    give NaN gradients for some numbers of keys (pytorch#196678, cudnn-frontend#1072).
+    give NaN gradients for some shapes (pytorch#196678, cudnn-frontend#1072).
     """
     global _active_name
     _active_order.close()

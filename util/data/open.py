@@ -138,12 +138,12 @@ def open_everywhere(
     if source.is_written_once:
         collectives.run_on_rank0(source.write_files)
     images = collectives.run_everywhere(source.open)
-    found = {
+    seen_by_rank = {
         "number of images": len(images),
         "names and labels": images.fingerprint(),
         "channels and depth": str(images.pixel_format),
     }
-    collectives.refuse_differences(found, f"{split} data")
+    collectives.refuse_differences(seen_by_rank, f"{split} data")
     return images
 
 

@@ -20,7 +20,7 @@ from util.run.cli import Change, FlagGroup, Parser
 from util.run.distributed import PRECISIONS, Process, gpu_memory, precision
 from util.text import count_of
 
-MAX_DEFAULT = 512  # images of a micro-batch: more make a GPU no faster
+MAX_DEFAULT = 512  # images of a micro-batch; not measured: more should make a GPU no faster
 MAX_WORKERS = 32
 
 
