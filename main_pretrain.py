@@ -166,10 +166,14 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
 
 def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
     """Returns the random crop and flip of training images."""
-    how = dict(interpolation=args.interpolation, reference=args.loader == "reference", hflip=args.hflip)
+    use_pillow = args.loader == "reference"
     if args.crop == "padded":
-        return PaddedCropFlip(img_size, args.seed, **how)
-    return RandomResizedCropFlip(img_size, args.seed, args.crop_scale, **how)
+        return PaddedCropFlip(
+            img_size, args.seed, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
+        )
+    return RandomResizedCropFlip(
+        img_size, args.seed, args.crop_scale, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
+    )
 
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:

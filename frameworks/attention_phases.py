@@ -113,11 +113,15 @@ def compute_maps(
     sees whole images, squashed to its size, in eval mode. FloatingPointError if a map is not finite.
     """
     rank, world_size = rank_and_world_size()
-    (rows, columns), device, was_training = model.grid_size, loop.device, model.training
+    rows, columns = model.grid_size
+    device = loop.device
+    was_training = model.training
     share = -(-len(dataset) // world_size)
-    own = [(0, min(i, len(dataset) - 1)) for i in range(rank * share, (rank + 1) * share)]
-    addresses = [own[first : first + batch_size] for first in range(0, share, batch_size)]
-    maps = np.empty((world_size, share, rows, columns), np.float16) if rank == 0 else None
+    of_rank = [(0, min(i, len(dataset) - 1)) for i in range(rank * share, (rank + 1) * share)]
+    addresses = [of_rank[first : first + batch_size] for first in range(0, share, batch_size)]
+    maps: np.ndarray | None = None
+    if rank == 0:
+        maps = np.empty((world_size, share, rows, columns), np.float16)
     stored = loop.normalize.pixels.pixel_bytes * model.img_size[0] * model.img_size[1] * batch_size
     pin_memory = device.type == "cuda"
     stream = Loader(dataset, addresses, stack, num_workers=num_workers, pin_memory=pin_memory, batch_bytes=stored)
@@ -129,10 +133,10 @@ def compute_maps(
         loop.heartbeat(FORWARD)
         with loop.autocast():
             attention = model.cls_attention(loop.normalize(imgs))
-        found = gather_on_rank0(mean_over_heads(attention).half())
+        gathered = gather_on_rank0(mean_over_heads(attention).half())
         bad += (~attention.isfinite()).sum()
         if maps is not None:
-            maps[:, first : first + len(imgs)] = found.view(world_size, len(imgs), rows, columns).cpu().numpy()
+            maps[:, first : first + len(imgs)] = gathered.view(world_size, len(imgs), rows, columns).cpu().numpy()
         if loop.should_stop():
             break
     stream.close()

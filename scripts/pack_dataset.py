@@ -284,8 +284,8 @@ def find_sources(source: str) -> dict[str, SplitFiles]:
 
 def find_packed(destination: str) -> list[str]:
     """Returns the packed splits in DESTINATION; "." for DESTINATION itself."""
-    found = [split for split in ("train", "val") if (Path(destination) / split / INDEX).exists()]
-    return found or ["."]
+    packed = [split for split in ("train", "val") if (Path(destination) / split / INDEX).exists()]
+    return packed or ["."]
 
 
 def open_source(files: SplitFiles, folder: Path, args: argparse.Namespace) -> FolderImages:
@@ -299,8 +299,8 @@ def open_source(files: SplitFiles, folder: Path, args: argparse.Namespace) -> Fo
         raise ValueError(f"{problem}: choose another DESTINATION")
     images.check()
     if args.quality is not None and images.pixel_format != RGB8:
-        found = f"{str(files.root)!r} has {images.pixel_format}"
-        raise ValueError(f"--quality makes JPEGs of RGB images, but {found}: leave it out")
+        problem = f"{str(files.root)!r} has {images.pixel_format}"
+        raise ValueError(f"--quality makes JPEGs of RGB images, but {problem}: leave it out")
     for note in images.notes:
         print(f"{images.root}: {note}")
     return images

@@ -59,12 +59,13 @@ class AttentionMaps:
         """Raises ValueError unless the file holds maps of `grid_size` for `num_images` images."""
         expected = (num_images, *grid_size)
         try:
-            found = self.maps.shape, str(self.maps.dtype)
+            shape = self.maps.shape
+            dtype = str(self.maps.dtype)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{str(self.path)!r} holds no attention maps ({error}); remove it") from error
-        if found != (expected, "float16"):
-            what = f"attention maps {list(found[0])} in {found[1]}, but this run needs {list(expected)} in float16"
-            raise ValueError(f"{str(self.path)!r} holds {what}: remove it")
+        if shape != expected or dtype != "float16":
+            contents = f"attention maps {list(shape)} in {dtype}, but this run needs {list(expected)} in float16"
+            raise ValueError(f"{str(self.path)!r} holds {contents}: remove it")
 
     def token_weights(self, boxes: Sequence[tuple[int, CropBox]]) -> np.ndarray:
         """Returns the weights of the tokens of crops, float32 [B, N], for pairs of an image's index and its box.

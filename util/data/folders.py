@@ -158,9 +158,9 @@ def find_files(data_path: str | Path, split: str = "train", labelled: bool = Fal
             advice = advise_in(path) or f"; expected are {path / split}/<class>/*.jpg, or tars named like {split}-0.tar"
             raise MissingSplit(f"--data_path {str(path)!r} has no folder {split}/{advice}")
         if by_split:
-            found = [name for names in by_split.values() for name in names]
-            advice = f"give {str(path / found[0])!r} itself to train on it"
-            raise MissingSplit(f"--data_path {str(path)!r} holds {shorten(found)}, but no {split}: {advice}")
+            names_of_splits = [name for names in by_split.values() for name in names]
+            advice = f"give {str(path / names_of_splits[0])!r} itself to train on it"
+            raise MissingSplit(f"--data_path {str(path)!r} holds {shorten(names_of_splits)}, but no {split}: {advice}")
         refuse_split_words(listing)
         return SplitFiles(path, listing.readable_tars(), [])
 
@@ -187,8 +187,10 @@ def refuse_split_words(listing: Listing) -> None:
     """ValueError if all folders have words of splits in their names, such as train2017/ and val2017/."""
     splits = {split_of_tar(name) for name in listing.folders}
     if len(splits) > 1 and None not in splits:
-        found = shorten(listing.folders)
-        raise ValueError(f"--data_path {str(listing.path)!r} holds {found}: rename them to train and val, or give one")
+        folders = shorten(listing.folders)
+        raise ValueError(
+            f"--data_path {str(listing.path)!r} holds {folders}: rename them to train and val, or give one"
+        )
 
 
 def find_samples(data_path: str | Path, labelled: bool = False) -> tuple[list[str], list[tuple[str, int]]]:
@@ -209,11 +211,11 @@ def find_samples(data_path: str | Path, labelled: bool = False) -> tuple[list[st
         else:
             empty.append(name)
     if images_of and listing.images:
-        found = f"images directly ({shorten(listing.images)}) beside folders of images ({shorten([*images_of])})"
-        raise ValueError(f"--data_path {str(root)!r} holds {found}: move one of them away")
+        problem = f"images directly ({shorten(listing.images)}) beside folders of images ({shorten([*images_of])})"
+        raise ValueError(f"--data_path {str(root)!r} holds {problem}: move one of them away")
     if images_of and empty:
-        found = f"no valid file for the classes {shorten(empty, 10)}"
-        raise ValueError(f"in --data_path {str(root)!r} is {found}: remove them, or put images into them")
+        problem = f"no valid file for the classes {shorten(empty, 10)}"
+        raise ValueError(f"in --data_path {str(root)!r} is {problem}: remove them, or put images into them")
     if not images_of and not listing.images:
         raise ValueError(f"--data_path {str(root)!r} holds no image{advise_in(root)}; {LAYOUT}")
     if labelled and not images_of:

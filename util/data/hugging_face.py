@@ -153,10 +153,10 @@ def choose_rows(names: list[str], split: str, labelled: bool, source: str) -> tu
         if not names[0]:
             return "", []
         return names[0], note_stand_in(f"the split {names[0]}", chosen, split)
-    found = f"the splits {shorten(names, 10)}, but no {split}"
+    contents = f"the splits {shorten(names, 10)}, but no {split}"
     if names == [""]:
-        found = "no splits"
-    raise MissingSplit(f"{source} has {found}: save a DatasetDict with train and validation by save_to_disk")
+        contents = "no splits"
+    raise MissingSplit(f"{source} has {contents}: save a DatasetDict with train and validation by save_to_disk")
 
 
 def load_splits(data_path: str) -> tuple[dict[str, Any], str | None]:
@@ -231,11 +231,11 @@ def find_image_column(dataset: Any, source: str, given: str | None) -> str:
 
     if given is not None:
         return check_column(dataset, source, "--image_column", given)
-    found = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
-    if len(found) != 1:
-        number = count_of(len(found), "column")
+    columns = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
+    if len(columns) != 1:
+        number = count_of(len(columns), "column")
         raise ValueError(f"{source} has {number} of images: give --image_column, one of {describe_columns(dataset)}")
-    return found[0]
+    return columns[0]
 
 
 def select_images(dataset: Any, source: str, column: str) -> Any:
@@ -258,11 +258,11 @@ def find_label_column(dataset: Any, source: str, given: str | None, labelled: bo
         return check_column(dataset, source, "--label_column", given)
     if "label" in dataset.features:
         return "label"
-    found = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
-    if len(found) == 1:
-        return found[0]
+    columns = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
+    if len(columns) == 1:
+        return columns[0]
     if labelled:
-        number = count_of(len(found), "column")
+        number = count_of(len(columns), "column")
         raise ValueError(f"{source} has {number} of classes: give --label_column, one of {describe_columns(dataset)}")
     return None
 

@@ -382,8 +382,8 @@ def find_storage_error(images: Images) -> OSError | None:
 def refuse_single_class(images: Any, split: str) -> None:
     """ValueError if there is one class, or one that all training images have: any classifier would be right."""
     if len(images.classes) < 2 or (split == "train" and has_one_label(images)):
-        found = f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class"
-        raise ValueError(f"{found} {images.classes[images.labels[0]]!r}, but a classifier needs two or more")
+        problem = f"all {count_of(len(images), 'image')} of {str(images.root)!r} have the class"
+        raise ValueError(f"{problem} {images.classes[images.labels[0]]!r}, but a classifier needs two or more")
 
 
 def has_one_label(images: Any) -> bool:

@@ -127,9 +127,9 @@ def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> 
         if data.startswith(TIFF):
             _refuse_pages(io.BytesIO(data))
         return decode(data, reference)
-    found = read_format(io.BytesIO(data), expected.channels)
-    if found != expected:
-        raise ValueError(f"it has {found}, other images have {expected}")
+    pixel_format = read_format(io.BytesIO(data), expected.channels)
+    if pixel_format != expected:
+        raise ValueError(f"it has {pixel_format}, other images have {expected}")
     if data.startswith(NPY):
         array = np.load(io.BytesIO(data), allow_pickle=False)
     elif data.startswith(TIFF):

@@ -139,8 +139,8 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     std = np.sqrt(sums.squares / sums.count)
     if not std.all():
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
-        found = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
-        raise ValueError(f"{found}: remove it, or give --mean and --std")
+        problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
+        raise ValueError(f"{problem}: remove it, or give --mean and --std")
     fill_values: list[str] = []
     if images.pixel_format.dtype != "uint8":  # in 256 values every one may be a brightness
         for c in range(num_channels):

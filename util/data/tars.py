@@ -113,8 +113,8 @@ def class_number(file: BinaryIO, member: tarfile.TarInfo) -> int:
     """Returns the class number in a `.cls` member."""
     text = os.pread(file.fileno(), min(member.size, 20), member.offset_data).strip()
     if not text.isdigit() or member.size > 20 or int(text) >= MAX_CLASSES:
-        found = f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class"
-        raise MemberError(f"{found}: write 0, 1, ... into .cls")
+        problem = f"{member.name!r} holds {text.decode(errors='replace')!r}, which is not the number of a class"
+        raise MemberError(f"{problem}: write 0, 1, ... into .cls")
     return int(text)
 
 
@@ -170,8 +170,8 @@ def scan_tars(tars: Sequence[Path]) -> tuple[Rows, dict[str, Any]]:
     for scan in scans:
         splits |= scan.splits
     if len(splits) > 1:
-        found = "/ and ".join(sorted(splits))
-        raise ValueError(f"inside {source} are {found}/: unpack them, and pack each by scripts/pack_dataset.py")
+        names = "/ and ".join(sorted(splits))
+        raise ValueError(f"inside {source} are {names}/: unpack them, and pack each by scripts/pack_dataset.py")
     filled = [scan for scan in scans if scan.names]
     if not filled:
         raise ValueError(f"no image is in {source}; if it holds tars, unpack them, and pack by scripts/pack_dataset.py")
@@ -275,8 +275,10 @@ class TarImages(EncodedImages):
             self.tars.append(path)
             size = path.stat().st_size if path.is_file() else None
             if size != tar["size"]:
-                found = "is missing" if size is None else f"has {size} bytes"
-                message = f"{str(path)!r} {found}; {tar['size']} bytes were indexed"
+                problem = f"has {size} bytes"
+                if size is None:
+                    problem = "is missing"
+                message = f"{str(path)!r} {problem}; {tar['size']} bytes were indexed"
                 if self.packed:
                     message += f". {packed_by(self.packed)}"
                 raise ValueError(message)

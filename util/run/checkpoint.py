@@ -507,9 +507,11 @@ def _find_weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Ten
 def _describe(error: Exception) -> str:
     """Returns the error of torch.load or safetensors in short, without the advice to load files that may run code."""
     if isinstance(error, pickle.UnpicklingError):
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it holds {found[1]}" if found else "it holds more than tensors, or is damaged"
-        return f"{what}; files whose reading could run code are refused"
+        contents = "it holds more than tensors, or is damaged"
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if named:
+            contents = f"it holds {named[1]}"
+        return f"{contents}; files whose reading could run code are refused"
     if isinstance(error, EOFError):
         return "it ends too early"
     return str(error).strip().partition(". ")[0]
@@ -593,10 +595,10 @@ def load_strict(
     what: the weights' name in the error, in the plural. optional: keys of the model that contain this text may be
     missing; they then keep their values.
     """
-    own = model.state_dict()
-    missing = [key for key in own if key not in state_dict and not (optional and optional in key)]
-    unexpected = [key for key in state_dict if key not in own]
-    misshaped = list_misshaped(state_dict, own)
+    of_model = model.state_dict()
+    missing = [key for key in of_model if key not in state_dict and not (optional and optional in key)]
+    unexpected = [key for key in state_dict if key not in of_model]
+    misshaped = list_misshaped(state_dict, of_model)
     problems = {"missing": missing, "unexpected": unexpected, "of another shape": misshaped}
     texts = [f"{len(keys)} {kind}: {shorten(keys, most=6)}" for kind, keys in problems.items() if keys]
     if texts:

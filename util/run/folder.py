@@ -62,11 +62,11 @@ def remove_created(paths: Sequence[Path]) -> None:
 
 def refuse_foreign_files(folder: Path) -> None:
     """ValueError if the folder holds files with the names of FILES that no run has written."""
-    found = [name for name in FILES if (folder / name).exists()]
+    names = [name for name in FILES if (folder / name).exists()]
     is_run = (folder / LOCK).exists() or "output_dir" in read_json(folder / "settings.json")
-    if found and not is_run and not checkpoint.list_finished(folder):
-        what = f"--output_dir {str(folder)!r} holds {', '.join(found)}, but no run"
-        raise ValueError(f"{what}: choose another folder, or move them away")
+    if names and not is_run and not checkpoint.list_finished(folder):
+        problem = f"--output_dir {str(folder)!r} holds {', '.join(names)}, but no run"
+        raise ValueError(f"{problem}: choose another folder, or move them away")
 
 
 class FolderInUse(ValueError):
@@ -292,13 +292,13 @@ def refuse_separate_folders(output_dir: Path) -> None:
         if token.exists():
             break
         time.sleep(seconds)
-    found = collectives.gather_objects((socket.gethostname(), token.exists()))
+    views = collectives.gather_objects((socket.gethostname(), token.exists()))
     collectives.run_on_rank0(lambda: token.unlink(missing_ok=True))
-    blind = [f"rank {rank} on {host}" for rank, (host, is_seen) in enumerate(found) if not is_seen]
+    blind = [f"rank {rank} on {host}" for rank, (host, is_seen) in enumerate(views) if not is_seen]
     if blind:
-        what = f"--output_dir {str(output_dir)!r} is not the same folder for all processes"
-        reason = f"a file of rank 0 on {found[0][0]} does not appear for {shorten(blind)}"
-        raise ValueError(f"{what}: {reason}; choose a folder on storage that all nodes share")
+        problem = f"--output_dir {str(output_dir)!r} is not the same folder for all processes"
+        reason = f"a file of rank 0 on {views[0][0]} does not appear for {shorten(blind)}"
+        raise ValueError(f"{problem}: {reason}; choose a folder on storage that all nodes share")
 
 
 def lock_folder(path: str | Path, created: list[Path] | None = None) -> tuple[Path, FolderLock | None]:
