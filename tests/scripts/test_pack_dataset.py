@@ -405,7 +405,7 @@ def test_verify_finds_one_flipped_bit(photos, packed, capsys):
     shard = packed / "shard-000002.tar"
     damage(shard, "flip")
     message = refused(capsys, packed.parent, "--verify")
-    assert f"damaged: {str(shard)!r}: remove them and pack again. It was packed by:" in message
+    assert f"damaged: {shlex.quote(str(shard))}: remove them and pack again. It was packed by:" in message
     shard.unlink()
     pack(photos, packed.parent)
     pack(packed.parent, "--verify")
