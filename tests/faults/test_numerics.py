@@ -111,4 +111,4 @@ def test_a_full_disk_from_the_start(photos, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", save_checkpoint)
     message = pretrain.refused(capsys, photos, tmp_path, "--max_steps", 3, code=75)
-    assert message.endswith("; the same command starts from the beginning\n")
+    assert message.endswith("from the newest checkpoint, if there is one\n")

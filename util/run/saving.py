@@ -234,14 +234,12 @@ class CheckpointSaver:
 
     def advice(self, error: Exception) -> str:
         """Returns how to go on after `error` has ended the training, to be added to its message."""
-        finished = checkpoint.list_finished(self.output_dir)
-        if isinstance(error, OSError):
-            if finished:
-                return "; the same command goes on from the newest checkpoint"
-            return "; the same command starts from the beginning"
+        if isinstance(error, OSError):  # rank 0 may still write the first checkpoint
+            return "; the same command goes on from the newest checkpoint, if there is one"
         if not isinstance(error, FloatingPointError):
             return ""
         # A finite step has followed these: the last one, after which the weights have not changed any more.
+        finished = checkpoint.list_finished(self.output_dir)
         good = [path for path in finished if checkpoint.step_of(path) < self.step_of_weights()]
         if not good:
             return ". No checkpoint of this run has a finite loss: start again in another --output_dir"
