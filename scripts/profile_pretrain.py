@@ -36,6 +36,7 @@ from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, 
 from util.run.distributed import PRECISIONS, precision
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
+from util.run.supervise import StopSignal
 from util.tables import markdown_table, write_csv
 
 Row = dict[str, Any]
@@ -63,6 +64,7 @@ class Step:
             normalize=self.normalize,
             learning_rate=lambda step, lr_scale: 1e-4,
             log=RunLog("", 0, 0, enabled=False),
+            stop=StopSignal(device),
             images_per_step=args.batch_size,
             steps_per_epoch=NEVER,
             last_step=NEVER,

@@ -9,6 +9,7 @@ import engine_pretrain
 from util.data.transforms import Normalize
 from util.run.distributed import precision
 from util.run.loop import TrainLoop
+from util.run.supervise import StopSignal
 
 
 @contextmanager
@@ -89,7 +90,14 @@ class Driver:
 
 def a_driver(model, optimizer, learning_rate, precision_name="fp32", device="cpu", augment=None, **options):
     """A Driver of the pre-training loop, or of fine-tuning with `augment`. `options` are fields of TrainLoop."""
-    settings = dict(log=SilentLog(), images_per_step=8, steps_per_epoch=25, last_step=100, print_freq=2)
+    settings = dict(
+        log=SilentLog(),
+        stop=StopSignal(torch.device(device)),
+        images_per_step=8,
+        steps_per_epoch=25,
+        last_step=100,
+        print_freq=2,
+    )
     loop = TrainLoop(
         parameters=[p for p in model.parameters() if p.requires_grad],
         optimizer=optimizer,

@@ -115,8 +115,20 @@ def state(output_dir) -> dict[str, Any]:
     return contents(newest_checkpoint(output_dir)[0])
 
 
+SHARES = ("data_share", "data_rank", "host_share", "host_rank")
+
+
 def reports(output_dir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(output_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def reports_without_times(output_dir) -> list[dict[str, Any]]:
+    """The reports without what depends on how fast the machine is."""
+    kept = reports(output_dir)
+    for report in kept:
+        for name in ("seconds_per_step", "images_per_s", "knn_seconds", *SHARES):
+            report.pop(name, None)
+    return kept
 
 
 def losses(output_dir) -> list[tuple[int, float]]:

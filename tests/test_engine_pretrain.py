@@ -8,7 +8,9 @@ from timm.layers import DropPath
 from torch import nn
 
 from tests.loops import a_driver, forbidden_waits
+from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
+from util import collectives
 from util.data.transforms import Normalize
 from util.run import loop
 from util.run.distributed import precision
@@ -151,8 +153,9 @@ def test_reports_are_means_of_all_steps_since_the_last():
 
 @pytest.mark.parametrize(("share", "hint", "said"), [(0.5, "buy a disk", 1), (0.5, "", 0), (0.05, "buy a disk", 0)])
 def test_waiting_for_data_is_said_once_and_not_of_the_first_report(share, hint, said, monkeypatch):
-    rates = {"seconds_per_step": 1.0, "images_per_s": 8.0, "data_share": share}
-    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: rates)
+    monkeypatch.setattr(loop.Clock, "lap", lambda self, images: {"seconds_per_step": 1.0, "images_per_s": 8.0})
+    shares = {"data_share": share, "data_rank": 0, "host_share": 0.1, "host_rank": 0}
+    monkeypatch.setattr(loop.TrainLoop, "_shares", lambda self, sums: shares)
     engine = a_loop()
     engine.loop.data_hint = hint
     engine.steps(range(2), stream(2))
@@ -322,8 +325,8 @@ def test_meter_survives_a_checkpoint():
     meter.add({"a": torch.tensor(6.0)}, torch.tensor(3.0))
     other = Meter(CPU)
     other.load_state_dict(meter.state_dict())
-    assert other.read(other.since_report) == ({"a": 6.0, "grad_norm": 3.0}, 0)
-    assert other.read(other.since_epoch) == ({"a": 3.0, "grad_norm": 3.0}, 0)
+    assert other.means(other.since_report.tolist()) == ({"a": 6.0, "grad_norm": 3.0}, 0)
+    assert other.means(other.since_epoch.tolist()) == ({"a": 3.0, "grad_norm": 3.0}, 0)
 
 
 @pytest.mark.parametrize(("world_size", "loss"), [(2, 6.0), (3, 4.0)])
@@ -332,9 +335,9 @@ def test_a_rank_continues_its_own_sums_and_the_mean_in_another_world_size(world_
     second = a_meter(6.0)
     state = first.state_dict() | {"sums": torch.cat([first.state_dict()["sums"], second.state_dict()["sums"]])}
     monkeypatch.setattr(loop, "rank_and_world_size", lambda: (1, world_size))
-    monkeypatch.setattr(loop, "all_reduce_sum", lambda tensor: tensor)
     first.load_state_dict(state)
-    assert first.read(first.since_report)[0]["a"] == loss
+    sums = (first.since_report / world_size).tolist()
+    assert first.means(sums)[0]["a"] == loss
 
 
 # ------------------------------------------------------------------------------------------------------ two processes
@@ -359,3 +362,60 @@ def test_two_processes_skip_alike_and_report_the_same(what):
     whole.steps(range(4), stream(4))
     torch.testing.assert_close(torch.from_numpy(first["weights"]), whole.weights(), rtol=1e-5, atol=1e-6)
     assert first["losses"] == pytest.approx(losses_of(whole), rel=1e-5)
+
+
+class Counts:
+    """A listener whose numbers are 1 and 10 on rank 0, 2 and 20 on rank 1."""
+
+    def __init__(self, rank):
+        self.own = [rank + 1.0, 10.0 * (rank + 1)]
+        self.seen = []
+
+    def own_numbers(self):
+        return self.own
+
+    def act_at_report(self, numbers):
+        self.seen.append(numbers)
+
+
+def _reports_of(rank):
+    """Two reports of two steps. Also returns what the ranks exchange: in steps, and in the report after them."""
+    engine = a_loop()
+    engine.loop.listener = Counts(rank)
+    engine.loop.hosts = ("node1", "node2")
+    engine.loop.data_hint = "buy a disk"
+    lines = []
+    engine.loop.log.report = lambda step, scalars, line, *_: lines.append((scalars, line))
+    calls = []
+
+    def counted(name):
+        function = getattr(collectives.dist, name)
+
+        def count(*args, **options):
+            calls.append(name)
+            return function(*args, **options)
+
+        return count
+
+    names = ("all_reduce", "broadcast", "broadcast_object_list", "all_gather", "all_gather_object")
+    collectives.dist = StandIn(collectives.dist, **{name: counted(name) for name in names})
+    batches = parts_of(stream(4), starts=(4 * rank,), size=4)
+    for step in range(4):
+        if step == 3:  # of some 20,000 s, the one has waited for 2,000, the other for 10,000
+            engine.loop.clock.start -= 20_000
+            engine.loop.clock.data_seconds += (2_000, 10_000)[rank]
+        engine.step(batches, step)
+    return {"calls": calls, "seen": engine.loop.listener.seen, "lines": lines, "log": engine.loop.log.lines}
+
+
+def test_a_report_is_one_all_reduce_and_names_the_rank_that_waits_longest_for_data():
+    first, second = run_in_two_processes(_reports_of)
+    assert first["calls"] == second["calls"] == ["all_reduce"] * 6  # one of each step, and one of each report
+    assert first["seen"] == second["seen"] == [[3.0, 30.0]] * 2
+    for scalars, line in (first["lines"][1], second["lines"][1]):
+        assert scalars["data_share"] == pytest.approx(0.5, abs=0.05)
+        assert scalars["data_rank"] == 1
+        assert scalars["host_share"] > 0.8
+        assert scalars["host_rank"] == 0
+        assert ", data 50% on rank 1 (node2), " in line
+    assert first["log"][0].startswith("warning: 50% of the time on rank 1 (node2) is spent waiting for data")

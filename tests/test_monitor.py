@@ -17,7 +17,7 @@ import monitor
 from frameworks import registry
 from tests.conftest import write_photo
 from tests.gmac import forward_gmac
-from tests.runs import assert_same_state, pretrain, reports
+from tests.runs import assert_same_state, pretrain, reports, reports_without_times
 from tests.two_processes import run_in_two_processes
 from tests.util.evaluate.test_knn import mean_and_std, slow_ranking, slow_rankme
 from tests.warm import run_by_torchrun
@@ -66,17 +66,10 @@ def evaluations(folder):
     return [report for report in reports(folder) if "rankme" in report]
 
 
-def without_times(log):
-    for report in log:
-        for name in ("seconds_per_step", "images_per_s", "data_share", "knn_seconds"):
-            report.pop(name, None)
-    return log
-
-
 def test_weights_and_losses_are_bit_equal_with_and_without(plain, watched):
     assert_same_state(watched[1], plain[1])
-    others = [report for report in reports(watched[0]) if "rankme" not in report]
-    assert without_times(others) == without_times(reports(plain[0]))
+    others = [report for report in reports_without_times(watched[0]) if "rankme" not in report]
+    assert others == reports_without_times(plain[0])
 
 
 @pytest.mark.fault("F2", "stops at an epoch's end and one step from it", "exact")
@@ -184,7 +177,7 @@ def test_a_kill_inside_the_evaluation_costs_nothing(watched, data, tmp_path, mon
         main_pretrain.main(pretrain.command(data, tmp_path, *KNN))
     assert len(evaluations(tmp_path)) == killed_at // 3
     assert_same_state(pretrain(data, tmp_path, *KNN), expected)
-    assert without_times(reports(tmp_path)) == without_times(reports(folder))
+    assert reports_without_times(tmp_path) == reports_without_times(folder)
 
 
 def test_a_new_run_in_a_used_folder_does_not_take_over_the_first_figure(data, tmp_path):

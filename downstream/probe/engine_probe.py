@@ -261,7 +261,7 @@ class Probing:
             if (step + 1) % max(1, args.steps // 20) == 0:
                 progress = f"step {step + 1}/{args.steps}: mean loss of all heads {loss.item():.4f}"
                 self.session.print(f"{progress}, {time.monotonic() - begin:.0f} s")
-            if stop.agreed() and step + 1 < args.steps:
+            if stop.agreed(collectives.all_reduce_sum(stop.flag())) and step + 1 < args.steps:
                 break
         stream.close()
         return step + 1 == args.steps

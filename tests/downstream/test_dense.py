@@ -9,7 +9,7 @@ from downstream.common import LinearDecay, StepDecay
 from models_vit import MICRO, VisionTransformer
 from tests.downstream.bands import bands, write_array, write_bands
 from tests.downstream.dense import detect, segment, segment_linear
-from tests.runs import assert_same_state, reports, state
+from tests.runs import assert_same_state, reports, reports_without_times, state
 from util.data import loader
 from util.data.pixel_format import read_header
 from util.evaluate.evaluator import Evaluator
@@ -20,15 +20,6 @@ from util.run.folder import read_json
 LOSSES = {"val_miou": ("decode", "aux"), "val_box_ap": ("objectness", "rpn_box", "class", "box", "mask")}
 NUM_IMAGES = {"val_miou": 6, "val_box_ap": 5}  # to evaluate on
 DROP_PATH = ("--drop_path", 0.3)
-
-
-def without_times(output_dir):
-    """The log without what depends on the time."""
-    log = reports(output_dir)
-    for report in log:
-        for name in ("seconds_per_step", "images_per_s", "data_share"):
-            report.pop(name, None)
-    return log
 
 
 def scores_of(report):
@@ -74,12 +65,12 @@ def test_a_checkpoint_alone_gives_the_scores_of_its_run(dense):
 
 def test_a_finished_run_only_says_what_it_has_done(dense, encoder, capsys):
     program, data, folder = dense
-    before = without_times(folder)
+    before = reports_without_times(folder)
     changed = [path.stat().st_mtime_ns for path in sorted(folder.glob("checkpoint*"))]
     program(data, folder, "--finetune", encoder, *DROP_PATH)
     line = program.module.describe_scores(scores_of(read_json(folder / RESULTS)["last"]))
     assert f"iteration 6: {line}" in capsys.readouterr().out
-    assert without_times(folder) == before
+    assert reports_without_times(folder) == before
     assert changed == [path.stat().st_mtime_ns for path in sorted(folder.glob("checkpoint*"))]
 
 
@@ -89,14 +80,14 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(dense, encoder, tmp_pa
     flags = ["--finetune", encoder, *DROP_PATH]
     program(data, tmp_path, *flags, "--max_steps", 5, "--num_workers", 1)
     assert_same_state(program(data, tmp_path, *flags), state(folder))
-    assert without_times(tmp_path) == without_times(folder)
+    assert reports_without_times(tmp_path) == reports_without_times(folder)
 
 
 def test_a_resumed_linear_head_is_the_undisturbed_one(striped, encoder, tmp_path):
     expected = segment_linear(striped, tmp_path / "whole", "--finetune", encoder)
     segment_linear(striped, tmp_path / "parts", "--finetune", encoder, "--max_steps", 3)
     assert_same_state(segment_linear(striped, tmp_path / "parts", "--finetune", encoder), expected)
-    assert without_times(tmp_path / "parts") == without_times(tmp_path / "whole")
+    assert reports_without_times(tmp_path / "parts") == reports_without_times(tmp_path / "whole")
 
 
 def test_a_run_killed_in_its_evaluation_makes_up_for_it(striped, segmented, encoder, tmp_path, monkeypatch):
@@ -110,7 +101,7 @@ def test_a_run_killed_in_its_evaluation_makes_up_for_it(striped, segmented, enco
     newest, _ = newest_checkpoint(tmp_path)
     assert newest.name == "checkpoint-4.pth"
     assert_same_state(segment(striped, tmp_path, *flags), state(segmented))
-    assert without_times(tmp_path) == without_times(segmented)
+    assert reports_without_times(tmp_path) == reports_without_times(segmented)
 
 
 def test_lost_results_are_written_again(striped, encoder, tmp_path):

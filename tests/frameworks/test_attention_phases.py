@@ -27,6 +27,7 @@ from util.run import shard
 from util.run.checkpoint import list_checkpoints
 from util.run.distributed import precision
 from util.run.loop import TrainLoop
+from util.run.supervise import StopSignal
 
 # Four epochs of three steps, with new maps after each of the first three.
 TEXT = "--model mae_vit_micro_patch4 --epochs 4 --sampling attention --no-progressive --picture_every 0 "
@@ -79,8 +80,9 @@ class Constant(nn.Module):
 
 
 def a_loop():
-    options = dict(log=SilentLog(), images_per_step=4, steps_per_epoch=3, last_step=9)
-    return TrainLoop([], None, precision("fp32", torch.device("cpu")), Normalize(), None, **options)
+    device = torch.device("cpu")
+    options = dict(log=SilentLog(), stop=StopSignal(device), images_per_step=4, steps_per_epoch=3, last_step=9)
+    return TrainLoop([], None, precision("fp32", device), Normalize(), None, **options)
 
 
 @pytest.fixture

@@ -216,27 +216,28 @@ class BadImages:
         flags: torch.Tensor | None,
         max_fraction: float,
         log: Callable[[str], None],
-        device: torch.device,
     ) -> None:
-        """device: of the collectives."""
         self.images = images
         self.flags = flags
-        self.device = device
         self.num_known = 0  # flags of all ranks
         self.max_bad = max(1, int(max_fraction * len(images)))
         self.limit = f"more than --max_bad_fraction {max_fraction:g}"
         self.log = log
         self.known: set[int] = set()
 
-    def report(self) -> None:
+    def count(self) -> int:
+        """Returns how many images this process has found bad."""
+        if self.flags is None:
+            return 0
+        return int(self.flags.count_nonzero())
+
+    def report(self, num_flags: int) -> None:
         """Logs the newly bad images. Collective: all ranks raise TooManyBadImages if there are too many.
 
-        They raise OSError instead if on one of them no image can be opened any more.
+        num_flags: the sum of all ranks' `count`. They raise OSError instead if on one of them no image can be opened
+        any more.
         """
-        if self.flags is None:
-            return
-        num_flags = int(collectives.all_reduce_sum(self.flags.count_nonzero().to(self.device)))
-        if num_flags == self.num_known:  # as almost always; with many ranks, gathering lists takes long
+        if self.flags is None or num_flags == self.num_known:  # as almost always; to gather lists takes long
             return
         self.num_known = num_flags
         bad: set[int] = set()

@@ -11,7 +11,7 @@ from util.run.supervise import StopSignal
 def finish_run(loop: TrainLoop, stop: StopSignal, summary: str) -> None:
     """Prints the summary of a finished run and leaves the process group."""
     stop.finish()
-    loop.call_report_hooks()
+    loop.notify_listener(loop.exchange().numbers)
     loop.log.info(summary)
     loop.log.close()
     distributed.shut_down()

@@ -1,19 +1,19 @@
 """What both training loops share: micro-batches, learning rates, the optimizer step, reports. It knows no model.
 
-There is no host-device sync except at reports: losses and gradient norms add up on the device, and the device decides
-whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were. Fused
-AdamW skips the step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: a loss that is
-not finite makes its gradient NaN, DDP has averaged the gradients before, and the norm of sharded gradients is
-all-reduced.
+There is no host-device sync except one at each report: losses and gradient norms add up on the device, and the device
+decides whether a step is finite. If the loss or the norm of the gradient is not finite, the weights stay as they were.
+Fused AdamW skips the step by itself (torch made this for GradScaler), and so does LARS. All ranks skip alike: a loss
+that is not finite makes its gradient NaN, DDP has averaged the gradients before, and the norm of sharded gradients is
+all-reduced. Ranks exchange one flag in each step, and all that a report needs in one all-reduce.
 """
 
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,13 +56,13 @@ class Meter:
             sums[-1] += 1
         self.bad_streak = torch.where(finite, 0.0, self.bad_streak + 1)
 
-    def read(self, sums: torch.Tensor) -> tuple[dict[str, float | None], int]:
-        """Returns (means over ranks and finite steps, number of skipped steps) of `since_report` or `since_epoch`.
+    def means(self, sums: Sequence[float]) -> tuple[dict[str, float | None], int]:
+        """Returns (means over ranks and finite steps, number of skipped steps).
 
-        It waits for the device. A mean is None if no step was finite, or if its sum is not.
+        sums: `since_report` or `since_epoch`, averaged over the ranks. A mean is None if no step was finite, or if its
+        sum is not.
         """
-        _, world_size = rank_and_world_size()
-        *totals, finite, steps = (all_reduce_sum(sums.clone()) / world_size).tolist()
+        *totals, finite, steps = sums
         means: dict[str, float | None] = {}
         for name, total in zip(self.names, totals, strict=True):
             means[name] = None
@@ -98,33 +98,73 @@ class Meter:
 
 
 class Clock:
-    """Measures wall time since the last lap, and how much of it was spent waiting for data."""
+    """Measures wall time since the last lap, and how much of it this process has waited for data and for the device."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         self.start = time.perf_counter()
-        self.waited = 0.0  # seconds
+        self.data_seconds = 0.0
+        self.device_seconds = 0.0
         self.num_steps = 0
 
     def next(self, batches: Iterator[Any]) -> Any:
-        """Returns `next(batches)` and adds the time it took to the waiting time."""
+        """Returns `next(batches)` and counts the time it took."""
         before = time.perf_counter()
         batch = next(batches)
-        self.waited += time.perf_counter() - before
+        self.data_seconds += time.perf_counter() - before
         return batch
+
+    def agreed(self, stop: StopSignal, num_asked: torch.Tensor) -> bool:
+        """Returns `stop.agreed(num_asked)`, which waits for the device, and counts the time it took."""
+        before = time.perf_counter()
+        is_agreed = stop.agreed(num_asked)
+        self.device_seconds += time.perf_counter() - before
+        return is_agreed
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def host_seconds(self) -> float:
+        """The time in which this process has not waited, but worked: it gave the device its work."""
+        return self.seconds - self.data_seconds - self.device_seconds
 
     def lap(self, images_per_step: int) -> dict[str, float]:
         """Returns the rates since the last lap and starts a new one."""
-        seconds = time.perf_counter() - self.start
+        seconds = self.seconds
         rates = {
             "seconds_per_step": seconds / self.num_steps,
             "images_per_s": self.num_steps * images_per_step / seconds,
-            "data_share": self.waited / seconds,
         }
         self.restart()
         return rates
+
+
+@dataclass(frozen=True)
+class ReportSums:
+    """What the ranks tell each other at a report. The first three are means over the ranks."""
+
+    since_report: list[float]
+    since_epoch: list[float]
+    bad_streak: int
+    data_seconds: list[float]  # of each rank, since the last report
+    host_seconds: list[float]
+    numbers: list[float]  # of the listener, summed over the ranks
+
+
+class ReportListener(Protocol):
+    """What else is done at each report and at the end of the run, by all ranks."""
+
+    def own_numbers(self) -> list[float]:
+        """Returns numbers of this rank. Their sums over all ranks are what `act_at_report` gets."""
+        ...
+
+    def act_at_report(self, numbers: Sequence[float]) -> None:
+        """Does it. The numbers are equal on all ranks, so that these can do the same."""
+        ...
 
 
 @dataclass
@@ -138,7 +178,8 @@ class TrainLoop:
     last_step: the step after which the run ends.
     clip_grad: bound on the norm of the whole gradient, or None.
     data_hint: what to do if loading data is too slow, or "".
-    report_hooks: called by all ranks at each report.
+    listener: what else is done at each report.
+    hosts: the host of each rank.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -147,6 +188,7 @@ class TrainLoop:
     normalize: Normalize
     learning_rate: Callable[..., float]
     log: RunLog
+    stop: StopSignal
     images_per_step: int
     steps_per_epoch: int
     last_step: int
@@ -155,14 +197,15 @@ class TrainLoop:
     seed: int = 0
     print_freq: int = 20
     data_hint: str = ""
-    report_hooks: list[Callable[[], None]] = field(default_factory=list)
+    listener: ReportListener | None = None
+    hosts: Sequence[str] = ()
     watchdog: Watchdog | None = None
-    stop: StopSignal | None = None
     step: int = 0  # number of optimizer steps done, over all starts of the run
     losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
 
     def __post_init__(self) -> None:
         self.device = self.normalize.mean.device
+        self.num_asked = torch.zeros(1)  # ranks that were asked to stop before the last update, on the device
         self.meter = Meter(self.device)
         self.clock = Clock()
         self.num_reports = 0
@@ -241,7 +284,8 @@ class TrainLoop:
         """Steps the optimizer and clears the gradients. Returns the norm of the gradient before clipping."""
         scaler = self.precision.scaler
         scaler.unscale_(self.optimizer)
-        grad_norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm, self.num_asked = total_norm(grads, self.stop.flag())
         if self.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_grad, grad_norm)
         if scaler.is_enabled():  # it has checked every gradient
@@ -272,17 +316,40 @@ class TrainLoop:
 
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop after this step because of a signal."""
-        self.has_stopped = self.stop is not None and self.stop.agreed()
+        self.has_stopped = self.clock.agreed(self.stop, self.num_asked)
         return self.has_stopped
 
     def has_ended(self) -> bool:
         """Whether the last step is done, or all ranks have agreed to stop."""
         return self.has_stopped or self.step >= self.last_step
 
-    def call_report_hooks(self) -> None:
-        """Does what is to be done at each report and at the end. All ranks must call it."""
-        for hook in self.report_hooks:
-            hook()
+    def exchange(self) -> ReportSums:
+        """Sums over the ranks all that a report needs, in one all-reduce, and waits for it. All ranks must call it."""
+        rank, world_size = rank_and_world_size()
+        numbers: list[float] = []
+        if self.listener is not None:
+            numbers = self.listener.own_numbers()
+        seconds = torch.zeros(2, world_size)
+        seconds[:, rank] = torch.tensor([self.clock.data_seconds, self.clock.host_seconds])
+        of_host = torch.cat([seconds.flatten(), torch.tensor(numbers)]).to(self.device, non_blocking=True)
+        parts = [self.meter.since_report, self.meter.since_epoch, self.meter.bad_streak.reshape(1), of_host]
+        sums = all_reduce_sum(torch.cat(parts)).cpu()
+        num_sums = len(self.meter.since_report)
+        sizes = [num_sums, num_sums, 1, world_size, world_size, len(numbers)]
+        since_report, since_epoch, bad_streak, data_seconds, host_seconds, numbers_of_all = sums.split(sizes)
+        return ReportSums(
+            since_report=(since_report / world_size).tolist(),
+            since_epoch=(since_epoch / world_size).tolist(),
+            bad_streak=round(bad_streak.item() / world_size),
+            data_seconds=data_seconds.tolist(),
+            host_seconds=host_seconds.tolist(),
+            numbers=numbers_of_all.tolist(),
+        )
+
+    def notify_listener(self, numbers: Sequence[float]) -> None:
+        """Does what else is done at each report and at the end. numbers: see `exchange`. All ranks must call it."""
+        if self.listener is not None:
+            self.listener.act_at_report(numbers)
 
     def report(self, epoch_ends: bool, interim: bool = False) -> None:
         """Logs the means since the last report, which waits for the device. FloatingPointError if steps are lost.
@@ -291,10 +358,11 @@ class TrainLoop:
         regular reports of a resumed run equal those of an undisturbed run.
         """
         step = self.step
-        means, skipped = self.meter.read(self.meter.since_report)
+        sums = self.exchange()
+        means, skipped = self.meter.means(sums.since_report)
         if not interim:
             self.meter.since_report.zero_()
-        self._refuse_lost_steps(are_all_lost=means["grad_norm"] is None)
+        self._refuse_lost_steps(sums.bad_streak, are_all_lost=means["grad_norm"] is None)
         grad_norm = means.pop("grad_norm")
         scalars: dict[str, Any] = {"epoch": (step - 1) // self.steps_per_epoch, "loss": _total(means)}
         if len(means) > 1:
@@ -303,31 +371,49 @@ class TrainLoop:
         scalars["grad_norm"] = grad_norm
         scalars["lr"] = self.learning_rate(step - 1)
         scalars["skipped_steps"] = skipped
+        scalars |= self._shares(sums)
         scalars |= self.clock.lap(self.images_per_step)
         scalars |= memory_scalars(self.device)
         if epoch_ends:
-            epoch_means, _ = self.meter.read(self.meter.since_epoch)
+            epoch_means, _ = self.meter.means(sums.since_epoch)
             self.meter.since_epoch.zero_()
             del epoch_means["grad_norm"]
             scalars["epoch_loss"] = _total(epoch_means)
         line, postfix = self._describe(scalars)
         self.log.report(step, scalars, line, postfix, interim)
-        self.call_report_hooks()
+        self.notify_listener(sums.numbers)
         self.num_reports += 1
         # The first report includes the start of the workers; one warning is enough.
         if self.num_reports > 1 and self.data_hint and scalars["data_share"] > SLOW_DATA:
             share = scalars["data_share"]
             loaded = scalars["images_per_s"]
             rates = f"{loaded:.0f} images/s are loaded, the model takes up to {loaded / (1 - share):.0f}"
-            self.log.info(f"warning: {share:.0%} of the time is spent waiting for data ({rates}): {self.data_hint}")
+            where = self._place(scalars["data_rank"])
+            warning = f"warning: {share:.0%} of the time{where} is spent waiting for data"
+            self.log.info(f"{warning} ({rates}): {self.data_hint}")
             self.data_hint = ""
 
-    def _refuse_lost_steps(self, are_all_lost: bool) -> None:
+    def _shares(self, sums: ReportSums) -> dict[str, float]:
+        """Returns the longest wait for data, and the most work of a host, as shares of the time, each with its rank."""
+        shares = {}
+        for name, seconds in (("data", sums.data_seconds), ("host", sums.host_seconds)):
+            slowest = max(range(len(seconds)), key=seconds.__getitem__)
+            share = seconds[slowest] / self.clock.seconds
+            shares[f"{name}_share"] = min(share, 0.99)  # the ranks' clocks do not start at the same moment
+            shares[f"{name}_rank"] = slowest
+        return shares
+
+    def _place(self, rank: int) -> str:
+        """Returns, for example, " on rank 3 (node1)", or "" for a single process."""
+        if len(self.hosts) < 2:
+            return ""
+        return f" on rank {rank} ({self.hosts[rank]})"
+
+    def _refuse_lost_steps(self, bad_streak: int, are_all_lost: bool) -> None:
         """FloatingPointError after MAX_BAD_STEPS steps in a row that were not finite. For all ranks.
 
         At the end of the run it is enough if no step since the last report was finite: `are_all_lost`.
         """
-        bad_streak = int(self.meter.bad_streak)
         is_too_long = bad_streak >= MAX_BAD_STEPS
         ends_in_it = self.step == self.last_step and bad_streak > 0 and are_all_lost
         if is_too_long or (ends_in_it and not self._is_backing_off(bad_streak)):
@@ -352,7 +438,7 @@ class TrainLoop:
         if scalars["skipped_steps"]:
             values += f", {scalars['skipped_steps']} steps skipped"
         where = f"epoch {scalars['epoch']}, step {self.step}/{self.last_step}"
-        line = f"{where}: {values}, data {scalars['data_share']:.0%}, eta {eta}"
+        line = f"{where}: {values}, data {scalars['data_share']:.0%}{self._place(scalars['data_rank'])}, eta {eta}"
         if "gpu_memory_gb" in scalars:
             line += f", {scalars['gpu_memory_gb']:.1f} GB"
         return line, values

@@ -72,19 +72,15 @@ class CheckpointSaver:
         """Whether the checkpoint of `step` is kept for good. That of the end of the schedule always is."""
         return step % self.schedule.keep_every == 0 or step == self.schedule.num_steps
 
-    def save_by_time(self) -> None:
-        """Saves if `save_minutes` have passed since the last save on rank 0, and no write is in flight. For all ranks.
+    def is_time(self) -> bool:
+        """Whether `save_minutes` have passed since the last save, and no write is in flight. For rank 0.
 
         It also reports a write that has failed since.
         """
         if not self.save_minutes:
-            return
-        run_on_rank0(self.join_if_complete)
-        if run_on_rank0(self.is_time):
-            self.save()
-
-    def is_time(self) -> bool:
-        """Whether rank 0's clock asks for a save."""
+            return False
+        if self.writing is not None and self.writing.outcome.done():
+            self.join()
         return self.writing is None and time.monotonic() - self.began >= 60 * self.save_minutes
 
     def save(self, final: bool = False) -> None:
@@ -185,11 +181,6 @@ class CheckpointSaver:
         """For the thread. Returns "", since nothing is pruned. OSError if the write fails."""
         checkpoint.save_checkpoint(self.output_dir, "best", state, info.to_json())
         return ""
-
-    def join_if_complete(self) -> None:
-        """Does what `join` does on this rank, unless it would wait."""
-        if self.writing is not None and self.writing.outcome.done():
-            self.join()
 
     def join(self, required: bool = False) -> None:
         """Waits on this rank until the write in flight is complete. If it has failed, logs or raises its error."""

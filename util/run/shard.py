@@ -236,15 +236,19 @@ class HostCopies:
         return self.buffers[place].copy_(whole, non_blocking=True)
 
 
-def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, sharded or not, on every rank. One number is all-reduced."""
+def total_norm(grads: Sequence[torch.Tensor], flag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the norm of all gradients together, sharded or not, on every rank; and the sum of the ranks' flags.
+
+    flag: a number of this rank, [1]. If the norm is all-reduced, the flag travels with it.
+    """
     norm = nn.utils.get_total_norm([_local(grad) for grad in grads])
     for grad in grads:
         if isinstance(grad, dtensor.DTensor):
             # Summed over replicas, too, so that all ranks clip by the same bits.
             num_replicas = grad.device_mesh.size() // grad.device_mesh.size(-1)
-            return all_reduce_sum(norm.square() / num_replicas).sqrt()
-    return norm
+            sums = all_reduce_sum(torch.cat([norm.square().reshape(1) / num_replicas, flag]))
+            return sums[0].sqrt(), sums[1:]
+    return norm, all_reduce_sum(flag)
 
 
 def count_bad(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,7 @@ Signals ask a run to stop: it finishes the step, saves a checkpoint, and ends. T
 
 SLURM sends TERM before it cancels or preempts a job, and the signal of `--signal` before the time limit. A terminal
 sends INT, and HUP when it is closed. The handlers only set a flag. All ranks must stop after the same step, so they
-all-reduce the flag every step, asynchronously, and read the result one step later.
+all-reduce the flag every step, and read the result one step later.
 
 Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and what it is doing, and
 exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in
@@ -38,17 +38,18 @@ SECOND_SIGNAL_AFTER = 5.0
 class StopSignal:
     """Context manager that handles signals. Every rank calls `agreed` once per step, and then `settle` or `finish`.
 
-    On a GPU the all-reduce has its own stream, and the host waits for the one of the previous step only, so the device
-    always has work queued.
+    num_asked = all_reduce_sum(stop.flag())
+    ...
+    if stop.agreed(num_asked): ...  # save, and end
+
+    The host waits for the flags of the previous step only, so a GPU always has work queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.name: str | None = None  # of the signal that this process received
         self.since = 0.0
+        self.device = device
         self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and dist.is_initialized():
-            self.stream = torch.cuda.Stream(device)
         self.previous: dict[signal.Signals, Any] = {}  # handlers
 
     def __enter__(self) -> "StopSignal":
@@ -73,36 +74,38 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agreed(self) -> bool:
-        """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal."""
-        is_asked = self.name is not None
+    def flag(self) -> torch.Tensor:
+        """Returns whether this process is asked to stop, 1 or 0, as a tensor [1] on the device."""
+        return torch.full((1,), float(self.name is not None), device=self.device)
+
+    def agreed(self, num_asked: torch.Tensor) -> bool:
+        """Whether to stop after this step. All ranks get the same answer, one step after the first one's signal.
+
+        num_asked: the sum of all ranks' flags, [1] on the device.
+        """
         if not dist.is_initialized():
-            return is_asked
+            return self.name is not None
         stop = self.settle()
-        self.pending = self._start_all_reduce(float(is_asked))
+        self.pending = self._start_copy(num_asked)
         return stop
 
-    def _start_all_reduce(self, flag: float) -> tuple[Callable[[], object], torch.Tensor]:
-        """Returns a function that waits for the all-reduce, and the CPU tensor that then holds the sum of all flags."""
-        if self.stream is None:
-            flags = torch.full((1,), flag)
-            return dist.all_reduce(flags, async_op=True).wait, flags
-        with torch.cuda.stream(self.stream):
-            flags = torch.full((1,), flag, device=self.stream.device)
-            dist.all_reduce(flags)
-            result = torch.empty(1, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
-            event.record()
-        return event.synchronize, result
+    def _start_copy(self, num_asked: torch.Tensor) -> tuple[Callable[[], object], torch.Tensor]:
+        """Returns a function that waits for the copy, and the CPU tensor that then holds the number."""
+        if self.device.type != "cuda":
+            return lambda: None, num_asked
+        copy = torch.empty(1, pin_memory=True).copy_(num_asked, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # without it, the wait keeps a core busy
+        event.record()
+        return event.synchronize, copy
 
     def settle(self) -> bool:
-        """Waits for the last all-reduce and returns whether any rank has received a signal. To be called at the end."""
+        """Waits for the flags of the last step and returns whether any was set. To be called at the end."""
         if self.pending is None:
             return False
-        wait, flags = self.pending
+        wait, num_asked = self.pending
         self.pending = None
         wait()
-        return bool(flags.item())
+        return bool(num_asked.item())
 
     def finish(self) -> None:
         """Settles at the end of a finished run. From the end of the context on, USR1 and USR2 are ignored.

@@ -6,6 +6,7 @@ comes between steps (`BetweenSteps`), in the order of its list.
 
 import gc
 import json
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,7 +101,7 @@ class Training:
         patience = first_timeout(args.dist_timeout, args.compile)
         self.watchdog = Watchdog(args.dist_timeout, patience, process.rank, run.output_dir)
         self.stop = StopSignal(process.device)
-        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info, process.device)
+        self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
         cores = cores_per_process(process.local_world_size)
         normalize = Normalize(info.settings["mean"], info.settings["std"], self.images.pixel_format)
         self.loop = TrainLoop(
@@ -120,13 +121,14 @@ class Training:
             data_hint=data_hint(self.images, plan.num_workers, cores, plan.device),
             watchdog=self.watchdog,
             stop=self.stop,
+            listener=self,
+            hosts=collectives.gather_objects(socket.gethostname()),
         )
         if run.resumed is not None and state is not None:
             self.loop.load_state(state, run.first_step, run.resumed.settings["precision"])
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
-        self.loop.report_hooks.append(self._at_report)
 
     def note(self, *notes: str) -> None:
         """Writes notes to the log."""
@@ -230,15 +232,22 @@ class Training:
                 end = min(end, (step // period + 1) * period)
         return range(step, end)
 
-    def _at_report(self) -> None:
+    def own_numbers(self) -> list[float]:
+        """Returns the number of bad images, and 1 on rank 0 if it is time to save. See `ReportListener`."""
+        is_time = self.process.is_main and self.saver.is_time()
+        return [self.bad_images.count(), float(is_time)]
+
+    def act_at_report(self, numbers: Sequence[float]) -> None:
         """Saves if it is time, also before an error of the data ends the run on all ranks: all steps are good."""
+        num_bad, is_time = numbers
         try:
-            self.bad_images.report()
+            self.bad_images.report(round(num_bad))
         except (TooManyBadImages, OSError):
             self.saver.save()
             self.saver.finish()
             raise
-        self.saver.save_by_time()
+        if is_time:
+            self.saver.save()
 
     def ends_epoch(self, every: int) -> bool:
         """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.

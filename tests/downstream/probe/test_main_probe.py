@@ -264,7 +264,7 @@ def test_heads_that_have_all_diverged_have_no_results(encoder, data, tmp_path, c
 def test_a_signal_stops_the_heads_and_keeps_the_neighbours(encoder, data, tmp_path, monkeypatch):
     probes = ("--probes", "knn", "linear")
     with monkeypatch.context() as patch:
-        patch.setattr(engine_probe.StopSignal, "agreed", lambda stop: True)
+        patch.setattr(engine_probe.StopSignal, "agreed", lambda stop, num_asked: True)
         assert main_probe.main(command(encoder, data, tmp_path, *probes)) is False
     kept = json.loads((tmp_path / "probe.json").read_text())
     assert list(kept["parts"]) == ["knn"]

@@ -248,7 +248,9 @@ def _overflows(rank):
 
 def _norm_of_ones(rank):
     parameters = a_loop("MaskedAutoencoderViT", True)[0].loop.parameters
-    norm = shard.total_norm([torch.ones_like(parameter) for parameter in parameters])
+    ones = [torch.ones_like(parameter) for parameter in parameters]
+    norm, num_asked = shard.total_norm(ones, torch.tensor([float(rank)]))
+    assert num_asked.tolist() == [1.0]
     assert norm.item() ** 2 == pytest.approx(sum(parameter.numel() for parameter in parameters))
 
 
