@@ -12,7 +12,7 @@ from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
 from util import collectives
 from util.data.transforms import Normalize
-from util.run import loop
+from util.run import distributed, loop
 from util.run.distributed import precision
 from util.run.loop import Meter
 
@@ -175,6 +175,61 @@ def test_reports_on_a_gpu_say_how_much_memory_it_needs(monkeypatch):
     ((scalars, line),) = lines
     assert scalars["gpu_memory_gb"] == 27.34
     assert line.endswith(", 27.3 GB")
+
+
+def test_a_gpu_copies_a_batch_beside_the_step_before_and_computes_only_then(monkeypatch):
+    """By the order in which the two streams of a GPU get their work; there need be none."""
+    events = []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.name = "copying"
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self):
+            events.append(f"{self.name} is current")
+
+        def __exit__(self, *_):
+            events.append("computing is current")
+
+    class Batch:
+        def to(self, device, non_blocking):
+            assert non_blocking
+            events.append("copy")
+            return self
+
+        def record_stream(self, stream):
+            events.append(f"memory is kept for {stream.name}")
+
+    computing = Stream()
+    computing.name = "computing"
+    monkeypatch.replace_in(distributed, "torch.cuda.Stream", Stream)
+    monkeypatch.replace_in(distributed, "torch.cuda.current_stream", lambda device: computing)
+    monkeypatch.replace_in(distributed, "torch.cuda.stream", lambda stream: stream)
+    distributed.DeviceCopies(torch.device("cuda", 0)).copy(Batch())
+    assert events == [
+        "copying is current",
+        "copy",
+        "computing is current",
+        "computing waits for copying",
+        "memory is kept for computing",
+    ]
+
+
+@pytest.mark.gpu
+def test_batches_that_are_copied_on_a_stream_of_their_own_are_whole():
+    """While the GPU computes; memory is reused from copy to copy."""
+    copies = distributed.DeviceCopies(torch.device("cuda", 0))
+    work = torch.randn(4096, 4096, device="cuda")
+    sums = []
+    for number in range(20):
+        batch = torch.full((1 << 22,), float(number)).pin_memory()
+        for _ in range(5):
+            work = (work @ work).tanh()
+        sums.append(copies.copy(batch).mean())
+    assert [total.item() for total in sums] == list(range(20))
 
 
 @pytest.mark.gpu

@@ -124,6 +124,30 @@ def memory_scalars(device: torch.device) -> dict[str, float]:
     return {"gpu_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
 
 
+class DeviceCopies:
+    """Copies batches to a device. On a GPU they are copied beside the step before, which the GPU still computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy on the device; the host does not wait for it, but what the GPU computes from now on does.
+
+        tensor: of the CPU; of pinned memory for a GPU.
+        """
+        if self.stream is None:
+            return tensor.to(self.device, non_blocking=True)
+        computing = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.stream):
+            copied = tensor.to(self.device, non_blocking=True)
+        computing.wait_stream(self.stream)
+        copied.record_stream(computing)  # the stream of copies may reuse this memory only after the step
+        return copied
+
+
 def join_group(process: Process, timeout_minutes: float, port_is_given: bool) -> None:
     """Connects all processes.
 

@@ -21,7 +21,7 @@ import torch
 from util.addressed import STEP, addressed_seed
 from util.collectives import all_reduce_sum, rank_and_world_size
 from util.data.transforms import Normalize
-from util.run.distributed import Precision, memory_scalars
+from util.run.distributed import DeviceCopies, Precision, memory_scalars
 from util.run.logging import RunLog
 from util.run.shard import total_norm
 from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, StopSignal, Watchdog
@@ -205,6 +205,7 @@ class TrainLoop:
 
     def __post_init__(self) -> None:
         self.device = self.normalize.mean.device
+        self.copies = DeviceCopies(self.device)
         self.num_asked = torch.zeros(1)  # ranks that were asked to stop before the last update, on the device
         self.meter = Meter(self.device)
         self.clock = Clock()
@@ -250,7 +251,7 @@ class TrainLoop:
         on_device = []
         for part in batch:
             if torch.is_tensor(part):
-                part = part.to(self.device, non_blocking=True)
+                part = self.copies.copy(part)
             on_device.append(part)
         return on_device
 
