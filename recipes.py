@@ -124,6 +124,31 @@ for _size, _model in _PIXIO_SIZES.items():
         f"pixio_prmim50_vit_{_size}": _PIXIO | _model | _progressive(400, 0.5),
     }
 
+# Settings that others have published with their numbers for MAE, so that one GPU can compare this code with theirs. The
+# rows that throw tokens are in no publication. docs/pretrain.md has the numbers, and how they are evaluated.
+# stable-pretraining, benchmarks/imagenet10/mae-vit-small.py: Imagenette, whose peak rate is 5e-4 at 128 images.
+_IMAGENETTE = _MAE | dict(
+    model="mae_vit_small_patch16",
+    decoder_embed_dim=384,
+    decoder_depth=4,
+    decoder_num_heads=6,
+    total_batch_size=128,
+    blr=1e-3,
+    min_lr=5e-5,
+    warmup_epochs=2,
+    warmup_lr=5e-6,
+)
+# lightly, benchmarks/imagenet/vitb16/mae.py: raw pixels, a batch of 256.
+_LIGHTLY = _BASE | dict(norm_pix_loss=False, total_batch_size=256)
+RECIPES |= {
+    "imagenette_mae_vit_small_200ep": _IMAGENETTE | _full(200),
+    "imagenette_plain50_vit_small_200ep": _IMAGENETTE | _plain(200, 0.5),
+    "imagenette_prmim50_vit_small_200ep": _IMAGENETTE | _progressive(200, 0.5),
+    "lightly_mae_vit_base_100ep": _LIGHTLY | _full(100),
+    "lightly_plain50_vit_base_100ep": _LIGHTLY | _plain(100, 0.5),
+    "lightly_prmim50_vit_base_100ep": _LIGHTLY | _progressive(100, 0.5),
+}
+
 # Peers of furthest sampling, in no paper. Only the choice of retained tokens differs from the ablations above.
 # Attention maps are made as often per schedule as by AMT: from a tenth of the epochs on, after every tenth.
 _TENTHS: Recipe = dict(attention_start=10, attention_every=10)
@@ -401,6 +426,9 @@ FINETUNE_RECIPES: dict[str, Recipe] = {
     "linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16"),
     "linprobe_vit_large": _LINPROBE | dict(model="vit_large_patch16", epochs=50),
     "linprobe_vit_huge": _LINPROBE | dict(model="vit_huge_patch14", epochs=50),
+    # lightly's evaluation of `lightly_mae_vit_base_100ep`. Its layer decay leaves the patch embedding at the full rate.
+    "lightly_finetune_vit_base": _FINETUNE_BASE | dict(total_batch_size=256, global_pool="token"),
+    "lightly_linprobe_vit_base": _LINPROBE | dict(model="vit_base_patch16", total_batch_size=256),
     # Table of iNaturalist, from the pre-trained encoder. The paper: 360 epochs, and most settings as for ImageNet. That
     # all others are those of ImageNet is a judgement.
     "inat18_vit_base": _FINETUNE_BASE | _INATURALIST_18,

@@ -74,6 +74,10 @@ RELEASES = [
     ("linprobe_*", dict(total_batch_size=16384, peak=6.4, warmup_epochs=10, weight_decay=0, min_lr=0, layer_decay=1)),
     ("linprobe_*", dict(aa=None, mixup=0, cutmix=0, reprob=0, smoothing=0, drop_path=0, clip_crop=True)),
     ("linprobe_vit_base", dict(epochs=90)),
+    ("lightly_*", dict(total_batch_size=256)),
+    ("lightly_finetune_*", dict(peak=5e-4, global_pool="token")),
+    ("lightly_linprobe_*", dict(epochs=90, peak=0.1, warmup_epochs=10, weight_decay=0, min_lr=0, layer_decay=1)),
+    ("lightly_linprobe_*", dict(aa=None, mixup=0, cutmix=0, reprob=0, smoothing=0, drop_path=0, clip_crop=True)),
 ]
 
 

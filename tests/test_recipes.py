@@ -75,6 +75,10 @@ RELEASES = [
     ("deep32_*", dict(decoder_depth=32)),
     # At a batch of 8192 images the release's peak is 8e-4.
     ("pixio_*", dict(peak=8e-4, total_batch_size=8192, decoder_depth=32, mask_unit=4, num_cls_tokens=8, hflip=False)),
+    # Two benchmarks of other libraries: their scripts.
+    ("imagenette_*", dict(peak=5e-4, total_batch_size=128, min_lr=5e-5, warmup_epochs=2, warmup_lr=5e-6)),
+    ("imagenette_*", dict(epochs=200, decoder_embed_dim=384, decoder_depth=4, decoder_num_heads=6)),
+    ("lightly_*", dict(epochs=100, peak=1.5e-4, total_batch_size=256, norm_pix_loss=False)),
     ("mff_*", dict(crop="padded", interpolation="bilinear", lr_schedule="mff", warmup_lr=2.4e-3 * 1e-9)),
     ("mff_*_300ep", dict(warmup_lr=2.4e-3 * 1e-4)),
     # The release's rates at 512 images, times 2048 / 512: peaks 1e-4 and 2e-4, starts 5e-7 and 1e-6, a floor of 1e-5.
@@ -164,7 +168,7 @@ def test_a_recipe_s_name_tells_its_method_and_epochs(recipe):
     assert (settings["throw_ratio"], settings["progressive"], settings["sampling"]) == method
     epochs = re.search(r"_(\d+)ep$", recipe)
     assert settings["epochs"] == (int(epochs[1]) if epochs else 400)  # Pixio's have one schedule
-    size = re.search(r"(vit|swin)_(base|large|huge)", recipe)[0]
+    size = re.search(r"(vit|swin)_(small|base|large|huge)", recipe)[0]
     assert size in settings["model"]
 
 
