@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import monitor
 from encoders.load import load_encoder
@@ -68,6 +69,12 @@ def get_args_parser() -> Parser:
     optimisation = parser.add_argument_group("optimisation")
     add_optimisation_flags(optimisation)
     optimisation.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), help="betas of AdamW")
+    optimisation.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=("adamw", "muon"),
+        help="muon: for the matrices of transformer blocks, with AdamW for all else",
+    )
 
     add_image_flags(parser.add_argument_group("data"))
     run = parser.add_argument_group("run")
@@ -177,11 +184,31 @@ def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Call
 
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:
-    """Returns AdamW without weight decay on biases, norms and what the model names."""
+    """Returns AdamW, or Muon, without weight decay on biases, norms and what the model names."""
     groups = timm_optim.param_groups_weight_decay(
         model, args.weight_decay, no_weight_decay_list=model.no_weight_decay()
     )
-    return torch.optim.AdamW(groups, lr=lr, betas=tuple(args.betas), fused=True)
+    betas = tuple(args.betas)
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    return timm_optim.Muon(split_matrices(groups, model), lr=lr, betas=betas)
+
+
+def split_matrices(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Splits parameter groups into the matrices of transformer blocks, for Muon, and all else, for its AdamW.
+
+    Muon's updates then have the root mean square of AdamW's, so that both take the same learning rates.
+    """
+    matrices: set[nn.Parameter] = set()
+    for block in shard.blocks_of(model):
+        matrices.update(parameter for parameter in block.parameters() if parameter.ndim == 2)
+    split = []
+    for group in groups:
+        for is_matrix in (True, False):
+            parameters = [parameter for parameter in group["params"] if (parameter in matrices) == is_matrix]
+            if parameters:
+                split.append({**group, "params": parameters, "use_fallback": not is_matrix})
+    return split
 
 
 def summary_rows(args: argparse.Namespace, model: Framework, images: Any) -> dict[str, str]:

@@ -145,7 +145,8 @@ def assert_same_state(ours, theirs):
         assert torch.equal(ours["model"][name], value), name
     for index, moments in theirs["optimizer"]["state"].items():
         for name, value in moments.items():
-            assert torch.equal(ours["optimizer"]["state"][index][name], value), (index, name)
+            same = ours["optimizer"]["state"][index][name]
+            assert torch.equal(torch.as_tensor(same), torch.as_tensor(value)), (index, name)
     assert ours["meta"]["step"] == theirs["meta"]["step"]
     assert ours["scaler"] == theirs["scaler"]
 

@@ -19,7 +19,7 @@ from encoders.window_groups import WindowGrouper
 from framework import Framework
 from frameworks import models_greenmim_pr, registry
 from scripts import pack_dataset
-from tests.runs import assert_same_state, finish, pretrain, reports, state
+from tests.runs import assert_same_state, finetune, finish, pretrain, reports, state
 from tests.warm import run_by_torchrun
 from util.data import images
 from util.data import open as open_data
@@ -60,6 +60,61 @@ def test_the_optimizer_spares_what_the_release_spares_from_weight_decay(model, s
         assert decay_of[parameters[name]] == 0, name
     for name in decayed:
         assert decay_of[parameters[name]] == args.weight_decay, name
+
+
+def test_muon_orthogonalises_the_matrices_of_blocks_and_adamw_does_the_rest():
+    """One step: in the gradient's singular vectors its change is a multiple of the identity, for almost all of these.
+
+    AdamW's first step is the sign of the gradient.
+    """
+    flags = ["--model", "mae_vit_micro_patch4", "--optimizer", "muon", "--weight_decay", "0"]
+    _, args = main_pretrain.parse_args(flags)
+    torch.manual_seed(0)
+    model = registry.build_model(vars(args))
+    optimizer = main_pretrain.make_optimizer(model, args, 1e-3)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    num_matrices = 0
+    for name, parameter in model.named_parameters():
+        change = before[name] - parameter.detach()
+        if "blocks." in name and parameter.ndim == 2:
+            num_matrices += 1
+            size = 0.2 * max(parameter.shape) ** 0.5  # so that its root mean square is that of AdamW's updates
+            left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
+            turned = left.T @ change @ right.T / (1e-3 * size)
+            diagonal = turned.diagonal()
+            assert 0.9 < diagonal.median() < 1.1, name
+            assert 0 < diagonal.min() < diagonal.max() < 1.3, name
+            assert (turned - diagonal.diag()).abs().max() < 0.1, name
+        elif parameter.requires_grad:
+            torch.testing.assert_close(change, 1e-3 * parameter.grad.sign(), rtol=1e-3, atol=1e-5)
+    num_blocks = len(model.blocks) + len(model.decoder.blocks)
+    assert num_matrices == 4 * num_blocks
+
+
+def test_a_run_with_muon_resumes_exactly_and_its_encoder_is_told_from_others(photos, labelled, tmp_path, capsys):
+    flags = ("--optimizer", "muon", "--throw_ratio", 0)
+    whole = pretrain(photos, tmp_path / "whole", *flags)
+    pretrain(photos, tmp_path / "parts", *flags, "--max_steps", 4)
+    assert_same_state(pretrain(photos, tmp_path / "parts", *flags), whole)
+    message = pretrain.refused(capsys, photos, tmp_path / "parts", "--throw_ratio", 0, "--epochs", 3)
+    assert "--optimizer was muon and now is adamw" in message
+    finetune(labelled, tmp_path / "tuned", "--finetune", tmp_path / "whole")
+    assert "note: Muon has pre-trained the encoder" in (tmp_path / "tuned" / "log.txt").read_text()
+
+
+def test_muon_of_two_processes_is_that_of_one_also_if_sharded(photos, tmp_path):
+    flags = ("--optimizer", "muon", "--lr", 1e-3, "--epochs", 1, "--warmup_epochs", 0)
+    finish(photos, tmp_path / "one", *flags, processes=1)
+    expected = state(tmp_path / "one")["model"]
+    for name, more in {"two": (), "sharded": ("--shard",)}.items():
+        finish(photos, tmp_path / name, *flags, *more)
+        weights = state(tmp_path / name)["model"]
+        for key, value in expected.items():  # products of Newton and Schulz are in bfloat16
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=2e-3, msg=f"{name} {key}")
 
 
 def test_a_run_leaves_what_it_promises(photos, tmp_path, capsys):

@@ -325,7 +325,7 @@ FLAGS = """
     learned_pos_embed drop_path hflip decoder_order teacher att_topk att_tau
     in_chans mean std pretrained visible_source attention_start attention_every attention_crop
     batch_size accum_iter total_batch_size epochs warmup_epochs blr lr min_lr weight_decay seed
-    warmup_lr lr_schedule lr_steps clip_grad betas
+    warmup_lr lr_schedule lr_steps clip_grad betas optimizer
     dataset data_path image_column label_column loader crop_scale crop interpolation num_workers max_bad_fraction
     output_dir resume allow_changes device precision attention compile recompute shard dist_timeout
     max_steps save_every save_minutes save_steps picture_every knn_every knn_train print_freq

@@ -68,13 +68,17 @@ class StartInfo:
 
 @dataclass(frozen=True)
 class EncoderSource:
-    """The checkpoint whose weights a run began with. step, epoch, epochs: how far its own training was, if known."""
+    """The checkpoint whose weights a run began with. step, epoch, epochs: how far its own training was, if known.
+
+    optimizer: the class that trained it, if known.
+    """
 
     path: str
     sha256: str
     step: int | None = None
     epoch: float | None = None
     epochs: float | None = None
+    optimizer: str | None = None
 
     def is_newer_save_of(self, other: "EncoderSource") -> bool:
         """Whether this is a later checkpoint of the run that has saved `other`."""
@@ -85,11 +89,14 @@ class EncoderSource:
         return other.step < self.step
 
     def warnings(self) -> list[str]:
-        """Returns a warning if the training of the encoder has not reached its end."""
-        if self.epoch is None or self.epochs is None or self.epoch >= self.epochs:
-            return []
-        progress = f"it is at step {self.step}, epoch {self.epoch:.4g} of {self.epochs}"
-        return [f"warning: the training of {self.path} is not finished: {progress}"]
+        """Returns warnings if the training of the encoder has not reached its end, and if Muon trained it."""
+        warnings = []
+        if self.epoch is not None and self.epochs is not None and self.epoch < self.epochs:
+            progress = f"it is at step {self.step}, epoch {self.epoch:.4g} of {self.epochs}"
+            warnings.append(f"warning: the training of {self.path} is not finished: {progress}")
+        if self.optimizer == "Muon":
+            warnings.append("note: Muon has pre-trained the encoder; AdamW, which goes on here, may lose some accuracy")
+        return warnings
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from util.data.transforms import Normalize
 from util.run.distributed import DeviceCopies, Precision, memory_scalars
 from util.run.logging import RunLog
 from util.run.shard import total_norm
+from util.run.skipping import step_if
 from util.run.supervise import BACKWARD, BETWEEN, DATA, FORWARD, StopSignal, Watchdog
 from util.text import duration
 
@@ -295,8 +296,8 @@ class TrainLoop:
         elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused AdamW and LARS skip by themselves
             self.optimizer.found_inf = (~grad_norm.isfinite()).float()
             self.optimizer.step()
-        elif grad_norm.isfinite():  # any other optimizer: a host-device sync in each step
-            self.optimizer.step()
+        else:
+            step_if(grad_norm.isfinite(), self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
 

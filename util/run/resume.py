@@ -216,7 +216,14 @@ def identify_encoder(path: Path, info: CheckpointInfo) -> EncoderSource:
     sha256 = checkpoint.recorded_sha256(path)
     if info.run is None:
         return EncoderSource(str(named), sha256)
-    return EncoderSource(str(named), sha256, info.run.step, info.run.epoch, info.settings["epochs"])
+    return EncoderSource(
+        str(named),
+        sha256,
+        step=info.run.step,
+        epoch=info.run.epoch,
+        epochs=info.settings["epochs"],
+        optimizer=info.run.optimizer,
+    )
 
 
 def choose_encoder(
