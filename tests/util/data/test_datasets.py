@@ -13,6 +13,7 @@ import torchvision
 from PIL import Image
 
 from tests.conftest import write_photo
+from util.data import datasets
 from util.data import images as module
 from util.data.datasets import (
     StepBatchSampler,
@@ -175,6 +176,15 @@ def test_an_epoch_is_a_permutation_cut_into_steps():
     assert {epoch for epoch, _ in joined(batches[:25])} == {0}
     assert {epoch for epoch, _ in joined(batches[25:])} == {1}
     assert steps(seed=1) != batches
+
+
+@pytest.mark.parametrize("num_values", [10, 10**6])
+def test_equal_random_numbers_leave_images_in_their_order(monkeypatch, num_values):
+    """One epoch in 10,000 of a million images has such a pair, which processors sort differently."""
+    numbers = np.random.default_rng(0).integers(num_values, size=(1, 1000)) / num_values
+    monkeypatch.setattr(datasets, "addressed_uniform", lambda *_: numbers)
+    expected = sorted(range(1000), key=lambda i: (numbers[0, i], i))
+    assert datasets.permutation(0, 0, 1000).tolist() == expected
 
 
 @pytest.mark.parametrize(("world_size", "accum_iter"), [(2, 1), (1, 3), (2, 3), (4, 1)])
