@@ -116,6 +116,18 @@ def list_folder(path: Path) -> Listing:
     return listing
 
 
+def folder_identity(path: Path) -> tuple[int, int] | None:
+    """Returns what nodes that share a folder agree on, and copies of it do not: inode and time of the last change.
+
+    None if there is no such folder.
+    """
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_ctime_ns
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     if entry.is_symlink():
         return os.path.isdir(entry)  # `is_dir` raises for a link to itself

@@ -7,7 +7,7 @@ from typing import Any
 
 from util import collectives
 from util.data import decode
-from util.data.folders import SplitFiles, find_files
+from util.data.folders import SplitFiles, find_files, folder_identity
 from util.data.hugging_face import open_hugging_face
 from util.data.images import (
     CifarImages,
@@ -63,6 +63,13 @@ class ImageSource:
         return self.files is not None and len(self.files.tars) > 0
 
     @property
+    def root(self) -> Path:
+        """The folder of the images or tars."""
+        if self.files is None:
+            return Path(self.data_path)
+        return self.files.root
+
+    @property
     def is_written_once(self) -> bool:
         """Whether opening it writes files for all processes: a download, a conversion or an index."""
         return self.in_tars or self.dataset in (*DOWNLOADED, "hf")
@@ -113,6 +120,9 @@ def open_everywhere(
 ) -> Images:
     """Opens the images that the flags name on every rank. Rank 0 downloads, converts or indexes first.
 
+    If all ranks see the same folder of files, rank 0 alone lists it and reads the headers. Copies of a data set on the
+    disks of nodes are listed by each rank, and compared.
+
     in_chans: channels of a trained model's images (default: the flag's).
     ValueError on all ranks if one of them fails, or if they see different data.
     """
@@ -130,6 +140,9 @@ def open_everywhere(
             use_pillow=args.loader == "reference",
         )
 
+    source = collectives.run_on_rank0(find_source)
+    if not source.is_written_once and is_same_folder(args.data_path, source.root):
+        return collectives.run_on_rank0(source.open)
     source = collectives.run_everywhere(find_source)
     kind = "no tars"
     if source.in_tars:
@@ -145,6 +158,15 @@ def open_everywhere(
     }
     collectives.refuse_differences(seen_by_rank, f"{split} data")
     return images
+
+
+def is_same_folder(data_path: str, root: Path) -> bool:
+    """Whether all ranks were given the same path, and see the same folder there. All ranks must call it.
+
+    root: the folder of the images in rank 0's data.
+    """
+    views = collectives.gather_objects((data_path, folder_identity(root)))
+    return len(set(views)) == 1
 
 
 def data_settings(images: Any) -> dict[str, str]:
