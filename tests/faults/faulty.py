@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,12 @@ import torch
 
 from framework import Framework
 from util import atomic
+from util.data import open as open_module
 from util.data.images import EncodedImages
 from util.run import checkpoint
 from util.run.cli import run_program
 from util.run.loop import TrainLoop
+from util.run.supervise import Watchdog
 
 
 def kill_a_worker():
@@ -91,6 +94,8 @@ class Fault:
         TrainLoop.scaled_loss = self.faulty_loss(TrainLoop.scaled_loss)
         if self.name in IN_SAVE:
             checkpoint.save_checkpoint = self.faulty_save(checkpoint.save_checkpoint)
+        if self.name == "hang-mount":
+            open_module.folder_identity = self.faulty_mount(open_module.folder_identity)
         if self.name == "hang-worker":
             EncodedImages.load = self.faulty_load(EncodedImages.load)
 
@@ -127,6 +132,16 @@ class Fault:
             return load(images, i)
 
         return load_in_worker
+
+    def faulty_mount(self, identify):
+        def identify_folder(path):
+            if self.strikes(self.step):
+                (watchdog,) = [thread for thread in threading.enumerate() if isinstance(thread, Watchdog)]
+                watchdog.limit = 5  # instead of half an hour
+                time.sleep(10_000)
+            return identify(path)
+
+        return identify_folder
 
     def faulty_save(self, save):
         def save_in_thread(output_dir, step, *args):

@@ -126,6 +126,15 @@ def test_a_process_that_hangs(photos, tmp_path, undisturbed):
     assert_as(undisturbed, tmp_path / "out")
 
 
+@pytest.mark.fault("F66", "a mount that hangs while one process opens the images", "named, 75, started again, exact")
+def test_a_mount_that_hangs_in_the_set_up(photos, tmp_path, undisturbed):
+    fault = ("hang-mount", 0, 1, tmp_path / "mark")
+    out = finish(photos, tmp_path / "out", *SAVE, fault=fault, restarts=1)
+    assert re.search(r"process 1 on \S+ made no progress for 5 s: it is setting up: images; exit code 75", out), out
+    assert re.search(r'File ".*faulty.py", line \d+ in identify_folder', out)  # its stack
+    assert_as(undisturbed, tmp_path / "out")
+
+
 @pytest.mark.fault("F64", "a first compilation that takes longer than --dist_timeout", "waited for; exact")
 def test_a_slow_compilation_is_no_hang(photos, tmp_path, undisturbed):
     """The first forward pass of one process takes 15 s. A later one that hangs is found as ever."""

@@ -37,6 +37,7 @@ from util.run.resume import (
     refuse_changes,
     restore,
 )
+from util.run.supervise import Watchdog, first_timeout
 from util.run.training import Training
 
 
@@ -71,6 +72,7 @@ class Run:
     plan: Plan
     start: Start
     set_up: SetUp
+    watchdog: Watchdog
     resumed: CheckpointInfo | None
     encoder_flag: str | None
     encoder: EncoderSource | None
@@ -100,17 +102,23 @@ class Run:
         try:
             with exit_on_setup_errors(parser) as set_up:
                 process = join_processes(parser, args)
-                plan = make_plan(args, process, default_batch_size, images_per_gb)
-                if check is not None:
-                    check(args, plan)
-                start, notes = enter_folder(program, args, argv, process, set_up.created)
-                resumed = read_resumed(start, plan.total_batch_size)
-                encoder: EncoderSource | None = None
-                if encoder_flag is not None:
-                    encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
-                    notes = [*notes, *encoder_notes]
-                given = flags_given(parser, argv)
-                yield cls(parser, args, given, plan, start, set_up, resumed, encoder_flag, encoder, list(notes))
+                patience = first_timeout(args.dist_timeout, args.compile)
+                with Watchdog(args.dist_timeout, patience, process.rank, Path(args.output_dir)) as watchdog:
+                    watchdog.begin_phase("output folder")
+                    plan = make_plan(args, process, default_batch_size, images_per_gb)
+                    if check is not None:
+                        check(args, plan)
+                    start, notes = enter_folder(program, args, argv, process, set_up.created)
+                    resumed = read_resumed(start, plan.total_batch_size)
+                    encoder: EncoderSource | None = None
+                    if encoder_flag is not None:
+                        encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
+                        notes = [*notes, *encoder_notes]
+                    given = flags_given(parser, argv)
+                    watchdog.begin_phase("images")
+                    yield cls(
+                        parser, args, given, plan, start, set_up, watchdog, resumed, encoder_flag, encoder, list(notes)
+                    )
         finally:
             if start is not None:
                 start.close()
@@ -148,6 +156,7 @@ class Run:
         """
         if self.resumed is not None:
             return
+        self.watchdog.begin_phase("first weights")
         if self.encoder is not None:
             path = self.encoder.path
             self.note(f"encoder from {path}: {load(path)}", *self.encoder.warnings())
@@ -164,6 +173,7 @@ class Run:
             encoder = checkpoint.read_info(self.encoder.path).pixel_settings
         statistics, notes = choose_statistics((self.args.mean, self.args.std), images, resumed, encoder)
         self.note(*notes)
+        self.watchdog.begin_phase("model")
         return statistics
 
     def begin_training(
@@ -178,11 +188,13 @@ class Run:
 
         ValueError if flags or data have changed in a way that changes the results, unless --allow_changes.
         """
+        self.watchdog.begin_phase("checkpoint")
         collectives.refuse_differences(facts.files, "model")
         info = self.describe(dataset.images, optimizer, schedule, facts)
         state: dict[str, Any] | None = None
         if self.resumed is not None:
             state = self._restore(self.resumed, info, model, optimizer)
+        self.watchdog.begin_phase("training")
         return Training(self, model, optimizer, dataset, schedule, info, state)
 
     def describe(

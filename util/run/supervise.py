@@ -8,7 +8,7 @@ all-reduce the flag every step, and read the result one step later.
 
 Each process has a watchdog. Without progress for `timeout` seconds, it prints its stacks and what it is doing, and
 exits with code 75. torchrun or SLURM's requeue then restarts the run from its last checkpoint. A process that waits in
-a collective says so; the one that all wait for says something else.
+a collective says so; the one that all wait for says something else. Of several processes, the set-up is watched, too.
 """
 
 import faulthandler
@@ -127,6 +127,7 @@ BETWEEN = "between two steps"
 TRACE = "nccl-trace-"  # name of a file, before the rank
 DUMP_SECONDS = 10.0
 PULSE = 5.0  # seconds between two looks, at most
+SETUP_TIMEOUT = 1800.0  # seconds of a phase; rank 0 may have to download or index a data set meanwhile
 COMPILE_TIMEOUT = 3600.0  # seconds; a large model takes tens of minutes where no cache has it
 
 
@@ -139,14 +140,14 @@ def first_timeout(dist_timeout: float, compiles: bool) -> float:
 
 def collective_timeout(dist_timeout: float, compiles: bool) -> float:
     """Returns the minutes after which a collective fails: the watchdog, which says what it waits for, comes first."""
-    return max(30, first_timeout(dist_timeout, compiles) / 60 + 5)
+    return max(SETUP_TIMEOUT, first_timeout(dist_timeout, compiles)) / 60 + 5
 
 
 class Watchdog(threading.Thread):
     """Context manager: ends this process if `heartbeat` is not called for `limit` seconds after its first call.
 
-    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. folder: gets a file about the
-    last collectives of NCCL.
+    `limit` is `first` until `end_first_steps`, and in `first_time`; else it is `timeout`. In the set-up it is longer.
+    folder: gets a file about the last collectives of NCCL.
     """
 
     def __init__(self, timeout: float, first: float, rank: int = 0, folder: Path | None = None) -> None:
@@ -167,6 +168,22 @@ class Watchdog(threading.Thread):
         self.step = step
         self.activity = activity
         self.since = time.monotonic()
+
+    def begin_phase(self, name: str) -> None:
+        """Tells what the set-up does next. A single process is not watched: it may load data for hours."""
+        if dist.is_initialized():
+            self.limit = max(SETUP_TIMEOUT, self.timeout)
+            self.heartbeat(None, f"setting up: {name}")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Context of the training. It is watched from its first heartbeat on."""
+        self.since = None
+        self.limit = self.first
+        try:
+            yield
+        finally:
+            self.since = None
 
     def end_first_steps(self) -> None:
         """Tells that all processes have made a whole step."""
@@ -221,6 +238,8 @@ class Watchdog(threading.Thread):
         reason = f"made no progress for {self.limit:g} s: it is {self.activity}"
         if self.step is not None:
             reason += f", step {self.step + 1}"
+        if _is_in_collective():
+            reason += ", and waits for other processes"
         print_error(f"{_all_stacks()}{place} {reason}; exit code {TEMPORARY}")
         if self.folder is not None and dist.is_initialized() and dist.get_backend() == "nccl":
             writer = threading.Thread(target=dump_collectives, args=(self.folder / f"{TRACE}{self.rank}",), daemon=True)
@@ -234,6 +253,12 @@ def dump_collectives(path: Path) -> None:
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private: other versions may lack it
     if dump is not None:
         path.write_bytes(dump())
+
+
+def _is_in_collective() -> bool:
+    """Whether the main thread is inside a function of torch.distributed."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed")
 
 
 def _all_stacks() -> str:

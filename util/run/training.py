@@ -32,7 +32,7 @@ from util.run.logging import RunLog
 from util.run.loop import TrainLoop
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
-from util.run.supervise import BETWEEN, StopSignal, Watchdog, first_timeout
+from util.run.supervise import BETWEEN, StopSignal
 from util.text import count_of
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class Training:
             last_step = min(last_step, args.max_steps)
         self.log = RunLog(run.output_dir, run.first_step, last_step, process.is_main, schedule.steps_per_epoch)
         self.wrapped = wrap_model(model, optimizer, args, plan.precision, plan.accum_iter, process)
-        patience = first_timeout(args.dist_timeout, args.compile)
-        self.watchdog = Watchdog(args.dist_timeout, patience, process.rank, run.output_dir)
+        self.watchdog = run.watchdog
         self.stop = StopSignal(process.device)
         self.bad_images = BadImages(self.images, dataset.bad, args.max_bad_fraction, self.log.info)
         cores = cores_per_process(process.local_world_size)
@@ -190,7 +189,7 @@ class Training:
         summary: Callable[[], Sequence[str]],
     ) -> bool:
         loop = self.loop
-        with self.watchdog, self.stop, self.saver:
+        with self.watchdog.training(), self.stop, self.saver:
             # An earlier start may have been stopped or killed before it did what was due at its last step.
             all_done = self._run_due(between)
             while not loop.has_ended():

@@ -49,7 +49,7 @@ def test_blocks_of_finds_every_block_of_encoder_and_decoders(name):
     assert set(shard.blocks_of(model)) == blocks
 
 
-@pytest.mark.parametrize(("dist_timeout", "compiles", "minutes"), [(60, False, 30), (7200, False, 125), (60, True, 65)])
+@pytest.mark.parametrize(("dist_timeout", "compiles", "minutes"), [(60, False, 35), (7200, False, 125), (60, True, 65)])
 def test_the_groups_of_replicas_fail_no_sooner_than_that_of_all_ranks(monkeypatch, dist_timeout, compiles, minutes):
     """Their own default may come before the watchdog, which says what it waits for."""
     timeouts = []

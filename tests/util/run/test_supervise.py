@@ -1,5 +1,6 @@
 """Signals that stop a run, and the watchdog that ends a process that hangs."""
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patches import StandIn
 from tests.two_processes import run_in_two_processes
 from tests.until import wait_until
 from util.collectives import all_reduce_sum
@@ -217,6 +219,51 @@ def test_what_may_compile_has_more_time():
             limits.append(watchdog.limit)
         assert watchdog.limit == 600
     assert limits == [3600, 600, 3600]
+
+
+def test_the_set_up_of_several_processes_has_half_an_hour_for_each_phase(monkeypatch):
+    watchdog = Watchdog(timeout=600, first=3600)
+    watchdog.begin_phase("images")
+    assert watchdog.since is None  # a single process is not watched
+    monkeypatch.setattr(supervise, "dist", SimpleNamespace(is_initialized=lambda: True))
+    watchdog.begin_phase("images")
+    assert (watchdog.limit, watchdog.activity) == (1800, "setting up: images")
+    assert watchdog.since is not None
+    with watchdog.training():
+        assert (watchdog.limit, watchdog.since) == (3600, None)
+        watchdog.heartbeat(0, supervise.FORWARD)
+    assert watchdog.since is None
+    patient = Watchdog(timeout=7200, first=7200)
+    patient.begin_phase("images")
+    assert patient.limit == 7200
+
+
+def _waits(rank, mark):
+    """Rank 1 joins the collective once the watchdog of rank 0 has said that rank 0 waits in it."""
+    mark = Path(mark)
+    if rank == 1:
+        wait_until(mark.exists)
+        dist.barrier()
+        return []
+    said = []
+
+    def note(text):
+        said.append(text)
+        if "waits for other processes" in text:
+            mark.touch()
+
+    supervise.print_error = note
+    supervise.os = SimpleNamespace(_exit=lambda code: None)
+    supervise.faulthandler = StandIn(faulthandler, dump_traceback_later=lambda *_, **__: None)
+    with Watchdog(timeout=0.1, first=0.1) as watchdog:
+        watchdog.heartbeat(None, "setting up: images")
+        dist.barrier()
+    return said[-1:]
+
+
+def test_a_process_in_a_collective_says_that_it_waits(tmp_path):
+    (said,), _ = run_in_two_processes(_waits, tmp_path / "mark")
+    assert "it is setting up: images, and waits for other processes; exit code 75" in said
 
 
 @pytest.mark.parametrize(
