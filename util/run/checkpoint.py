@@ -439,20 +439,21 @@ def sha256(path: str | Path) -> str:
 # ----------------------------------------------------------------------------------------------------------------- read
 
 
-def read_checkpoint(path: str | Path, is_verified: bool = False) -> Checkpoint:
+def read_checkpoint(path: str | Path, is_verified: bool = False, mmap: bool = False) -> Checkpoint:
     """Reads a `.pth` or `.safetensors` file, or a `.bin` of Transformers.
 
     No code in the file is executed. Besides tensors and plain values only `argparse.Namespace` is accepted, which MAE's
     releases contain. Raises ValueError if there is no file, CheckpointError if it is damaged or of another kind, and
     OSError if the storage fails. is_verified: its hash has just been compared with its sidecar, for example by
-    `newest_checkpoint`.
+    `newest_checkpoint`. mmap: tensors are views of the file, whose pages the processes of a node share. If the storage
+    fails later, SIGBUS ends the process.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {str(path)!r}: give the path of a .pth or .safetensors file")
     if not is_verified:
         refuse_damage(path)
-    content = _read_content(path)
+    content = _read_content(path, mmap)
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not a dict of weights")
     meta = content.get("meta")
@@ -480,12 +481,12 @@ def read_info(path: str | Path) -> CheckpointInfo:
     return read_sidecar(Path(path)) or read_checkpoint(path).info
 
 
-def _read_content(path: Path) -> Any:
+def _read_content(path: Path, mmap: bool) -> Any:
     try:
         if path.suffix == ".safetensors":
             return _read_safetensors(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (OSError, MemoryError):

@@ -259,7 +259,8 @@ class Run:
             refuse_changes(changes, path)
         # Rank 0 has compared its hash in `enter_folder`. On other nodes one process does, since all read the same copy.
         is_verified = self.process.is_main or self.process.local_rank > 0
-        state = restore(path, is_verified, model, optimizer)
+        # With --shard, all processes of a node read the whole model and its moments to keep a part of them.
+        state = restore(path, is_verified, model, optimizer, mmap=self.args.shard)
         for change in changes:
             self.note(f"warning: {change}")
         self.note(*find_notes(resumed, info, flag_changes))

@@ -1,17 +1,18 @@
 import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import main_pretrain
 from tests.runs import info_of_run
-from util.run.checkpoint import CheckpointError, DataInfo, StartInfo, save_checkpoint
+from util.run.checkpoint import CheckpointError, DataInfo, StartInfo, refuse_damage, save_checkpoint
 from util.run.distributed import Process
 from util.run.flags import Plan, changes_of_flags
 from util.run.folder import Start
-from util.run.resume import find_changes, find_notes, read_resumed
+from util.run.resume import find_changes, find_notes, read_resumed, restore
 
 SETTINGS = {
     "lr": 1.0,
@@ -180,3 +181,36 @@ def test_sharding_changes_results_where_it_also_rounds_norms():
 def test_paths_and_workers_may_differ_between_the_processes_of_a_start():
     rules = main_pretrain.get_args_parser().rules
     assert {name for name, rule in rules.items() if rule.per_process} == {"data_path", "num_workers", "teacher"}
+
+
+def mapped_files():
+    return Path("/proc/self/maps").read_text()
+
+
+def model_and_optimizer():
+    model = torch.nn.Linear(100, 30)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def make_a_step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which files are mapped")
+def test_a_mapped_checkpoint_gives_the_same_state_and_is_never_written_to(tmp_path):
+    model, optimizer = model_and_optimizer()
+    make_a_step(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {"scale": 4.0}, "meter": {}}
+    path = save_checkpoint(tmp_path, 1, state, info_of_run().to_json())
+    make_a_step(model, optimizer)
+    for mmap in (False, True):
+        ours, our_optimizer = model_and_optimizer()
+        training = restore(path, False, ours, our_optimizer, mmap)
+        assert training == {"scaler": {"scale": 4.0}, "meter": {}}
+        assert (str(path) in mapped_files()) == mmap
+        make_a_step(ours, our_optimizer)
+        torch.testing.assert_close(ours.state_dict(), model.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(our_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    refuse_damage(path)

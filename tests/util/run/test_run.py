@@ -124,20 +124,21 @@ def test_while_a_run_trains_cudnn_measures_its_kernels_and_garbage_collection_sk
     assert torch.backends.cudnn.benchmark
 
 
+@pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize(("rank", "local_rank", "hashes"), [(0, 0, False), (1, 1, False), (8, 0, True), (9, 1, False)])
-def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes):
-    """Rank 0 has done so before."""
-    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_: is_verified)
+def test_one_process_of_each_node_hashes_the_checkpoint(monkeypatch, tmp_path, rank, local_rank, hashes, shard):
+    """Rank 0 has done so before. If the model is sharded, the processes of a node share the pages of the file."""
+    monkeypatch.setattr(run_module, "restore", lambda path, is_verified, *_, mmap: (is_verified, mmap))
     for name in ("changes_of_flags", "find_changes", "find_notes"):
         monkeypatch.setattr(run_module, name, lambda *_: [])
     this = Namespace(
         process=Process(torch.device("cpu"), rank, 16, 8, local_rank),
         start=Namespace(resume_path=tmp_path),
-        args=Namespace(allow_changes=True),
+        args=Namespace(allow_changes=True, shard=shard),
         given=set(),
         parser=None,
         plan=None,
         first_step=0,
         note=lambda *_: None,
     )
-    assert run_module.Run._restore(this, None, None, None, None) == (not hashes)
+    assert run_module.Run._restore(this, None, None, None, None) == (not hashes, shard)

@@ -306,8 +306,9 @@ def alone(monkeypatch):
         monkeypatch.setenv(name, str(value))
 
 
-def test_a_sharded_run_of_one_process_equals_the_plain_run(photos, tmp_path, alone):
+def test_a_sharded_run_of_one_process_equals_the_plain_run_also_if_it_is_resumed(photos, tmp_path, alone):
     plain = pretrain(photos, tmp_path / "plain", "--max_steps", 3)
+    pretrain(photos, tmp_path / "sharded", "--max_steps", 2, "--shard")
     sharded = pretrain(photos, tmp_path / "sharded", "--max_steps", 3, "--shard")
     assert_same_state(sharded, plain)
 
