@@ -22,6 +22,7 @@ from util.data.images import Images
 from util.data.open import data_settings
 from util.data.statistics import Statistics, choose_statistics
 from util.run import checkpoint
+from util.run.check_nodes import check_nodes
 from util.run.checkpoint import CheckpointInfo, DataInfo, EncoderSource, RunInfo
 from util.run.cli import Parser, flags_given
 from util.run.distributed import Process
@@ -114,6 +115,9 @@ class Run:
                     if encoder_flag is not None:
                         encoder, encoder_notes = find_first_weights(args, start, resumed, encoder_flag)
                         notes = [*notes, *encoder_notes]
+                    if args.check_nodes:
+                        watchdog.begin_phase("check of nodes")
+                        notes = [*notes, *check_nodes(process, plan.precision)]
                     given = flags_given(parser, argv)
                     watchdog.begin_phase("images")
                     yield cls(
