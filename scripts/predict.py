@@ -7,7 +7,8 @@ A block of width D on T tokens computes 12 T D^2 + 2 T^2 D multiply-adds, and mo
 constants below. The bound is a roofline: FLOPs / rate of large matrix products, plus bytes / rate of large copies, plus
 the update of the weights. The expected step is 1.45 times as long: an estimate, since nothing was measured on a GPU.
 It says how long the GPUs work. Images may come more slowly: days are given with each GPU's cores decoding JPEGs in full
-size, and decoding shards that `pack_dataset.py --quality 90` has written. Communication is left out.
+size, and decoding shards that `pack_dataset.py --quality 90` has written, and say which of the two is the limit.
+Communication is left out.
 """
 
 import sys
@@ -40,8 +41,9 @@ USABLE = 0.9  # of the memory: the rest is for the CUDA context, libraries, comm
 USUAL_BATCH = 512  # images of a micro-batch, where they fit
 IMAGENET = 1_281_167
 GIB = 2**30
-# Images per second that one core decodes and crops: docs/costs.md.
+# Images per second that one idle core decodes and crops: docs/costs.md.
 DECODING = {"jpeg": 559, "q90": 789}
+BUSY = 0.75  # rate of a core while all cores of a server decode, relative to an idle one: an estimate
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ DEVICES = {
     "RTX4090": Device(160.5e12, 921e9, 23 * GIB),
 }
 COLUMNS = ["recipe", "model", "throw_ratio", "device", "gpus", "code", "batch_size", "accum_iter", "peak_gb"]
-COLUMNS += ["largest_batch_size", "bound_ms", "expected_ms", "images_per_second", "days", "days_jpeg", "days_q90"]
+COLUMNS += ["largest_batch_size", "bound_ms", "expected_ms", "images_per_second", "days"]
+COLUMNS += ["days_jpeg", "limit_jpeg", "days_q90", "limit_q90"]
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,9 @@ def predict(
         "days": images / total * expected / 86400,
     }
     for source, rate in DECODING.items():
-        seconds = max(expected, total / (gpus * cores * rate))
-        row[f"days_{source}"] = images / total * seconds / 86400
+        loading = total / (gpus * cores * BUSY * rate)
+        row[f"days_{source}"] = images / total * max(expected, loading) / 86400
+        row[f"limit_{source}"] = "loader" if loading > expected else "GPU"
     return row
 
 
@@ -192,9 +196,11 @@ def markdown(rows: Sequence[dict[str, Any]], cores: int) -> str:
         cells += [f"{row['batch_size']} x {row['accum_iter']}", f"{row['peak_gb']:.1f}", row["largest_batch_size"]]
         cells += [f"{row[name]:.1f}" for name in ("bound_ms", "expected_ms")]
         cells += [f"{row['images_per_second']:.0f}"]
-        cells += [f"{row[name]:.2f}" for name in ("days", "days_jpeg", "days_q90")]
+        cells += [f"{row['days']:.2f}"]
+        cells += [f"{row[f'days_{source}']:.2f}, {row[f'limit_{source}']}" for source in DECODING]
         lines.append(cells)
     how = f"*Predicted*, not measured; milliseconds of a step of the total batch; {cores} cores for each GPU."
+    how += " Days from images name what limits them."
     return f"{how}\n\n{markdown_table(titles, lines)}\n"
 
 
