@@ -25,6 +25,7 @@ from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, MaskCollator, SpatialAggregation
 from recipes import RECIPES
+from util.costs import forward_gmac
 from util.data.datasets import AddressedDataset
 from util.data.images import evenly_spaced
 from util.data.open import open_everywhere
@@ -44,6 +45,7 @@ from util.run.flags import (
 from util.run.loader import BatchSource, TrainLoader
 from util.run.run import Run, RunFacts
 from util.run.training import BetweenSteps, Training
+from util.run.utilization import report_utilization
 from util.text import count_of
 
 timm_optim = LazyModule("timm.optim")
@@ -381,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
         training.announce(summary_rows(args, model, images))
+        report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
         between: list[BetweenSteps] = [CompiledShapes(training, model, collator), Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from util.lazy import LazyModule
 from util.text import count_of
+
+flop_counter = LazyModule("torch.utils.flop_counter")  # which imports Triton
 
 
 def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.nn.Module]) -> tuple[float, float]:
@@ -37,7 +39,7 @@ def forward_gmac(settings: Mapping[str, Any], build_model: Callable[..., torch.n
 
 def count_gmac(forward: Callable[[], object]) -> float:
     """Multiply-adds of `forward()`, in 10^9."""
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter.FlopCounterMode(display=False) as counter:
         forward()
     return counter.get_total_flops() / 2e9
 

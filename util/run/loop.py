@@ -181,6 +181,7 @@ class TrainLoop:
     data_hint: what to do if loading data is too slow, or "".
     listener: what else is done at each report.
     hosts: the host of each rank.
+    measures: functions of a report's values that return further ones.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -200,6 +201,7 @@ class TrainLoop:
     data_hint: str = ""
     listener: ReportListener | None = None
     hosts: Sequence[str] = ()
+    measures: list[Callable[[dict[str, Any]], dict[str, float]]] = field(default_factory=list)
     watchdog: Watchdog | None = None
     step: int = 0  # number of optimizer steps done, over all starts of the run
     losses: dict[str, torch.Tensor] = field(default_factory=dict)  # of the current step, summed over micro-batches
@@ -376,6 +378,8 @@ class TrainLoop:
         scalars |= self._shares(sums)
         scalars |= self.clock.lap(self.images_per_step)
         scalars |= memory_scalars(self.device)
+        for measure in self.measures:
+            scalars |= measure(scalars)
         if epoch_ends:
             epoch_means, _ = self.meter.means(sums.since_epoch)
             self.meter.since_epoch.zero_()
@@ -443,6 +447,8 @@ class TrainLoop:
         line = f"{where}: {values}, data {scalars['data_share']:.0%}{self._place(scalars['data_rank'])}, eta {eta}"
         if "gpu_memory_gb" in scalars:
             line += f", {scalars['gpu_memory_gb']:.1f} GB"
+        if "mfu" in scalars:
+            line += f", MFU {scalars['mfu']:.0%}"
         return line, values
 
     def heartbeat(self, activity: str) -> None:
