@@ -185,6 +185,15 @@ def add_run_flags(group: FlagGroup, unit: str = "epochs") -> None:
     group.add_argument(
         "--print_freq", changes="nothing", type=int, default=20, at_least=1, help="steps between reports"
     )
+    group.add_argument(
+        "--profile",
+        changes="nothing",
+        metavar="STEP",
+        type=int,
+        at_least=0,
+        help="trace the three steps after this step of the run (rank 0); until the end, a GPU that runs out of memory "
+        "leaves a snapshot",
+    )
 
 
 def add_folder_flags(group: FlagGroup) -> None:

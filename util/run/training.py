@@ -30,6 +30,7 @@ from util.run.folder import write_json
 from util.run.loader import Batches, BatchSource
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
+from util.run.profile import Profile
 from util.run.saving import CheckpointSaver
 from util.run.shard import wrap_model
 from util.run.supervise import BETWEEN, StopSignal
@@ -128,6 +129,7 @@ class Training:
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
+        self.profile = Profile(args.profile, last_step, process, run.output_dir, self.log)
 
     def note(self, *notes: str) -> None:
         """Writes notes to the log."""
@@ -189,11 +191,13 @@ class Training:
         summary: Callable[[], Sequence[str]],
     ) -> bool:
         loop = self.loop
-        with self.watchdog.training(), self.stop, self.saver:
+        with self.watchdog.training(), self.stop, self.saver, self.profile:
             # An earlier start may have been stopped or killed before it did what was due at its last step.
             all_done = self._run_due(between)
             while not loop.has_ended():
-                train_steps(self.wrapped, batches, self._steps_to_next_pause(), loop)
+                steps = self.profile.cut(self._steps_to_next_pause())
+                with self.profile.trace(steps):
+                    train_steps(self.wrapped, batches, steps, loop)
                 if loop.has_ended():
                     self.saver.save(final=True)
                 elif self.saver.is_due():
