@@ -7,7 +7,7 @@ The same command again resumes the run at the step of its newest good checkpoint
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from util.data.datasets import AddressedDataset
 from util.data.images import evenly_spaced
 from util.data.open import open_everywhere
 from util.data.statistics import Statistics
-from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.lazy import LazyModule
 from util.run import shard
 from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
@@ -42,7 +41,7 @@ from util.run.flags import (
     add_run_flags,
     schedule_by_epochs,
 )
-from util.run.loader import BatchSource, TrainLoader
+from util.run.loader import BatchSource, TrainLoader, make_augmentation
 from util.run.run import Run, RunFacts
 from util.run.training import BetweenSteps, Training
 from util.run.utilization import report_utilization
@@ -171,18 +170,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     if CLASS_OF[args.model].shared_visible:  # by all images of a micro-batch
         parser.set_changes(batch_size="results")
     return parser, args
-
-
-def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
-    """Returns the random crop and flip of training images."""
-    use_pillow = args.loader == "reference"
-    if args.crop == "padded":
-        return PaddedCropFlip(
-            img_size, args.seed, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
-        )
-    return RandomResizedCropFlip(
-        img_size, args.seed, args.crop_scale, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
-    )
 
 
 def make_optimizer(model: Framework, args: argparse.Namespace, lr: float) -> torch.optim.Optimizer:

@@ -1,11 +1,13 @@
-"""The training batches of a run: which images each step has, in which order, and how they are collated."""
+"""The training batches of a run: which images each step has, in which order, how they are cropped and collated."""
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from util.data.datasets import AddressedDataset, StepBatchSampler, steps_per_epoch
 from util.data.loader import Loader
+from util.data.transforms import PaddedCropFlip, RandomResizedCropFlip
 from util.run.distributed import Process
 from util.run.flags import Plan
 
@@ -72,3 +74,15 @@ class TrainLoader:
             pin_memory=plan.device == "cuda",
             batch_bytes=self.batch_bytes,
         )
+
+
+def make_augmentation(args: argparse.Namespace, img_size: Sequence[int]) -> Callable:
+    """Returns the random crop and flip of the images of a pre-training."""
+    use_pillow = args.loader == "reference"
+    if args.crop == "padded":
+        return PaddedCropFlip(
+            img_size, args.seed, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
+        )
+    return RandomResizedCropFlip(
+        img_size, args.seed, args.crop_scale, interpolation=args.interpolation, reference=use_pillow, hflip=args.hflip
+    )

@@ -21,6 +21,7 @@ from util.data.loader import BadImages, TooManyBadImages
 from util.data.open import data_hint
 from util.data.transforms import Normalize
 from util.run import checkpoint
+from util.run.bad_step import save_bad_step
 from util.run.checkpoint import CheckpointInfo
 from util.run.distributed import precision
 from util.run.ending import end_after_signal, finish_run
@@ -129,6 +130,7 @@ class Training:
         self.saver = CheckpointSaver(
             run.start, info, model, self.loop, schedule, save_minutes=args.save_minutes, save_steps=args.save_steps
         )
+        self.has_bad_step = False  # and its file is written
         self.profile = Profile(args.profile, last_step, process, run.output_dir, self.log)
 
     def note(self, *notes: str) -> None:
@@ -179,6 +181,8 @@ class Training:
             try:
                 return self._train(train_steps, batches, between, summary)
             except Exception as error:
+                if isinstance(error, FloatingPointError):
+                    save_bad_step(self.saver)
                 refuse_training_error(self.run.parser, error, self.saver, self.plan.batch_size)
             finally:
                 gc.unfreeze()
@@ -251,6 +255,8 @@ class Training:
             raise
         if is_time:
             self.saver.save()
+        if not self.has_bad_step and not self.loop.precision.scaler.is_enabled():  # a scaler tries steps out
+            self.has_bad_step = save_bad_step(self.saver)
 
     def ends_epoch(self, every: int) -> bool:
         """Whether the current step ends an epoch whose number is a multiple of `every`, or the whole schedule.
