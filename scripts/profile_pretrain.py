@@ -4,7 +4,7 @@
     python scripts/profile_pretrain.py mae_vit_base_100ep prmim50_vit_base_100ep --compile --batch_size 512 --csv c.csv
 
 A step is that of main_pretrain.py (bytes to floats, forward, backward, gradient norm, AdamW) on one batch of random
-images. The steps are timed in turn. Columns:
+images. After its first steps each recipe is timed once, then all in turn. Columns:
 
 gmac         multiply-adds of the forward pass of one image, in 10^9, without a frozen teacher
 saved_mb     MB an image that the forward pass keeps for the backward pass, of the eager model
@@ -44,7 +44,7 @@ DIGITS = {"gmac": 3, "saved_mb": 1, "peak_mb": 1, "ms": 1}  # of the costs in th
 COSTS = tuple(DIGITS)
 COLUMNS = ["recipe", "model", "throw_ratio", "parameters", *COSTS, "images_per_second"]
 COLUMNS += [*(f"{cost}_ratio" for cost in COSTS), "batch_size", "rounds", "device", "precision", "torch"]
-COLUMNS += ["attention", "compile"]
+COLUMNS += ["attention", "compile", "steps"]
 NEVER = 2**62  # steps: no report falls into a measurement
 
 
@@ -115,7 +115,7 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
         torch.cuda.reset_peak_memory_stats()
         step()
         row["peak_mb"] = (torch.cuda.max_memory_allocated() - held_by_others) / 1e6
-    for name in ("batch_size", "attention", "compile"):
+    for name in ("batch_size", "attention", "compile", "steps"):
         row[name] = getattr(args, name)
     row["precision"] = step.precision.name
     row["device"] = costs.device_name(device)
@@ -150,11 +150,20 @@ def markdown(rows: Sequence[Row]) -> str:
             else:
                 cells += [f"{row[cost]:.{DIGITS[cost]}f}", f"{row[f'{cost}_ratio']:.3f}"]
         lines.append([*cells, f"{row['images_per_second']:.1f}"])
-    how = "batch {batch_size}, {device}, {precision}, {rounds} rounds, torch {torch}, attention {attention}"
+    how = "batch {batch_size}, {device}, {precision}, {rounds} x {steps} steps, torch {torch}, attention {attention}"
     caption = how.format(**rows[0])
     if rows[0]["compile"]:
         caption += ", compiled"
     return f"{caption}\n\n{markdown_table([*titles, 'images/s'], lines)}\n"
+
+
+def write_tables(rows: Sequence[Row], times: Sequence[Sequence[float]], args: argparse.Namespace) -> None:
+    """Adds the times so far to the rows, and writes the files that the flags name."""
+    add_times(rows, times)
+    if args.csv:
+        write_csv(args.csv, COLUMNS, rows)
+    if args.markdown:
+        args.markdown.write_text(markdown(rows), encoding="utf-8")
 
 
 def get_parser() -> Parser:
@@ -163,12 +172,13 @@ def get_parser() -> Parser:
     flag("recipes", nargs="+", metavar="RECIPE", help="names from recipes.py")
     flag("--batch_size", type=int, default=8, at_least=1, help="images per step")
     flag("--rounds", type=int, default=7, at_least=1, help="number of times that every step is timed")
+    flag("--steps", type=int, default=1, at_least=1, help="steps that are timed together, without a wait between them")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     flag("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 or fp16 on a GPU, else fp32")
     flag("--attention", default="auto", choices=("auto", *KERNELS), help="preferred kernel")
     flag("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the steps that are timed")
-    flag("--csv", type=Path, help="write unrounded numbers to this file, after each round")
-    flag("--markdown", type=Path, help="write the printed table to this file, after each round")
+    flag("--csv", type=Path, help="write unrounded numbers to this file, after each recipe and round")
+    flag("--markdown", type=Path, help="write the printed table to this file, after each recipe and round")
     return parser
 
 
@@ -189,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(args.recipes))
     rows: list[Row] = []
     steps: list[Step] = []
-    times: list[list[float]] = [[] for _ in args.recipes]
+    times: list[list[float]] = []
     try:
         for name in args.recipes:
             print(f"{name}: counts and first steps", flush=True)
@@ -197,14 +207,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             row, step = measure(settings, args, device)
             rows.append(row)
             steps.append(step)
-        for i in range(args.rounds):
-            for seconds, time in zip(times, costs.time_round(steps, device, i), strict=True):
+            times.append([costs.seconds_of(step, device, args.steps)])
+            write_tables(rows, times, args)  # if the next recipe takes too long, this one has a row
+        for i in range(args.rounds - 1):
+            for seconds, time in zip(times, costs.time_round(steps, device, i, args.steps), strict=True):
                 seconds.append(time)
-            add_times(rows, times)
-            if args.csv:
-                write_csv(args.csv, COLUMNS, rows)
-            if args.markdown:
-                args.markdown.write_text(markdown(rows), encoding="utf-8")
+            write_tables(rows, times, args)
     except torch.cuda.OutOfMemoryError:
         parser.error(
             f"the GPU has too little memory for --batch_size {args.batch_size} and {len(args.recipes)} recipes, which "

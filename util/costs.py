@@ -73,13 +73,14 @@ def make_batch(
     return imgs, orders
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Times one call of `work`, with a host-device sync before and after it."""
+def seconds_of(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Times `calls` calls of `work` between two host-device syncs, as in training, and returns the seconds of one."""
     synchronize(device)
     start = time.perf_counter()
-    work()
+    for _ in range(calls):
+        work()
     synchronize(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / calls
 
 
 def synchronize(device: torch.device) -> None:
@@ -88,15 +89,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def time_round(steps: Sequence[Callable[[], object]], device: torch.device, first: int) -> list[float]:
-    """Times every step once, and returns their seconds in the order of `steps`.
+def time_round(steps: Sequence[Callable[[], object]], device: torch.device, first: int, calls: int = 1) -> list[float]:
+    """Times `calls` calls of every step, and returns the seconds of one in the order of `steps`.
 
     Another step is `first` in each round, because the memory that one step leaves behind can slow down the next one.
     """
     seconds = [0.0] * len(steps)
     for j in range(len(steps)):
         k = (first + j) % len(steps)
-        seconds[k] = seconds_of(steps[k], device)
+        seconds[k] = seconds_of(steps[k], device, calls)
     return seconds
 
 

@@ -119,6 +119,9 @@ def test_time_is_taken_from_sync_to_sync(monkeypatch):
     monkeypatch.replace_in(costs, "time.perf_counter", clock)
     assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu")) == 3
     assert events == ["sync", "clock", "work", "sync", "clock"]
+    events.clear()
+    assert costs.seconds_of(lambda: events.append("work"), torch.device("cpu"), calls=3) == 5 / 3
+    assert events == ["sync", "clock", "work", "work", "work", "sync", "clock"]
 
 
 def test_each_round_times_every_step_and_another_one_first():
