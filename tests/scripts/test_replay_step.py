@@ -104,6 +104,22 @@ def test_an_injected_image_is_named(tmp_path, capsys):
     assert "weights" not in out
 
 
+@pytest.mark.parametrize(("precision", "files"), [("bf16", ["bad-step-2.pth"]), ("fp16", [])])
+def test_a_single_step_is_kept_at_its_report_but_not_what_a_loss_scale_tries(
+    photos, tmp_path, monkeypatch, precision, files
+):
+    scaled_loss = TrainLoop.scaled_loss
+
+    def spoilt_loss(loop, losses, micro):
+        if loop.step in (2, 4):
+            losses = {name: loss * torch.nan for name, loss in losses.items()}
+        return scaled_loss(loop, losses, micro)
+
+    monkeypatch.setattr(TrainLoop, "scaled_loss", spoilt_loss)
+    pretrain(photos, tmp_path, *QUIET, "--precision", precision)
+    assert [path.name for path in tmp_path.glob("bad-step-*")] == files  # the first one of a start
+
+
 class NaNBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

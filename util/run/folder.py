@@ -30,15 +30,13 @@ from util.text import shorten
 
 # Files that a killed process was about to rename.
 LEFTOVERS = (
-    *(
-        ".checkpoint-*.tmp-*",
-        ".bad-step-*.tmp-*",
-        ".settings.tmp-*",
-        ".results.tmp-*",
-        ".log.tmp-*",
-        "..progress.tmp-*",
-        ".shared-*",
-    ),
+    ".checkpoint-*.tmp-*",
+    ".bad-step-*.tmp-*",
+    ".settings.tmp-*",
+    ".results.tmp-*",
+    ".log.tmp-*",
+    "..progress.tmp-*",
+    ".shared-*",
     "attention/.*.tmp-*",
 )
 LOCK = ".lock"
