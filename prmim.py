@@ -34,6 +34,7 @@ from models_vit import Block, init_weights, layer_norm
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
 from util.pos_embed import height_and_width, position_table, sincos_pos_embed
+from util.tokens import put_tokens, take_tokens
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,8 @@ class TokenOrder:
 
     @staticmethod
     def take(x: Tensor, ids: Tensor) -> Tensor:
-        """Gathers the rows of `x` [B or 1, N, C] at `ids` [B, n]. Returns [B, n, C]."""
-        x = x.expand(len(ids), -1, -1)
-        ids = ids.unsqueeze(-1).expand(-1, -1, x.shape[-1])
-        return x.gather(1, ids)
+        """Gathers the rows of `x` [B or 1, N, C] at `ids` [B, n], which differ within a row. Returns [B, n, C]."""
+        return take_tokens(x, ids)
 
     def take_visible(self, x: Tensor) -> Tensor:
         """Gathers the visible ones of tokens in raster order: [B or 1, N, C] to [B, num_visible, C]."""
@@ -180,12 +179,10 @@ class TokenOrder:
     def restore(self, x: Tensor) -> Tensor:
         """Puts the order's first n tokens `x` [B, n, C] back into raster order. All other tokens are zero.
 
-        With n = num_kept the zeros are the thrown tokens. Returns [B, N, C]. The backward pass is a plain gather.
+        With n = num_kept the zeros are the thrown tokens. Returns [B, N, C].
         """
-        B, n, C = x.shape
-        ids = self.ids_shuffle[:, :n].unsqueeze(-1).expand_as(x)
-        zeros = x.new_zeros(B, self.counts.num_tokens, C)
-        return zeros.scatter(1, ids, x)
+        ids = self.ids_shuffle[:, : x.shape[1]]
+        return put_tokens(x, ids, self.counts.num_tokens)
 
 
 # ------------------------------------------------------------------------------ 3.2 Progressive reconstruction scheme

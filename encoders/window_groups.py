@@ -7,13 +7,14 @@ other.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from encoders.rel_pos import grid_coords, relative_offset_index
+from util.tokens import put_tokens, take_tokens
 
 
 def group_windows(counts: Sequence[int] | np.ndarray, group_size: int) -> list[list[int]]:
@@ -87,7 +88,7 @@ class WindowGroups:
         shift: int,
         groups: Tensor | None = None,
     ) -> None:
-        self.ids: Tensor | None = None  # [G, g], padded with 0
+        self.shape = (1, len(coords))  # (G, g)
         self.slots: Tensor | None = None  # [T], where each token stands among the G * g
         present: Tensor | None = None  # [G, g], False where a group is padded
         if groups is None:
@@ -96,13 +97,13 @@ class WindowGroups:
             present = groups >= 0
             num_tokens = len(coords)
             _check_count(present, num_tokens)
-            self.ids = groups.clamp(min=0)
+            self.shape = groups.shape
             positions = torch.arange(groups.numel(), device=groups.device)
             tokens = torch.where(present, groups, num_tokens).flatten()  # padding becomes one more token
-            slots = torch.full((num_tokens + 1,), -1, device=groups.device)
+            slots = torch.zeros(num_tokens + 1, dtype=torch.int64, device=groups.device)
             slots.scatter_(0, tokens, positions)
             self.slots = slots[:num_tokens]
-            coords = coords[self.ids]  # [G, g, 2]
+            coords = coords[groups.clamp(min=0)]  # [G, g, 2]
         windows = window_of(coords, window, shift)
         is_equal = windows.unsqueeze(2) == windows.unsqueeze(1)  # [G, g, g, 2]
         attends = is_equal.all(dim=-1)
@@ -113,17 +114,17 @@ class WindowGroups:
         self.mask = torch.where(attends, 0.0, -100.0)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gathers the tokens [B, T, C] of each group. Returns [B, G, g, C]."""
-        if self.ids is None:
+        """Puts the tokens [B, T, C] into their groups [B, G, g, C], which are padded with zeros."""
+        if self.slots is None:
             return x.unsqueeze(1)
-        tokens = _Gather.apply(x, self.ids.flatten(), self.slots)
-        return tokens.unflatten(1, self.ids.shape)
+        tokens = put_tokens(x, self.slots.expand(len(x), -1), math.prod(self.shape))
+        return tokens.unflatten(1, self.shape)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Puts the tokens of all groups [B, G, g, C] back into their order [B, T, C] and drops the padding."""
-        if self.ids is None:
+        if self.slots is None:
             return x.squeeze(1)
-        return x.flatten(1, 2).index_select(1, self.slots)
+        return take_tokens(x.flatten(1, 2), self.slots.expand(len(x), -1))
 
 
 def _check_count(present: Tensor, num_tokens: int) -> None:
@@ -134,24 +135,6 @@ def _check_count(present: Tensor, num_tokens: int) -> None:
     num_present = int(present.sum())
     if num_present != num_tokens:
         raise ValueError(f"the grouping holds {num_present} tokens, but {num_tokens} are visible")
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers tokens [B, T, C] into slots [B, S, C].
-
-    Padding reads token 0 and gets no gradient. The backward pass is therefore a gather, too. A scatter would add up in
-    no fixed order on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(1, ids)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return gradient.index_select(1, slots), None, None
 
 
 def window_of(coords: Tensor, window: int, shift: int) -> Tensor:

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import monitor
 from encoders.load import Weights, load_encoder
@@ -360,6 +361,30 @@ def test_a_step_reads_nothing_from_the_device(name):
     model = build(name).to("meta")
     batch = [tensor.to("meta") for tensor in a_batch(model)]
     total(model(*batch)).backward()
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@frameworks
+@pytest.mark.parametrize("applies_to", ["thrown", "all"])
+def test_no_backward_pass_adds_by_index(name, applies_to):
+    """A GPU would add in no fixed order, by atomic operations. The tables of biases are not large."""
+    model = build(name, applies_to=applies_to)
+    losses = total(model(*a_batch(model)))
+    with Operators() as backward:
+        losses.backward()
+    assert "mm" in backward.names
+    assert not [operator for operator in backward.names if re.search(r"scatter_add|index_add|index_put", operator)]
 
 
 COMPILED = [(name, False) for name in CLASSES]

@@ -1,0 +1,47 @@
+"""Moves tokens to other places. Both directions only copy, forward and backward: no place has two sources."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def take_tokens(x: Tensor, ids: Tensor) -> Tensor:
+    """Gathers the tokens of `x` [B or 1, N, C] at `ids` [B, n], which differ within an image. Returns [B, n, C].
+
+    Its backward pass puts gradients. That of `Tensor.gather` adds them up, on a GPU by atomic operations.
+    """
+    return _Take.apply(x, ids)
+
+
+def put_tokens(x: Tensor, ids: Tensor, num_tokens: int) -> Tensor:
+    """Puts the tokens `x` [B, n, C] to the places `ids` [B, n], which differ within an image, among zeros.
+
+    Returns [B, num_tokens, C]. Its backward pass takes gradients.
+    """
+    zeros = x.new_zeros(len(x) * num_tokens, x.shape[-1])
+    rows = rows_of(ids, num_tokens)
+    return zeros.index_copy_(0, rows, x.flatten(0, 1)).unflatten(0, (-1, num_tokens))
+
+
+def rows_of(ids: Tensor, num_tokens: int) -> Tensor:
+    """Returns the rows of tokens `ids` [B, n] in a table of all images' tokens [B * num_tokens, C], as [B * n]."""
+    first = num_tokens * torch.arange(len(ids), device=ids.device)
+    return (ids + first.unsqueeze(1)).flatten()
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = x.shape
+        rows = ids.flatten()
+        if len(x) > 1:
+            rows = rows_of(ids, x.shape[1])
+        return x.flatten(0, 1).index_select(0, rows).unflatten(0, ids.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        grad = put_tokens(grad, ids, ctx.shape[1])
+        return grad.sum_to_size(ctx.shape), None
