@@ -20,7 +20,7 @@ import monitor
 from encoders.load import load_encoder
 from engine_pretrain import compile_shapes, train_one_epoch
 from framework import Framework, NoPixels
-from frameworks import attention_phases
+from frameworks import attention_phases, growth
 from frameworks.reconstruction import crops, reconstruction_picture
 from frameworks.registry import CLASS_OF, MODELS, build_model, check_own_flags, own_flags
 from prmim import AGGREGATION, SAMPLING, MaskCollator, SpatialAggregation
@@ -99,6 +99,7 @@ def add_method_flags(group: FlagGroup) -> None:
     boolean = argparse.BooleanOptionalAction
     method("--model", default="mae_vit_base_patch16", choices=MODELS, help="framework and size")
     method("--input_size", type=int, nargs="+", help="image side in pixels, or height and width (default: the model's)")
+    growth.add_flag(group)
     method("--patch_size", type=int, help="patch side in pixels (default: the model's)")
     method(
         "--drop_path",
@@ -355,6 +356,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         model = build_model(vars(args)).to(run.build_device)
         model.use_statistics(*statistics)
         run.note(*attention_phases.check_sampling(args, model))
+        growth.check_growth(args, model)
         for file in model.named_files().values():
             run.note(file.origin)
         run.load_encoder(partial(load_encoder, model, part="blocks"))
@@ -370,7 +372,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         schedule = schedule_by_epochs(args, run.plan, loader.steps_per_epoch)
         training = run.begin_training(model, optimizer, dataset, schedule, describe_model(model, statistics))
         training.announce(summary_rows(args, model, images))
-        report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
+        if not args.grow_size:  # an image then costs the same in all steps
+            report_utilization(training.loop, partial(forward_gmac, vars(args), build_model))
 
         between: list[BetweenSteps] = [CompiledShapes(training, model, collator), Pictures(training, model, images)]
         between.append(monitor.Monitor(training, model, images, val_images))
@@ -379,6 +382,10 @@ def main(argv: Sequence[str] | None = None) -> bool:
             phases = attention_phases.AttentionPhases(training, model, loader)
             between.append(phases)
             source = phases
+        elif args.grow_size:
+            growing = growth.GrowingSize(training, model, loader, partial(make_augmentation, args))
+            between.append(growing)
+            source = growing
         return training.train(train_one_epoch, source, between, lambda: summary_of_run(args, training))
 
 

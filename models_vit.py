@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from util.lazy import LazyModule
-from util.pos_embed import height_and_width, position_table
+from util.pos_embed import height_and_width, position_table, table_for_grid
 
 timm_layers = LazyModule("timm.layers")
 
@@ -285,12 +285,14 @@ class PositionedEncoder(PatchEncoder):
 
     def __init__(self, sizes: ViTSizes, num_cls_tokens: int = 1) -> None:
         super().__init__(sizes, num_cls_tokens)
+        self.table_grid = self.grid_size  # of `pos_embed`; images of another size interpolate it
         self.cls_token_mlp: nn.Module = nn.Identity()  # TEC has an MLP
 
     @property
     def patch_positions(self) -> Tensor:
         """The positions of the patches [1, N, D]."""
-        return self.pos_embed[:, self.num_cls_tokens :]
+        table = table_for_grid(self.pos_embed, self.table_grid, self.grid_size)
+        return table[:, self.num_cls_tokens :]
 
     def embed(self, imgs: Tensor) -> Tensor:
         """Embeds all patches of images [B, C, H, W], with their positions. Returns [B, N, D]."""

@@ -71,6 +71,13 @@ def list_empty_tables(weights: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, value in tables.items() if not value.any()]
 
 
+def table_for_grid(table: torch.Tensor, source: tuple[int, int], target: tuple[int, int]) -> torch.Tensor:
+    """Returns a table of positions for another grid than its own; the table itself for its own grid."""
+    if source == target:
+        return table
+    return resize_pos_embed(table, source, target)
+
+
 def resize_pos_embed(table: torch.Tensor, source: tuple[int, int], target: tuple[int, int]) -> torch.Tensor:
     """Resizes a position table with P rows of class tokens [1, P + n, D] from the grid `source` to the grid `target`.
 

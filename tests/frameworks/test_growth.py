@@ -1,0 +1,126 @@
+"""Images that grow over training."""
+
+import pytest
+import torch
+
+import main_pretrain
+from frameworks import growth
+from frameworks.registry import build_model
+from models_mae_pr import MaskedAutoencoderViT
+from models_vit import MICRO
+from prmim import TokenCounts
+from tests.runs import assert_same_state, pretrain, reports
+from util.pos_embed import resize_pos_embed
+
+SMALL = {**MICRO, "decoder_embed_dim": 32, "decoder_depth": 2}
+GROW = ("--grow_size", "16:0.34", "24:0.67", "32", "--epochs", 3, "--throw_ratio", 0.25)
+
+
+def test_stages_end_with_whole_epochs():
+    stages = growth.parse_stages(["128:0.5", "160:0.8", "224"], 100)
+    assert stages == [growth.Stage(128, 50), growth.Stage(160, 80), growth.Stage(224, 100)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("128:0.5", "the last side of --grow_size lasts to the end and has no share, got '128:0.5'"),
+        ("128 224", "takes sides with shares, such as 128:0.5 224, got '128'"),
+        ("128:x 224", "got '128:x'"),
+        ("128:0.5 160:0.5 224", "160:0.5: epoch 50 must lie behind epoch 50 and before epoch 100"),
+        ("128:1 224", "128:1: epoch 100 must lie behind epoch 0"),
+        ("128:0.001 224", "128:0.001: epoch 0 must lie behind epoch 0"),
+    ],
+)
+def test_impossible_stages_are_refused(words, message):
+    with pytest.raises(ValueError, match="--grow_size") as refusal:
+        growth.parse_stages(words.split(), 100)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model simmim_vit_micro_patch4 --grow_size 16:0.5 32", "--grow_size needs a model of MAE or MFF"),
+        ("--grow_size 16:0.5 24", "--grow_size must end with the model's 32 x 32 px, got 24"),
+        ("--grow_size 18:0.5 32", "18 x 18 is not divisible by --patch_size 4"),
+        ("--grow_size 8:0.5 32 --mask_unit 4", "--mask_unit must divide the grid of 2 x 2 tokens, got 4"),
+        ("--grow_size 16:0.5 32 --sampling attention --attention_start 1 --attention_every 1", "cannot be combined"),
+    ],
+)
+def test_growth_that_does_not_fit_is_refused(photos, tmp_path, capsys, flags, message):
+    assert message in pretrain.refused(capsys, photos, tmp_path / "out", "--epochs", 4, *flags.split())
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("throw_ratio", [0.0, 0.25])
+def test_a_smaller_size_is_the_model_that_was_built_for_it(learned, throw_ratio):
+    """With the same weights, and tables that are resized once; also the gradients, in float64."""
+    torch.manual_seed(0)
+    model = MaskedAutoencoderViT(**SMALL, throw_ratio=throw_ratio, learned_pos_embed=learned).double()
+    small = MaskedAutoencoderViT(
+        **{**SMALL, "img_size": 16}, throw_ratio=throw_ratio, learned_pos_embed=learned
+    ).double()
+    weights = model.state_dict()
+    for name in ("pos_embed", "decoder.pos_embed"):
+        weights[name] = resize_pos_embed(weights[name], (8, 8), (4, 4)).double()
+    small.load_state_dict(weights)
+    model.set_image_size((16, 16))
+    assert model.counts == small.counts == TokenCounts.from_ratios(16, 0.75, throw_ratio)
+    ids_shuffle = torch.stack([torch.randperm(16) for _ in range(4)])
+    imgs = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    losses = [each(imgs, ids_shuffle)["pixel"] for each in (model, small)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)  # the tables are resized in float32
+    for loss in losses:
+        loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), small.parameters(), strict=True):
+        if "pos_embed" not in name and ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert (model.pos_embed.grad is not None) == learned  # the table of the model's own size learns
+    model.set_image_size((32, 32))
+    assert model.patch_positions.shape == (1, 64, model.embed_dim)
+
+
+def test_a_run_sees_images_that_grow_and_resumes_in_any_stage_exactly(photos, tmp_path, monkeypatch):
+    seen = []
+    forward = MaskedAutoencoderViT.forward
+
+    def note(model, imgs, ids_shuffle):
+        seen.append((tuple(imgs.shape[-2:]), ids_shuffle.shape[1]))
+        return forward(model, imgs, ids_shuffle)
+
+    monkeypatch.setattr(MaskedAutoencoderViT, "forward", note)
+    whole = pretrain(photos, tmp_path / "whole", *GROW)
+    assert seen == [((16, 16), 16)] * 3 + [((24, 24), 36)] * 3 + [((32, 32), 64)] * 3
+    for stop in (2, 3, 7):
+        pretrain(photos, tmp_path / f"{stop}", *GROW, "--max_steps", stop)
+        assert_same_state(pretrain(photos, tmp_path / f"{stop}", *GROW), whole)
+    assert [report["epoch"] for report in reports(tmp_path / "whole")] == [0] * 3 + [1] * 3 + [2] * 3
+    assert "epochs 1 to 1: images of 24 px, 9 visible" in (tmp_path / "whole" / "log.txt").read_text()
+
+
+def test_pictures_and_nearest_neighbours_are_made_in_every_stage(labelled, tmp_path):
+    pretrain(labelled, tmp_path, *GROW, "--picture_every", 1, "--knn_every", 1)
+    assert [report["step"] for report in reports(tmp_path) if "knn_top1" in report] == [0, 3, 6, 9]
+
+
+def test_a_size_is_compiled_once():
+    """With the compiler's front end only."""
+    compiled = []
+
+    def backend(graph, example_inputs):
+        compiled.append(1)
+        return graph
+
+    torch._dynamo.reset()
+    _, args = main_pretrain.parse_args(["--model", "mae_vit_micro_patch4", "--throw_ratio", "0.25"])
+    model = build_model(vars(args))
+    run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    counts = []
+    for side in (16, 24, 32, 32, 24):
+        model.set_image_size((side, side))
+        num_tokens = (side // 4) ** 2
+        imgs = torch.randn(2, 3, side, side)
+        run(imgs, torch.stack([torch.randperm(num_tokens) for _ in range(2)]))
+        counts.append(len(compiled))
+    assert counts == [1, 2, 3, 3, 3]
