@@ -35,7 +35,7 @@ NOT_IN_THE_PAPER = """
     simmim_swin_* simmim_prmim50_* greenmim_swin_*_800ep
     finetune_vit_huge linprobe_vit_large linprobe_vit_huge simmim_finetune_swin_* tec_finetune_vit_base_800ep
     localmim_finetune_vit_base_1600ep localmim_finetune_vit_large_800ep
-    deep* pixio_* attention* cell* avgpool_thrown_* amt_mae_*
+    deep* pixio_* imagenette_* lightly_* attention* cell* avgpool_thrown_* amt_mae_*
 """
 
 
