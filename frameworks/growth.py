@@ -57,6 +57,11 @@ def parse_stages(words: Sequence[str], epochs: int) -> list[Stage]:
     return [*stages, Stage(int(last), epochs)]
 
 
+def stage_of(words: Sequence[str], epochs: int, epoch: float) -> Stage:
+    """Returns the stage to which an epoch of the schedule belongs, whole or not, counted from 0."""
+    return next(stage for stage in parse_stages(words, epochs) if epoch < stage.end)
+
+
 def check_growth(args: argparse.Namespace, model: Framework) -> None:
     """ValueError if --grow_size does not fit the model or other flags."""
     if args.grow_size is None:
@@ -120,7 +125,7 @@ class GrowingSize:
         loop = self.training.loop
         self.close()
         epoch = loop.step // loop.steps_per_epoch
-        stage = next(stage for stage in parse_stages(args.grow_size, args.epochs) if epoch < stage.end)
+        stage = stage_of(args.grow_size, args.epochs, epoch)
         size = (stage.side, stage.side)
         self.model.set_image_size(size)
         loader = replace(

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from framework import Framework
+from frameworks.growth import stage_of
 from frameworks.registry import build_model, check_pretrained
 from prmim import MaskCollator
 from util import attention
@@ -36,6 +37,7 @@ from util.run.distributed import init_process, precision
 from util.run.loader import make_augmentation
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
+from util.run.supervise import StopSignal
 from util.text import count_of, shorten
 
 
@@ -136,6 +138,7 @@ class Replay:
             normalize=normalizer(self.settings, self.dataset.images.pixel_format).to(self.device),
             learning_rate=lambda step, lr_scale: 0.0,
             log=RunLog("", 0, 0, enabled=False),
+            stop=StopSignal(self.device),
             images_per_step=self.settings["total_batch_size"],
             steps_per_epoch=self.step + 1,
             last_step=self.step + 1,
@@ -205,6 +208,9 @@ def make_replay(found: Checkpoint, data_path: str | None, device: torch.device) 
     model = build_model(settings).to(device)
     model.use_statistics(settings["mean"], settings["std"])
     model.load_state_dict(found.weights)
+    if settings["grow_size"]:
+        side = stage_of(settings["grow_size"], settings["epochs"], info.run.epoch).side
+        model.set_image_size((side, side))
     dataset = AddressedDataset(images, make_augmentation(args, model.img_size), replace=args.max_bad_fraction > 0)
     collator = model.collator(settings["sampling"], settings["seed"])
     scaler = found.training.get("scaler", {})
