@@ -26,7 +26,7 @@ class EventFile:
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS):06}"
         self.file = open(folder / name, "xb")
         self.records = RecordWriter(self.file)
         self._write(Event(file_version="brain.Event:2"))

@@ -1,5 +1,6 @@
 """The event file as TensorBoard reads it, and what happens to it when its folder goes."""
 
+import itertools
 import shutil
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from util.run import events as events_module
 from util.run.events import EventFile
 
 PICTURE = np.zeros((4, 6, 3), np.uint8)
@@ -38,7 +40,10 @@ def test_tensorboard_reads_what_torch_s_writer_would_write(tmp_path):
         assert sizes_in(folder) == {2: (6, 4)}
 
 
-def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
+@pytest.mark.parametrize("files_before", [9, 99])
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch, files_before):
+    """TensorBoard reads files in the order of their names, here of the tenth and the eleventh of one second."""
+    monkeypatch.setattr(events_module, "NUMBERS", itertools.count(files_before))
     first = EventFile(tmp_path)
     resumed = EventFile(tmp_path, purge_step=2)
     for step in (1, 2, 3):
