@@ -38,7 +38,7 @@ class Profile:
 
     def __enter__(self) -> "Profile":
         if self.remembers:
-            torch.cuda.memory._record_memory_history(max_entries=NUM_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=NUM_EVENTS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -88,13 +88,13 @@ def end_with(error, first, folder):
 def test_a_full_gpu_leaves_a_snapshot(memory, tmp_path, capfd):
     end_with(torch.OutOfMemoryError("CUDA out of memory"), 5, tmp_path)
     path = str(tmp_path / "memory-3.pickle")
-    assert memory == [{"max_entries": 100_000}, path, {"enabled": None}]
+    assert memory == [{"stacks": "python", "max_entries": 100_000}, path, {"enabled": None}]
     assert f"memory of process 3: {path}" in capfd.readouterr().err
 
 
 def test_other_errors_leave_no_snapshot_and_without_the_flag_nothing_is_remembered(memory, tmp_path):
     end_with(RuntimeError("a bug"), 5, tmp_path)
-    assert memory == [{"max_entries": 100_000}, {"enabled": None}]
+    assert memory == [{"stacks": "python", "max_entries": 100_000}, {"enabled": None}]
     memory.clear()
     end_with(torch.OutOfMemoryError("CUDA out of memory"), None, tmp_path)
     assert memory == []
