@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_a_trace_holds_three_steps_and_changes_nothing(photos, tmp_path):
     times = [float(line.split()[0]) for line in table]
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0
-    assert any("aten::addmm" in line for line in table)
+    assert all(re.search(r" ms +[\d.]+% +\d+ x  \w", line) for line in table)  # which ones is a matter of the machine
 
     assert not list((tmp_path / "plain").glob("trace*"))
 
