@@ -82,6 +82,7 @@ class Framework(nn.Module):
     counts: TokenCounts
     shared_visible: ClassVar[bool] = False  # whether all images of a batch have the same visible tokens
     flags: tuple[Flag, ...] = ()
+    parts: ClassVar[tuple[str, ...]] = ("embed_visible",)  # that --compile compiles, see `util.run.shard`
 
     def __init_subclass__(cls, **options: Any) -> None:
         """ValueError if a flag has the name of a method or attribute of the class: the flag's value would hide it."""
@@ -143,6 +144,14 @@ class Framework(nn.Module):
             return None
         method = self.method
         return SpatialAggregation(dim, method.kernel_size, method.aggregation, method.applies_to)
+
+    def embed_visible(self, patches: Tensor, order: TokenOrder) -> Tensor:
+        """Embeds the visible ones of all patches [B, N, p*p*C], with positions. Returns [B, num_visible, D].
+
+        It is for encoders that have a table of positions.
+        """
+        tokens = self.patch_embed(order.take_visible(patches))
+        return tokens + order.take_visible(self.patch_positions)
 
     def supervised(self, order: TokenOrder) -> Tensor:
         """Returns the tokens that are predicted and supervised, bool [B, N] in raster order: masked, or retained."""
@@ -268,11 +277,13 @@ def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ..
 class PixelFramework(Framework):
     """What frameworks share that predict the pixels of each token, or other values of it.
 
-    A subclass implements `predict_all`, and a `forward` whose loss is made of `error`.
+    A subclass implements `predict_all`, and a `forward` that calls `forward_loss`.
 
     Below, P is the number of target values of a token. Of pixels it is p*p*C for a token of side p, in the layout of
     `patchify`.
     """
+
+    parts: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
 
     def token_pixels(self, imgs: Tensor) -> Tensor:
         """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches."""
@@ -342,6 +353,16 @@ class PixelFramework(Framework):
         """
         targets = self.supervised_targets(imgs, pixels, order, pred.shape[1])
         return pred.to(torch.promote_types(pred.dtype, torch.float32)) - targets
+
+    def forward_loss(
+        self,
+        pred: Tensor,
+        imgs: Tensor,
+        pixels: Tensor,
+        order: TokenOrder,
+    ) -> Tensor:
+        """Returns the scalar loss, the mean square of `error`. A subclass overrides it for another loss."""
+        return self.error(pred, imgs, pixels, order).square().mean()
 
     @torch.no_grad()
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Tensor, Tensor]:

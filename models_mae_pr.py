@@ -87,13 +87,11 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
         patches = self.patchify(imgs)  # [B, N, p*p*C]
         latent = self.forward_encoder(patches, order)  # [B, P + num_visible, D]
         pred = self.decoder(latent, order)  # [B, num_supervised, p*p*C]
-        error = self.error(pred, imgs, patches, order)
-        return {"pixel": error.square().mean()}
+        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns [B, P + num_visible, D], class token first."""
-        tokens = self.patch_embed(order.take_visible(patches))
-        tokens = tokens + order.take_visible(self.patch_positions)
+        tokens = self.embed_visible(patches, order)
         return self.norm(self.encode(tokens))
 
     def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:

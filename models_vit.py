@@ -213,10 +213,28 @@ class Block(nn.Module):
 
 
 def make_drop_path(rate: float) -> nn.Module:
-    """Returns timm's DropPath, or nothing to do if the rate is 0."""
+    """Returns a `DropPath`, or nothing to do if the rate is 0."""
     if rate:
-        return timm_layers.DropPath(rate)
+        return DropPath(rate)
     return nn.Identity()
+
+
+class DropPath(nn.Module):
+    """timm's drop path, except that compiled code reads the rate from a tensor: blocks of any rate share one graph."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+        self.register_buffer("keep_prob", torch.tensor(1 - drop_prob), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        if not torch.compiler.is_compiling():
+            return timm_layers.drop_path(x, self.drop_prob, training=True)
+        shape = (len(x),) + (1,) * (x.ndim - 1)
+        kept = self.keep_prob.expand(shape).bernoulli()
+        return x * (kept / self.keep_prob).to(x.dtype)
 
 
 class PatchEncoder(nn.Module):
@@ -456,6 +474,8 @@ class VisionTransformer(Classifier, ViTEncoder):
     cls_token_mlp: send the class token through an MLP, as TEC does.
     kwargs: arguments of `ViTEncoder`.
     """
+
+    parts = ("embed",)  # what --compile compiles beside blocks, see `util.run.shard.compile_parts`
 
     def __init__(
         self,

@@ -202,6 +202,8 @@ class ProgressiveDecoder(nn.Module):
     (Fig. 2a), or plain partial reconstruction if tokens are thrown (Fig. 2b).
     """
 
+    parts: tuple[str, ...] = ("embed_tokens", "predict")  # that --compile compiles, see `util.run.shard`
+
     def __init__(
         self,
         grid_size: tuple[int, int],
@@ -288,6 +290,7 @@ class SpatialAggregation(nn.Module):
     """
 
     APPLIES_TO = ("thrown", "all")
+    parts = ("forward",)
 
     def __init__(
         self,

@@ -176,6 +176,8 @@ def shifted_mask(grid_size: tuple[int, int], window: int, shift: int) -> Tensor:
 class PatchMerging(nn.Module):
     """Merges four neighbouring tokens into one token of twice the width."""
 
+    parts = ("forward",)
+
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4 * dim)

@@ -195,7 +195,8 @@ class WindowGrouper:
             for _ in range(samples):
                 shuffled = rng.permutation(math.prod(unit_grid))
                 units = np.sort(shuffled[:num_visible])
-                groupings = self.group(torch.from_numpy(units), self.capacities)
+                self.sample = torch.from_numpy(units)
+                groupings = self.group(self.sample, self.capacities)
                 self.capacities = [len(grouping) for grouping in groupings]  # at least the former capacities
 
     def __call__(self, units: Tensor) -> list[Tensor]:
@@ -205,14 +206,10 @@ class WindowGrouper:
         return self.group(units, self.ceilings)
 
     def shapes(self, units: Tensor) -> list[list[Tensor]]:
-        """Returns groupings of each possible shape, to compile for. Those of the smaller shape may lack tokens."""
+        """Returns groupings of each possible shape, to compile for. Those of the smaller shape are of another mask."""
         if not self.stages:
             return []
-        largest = self.group(units, self.ceilings)
-        usual = []
-        for grouping, capacity in zip(largest, self.capacities, strict=True):
-            usual.append(grouping[:capacity])
-        return [usual, largest]
+        return [self.group(self.sample, self.capacities), self.group(units, self.ceilings)]
 
     def group(self, units: Tensor, capacities: Sequence[int]) -> list[Tensor]:
         """Returns a grouping for each stage and shift, padded to at least `capacities` groups."""

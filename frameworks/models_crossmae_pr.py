@@ -120,13 +120,11 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
         patches = self.patchify(imgs)  # [B, N, p*p*C]
         levels = self.forward_encoder(patches, order)  # [k, B, 1 + num_visible, D]
         pred = self.decoder(levels, order)  # [B, num_supervised, p*p*C]
-        error = self.error(pred, imgs, patches, order)
-        return {"pixel": error.square().mean()}
+        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the visible ones of all patches [B, N, p*p*C]. Returns the levels [k, B, 1 + num_visible, D]."""
-        tokens = self.patch_embed(order.take_visible(patches))
-        tokens = tokens + order.take_visible(self.patch_positions)
+        tokens = self.embed_visible(patches, order)
         return self.encode_levels(tokens)
 
     def encode_levels(self, tokens: Tensor) -> Tensor:

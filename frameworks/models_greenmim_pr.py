@@ -94,6 +94,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
     release = "GreenMIM"
     shared_visible = True
     flags = (DECODER_ORDER,)
+    parts = ("embed_units", "forward_loss")
 
     def __init__(
         self,
@@ -159,8 +160,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         units = self.token_pixels(imgs)  # [B, N, 32 * 32 * C]
         latent = self.forward_encoder(units, order, groupings)  # [B, num_visible, 8 D]
         pred = self.decoder(latent, order)  # [B, num_supervised, 32 * 32 * C]
-        error = self.error(pred, imgs, units, order)
-        return {"pixel": error.square().mean()}
+        return {"pixel": self.forward_loss(pred, imgs, units, order)}
 
     def forward_encoder(
         self,
@@ -177,13 +177,17 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         ids = order.ids_visible
         if self.decoder_order == "reference":  # the reference encodes in raster order, not in the order of the noise
             ids = ids.sort(dim=1).values
+        tokens = self.embed_units(units, ids)
+        return self.encode_visible(tokens, ids[0], groupings)
+
+    def embed_units(self, units: Tensor, ids: Tensor) -> Tensor:
+        """Embeds those of all units [B, N, 32 * 32 * C] that are at `ids` [B, V]. Returns [B, V, 8, 8, D]."""
         p = self.patch_size
         side = self.stride // p
-        visible = order.take(units, ids)  # [B, V, 32 * 32 * C]
+        visible = TokenOrder.take(units, ids)  # [B, V, 32 * 32 * C]
         pixels = visible.unflatten(2, (side, p, side, p, -1))  # [B, V, 8, 4, 8, 4, C]
         patches = pixels.transpose(3, 4).flatten(4)  # [B, V, 8, 8, 4 * 4 * C]
-        tokens = self.patch_embed(patches)  # [B, V, 8, 8, D]
-        return self.encode_visible(tokens, ids[0], groupings)
+        return self.patch_embed(patches)
 
     def predict_all(self, units: Tensor, order: TokenOrder) -> Tensor:
         latent = self.forward_encoder(units, order)

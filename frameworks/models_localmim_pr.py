@@ -42,6 +42,7 @@ class LocalMIMViT(Framework, ViTEncoder):
 
     release = "LocalMIM"
     method = Method(throw_ratio=0.65)
+    parts = ("embed_visible", "target", "token_loss", "group_loss")
 
     def __init__(
         self,
@@ -107,8 +108,7 @@ class LocalMIMViT(Framework, ViTEncoder):
 
     def forward_encoder(self, imgs: Tensor, order: TokenOrder) -> list[Tensor]:
         """Returns the latents of the visible tokens at the four levels, [B, 1 + num_visible, D] each."""
-        tokens = self.patch_embed(order.take_visible(self.patchify(imgs)))
-        tokens = tokens + order.take_visible(self.patch_positions)
+        tokens = self.embed_visible(self.patchify(imgs), order)
         return self.encode(tokens)
 
     def encode(self, tokens: Tensor) -> list[Tensor]:
@@ -235,6 +235,8 @@ class LocalMIMViT(Framework, ViTEncoder):
 
 class LocalDecoder(ProgressiveDecoder):
     """The decoder of one level: blocks, aggregation, norm, and a head that brings the tokens to the level's scale."""
+
+    parts = ("embed_tokens",)
 
     def predict(self, x: Tensor) -> Tensor:
         """Predicts the cells of each token, in raster order, from features [B, n, C]. Returns [B, n, cells * C']."""

@@ -29,6 +29,7 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
     """
 
     release = "MFF"
+    parts = (*MaskedAutoencoderViT.parts, "mix")
 
     def __init__(
         self,
@@ -62,6 +63,10 @@ class MFFMaskedAutoencoderViT(MaskedAutoencoderViT):
             elif i in self.fused_blocks:
                 project = next(projections)
                 levels.append(project(x))
+        return self.mix(levels)
+
+    def mix(self, levels: list[Tensor]) -> Tensor:
+        """Returns the learned mixture of the levels, [B, T, D] each."""
         weights = self.proj_weights.softmax(dim=0)  # [levels, 1, 1, 1]
         return (weights * torch.stack(levels)).sum(dim=0)
 

@@ -37,13 +37,22 @@ __all__ = [
 
 
 class SimMIM(PixelFramework):
-    """How SimMIM counts: the number of masked units is rounded up, for example to 30 of 49 at mask_ratio 0.6."""
+    """How SimMIM counts, and its L1 loss. The number of masked units is rounded up: 30 of 49 at mask_ratio 0.6."""
 
     release = "SimMIM"
 
     def count_visible_units(self, num_units: int) -> int:
         num_masked = math.ceil(num_units * self.method.mask_ratio)
         return num_units - num_masked
+
+    def forward_loss(
+        self,
+        pred: Tensor,
+        imgs: Tensor,
+        pixels: Tensor,
+        order: TokenOrder,
+    ) -> Tensor:
+        return self.error(pred, imgs, pixels, order).abs().mean()
 
 
 class SimMIMOnViT(SimMIM):
@@ -66,8 +75,7 @@ class SimMIMOnViT(SimMIM):
         patches = self.patchify(imgs)  # [B, N, p*p*C]
         x = self.forward_encoder(patches, order)
         pred = self.predict(x[:, self.counts.num_visible :])  # [B, num_supervised, p*p*C]
-        error = self.error(pred, imgs, patches, order)
-        return {"pixel": error.abs().mean()}
+        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Encodes the kept tokens and reconstructs the thrown ones, from all patches [B, N, p*p*C].
@@ -138,8 +146,7 @@ class SimMIMSwin(SimMIM, SwinEncoder):
         patches = self.patchify(imgs)  # [B, N, p*p*C]
         pred = self.predict_all(patches, order)
         pred = pred[:, self.counts.num_visible :]  # [B, num_supervised, p*p*C]
-        error = self.error(pred, imgs, patches, order)
-        return {"pixel": error.abs().mean()}
+        return {"pixel": self.forward_loss(pred, imgs, patches, order)}
 
     def predict_all(self, patches: Tensor, order: TokenOrder) -> Tensor:
         visible = self.patch_embed(order.take_visible(patches))

@@ -71,6 +71,7 @@ class TECViT(Framework, ViTEncoder):
 
     release = "TEC"
     flags = FLAGS
+    parts = ("embed_visible", "feature_loss", "attention_loss")
 
     def __init__(
         self,
@@ -161,8 +162,7 @@ class TECViT(Framework, ViTEncoder):
 
     def forward_encoder(self, patches: Tensor, order: TokenOrder) -> Tensor:
         """Returns the adapted latent of the visible ones of all patches, [B, 1 + num_visible, D]."""
-        tokens = self.patch_embed(order.take_visible(patches))
-        tokens = tokens + order.take_visible(self.patch_positions)
+        tokens = self.embed_visible(patches, order)
         return self.encode(tokens)
 
     def encode(self, tokens: Tensor) -> Tensor:
@@ -338,6 +338,8 @@ class TECViT(Framework, ViTEncoder):
 
 class EncoderAdaptor(nn.Module):
     """Fuses the outputs of all blocks: a linear layer and an MLP for each group of neighbouring blocks, then a sum."""
+
+    parts = ("forward",)
 
     def __init__(self, dim: int, depth: int, num_adap: int, hidden_dim: int) -> None:
         super().__init__()

@@ -36,6 +36,7 @@ from util.run.cli import Parser, check_recipe, parse_with_recipe, prepare_file, 
 from util.run.distributed import PRECISIONS, precision
 from util.run.logging import RunLog
 from util.run.loop import TrainLoop
+from util.run.shard import compile_parts
 from util.run.supervise import StopSignal
 from util.tables import markdown_table, write_csv
 
@@ -107,7 +108,7 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, device: torch.de
     row["parameters"] = sum(p.numel() for p in step.model.parameters() if p.requires_grad) / 1e6
     row["saved_mb"] = step.saved_mb()
     if args.compile:
-        step.model.compile(fullgraph=True, dynamic=False)
+        compile_parts(step.model)
     for _ in range(2):  # makes the optimizer's state, and chooses kernels
         step()
     row["peak_mb"] = None
@@ -195,8 +196,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         prepare_file("--markdown", args.markdown)
     device = torch.device(args.device)
     prefer(args.attention)
-    # A model class is compiled again for each recipe.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(args.recipes))
     rows: list[Row] = []
     steps: list[Step] = []
     times: list[list[float]] = []

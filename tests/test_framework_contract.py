@@ -3,10 +3,12 @@
 import inspect
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monitor
@@ -19,11 +21,13 @@ from framework import Flag, NoPixels, PixelFramework
 from frameworks import registry
 from models_vit import VisionTransformer, ViTEncoder
 from prmim import SpatialAggregation, TokenOrder
+from tests.patches import MonkeyPatch
 from tests.two_processes import run_in_two_processes
 from util.costs import saved_bytes
 from util.data.pixel_format import PixelFormat
 from util.data.transforms import Normalize
 from util.pictures import as_rgb
+from util.run import shard
 from util.run.checkpoint import save_checkpoint
 from util.run.shard import recompute_blocks
 
@@ -391,9 +395,15 @@ COMPILED = [(name, False) for name in CLASSES]
 COMPILED += [("MaskedAutoencoderViT", True)]
 
 
+def compile_parts(model):
+    """As --compile, but the default backend would need a C++ compiler."""
+    with MonkeyPatch.context() as patch:
+        patch.replace_in(shard, "torch.compile", partial(torch.compile, backend="aot_eager"))
+        shard.compile_parts(model)
+
+
 @pytest.mark.parametrize(("name", "recomputed"), COMPILED)
-def test_compiles_without_graph_breaks_to_the_same_loss_and_gradients(name, recomputed):
-    """The default backend would need a C++ compiler."""
+def test_compiles_to_the_same_loss_and_gradients(name, recomputed):
     model = build(name, shallow=True)
     batch = a_batch(model)
     other = a_batch(model, seed=1)
@@ -401,12 +411,53 @@ def test_compiles_without_graph_breaks_to_the_same_loss_and_gradients(name, reco
         recompute_blocks(model)
     expected = total(model(*other))
     expected_gradients = gradients(model, expected)
-    model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    compile_parts(model)
+    torch._dynamo.reset()
+    counters.clear()
     model(*batch)
+    assert counters["stats"]["unique_graphs"] > 0
     with torch._dynamo.config.patch(error_on_recompile=True):  # other images and orders use the same graph
         compiled = total(model(*other))
     torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients(model, compiled), expected_gradients, rtol=1e-4, atol=1e-6)
+    assert torch.equal(total(model.eval()(*other)), expected)
+
+
+def num_graphs(model, *inputs):
+    """Returns how many graphs a step compiles."""
+    torch._dynamo.reset()
+    counters.clear()
+    compile_parts(model)
+    outputs = model(*inputs)
+    if isinstance(outputs, dict):
+        outputs = total(outputs)
+    outputs.sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shallow", "deep"),
+    [
+        ("MaskedAutoencoderViT", dict(depth=1, decoder_depth=1), dict(depth=3, decoder_depth=4)),
+        ("GreenMIMSwin", dict(depths=(2, 1)), dict(depths=(4, 3))),
+        ("VisionTransformer", dict(depth=2), dict(depth=4)),  # the first block has no drop path
+    ],
+)
+def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(name, shallow, deep, recomputed):
+    """Also where drop path's rate differs from block to block."""
+    graphs = set()
+    for depths in (shallow, deep):
+        if name in CLASSES:
+            model = build(name, **depths)
+            batch = a_batch(model)
+        else:
+            model = VisionTransformer(num_classes=3, **{**SIZES, "drop_path_rate": 0.3, **depths})
+            batch = [torch.randn(2, 3, *model.img_size)]
+        if recomputed:
+            recompute_blocks(model)
+        graphs.add(num_graphs(model, *batch))
+    assert len(graphs) == 1
 
 
 FINE_TUNED = {
@@ -485,7 +536,7 @@ def test_monitored_features_are_those_of_the_encoder_that_is_fine_tuned(name, tm
 
 IN_TWO_PROCESSES = [(name, "as it is") for name in CLASSES]
 IN_TWO_PROCESSES += [(name, "recomputed") for name in CLASSES]
-IN_TWO_PROCESSES += [("MaskedAutoencoderViT", "compiled")]
+IN_TWO_PROCESSES += [(name, "compiled") for name in ("MaskedAutoencoderViT", "TECViT", "GreenMIMSwin")]
 
 
 def _gradients_in_ddp(rank):
@@ -505,7 +556,7 @@ def _gradients_in_ddp(rank):
 def _train_on_half_a_batch(rank, name, variant):
     """Trains on this rank's half of a batch, in DDP with a run's options but with small buckets.
 
-    Dynamo cuts the graph of a compiled model where a bucket ends. This small model then has cuts as a large one does.
+    Dynamo would cut a compiled graph where a bucket ends. This small model would then have cuts as a large one does.
     """
     bucket_bytes = 20_000
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = bucket_bytes
@@ -514,7 +565,7 @@ def _train_on_half_a_batch(rank, name, variant):
     if variant == "recomputed":
         recompute_blocks(model)
     elif variant == "compiled":
-        model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        compile_parts(model)
     options = dict(gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=bucket_bytes / 2**20)
     ddp = nn.parallel.DistributedDataParallel(model, **options)
     half = slice(2 * rank, 2 * rank + 2)

@@ -7,6 +7,7 @@ from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from models_vit import (
+    DropPath,
     PatchEmbed,
     VisionTransformer,
     ViTEncoder,
@@ -99,6 +100,26 @@ def test_drop_path_grows_linearly():
     model = VisionTransformer(**SIZES | dict(depth=5), drop_path_rate=0.2)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.9])
+def test_drop_path_compiled_drops_images_at_its_rate(rate):
+    """Eager code is timm's, with the same draws. Compiled code draws its own."""
+    torch.manual_seed(0)
+    drop_path = DropPath(rate)
+    x = torch.ones(4000, 2, 3, requires_grad=True)
+    compiled = torch.compile(drop_path, fullgraph=True, dynamic=False, backend="aot_eager")(x)
+    kept = compiled != 0
+    assert torch.equal(kept, kept[:, :1, :1].expand_as(x))
+    torch.testing.assert_close(compiled[kept], torch.full_like(compiled[kept], 1 / (1 - rate)))
+    assert kept[:, 0, 0].float().mean().item() == pytest.approx(1 - rate, abs=0.03)  # 4 sigma
+    compiled.sum().backward()
+    assert torch.equal(x.grad, compiled)
+    torch.manual_seed(1)
+    eager = drop_path(x)
+    torch.manual_seed(1)
+    assert torch.equal(eager, timm.layers.DropPath(rate)(x))
+    assert drop_path.eval()(x) is x
 
 
 def test_published_sizes():

@@ -9,7 +9,7 @@ from torch import nn
 from framework import PixelFramework
 from prmim import TokenOrder
 from tests.test_engine_pretrain import a_loop
-from tests.test_framework_contract import CLASSES, a_batch, arms, build, frameworks, gradients, total
+from tests.test_framework_contract import CLASSES, a_batch, arms, build, compile_parts, frameworks, gradients, total
 
 # (relative difference of the loss, difference of a gradient over its norm plus a fifth of the largest gradient norm)
 # from float32. The worst measured: 9e-4 and 0.023 in bfloat16; 9e-5 and 0.006 in float16, where AMTSimMIMViT reaches
@@ -63,7 +63,7 @@ def test_a_halved_step_is_close_to_the_float32_one(name, arm, dtype):
 def test_a_compiled_bf16_step_is_close_to_the_float32_one(name):
     model = build(name, shallow=True)
     batch = a_batch(model)
-    model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    compile_parts(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = total(model(*batch))
     assert_close_to_float32(model, batch, loss, torch.bfloat16)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from models_vit import VisionTransformer
 from tests.faults.test_user_runs import MICRO
 from tests.runs import PLAIN, finetune, pretrain
+from util.run import shard
 
 
 @pytest.mark.fault(
     "U8", "--compile, another kernel or device on resume", "goes on; said that bits, and drop path's draws, are others"
 )
 def test_flags_that_change_bits_are_told(labelled, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(VisionTransformer, "compile", lambda module, **options: None)
+    monkeypatch.setattr(shard, "compile_parts", lambda model: None)
     finetune(labelled, tmp_path / "out", "--aa", "none", "--max_steps", 2, "--drop_path", 0.1)
     capsys.readouterr()
     finetune(labelled, tmp_path / "out", "--aa", "none", "--drop_path", 0.1, "--compile")

@@ -248,7 +248,7 @@ def add_device_flags(group: FlagGroup) -> None:
         changes="rounding",
         action=boolean,
         default=False,
-        help="compile the model by torch.compile",
+        help="compile the training step by torch.compile, block by block",
     )
     flag(
         "--dist_timeout",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +61,7 @@ def wrap_model(
         shard(model, optimizer, process.device, PRECISIONS[precision], args.compile, minutes)
         return model
     if args.compile:
-        model.compile(fullgraph=True, dynamic=False)
+        compile_parts(model)
     if process.world_size == 1:
         return model
     # Buffers are not broadcast with every step, but before evaluation. Newer torch has renamed the flag.
@@ -84,7 +85,46 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def recompute_blocks(model: nn.Module) -> None:
     """Makes each block store only its input, and recompute the rest in the backward pass. Values stay bit-equal."""
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = MethodType(_recomputed, block)  # which equal blocks share, so that they share compiled code
+
+
+def _recomputed(block: nn.Module, *inputs: Any) -> Any:
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+
+
+def compile_parts(model: nn.Module) -> None:
+    """Compiles each block, and each of the methods that modules name as their `parts`, as a graph of its own.
+
+    Equal blocks share one graph, so that a deep model compiles as fast as a shallow one. In DDP the gradients of a
+    block are reduced while those of the block before it are computed. A part holds no block. Anything else, such as
+    norms between blocks, runs as it is written.
+
+    So does all that runs in eval mode: other batches have other shapes, each of which would have to be compiled.
+    """
+    functions = [(block, "forward") for block in blocks_of(model)]
+    modules = list(model.modules())
+    teacher = getattr(model, "teacher", None)  # no submodule, but a part of the step
+    if teacher is not None:
+        functions += [(block, "forward") for block in blocks_of(teacher)]
+        modules.append(teacher)
+    for module in modules:
+        functions += [(module, name) for name in getattr(module, "parts", ())]
+    config = torch._dynamo.config
+    config.optimize_ddp = False  # it would cut the graph of a block where a bucket of gradients ends
+    # Blocks share their code but differ in width, shift of windows and number of tokens. Dynamo counts them together.
+    limit = max(config.recompile_limit, 8 * len(functions))
+    config.recompile_limit = limit
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
+    for module, name in functions:
+        function = getattr(module, name)
+        compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        setattr(module, name, partial(_call, model, function, compiled))
+
+
+def _call(model: nn.Module, function: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any) -> Any:
+    if model.training:
+        return compiled(*inputs)
+    return function(*inputs)
 
 
 def num_shards(world_size: int) -> int:
@@ -125,7 +165,7 @@ def shard(
     autocast, because its range is too small for sums such as the gradients of norms. So is bfloat16 on the CPU, whose
     norms cannot mix precisions. Blocks move to the device one at a time, so the whole model never lies there.
 
-    compiled: compile each block as a separate graph, between the hooks that gather and free its parameters.
+    compiled: call `compile_parts`. Blocks are compiled between the hooks that gather and free their parameters.
     """
     mesh = make_mesh(device.type, dist.get_world_size(), timeout_minutes)
     outside = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -144,18 +184,9 @@ def shard(
         _replace_parameters(optimizer, before, module.parameters())
         del before  # the last reference to whole parameters
     if compiled:
-        _compile(blocks)
+        compile_parts(model)
     model.to(device)  # fully_shard has not moved a teacher, which is no submodule
     model.no_sync = partial(_no_sync, model)  # DDP's method, so that callers treat both alike
-
-
-def _compile(blocks: Sequence[nn.Module]) -> None:
-    config = torch._dynamo.config
-    # Blocks share their code but differ in drop-path rate and shape. Dynamo counts their graphs together.
-    config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * len(blocks))
-    for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
 
 @contextmanager

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import main_pretrain
-from framework import Framework
 from monitor import Monitor
 from tests.runs import pretrain, reports
-from util.run import checkpoint, loop
+from util.run import checkpoint, loop, shard
 from util.run import run as run_module
 from util.run.checkpoint import save_checkpoint
 from util.run.distributed import Process
@@ -106,7 +105,7 @@ def test_with_compile_the_first_steps_and_the_first_evaluation_may_take_an_hour(
         note("kNN", training.watchdog)
         heartbeat(training)
 
-    monkeypatch.setattr(Framework, "compile", lambda model, **options: None)
+    monkeypatch.setattr(shard, "compile_parts", lambda model: None)
     monkeypatch.setattr(TrainLoop, "begin_step", step)
     monkeypatch.setattr(Training, "heartbeat", evaluate)
     pretrain(photos, tmp_path, "--compile", "--knn_every", 1, "--picture_every", 0)

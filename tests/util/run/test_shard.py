@@ -197,14 +197,14 @@ def _cases(rank):
     mae = "MaskedAutoencoderViT"
     _assert_as_ddp(rank, "ViT", clip_grad=0.1, accum_iter=1)
     _assert_as_ddp(rank, "Swin")
-    _assert_as_ddp(rank, "ViT", compiled=True)
+    _assert_as_ddp(rank, mae, compiled=True)
     _assert_as_ddp(rank, mae, precision_name="bf16")
     _assert_as_ddp(rank, mae, precision_name="fp16")
 
 
 @pytest.mark.parametrize("cases", [_frameworks, _cases])
 def test_a_sharded_step_equals_ddp_s(cases):
-    """With accumulation, clipping, drop path and compiled blocks. `_rows` has a step that is NaN on one rank."""
+    """With accumulation, clipping, drop path and compiled parts. `_rows` has a step that is NaN on one rank."""
     run_in_two_processes(cases)
 
 
