@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ import torch
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import nn
+from torch._dynamo.utils import counters
 
 from engine_finetune import BatchAugmentation, evaluate
+from models_vit import VisionTransformer
 from tests.loops import a_driver, forbidden_waits
 from tests.two_processes import run_in_two_processes
 from util.data.transforms import Normalize
 from util.evaluate.loop import EvalContext
+from util.run import shard
 
 CLASSES = 6
 
@@ -208,6 +212,21 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(training):
     assert evaluate(model, [a_batch()], 8, CONTEXT) == first
     assert model.training is training
     assert model.dropout.training is training
+
+
+def test_evaluation_compiles_nothing(monkeypatch):
+    """Its batches, of which the last is smaller, have other shapes than those of training."""
+    monkeypatch.replace_in(shard, "torch.compile", partial(torch.compile, backend="aot_eager"))
+    model = VisionTransformer(img_size=4, patch_size=2, embed_dim=8, depth=2, num_heads=1, num_classes=CLASSES)
+    plain = evaluate(model, [a_batch(3), a_batch(2)], 5, CONTEXT)
+    shard.compile_parts(model)
+    torch._dynamo.reset()
+    counters.clear()
+    assert evaluate(model, [a_batch(3), a_batch(2)], 5, CONTEXT) == plain
+    assert counters["stats"]["unique_graphs"] == 0
+    imgs, _ = a_batch()
+    model.train()(Normalize()(imgs))
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def _score_share(rank, num_processes):
