@@ -279,6 +279,13 @@ def add_device_flags(group: FlagGroup) -> None:
         default=False,
         help="shard parameters, gradients and optimizer state (FSDP2)",
     )
+    flag(
+        "--reshard",
+        changes="nothing",
+        action=boolean,
+        default=True,
+        help="with --shard: free gathered parameters until the backward pass (--no-reshard: less communication)",
+    )
 
 
 def add_saving_flags(group: FlagGroup, unit: str) -> None:

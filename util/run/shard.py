@@ -58,7 +58,7 @@ def wrap_model(
         recompute_blocks(model)
     if args.shard:
         minutes = collective_timeout(args.dist_timeout, args.compile)
-        shard(model, optimizer, process.device, PRECISIONS[precision], args.compile, minutes)
+        shard(model, optimizer, process.device, PRECISIONS[precision], args.compile, minutes, args.reshard)
         return model
     if args.compile:
         compile_parts(model)
@@ -157,6 +157,7 @@ def shard(
     dtype: torch.dtype | None = None,
     compiled: bool = False,
     timeout_minutes: float = 30,
+    reshard: bool = True,
 ) -> None:
     """Shards a whole `model` and the state of its `optimizer` across ranks, and moves the shards to `device`.
 
@@ -164,6 +165,8 @@ def shard(
     gradients are reduced in float32. Everything outside of blocks stays float32, as under autocast. float16 is left to
     autocast, because its range is too small for sums such as the gradients of norms. So is bfloat16 on the CPU, whose
     norms cannot mix precisions. Blocks move to the device one at a time, so the whole model never lies there.
+
+    reshard: free the parameters of a block after its forward pass, and gather them again for the backward pass.
 
     compiled: call `compile_parts`. Blocks are compiled between the hooks that gather and free their parameters.
     """
@@ -176,7 +179,8 @@ def shard(
     for module in [*blocks, model]:
         before = list(module.parameters())
         policy = outside if module is model else in_blocks
-        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+        is_resharded = reshard and module is not model  # the backward pass begins with what is outside of blocks
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=is_resharded)
         # Methods that gather parameters as `forward` does. The `forward` of a classifier calls `forward_features`.
         for method in ("cls_attention", "forward_features"):
             if hasattr(module, method) and not hasattr(module, "head"):

@@ -59,7 +59,9 @@ def test_the_groups_of_replicas_fail_no_sooner_than_that_of_all_ranks(monkeypatc
     assert timeouts == [timedelta(minutes=minutes)]
 
 
-def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False, state=None):
+def a_loop(
+    name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False, reshard=True, state=None
+):
     """Returns (driver, model, optimizer). state: whole (weights, optimizer state) to begin with."""
     model = make(name)
     # A large eps: gradients that are zero up to rounding, such as of a key's bias, must not become a step.
@@ -69,7 +71,7 @@ def a_loop(name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, c
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
     if sharded:
-        shard.shard(model, optimizer, CPU, PRECISIONS[precision_name], compiled)
+        shard.shard(model, optimizer, CPU, PRECISIONS[precision_name], compiled, reshard=reshard)
         wrapped = model
     else:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -231,6 +233,25 @@ def test_rows_of_shards_equal_ddp_stay_equal_and_resume_bit_for_bit():
 )
 def test_a_row_has_eight_ranks_or_the_next_divisor(ranks, shards):
     assert shard.num_shards(ranks) == shards
+
+
+def _reshard(rank):
+    """With accumulation. Where parameters are freed, they are shards between forward and backward pass."""
+    name = "MaskedAutoencoderViT"
+    twice = _train(rank, name, True)
+    once = _train(rank, name, True, reshard=False)
+    assert once.logged == twice.logged
+    torch.testing.assert_close(once.weights, twice.weights, rtol=0, atol=0)
+    for reshard in (True, False):
+        _, model, _ = a_loop(name, True, reshard=reshard)
+        imgs, _, *orders = next(batches_of(name, model, rank, 1))
+        model(imgs.float(), *orders)
+        for block in shard.blocks_of(model):
+            assert isinstance(block.norm1.weight, shard.dtensor.DTensor) == reshard
+
+
+def test_parameters_may_stay_gathered_until_the_backward_pass():
+    run_in_two_processes(_reshard)
 
 
 def _overflows(rank):
