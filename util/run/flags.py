@@ -273,6 +273,13 @@ def add_device_flags(group: FlagGroup) -> None:
         help="recompute blocks in the backward pass: less memory, more time",
     )
     flag(
+        "--recompute_pointwise",
+        changes="nothing",
+        action=boolean,
+        default=False,
+        help="recompute blocks apart from matrix products and attention: takes less time, saves less memory",
+    )
+    flag(
         "--shard",
         changes="rounding",  # or results: see `changes_of_flags`
         action=boolean,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from util import attention
 from util.collectives import all_reduce_sum
@@ -35,6 +35,17 @@ dtensor = LazyModule("torch.distributed.tensor")
 
 Batch = TypeVar("Batch")
 Autocast = Callable[[], AbstractContextManager[Any]]
+
+# Matrix products, and attention on any kernel.
+PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 # Rows of a parameter are split, and padded to a multiple of the shards. With 8 shards padding is below 1 % of a ViT-B,
 # with 1,024 it is more than the model itself. 8 GPUs are a node in most clusters, or two.
@@ -54,8 +65,8 @@ def wrap_model(
     Returns the module to call. Parameters of `optimizer` are replaced by their shards.
     """
     attention.prefer(args.attention)
-    if args.recompute:
-        recompute_blocks(model)
+    if args.recompute or args.recompute_pointwise:
+        recompute_blocks(model, pointwise_only=not args.recompute)
     if args.shard:
         minutes = collective_timeout(args.dist_timeout, args.compile)
         shard(model, optimizer, process.device, PRECISIONS[precision], args.compile, minutes, args.reshard)
@@ -82,14 +93,25 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if re.search(r"(^|\.)blocks\.\d+$", name)]
 
 
-def recompute_blocks(model: nn.Module) -> None:
-    """Makes each block store only its input, and recompute the rest in the backward pass. Values stay bit-equal."""
+def recompute_blocks(model: nn.Module, pointwise_only: bool = False) -> None:
+    """Makes each block store only its input, and recompute the rest in the backward pass. Values stay bit-equal.
+
+    pointwise_only: also store the results of matrix products and of attention, which take most of the time.
+    """
+    forward = _recomputed
+    if pointwise_only:
+        forward = _pointwise_recomputed
     for block in blocks_of(model):
-        block.forward = MethodType(_recomputed, block)  # which equal blocks share, so that they share compiled code
+        block.forward = MethodType(forward, block)  # which equal blocks share, so that they share compiled code
 
 
 def _recomputed(block: nn.Module, *inputs: Any) -> Any:
     return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+
+
+def _pointwise_recomputed(block: nn.Module, *inputs: Any) -> Any:
+    stored = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False, context_fn=stored)
 
 
 def compile_parts(model: nn.Module) -> None:

@@ -60,7 +60,15 @@ def test_the_groups_of_replicas_fail_no_sooner_than_that_of_all_ranks(monkeypatc
 
 
 def a_loop(
-    name, sharded, precision_name="fp32", clip_grad=None, accum_iter=2, compiled=False, reshard=True, state=None
+    name,
+    sharded,
+    precision_name="fp32",
+    clip_grad=None,
+    accum_iter=2,
+    compiled=False,
+    recomputed=False,
+    reshard=True,
+    state=None,
 ):
     """Returns (driver, model, optimizer). state: whole (weights, optimizer state) to begin with."""
     model = make(name)
@@ -70,6 +78,8 @@ def a_loop(
         weights, moments = state
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
+    if recomputed:
+        shard.recompute_blocks(model, pointwise_only=True)
     if sharded:
         shard.shard(model, optimizer, CPU, PRECISIONS[precision_name], compiled, reshard=reshard)
         wrapped = model
@@ -199,14 +209,14 @@ def _cases(rank):
     mae = "MaskedAutoencoderViT"
     _assert_as_ddp(rank, "ViT", clip_grad=0.1, accum_iter=1)
     _assert_as_ddp(rank, "Swin")
-    _assert_as_ddp(rank, mae, compiled=True)
+    _assert_as_ddp(rank, mae, compiled=True, recomputed=True)
     _assert_as_ddp(rank, mae, precision_name="bf16")
     _assert_as_ddp(rank, mae, precision_name="fp16")
 
 
 @pytest.mark.parametrize("cases", [_frameworks, _cases])
 def test_a_sharded_step_equals_ddp_s(cases):
-    """With accumulation, clipping, drop path and compiled parts. `_rows` has a step that is NaN on one rank."""
+    """With accumulation, clipping, drop path, compiled and recomputed parts. `_rows` has a NaN step on one rank."""
     run_in_two_processes(cases)
 
 
