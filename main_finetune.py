@@ -35,6 +35,7 @@ from util.evaluate.results import Evaluation
 from util.evaluate.session import Session, session_of_eval
 from util.lars import LARS
 from util.lazy import LazyModule
+from util.run.checkpoint import INVALID_SETTINGS
 from util.run.cli import FlagGroup, Parser, flags_given, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
@@ -405,7 +406,9 @@ def evaluate_only(args: argparse.Namespace, given: set[str], session: Session) -
     names = given.intersection(("model", "input_size", "patch_size", "in_chans"))
     check_same(args, settings, names, f"the classifier at {args.resume!r}")
     view = ResizeCenterCrop(settings["input_size"], settings["crop_pct"], args.loader == "reference")
-    images = open_everywhere(args, "val", labelled=True, in_chans=settings["in_chans"])
+    for name in given.intersection(INVALID_SETTINGS):
+        settings[name] = getattr(args, name)
+    images = open_everywhere(args, "val", labelled=True, pixel_settings=settings)
     context = session.make_context(args, normalizer(settings, images.pixel_format), args.batch_size or 64)
     if classifier.info.classes:
         check_classes(classifier.info.classes, images.classes, "the checkpoint", "the data")

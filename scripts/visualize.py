@@ -24,6 +24,7 @@ from frameworks.registry import load_run
 from util import pictures
 from util.data.folders import refuse_inside_data
 from util.data.images import evenly_spaced
+from util.data.invalid_pixels import InvalidPixels
 from util.data.open import open_images
 from util.data.statistics import normalizer
 from util.run.cli import Parser, prepare_file, run_program, user_errors
@@ -43,7 +44,14 @@ def show_run(args: argparse.Namespace) -> None:
         data_path = args.images
         image_column = None
     refuse_inside_data("--out", args.out, data_path)
-    images = open_images(dataset, data_path, "val", in_chans=settings.get("in_chans", 3), image_column=image_column)
+    images = open_images(
+        dataset,
+        data_path,
+        "val",
+        in_chans=settings.get("in_chans", 3),
+        image_column=image_column,
+        invalid=InvalidPixels.from_settings(settings),
+    )
     measured = evenly_spaced(len(images), args.max_images)
     errors_by_name = measure(model, settings, images, measured)
     lines = []

@@ -26,7 +26,7 @@ from util.data.open import open_everywhere
 from util.data.statistics import complete_settings, normalizer
 from util.evaluate.results import EvaluatedModel, ResultsFile
 from util.evaluate.session import evaluation_session
-from util.run import flags
+from util.run import checkpoint, flags
 from util.run.cli import Parser, run_program
 from util.run.distributed import PRECISIONS, precision
 from util.run.flags import add_data_flags
@@ -100,10 +100,11 @@ def make_encoder(args: argparse.Namespace) -> FrozenEncoder:
     return encoder
 
 
-def open_data(args: argparse.Namespace, in_chans: int) -> tuple[Images, Images]:
-    """Opens train/ and val/. in_chans: of the encoder. ValueError unless both have the same classes and format."""
-    images = open_everywhere(args, "train", True, args.max_bad_fraction, in_chans)
-    val_images = open_everywhere(args, "val", True, in_chans=in_chans)
+def open_data(args: argparse.Namespace, encoder: FrozenEncoder) -> tuple[Images, Images]:
+    """Opens train/ and val/ as the encoder reads images. ValueError unless both have the same classes and format."""
+    settings = {"in_chans": encoder.in_chans, **encoder.pixel_settings}
+    images = open_everywhere(args, "train", True, args.max_bad_fraction, settings)
+    val_images = open_everywhere(args, "val", True, pixel_settings=settings)
     check_splits(images, val_images)
     return images, val_images
 
@@ -129,6 +130,9 @@ def protocol_of(
         "train": [len(images), images.fingerprint()],
         "val": [len(val_images), val_images.fingerprint()],
     }
+    for name in checkpoint.INVALID_SETTINGS:
+        if name in pixel_settings:
+            protocol[name] = pixel_settings[name]
     if set(args.probes) - {"knn"}:
         for name in ("steps", "total_batch_size", "seed", "crop_scale"):
             protocol[name] = getattr(args, name)
@@ -166,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser, args = parse_args(argv)
     with evaluation_session(parser, args, args.output_dir, check=check_flags) as session:
         encoder = collectives.run_everywhere(lambda: make_encoder(args))
-        images, val_images = open_data(args, encoder.in_chans)
+        images, val_images = open_data(args, encoder)
         pixel_settings, notes = complete_settings(encoder.pixel_settings, images)
         precision_name = precision(args.precision, session.process.device).name
         settings = protocol_of(args, encoder, pixel_settings, images, val_images, precision_name)

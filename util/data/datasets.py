@@ -9,6 +9,7 @@ import torch
 
 from util.addressed import SHUFFLE, addressed_uniform
 from util.data.images import ImageError, Images, find_storage_error
+from util.data.invalid_pixels import transform_valid
 
 MAX_SKIPPED = 100  # bad images in a row; more mean that something else is wrong
 
@@ -20,7 +21,8 @@ Sample = tuple[Any, ...]
 class AddressedDataset(torch.utils.data.Dataset):
     """`dataset[(epoch, index)]` returns (img [C, H, W], label, (epoch, index)).
 
-    Images have the type of their source: uint8, uint16 or float32.
+    Images have the type of their source: uint8, uint16 or float32. Those that may have invalid pixels are float32, and
+    NaN marks them.
 
     transform: `transform(img [C, H, W], epoch, index)` returns [C, h, w] of the same type. Its random numbers are
     functions of the address. replace: an image that cannot be read is marked in `bad` (uint8 [n], shared with the
@@ -50,7 +52,10 @@ class AddressedDataset(torch.utils.data.Dataset):
         epoch, index = address
         index_read, pixels, label = self._load(index)
         img = torch.from_numpy(pixels).permute(2, 0, 1)  # a view; the transform copies what it crops
-        view = self.transform(img, epoch, index)
+        if self.images.pixel_format.has_invalid:
+            view = transform_valid(self.transform, img, epoch, index)
+        else:
+            view = self.transform(img, epoch, index)
         if not self.with_boxes:
             return view, label, address
         box = self.transform.crop_box(img.shape[-2:], epoch, index)

@@ -14,6 +14,7 @@ import numpy as np
 
 from util.data.folders import DEFAULT_PATH, MissingSplit, choose_split, note_stand_in, split_of
 from util.data.images import EncodedImages, ImageError, read_file
+from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class HuggingFaceImages(EncodedImages):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
+        invalid: InvalidPixels = ALL_VALID,
     ) -> None:
         if not len(dataset):
             raise ValueError(f"{root} has no rows")
@@ -55,7 +57,7 @@ class HuggingFaceImages(EncodedImages):
         for i, path in enumerate(self.paths.to_pylist()):
             names.append(row_name(i, path, in_a_file=self.sizes[i] < 0))
         classes, labels = read_labels(dataset, root, label_column, labelled)
-        super().__init__(root, np.array(names), labels, classes, notes, in_chans, use_pillow)
+        super().__init__(root, np.array(names), labels, classes, notes, in_chans, use_pillow, invalid)
 
     def _open_columns(self) -> None:
         """Sets the columns of the mapped table: bytes, null if an image is in a file of its own, and paths."""
@@ -122,6 +124,7 @@ def open_hugging_face(
     label_column: str | None = None,
     in_chans: int = 3,
     use_pillow: bool = False,
+    invalid: InvalidPixels = ALL_VALID,
 ) -> HuggingFaceImages:
     """Returns the images of a split; downloads and converts the data if it is not in the cache of `datasets`.
 
@@ -133,7 +136,7 @@ def open_hugging_face(
     if name:
         root = f"{root}, split {name}"
     return HuggingFaceImages(
-        splits[name], root, labelled, image_column, label_column, pinned_path, notes, in_chans, use_pillow
+        splits[name], root, labelled, image_column, label_column, pinned_path, notes, in_chans, use_pillow, invalid
     )
 
 

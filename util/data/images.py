@@ -21,6 +21,7 @@ import numpy as np
 
 from util.data.decode import PILLOW_ERRORS, has_16_bits, open_image
 from util.data.folders import MissingSplit, find_samples
+from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.pixel_format import RGB8, FormatError, PixelFormat, note_on_rgb, read_format, read_pixels
 from util.lazy import LazyModule
 from util.text import count_of
@@ -108,7 +109,10 @@ class Images:
         """Looks at the files before training. ImageError if more than that share of images is bad."""
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
-        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file."""
+        """Returns ([H, W, C] in `pixel_format`, label); ImageError names the file.
+
+        With invalid pixels the image is float32, and they are NaN.
+        """
         raise NotImplementedError
 
     def load_sample(self, i: int) -> tuple[np.ndarray, int]:
@@ -119,8 +123,8 @@ class Images:
 class EncodedImages(Images):
     """Images that are stored encoded. Subclasses define `path` and `read`.
 
-    names: bytes [n]. use_pillow: decode everything by Pillow, as torchvision's ImageFolder does. `check` finds out the
-    `pixel_format` of all images.
+    names: bytes [n]. use_pillow: decode everything by Pillow, as torchvision's ImageFolder does. invalid: what marks
+    invalid pixels. `check` finds out the `pixel_format` of all images.
     """
 
     num_checked = 1000  # headers that `check` reads
@@ -135,11 +139,13 @@ class EncodedImages(Images):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
+        invalid: InvalidPixels = ALL_VALID,
     ) -> None:
         super().__init__(root, labels, classes, notes)
         self.names = names
         self.in_chans = in_chans
         self.use_pillow = use_pillow
+        self.invalid = invalid
 
     def read(self, i: int) -> bytes:
         """Returns the encoded bytes of image i; ImageError if that file is missing or unreadable."""
@@ -159,7 +165,7 @@ class EncodedImages(Images):
 
         ImageError if too many are no images. A single bad image is accepted, unless the fraction is 0 or no other is
         good. ImageError, too, if formats differ, cannot be used or do not have `in_chans` channels, or if floats are
-        not finite.
+        not finite. ValueError if they cannot have the value that marks invalid pixels.
         """
         checked = evenly_spaced(len(self), self.num_checked).tolist()
         problems: list[str] = []
@@ -178,6 +184,7 @@ class EncodedImages(Images):
                 formats[pixels] = i
         self._refuse_bad(problems, len(checked), max_bad_fraction)
         self.pixel_format = self.one_format(formats)
+        self.invalid.check_type(self.pixel_format)
         self._note_lost(formats[self.pixel_format])
         if self.pixel_format.is_float:
             step = math.ceil(len(good) / self.num_decoded)
@@ -187,6 +194,8 @@ class EncodedImages(Images):
     def read_format(self, i: int) -> PixelFormat:
         """Returns the format of image i. ImageError if it cannot be read, FormatError if such files are never read."""
         try:
+            if self.invalid.is_declared:
+                return self.invalid.read_format(self.source(i), self.in_chans)
             return read_format(self.source(i), self.in_chans)
         except (FormatError, ImageError):
             raise
@@ -228,13 +237,13 @@ class EncodedImages(Images):
         if fitting:
             message += f", as {self.path(fitting[0])!r} has"
         if fitting and pixels.channels < self.in_chans:
-            message += ": a band is missing"
+            message += ": a band is missing, see --bands"
         return message
 
     def _note_lost(self, i: int) -> None:
         """Notes what image i has that RGB of 8 bits does not hold, if it is read as such."""
         may_have_more = self.path(i).lower().endswith((".tif", ".tiff", ".png", ".ppm", ".pgm"))
-        if self.pixel_format != RGB8 or not may_have_more:
+        if not self.pixel_format.is_rgb8 or not may_have_more:
             return
         lost = note_on_rgb(self.source(i))
         if not lost:
@@ -253,8 +262,11 @@ class EncodedImages(Images):
 
     def load(self, i: int) -> tuple[np.ndarray, int]:
         data = self.read(i)
+        label = int(self.labels[i])
         try:
-            return read_pixels(data, self.pixel_format, self.use_pillow), int(self.labels[i])
+            if self.pixel_format.has_invalid:
+                return self.invalid.read_pixels(data, self.pixel_format, self.use_pillow), label
+            return read_pixels(data, self.pixel_format, self.use_pillow), label
         except PILLOW_ERRORS as error:
             raise ImageError(f"{self.path(i)!r} cannot be decoded: {error}; replace or remove it") from error
 
@@ -270,11 +282,12 @@ class ImageFiles(EncodedImages):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
+        invalid: InvalidPixels = ALL_VALID,
     ) -> None:
         # Arrays, because forked workers share their memory. Reading a list would copy it into each worker.
         names = np.array([os.fsencode(path) for path, _ in samples])
         labels = np.array([label for _, label in samples], np.int64)
-        super().__init__(root, names, labels, classes, notes, in_chans, use_pillow)
+        super().__init__(root, names, labels, classes, notes, in_chans, use_pillow, invalid)
 
     def read(self, i: int) -> bytes:
         return read_file(self.path(i))
@@ -299,9 +312,10 @@ class FolderImages(ImageFiles):
         notes: Sequence[str] = (),
         in_chans: int = 3,
         use_pillow: bool = False,
+        invalid: InvalidPixels = ALL_VALID,
     ) -> None:
         classes, samples = find_samples(root, labelled)
-        super().__init__(root, samples, classes, notes, in_chans, use_pillow)
+        super().__init__(root, samples, classes, notes, in_chans, use_pillow, invalid)
 
 
 class INaturalistImages(ImageFiles):
@@ -312,7 +326,13 @@ class INaturalistImages(ImageFiles):
     """
 
     def __init__(
-        self, data_path: str | Path, split: str, year: int, in_chans: int = 3, use_pillow: bool = False
+        self,
+        data_path: str | Path,
+        split: str,
+        year: int,
+        in_chans: int = 3,
+        use_pillow: bool = False,
+        invalid: InvalidPixels = ALL_VALID,
     ) -> None:
         path = Path(data_path) / f"{split}{year}.json"
         if not path.is_file():
@@ -336,7 +356,7 @@ class INaturalistImages(ImageFiles):
         if not samples:
             raise ValueError(f"{str(path)!r} names no image")
         classes = [categories[category] for category in ids]
-        super().__init__(data_path, samples, classes, (), in_chans, use_pillow)
+        super().__init__(data_path, samples, classes, (), in_chans, use_pillow, invalid)
 
 
 class CifarImages(Images):

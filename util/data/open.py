@@ -1,6 +1,7 @@
 """Opens the images of a split: decides what --data_path is, and opens it on all ranks."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from util.data.images import (
     refuse_single_class,
     wanted_channels,
 )
+from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.data.tars import open_tars
 
 DOWNLOADED = ("cifar10", "cifar100")  # data sets that are downloaded if they are missing
@@ -31,7 +33,7 @@ class ImageSource:
 
     dataset: one of DATASETS; "folder" also reads tars. labelled: every image must have a class, of two or more.
     max_bad_fraction: of the image headers that are checked. in_chans: channels of the images. image_column,
-    label_column: of "hf". use_pillow: decode everything by Pillow.
+    label_column: of "hf". use_pillow: decode everything by Pillow. invalid: what marks invalid pixels.
     """
 
     dataset: str
@@ -43,6 +45,7 @@ class ImageSource:
     image_column: str | None = None
     label_column: str | None = None
     use_pillow: bool = False
+    invalid: InvalidPixels = ALL_VALID
     files: SplitFiles | None = field(init=False, default=None)  # of the dataset "folder"
     images: Images | None = field(init=False, default=None)  # once they are open
 
@@ -55,6 +58,10 @@ class ImageSource:
         if self.dataset in DOWNLOADED and self.in_chans != 3:
             wanted = wanted_channels(self.in_chans)
             raise ValueError(f"--dataset {self.dataset} has images of 3 channels, but {wanted}")
+        if self.dataset in DOWNLOADED and self.invalid.is_declared:
+            flags = "--nodata, --mask_band and --bands"
+            raise ValueError(f"all pixels of --dataset {self.dataset} are valid: leave out {flags}")
+        self.invalid.check(self.in_chans)
         if self.dataset == "folder":
             self.files = find_files(self.data_path, self.split, self.labelled)
 
@@ -89,7 +96,11 @@ class ImageSource:
         self.open()
 
     def _open(self) -> Images:
-        reading: dict[str, Any] = {"in_chans": self.in_chans, "use_pillow": self.use_pillow}
+        reading: dict[str, Any] = {
+            "in_chans": self.in_chans,
+            "use_pillow": self.use_pillow,
+            "invalid": self.invalid,
+        }
         if self.dataset in INATURALIST:
             return INaturalistImages(self.data_path, self.split, INATURALIST[self.dataset], **reading)
         if self.dataset in DOWNLOADED:
@@ -116,16 +127,19 @@ def open_everywhere(
     split: str,
     labelled: bool = False,
     max_bad_fraction: float = 0.0,
-    in_chans: int | None = None,
+    pixel_settings: Mapping[str, Any] | None = None,
 ) -> Images:
     """Opens the images that the flags name on every rank. Rank 0 downloads, converts or indexes first.
 
     If all ranks see the same folder of files, rank 0 alone lists it and reads the headers. Copies of a data set on the
     disks of nodes are listed by each rank, and compared.
 
-    in_chans: channels of a trained model's images (default: the flag's).
+    pixel_settings: of a trained model, with its `in_chans` and what marks invalid pixels (default: the flags').
     ValueError on all ranks if one of them fails, or if they see different data.
     """
+
+    if pixel_settings is None:
+        pixel_settings = vars(args)
 
     def find_source() -> ImageSource:
         return ImageSource(
@@ -134,10 +148,11 @@ def open_everywhere(
             split=split,
             labelled=labelled,
             max_bad_fraction=max_bad_fraction,
-            in_chans=in_chans or args.in_chans,
+            in_chans=pixel_settings["in_chans"],
             image_column=args.image_column,
             label_column=args.label_column,
             use_pillow=args.loader == "reference",
+            invalid=InvalidPixels.from_settings(pixel_settings),
         )
 
     source = collectives.run_on_rank0(find_source)

@@ -33,13 +33,31 @@ MODES = {"1": "L", "L": "L", "LA": "LA", "RGBA": "RGBA"}
 
 @dataclass(frozen=True)
 class PixelFormat:
-    """What all images of a source have in common. dtype: uint8, uint16 or float32."""
+    """What all images of a source have in common.
+
+    dtype: of the files, uint8, uint16 or float32. has_invalid: pixels may be invalid (`util.data.invalid_pixels`).
+    """
 
     channels: int
     dtype: str
+    has_invalid: bool = False
 
     def __str__(self) -> str:
-        return f"{count_of(self.channels, 'channel')} of {self.dtype}"
+        text = f"{count_of(self.channels, 'channel')} of {self.dtype}"
+        if self.has_invalid:
+            text += ", some pixels invalid"
+        return text
+
+    @property
+    def is_rgb8(self) -> bool:
+        return self.channels == 3 and self.dtype == "uint8"
+
+    @property
+    def batch_dtype(self) -> str:
+        """The type of batches: that of the files, or float32 if NaN marks invalid pixels."""
+        if self.has_invalid:
+            return "float32"
+        return self.dtype
 
     @property
     def full_range(self) -> float:
@@ -53,8 +71,8 @@ class PixelFormat:
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of a pixel with all its channels."""
-        return self.channels * np.dtype(self.dtype).itemsize
+        """Bytes of a pixel of a batch with all its channels."""
+        return self.channels * np.dtype(self.batch_dtype).itemsize
 
 
 RGB8 = PixelFormat(3, "uint8")
@@ -118,10 +136,11 @@ def _picture_header(file: BinaryIO, in_chans: int) -> Header:
         return PixelFormat(channels, "uint8"), size
 
 
-def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> np.ndarray:
+def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False, may_hold_nan: bool = False) -> np.ndarray:
     """Decodes a file to [H, W, C] in the `expected` format; one of `PILLOW_ERRORS` if that fails.
 
-    reference: see `decode`. ValueError if the file has another format, or if a float is not finite.
+    reference: see `decode`. may_hold_nan: the caller checks floats. ValueError if the file has another format, or if a
+    float is not finite.
     """
     if expected == RGB8 and not data.startswith(NPY):
         if data.startswith(TIFF):
@@ -139,7 +158,7 @@ def read_pixels(data: bytes, expected: PixelFormat, reference: bool = False) -> 
     if array.ndim == 2:
         array = array[:, :, None]
     array = np.require(array, expected.dtype, ["C", "W"])  # in this machine's byte order
-    if expected.is_float:
+    if expected.is_float and not may_hold_nan:
         refuse_not_finite(array)
     return array
 
@@ -157,7 +176,7 @@ def refuse_not_finite(array: np.ndarray) -> None:
     bad = np.flatnonzero(~np.isfinite(array).all(axis=(0, 1)))
     if len(bad):
         bands = ", ".join(map(str, bad[:10].tolist()))
-        raise ValueError(f"NaN or infinite values are in band {bands} (counted from 0): replace them")
+        raise ValueError(f"NaN or infinite values are in band {bands} (counted from 0): replace them, or see --nodata")
 
 
 def _mode(img: Image.Image) -> str:

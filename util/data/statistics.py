@@ -9,7 +9,7 @@ import numpy as np
 
 from util.collectives import run_on_rank0
 from util.data.images import ImageError, Images, evenly_spaced
-from util.data.pixel_format import RGB8, PixelFormat
+from util.data.pixel_format import PixelFormat
 from util.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from util.text import count_of, shorten
 
@@ -39,7 +39,7 @@ class Lowest:
     next_value: float = math.inf
 
     def add(self, values: np.ndarray) -> None:
-        """Adds the values of an image, float64 [n]."""
+        """Adds the values of an image, float64 [n], n > 0."""
         value = float(values.min())
         count = int(np.count_nonzero(values == value))
         next_value = float(values.min(where=values > value, initial=math.inf))
@@ -75,7 +75,7 @@ def warn_of_fill_values(channel: int, lowest: Lowest, highest: Lowest, num_pixel
         return (
             f"warning: {count} of {num_pixels} measured pixels of channel {channel} (counted from 0) are {value:.10g}, "
             f"all others lie between {low:.6g} and {high:.6g}. If the value marks missing pixels, mean and deviation "
-            "are wrong: replace it in the files, for example by the mean of the other pixels, and start a new run"
+            "are wrong: declare it by --nodata, or replace it in the files, and start a new run"
         )
 
     warnings: list[str] = []
@@ -88,36 +88,32 @@ def warn_of_fill_values(channel: int, lowest: Lowest, highest: Lowest, num_pixel
 
 @dataclass
 class ChannelSums:
-    """Running mean and sum of squared deviations of all pixels so far, for each channel."""
+    """Running mean and sum of squared deviations of a channel, over all valid pixels so far."""
 
-    mean: np.ndarray
-    squares: np.ndarray
+    mean: float = 0.0
+    squares: float = 0.0
     count: int = 0
 
-    def add(self, pixels: np.ndarray) -> None:
-        """Adds the pixels of an image, [n, C]."""
-        mean = pixels.mean(axis=0, dtype=np.float64)
-        squares = np.zeros(len(mean))
-        for c in range(len(mean)):
-            values = pixels[:, c].astype(np.float64)
-            squares[c] = np.square(values - mean[c]).sum()
+    def add(self, values: np.ndarray, mean: float) -> None:
+        """Adds the values of an image, float64 [n], n > 0, and their mean."""
+        squares = np.square(values - mean).sum()
         # Chan et al.: sums of squared deviations of two sets, without the loss of digits of a sum of squares.
-        total = self.count + len(pixels)
+        total = self.count + len(values)
         shift = mean - self.mean
-        between = shift**2 * self.count * len(pixels) / total
-        self.mean = self.mean + shift * len(pixels) / total
+        between = shift * shift * self.count * len(values) / total
+        self.mean = self.mean + shift * len(values) / total
         self.squares = self.squares + squares + between
         self.count = total
 
 
 def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
-    """Measures the mean and standard deviation of each channel over all pixels of evenly spaced images, in float64.
+    """Measures the mean and standard deviation of each channel over all valid pixels of evenly spaced images.
 
-    Those of integers are fractions of the full range. Unreadable images are skipped. ValueError if a channel is
-    constant.
+    In float64. Those of integers are fractions of the full range. Unreadable images are skipped. ValueError if a
+    channel is constant, or has no valid pixel.
     """
     num_channels = images.pixel_format.channels
-    sums = ChannelSums(np.zeros(num_channels), np.zeros(num_channels))
+    sums = [ChannelSums() for _ in range(num_channels)]
     lowest = [Lowest() for _ in range(num_channels)]
     highest = [Lowest() for _ in range(num_channels)]  # of the negated values
     num_read = 0
@@ -129,14 +125,26 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
         assert img.shape[2] == num_channels  # `load` returns the image alone
         num_read += 1
         pixels = img.reshape(-1, num_channels)
-        sums.add(pixels)
+        means = pixels.mean(axis=0, dtype=np.float64)
         for c in range(num_channels):
             values = pixels[:, c].astype(np.float64)
+            mean_of_image = means[c]
+            if np.isnan(mean_of_image):
+                values = values[~np.isnan(values)]
+                if not len(values):
+                    continue
+                mean_of_image = values.mean()
+            sums[c].add(values, mean_of_image)
             lowest[c].add(values)
             highest[c].add(-values)
     if not num_read:
         raise ValueError(f"no pixel statistics: none of {num_images} images of {images.root} can be read")
-    std = np.sqrt(sums.squares / sums.count)
+    empty = [str(c) for c in range(num_channels) if not sums[c].count]
+    if empty:
+        problem = f"channel {shorten(empty, 10)} (counted from 0) has no valid pixel in {num_read} images"
+        raise ValueError(f"{problem} of {images.root}: give --mean and --std")
+    mean = np.array([s.mean for s in sums])
+    std = np.sqrt([s.squares / s.count for s in sums])
     if not std.all():
         constant = shorten([str(c) for c in np.flatnonzero(std == 0)], 10)
         problem = f"channel {constant} (counted from 0) is constant in {num_read} images of {images.root}"
@@ -144,9 +152,9 @@ def measure_statistics(images: Images, num_images: int = SAMPLE) -> Measurement:
     fill_values: list[str] = []
     if images.pixel_format.dtype != "uint8":  # in 256 values every one may be a brightness
         for c in range(num_channels):
-            fill_values += warn_of_fill_values(c, lowest[c], highest[c], sums.count)
+            fill_values += warn_of_fill_values(c, lowest[c], highest[c], sums[c].count)
     full_range = images.pixel_format.full_range
-    statistics = ((sums.mean / full_range).tolist(), (std / full_range).tolist())
+    statistics = ((mean / full_range).tolist(), (std / full_range).tolist())
     return Measurement(statistics, num_read, fill_values)
 
 
@@ -209,7 +217,7 @@ def default_statistics(
             return statistics, []
         verb = "are those" if len(used) == 2 else "is that"
         return statistics, [f"note: pixel {' and '.join(used)} {verb} of the encoder"]
-    if images.pixel_format == RGB8:
+    if images.pixel_format.is_rgb8:
         return IMAGENET, []
     return measure_on_rank0(images, used)
 

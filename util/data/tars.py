@@ -26,6 +26,7 @@ from safetensors.numpy import save
 from util.atomic import replaced_file
 from util.data.folders import is_hidden, is_image, split_of
 from util.data.images import EncodedImages, ImageError, retry_io
+from util.data.invalid_pixels import ALL_VALID, InvalidPixels
 from util.text import count_of, shorten
 
 INDEX = "prmim-index.safetensors"  # beside the shards of pack_dataset.py
@@ -263,7 +264,13 @@ class TarImages(EncodedImages):
     num_checked = 16
 
     def __init__(
-        self, index: Path, root: Path, notes: Sequence[str] = (), in_chans: int = 3, use_pillow: bool = False
+        self,
+        index: Path,
+        root: Path,
+        notes: Sequence[str] = (),
+        in_chans: int = 3,
+        use_pillow: bool = False,
+        invalid: InvalidPixels = ALL_VALID,
     ) -> None:
         self.rows, self.content = read_index(index)
         self.index = index
@@ -285,7 +292,7 @@ class TarImages(EncodedImages):
         names = self.rows["name"]
         names = names.view(f"S{names.shape[1]}")[:, 0]
         notes = [*self.content["notes"], *notes]
-        super().__init__(root, names, self.rows["label"], self.content["classes"], notes, in_chans, use_pillow)
+        super().__init__(root, names, self.rows["label"], self.content["classes"], notes, in_chans, use_pillow, invalid)
 
     def fingerprint(self) -> str:
         if self.packed and self.packed["quality"]:  # other pixels under the same names
@@ -294,7 +301,7 @@ class TarImages(EncodedImages):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process maps the index by itself."""
-        state = {name: getattr(self, name) for name in ("notes", "in_chans", "use_pillow", "pixel_format")}
+        state = {name: getattr(self, name) for name in ("notes", "in_chans", "use_pillow", "invalid", "pixel_format")}
         return TarImages, (self.index, self.root), state
 
     def path(self, i: int) -> str:
@@ -335,6 +342,7 @@ def open_tars(
     notes: Sequence[str] = (),
     in_chans: int = 3,
     use_pillow: bool = False,
+    invalid: InvalidPixels = ALL_VALID,
 ) -> TarImages:
     """Returns the images of tars in one folder, through the index of pack_dataset.py or else through one of a scan.
 
@@ -344,7 +352,7 @@ def open_tars(
     index = root / INDEX
     if not index.exists():
         index = find_index(root, tars)
-    images = TarImages(index, root, notes, in_chans, use_pillow)
+    images = TarImages(index, root, notes, in_chans, use_pillow, invalid)
     if {*images.tars} != {*tars}:
         others = shorten([tar.name for tar in sorted({*images.tars} ^ {*tars})])
         advice = f"give the folder, and move away tars that are not in it ({others})"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from util.addressed import AUGMENT, LIBRARY, addressed_numbers, addressed_seed, seeded_libraries
 from util.data.pixel_format import RGB8, PixelFormat
+from util.invalid import fill_invalid
 from util.lazy import LazyModule
 from util.pos_embed import height_and_width
 
@@ -340,7 +341,8 @@ def pillow_resize(img: Tensor, size: Size, interpolation: str) -> Tensor:
 class Normalize(nn.Module):
     """Normalises [B, C, H, W] to float32 (x - mean) / std, on the device: images are transferred as they are stored.
 
-    mean, std: of each channel. Those of integers are fractions of their full range. pixels: the images' format.
+    mean, std: of each channel. Those of integers are fractions of their full range. pixels: the images' format. Invalid
+    pixels become 0, the mean.
     """
 
     def __init__(
@@ -355,10 +357,14 @@ class Normalize(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1) * full_range)
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1) * full_range)
 
-    def forward(self, imgs: Tensor) -> Tensor:
+    def forward(self, imgs: Tensor, fill: bool = True) -> Tensor:
+        """fill: False leaves invalid pixels NaN, for models that must know which they are."""
         if imgs.dtype == torch.uint16:  # which torch does not promote
             imgs = imgs.float()
-        return (imgs - self.mean) / self.std
+        imgs = (imgs - self.mean) / self.std
+        if self.pixels.has_invalid and fill:
+            return fill_invalid(imgs)
+        return imgs
 
     def undo(self, imgs: Tensor) -> Tensor:
         """Inverts the normalisation of float [B, C, H, W] for pictures. Returns float in [0, 1], clipped.

@@ -33,7 +33,8 @@ timm_data = LazyModule("timm.data")
 # Weights in folders that are no runs: of scripts/export.py, timm and Transformers, whose large files are cut in shards.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "model-00001-of-*", "pytorch_model-00001-of-*")
 # What scripts/export.py stores beside the weights: of the images, and of a classifier.
-EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct")
+INVALID_SETTINGS = ("nodata", "mask_band", "bands")  # what marks invalid pixels
+EXPORTED_SETTINGS = ("mean", "std", "input_size", "crop_pct", *INVALID_SETTINGS)
 EXPORTED_FACTS = ("classes", "pixels", *EXPORTED_SETTINGS)
 TRAINING_STATE = ("optimizer", "scaler", "meter")  # parts of a run's checkpoint, beside its weights
 
@@ -147,8 +148,15 @@ class CheckpointInfo:
 
     @property
     def pixel_settings(self) -> dict[str, Any]:
-        """The type of the pixels, and mean and std of each channel. What is unknown is None."""
-        return {"pixels": self.pixels, "mean": self.settings.get("mean"), "std": self.settings.get("std")}
+        """The type of the pixels, and mean and std of each channel. What is unknown is None.
+
+        Of INVALID_SETTINGS it has those that the run was given.
+        """
+        known = {"pixels": self.pixels, "mean": self.settings.get("mean"), "std": self.settings.get("std")}
+        for name in INVALID_SETTINGS:
+            if self.settings.get(name) is not None:
+                known[name] = self.settings[name]
+        return known
 
     def at_step(self, step: int, steps_per_epoch: int, scores: dict[str, Any] | None = None) -> "CheckpointInfo":
         """Returns what a checkpoint of the same start says after `step` steps. scores: of the best weights."""

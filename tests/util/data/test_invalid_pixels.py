@@ -1,0 +1,344 @@
+"""Invalid pixels from files to batches: what marks them, crops, normalisation and statistics."""
+
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.util.data.test_pixel_format import (
+    FORMS,
+    TRANSFORMS,
+    UNIT,
+    antialias_matrix,
+    pixels,
+    save_arrays,
+    tensor,
+    write_tiff,
+)
+from util.data.datasets import AddressedDataset
+from util.data.images import FolderImages, ImageError
+from util.data.invalid_pixels import InvalidPixels, nodata_value, transform_valid
+from util.data.open import open_images
+from util.data.pixel_format import PixelFormat
+from util.data.statistics import IMAGENET, choose_statistics, measure_statistics
+from util.data.transforms import Normalize, ResizeCenterCrop, resize
+
+pytest.importorskip("tifffile")
+
+SIZE = (40, 52)
+CODES = {"uint8": 7, "uint16": 65535, "float32": -3.4e38}
+TEN_BANDS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 12)
+
+
+def clouds(channels=1, seed=0, size=SIZE):
+    """A mask [H, W, C], True in a third of the pixels: a large cloud, the border of a scan, and a dead column."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((*size, channels), bool)
+    for c in range(channels):
+        top, left = rng.integers(0, 12, 2)
+        mask[top : top + 24, left : left + 20, c] = True
+        mask[:, -2 - c :, c] = True
+        mask[:, 30, c] = True
+    assert 0.25 < mask.mean() < 0.4
+    return mask
+
+
+def marked(array, mask):
+    """The image as it is to be read: floats, NaN where it is invalid."""
+    return np.where(mask, np.nan, array.astype(np.float32))
+
+
+def same(found, expected):
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+
+
+# --------------------------------------------------------------------------------------------- what marks them in files
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_nodata_marks_values_of_single_bands(tmp_path, dtype):
+    mask = clouds(5)
+    array = pixels(5, dtype)
+    array[array == CODES[dtype]] += 1
+    code = array.copy()
+    code[mask] = CODES[dtype]
+    images = open_images("folder", save_arrays(tmp_path, code, array), in_chans=5, invalid=InvalidPixels(CODES[dtype]))
+    assert images.pixel_format == PixelFormat(5, dtype, has_invalid=True)
+    same(images.load(0)[0], marked(array, mask))
+    valid = images.load(1)[0]
+    assert valid.dtype == dtype and np.array_equal(valid, array)
+
+
+def test_nan_of_floats_is_declared(tmp_path):
+    mask = clouds(5)
+    array = marked(pixels(5, "float32"), mask)
+    folder = save_arrays(tmp_path, array)
+    with pytest.raises(ImageError, match="NaN or infinite values are in band 0, 1, 2, .*see --nodata"):
+        open_images("folder", folder, in_chans=5)
+    for declared in (InvalidPixels(float("nan")), InvalidPixels(-9999.0)):
+        same(open_images("folder", folder, in_chans=5, invalid=declared).load(0)[0], array)
+    array[0, 0, 2] = np.inf
+    with pytest.raises(ImageError, match="NaN or infinite values are in band 2"):
+        open_images("folder", save_arrays(tmp_path, array), in_chans=5, invalid=InvalidPixels(float("nan")))
+
+
+@pytest.mark.parametrize("place", [0, 2, 5, -1])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_band_is_no_channel(tmp_path, form, place):
+    mask = clouds()
+    array = pixels(5, "uint16")
+    band = np.where(mask, 0, 1 + array[:, :, :1])
+    at = place % 6
+    file = np.concatenate([array[:, :, :at], band.astype(np.uint16), array[:, :, at:]], axis=2)
+    ending, write = FORMS[form]
+    write(tmp_path / f"0{ending}", file)
+    images = open_images("folder", tmp_path, in_chans=5, invalid=InvalidPixels(mask_band=place))
+    assert images.pixel_format == PixelFormat(5, "uint16", has_invalid=True)
+    same(images.load(0)[0], marked(array, mask))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_alpha_is_a_mask_band(tmp_path, channels):
+    mask = clouds()
+    array = pixels(channels, "uint8")
+    alpha = np.where(mask, 0, 255).astype(np.uint8)
+    Image.fromarray(np.concatenate([array, alpha], axis=2)).save(tmp_path / "0.png")
+    images = open_images("folder", tmp_path, in_chans=channels, invalid=InvalidPixels(mask_band=channels))
+    same(images.load(0)[0], marked(array, mask))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bands_that_a_file_lacks_are_invalid(tmp_path, form):
+    complete = pixels(13, "uint16")
+    ending, write = FORMS[form]
+    write(tmp_path / f"0{ending}", complete)
+    write(tmp_path / f"1{ending}", np.ascontiguousarray(complete[:, :, TEN_BANDS]))
+    images = open_images("folder", tmp_path, in_chans=13, invalid=InvalidPixels(bands=(TEN_BANDS,)))
+    expected = np.full(complete.shape, np.nan, np.float32)
+    expected[:, :, TEN_BANDS] = complete[:, :, TEN_BANDS]
+    assert images.load(0)[0].dtype == np.uint16
+    same(images.load(1)[0], expected)
+    if form != "without options":  # without the flag nothing says which axis has the bands
+        with pytest.raises(ImageError, match="has 10 channels of uint16, but the model takes 13 .*see --bands"):
+            open_images("folder", tmp_path, in_chans=13)
+
+
+def test_all_marks_together_in_each_source(tmp_path):
+    """A file that lacks a band, with a mask band and a code of its own, in a folder, a tar and a copy of a worker."""
+    array = pixels(3, "uint16")
+    mask = clouds(3)
+    array[array == 5] = 6
+    code = array.copy()
+    code[mask] = 5
+    cloud = clouds(seed=4)
+    file = np.concatenate([np.where(cloud, 0, 1).astype(np.uint16), code], axis=2)
+    expected = np.full((*SIZE, 4), np.nan, np.float32)
+    expected[:, :, [3, 0, 1]] = marked(array, mask | cloud)
+    invalid = InvalidPixels(5.0, mask_band=0, bands=((3, 0, 1), (1, 2)))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_tiff(folder / "0.tif", file)
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        tar.add(folder / "0.tif", "0.tif")
+    for path in (folder, tmp_path / "images.tar"):
+        images = open_images("folder", path, in_chans=4, invalid=invalid)
+        same(images.load(0)[0], expected)
+        same(pickle.loads(pickle.dumps(images)).load(0)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("invalid", "message"),
+    [
+        (InvalidPixels(70_000.0), "--nodata 70000 is no value of uint16: give an integer up to 65535"),
+        (InvalidPixels(float("nan")), "--nodata nan is no value of uint16"),
+        (InvalidPixels(0.5), "--nodata 0.5 is no value of uint16"),
+        (InvalidPixels(mask_band=6), "--mask_band must lie between 0 and 5, or be -1"),
+        (
+            InvalidPixels(mask_band=2),
+            "it has 5 channels of uint16; --in_chans, --mask_band and --bands expect files of 6 ",
+        ),
+        (InvalidPixels(bands=((0, 5),)), "--bands 0 5: give different channels from 0 to 4"),
+        (InvalidPixels(bands=((0, 0),)), "--bands 0 0: give different channels"),
+        (InvalidPixels(bands=((0, 1), (2, 3))), "--bands 2 3: files of 2 bands hold other channels already"),
+        (InvalidPixels(bands=((4, 3, 2, 1, 0),)), "--bands 4 3 2 1 0: files of 5 bands hold other channels already"),
+        (InvalidPixels(mask_band=2, bands=((0, 1),)), "--mask_band must be 0 or -1 with --bands"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(tmp_path, invalid, message):
+    with pytest.raises(ValueError) as error:
+        open_images("folder", save_arrays(tmp_path, pixels(5, "uint16")), in_chans=5, invalid=invalid)
+    assert message in str(error.value)
+
+
+def test_a_file_of_another_number_of_bands_or_type_is_named(tmp_path):
+    save_arrays(tmp_path, *[pixels(5, "uint16")] * 3, pixels(4, "uint16"), pixels(5, "float32"))
+    declared = InvalidPixels(0.0, bands=((0, 1, 2),))
+    with pytest.raises(ImageError, match="3.npy' cannot be used: it has 4 channels .* expect files of 5 or 3 bands"):
+        open_images("folder", tmp_path, in_chans=5, invalid=declared)
+    images = FolderImages(tmp_path, in_chans=5, invalid=declared)
+    images.num_checked = 1
+    images.check()
+    with pytest.raises(ImageError, match="3.npy' cannot be decoded: it has 4 channels of uint16"):
+        images.load(3)
+    with pytest.raises(ImageError, match="4.npy' cannot be decoded: it has 5 channels of float32, other images have"):
+        images.load(4)
+
+
+def test_data_sets_without_invalid_pixels_refuse_the_flags(tmp_path):
+    with pytest.raises(ValueError, match="all pixels of --dataset cifar10 are valid"):
+        open_images("cifar10", tmp_path, invalid=InvalidPixels(0.0))
+
+
+def test_values_of_nodata():
+    assert nodata_value("-9999") == -9999.0
+    assert nodata_value("NaN") == "nan"
+    for word in ("inf", "none"):
+        with pytest.raises(ValueError):
+            nodata_value(word)
+    settings = {"nodata": "nan", "mask_band": 0, "bands": [[0, 1]]}
+    found = InvalidPixels.from_settings(settings)
+    assert np.isnan(found.nodata) and found.mask_band == 0 and found.bands == ((0, 1),)
+    assert not InvalidPixels.from_settings({"nodata": None}).is_declared
+    assert InvalidPixels.from_settings({"mask_band": 0}).is_declared
+
+
+# ---------------------------------------------------------------------------------------------------------------- crops
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.parametrize("shared", [True, False], ids=["clouds", "of each band"])
+def test_what_lies_under_invalid_pixels_changes_no_crop(kind, shared, reference):
+    transform = TRANSFORMS[kind](reference=reference)
+    mask = clouds(1 if shared else 5)
+    array = pixels(5, "uint16")
+    other = np.where(mask, 0, array)
+    invalid = InvalidPixels(mask_band=5)
+    if shared:
+        band = np.where(mask, 0, 1).astype(np.uint16)
+        imgs = [invalid.mark(np.concatenate([x, band], axis=2), 5) for x in (array, other)]
+    else:
+        imgs = [marked(x, mask) for x in (array, other)]
+    for index in range(4):
+        crops = [transform_valid(transform, tensor(img), 2, index) for img in imgs]
+        assert crops[0].shape == (5, 24, 32) and crops[0].dtype == torch.float32
+        assert torch.equal(crops[0].nan_to_num(-1), crops[1].nan_to_num(-1))
+        share = crops[0].isnan().float().mean()
+        assert 0 < share < 0.9
+
+
+def test_pixels_of_a_crop_are_means_of_valid_pixels():
+    """The resize in float64, by the weights of the interpolation on valid pixels, divided by their sum."""
+    mask = clouds(5)
+    array = pixels(5, "uint16")
+    rows = antialias_matrix(40, 23)
+    columns = antialias_matrix(52, 31)
+
+    def squash(img, epoch, index):
+        return resize(img, (23, 31))
+
+    found = transform_valid(squash, tensor(marked(array, mask)), 0, 0).numpy()
+    for c in range(5):
+        for i in range(23):
+            for j in range(31):
+                weights = np.outer(rows[i], columns[j])
+                share = (weights * ~mask[:, :, c]).sum()
+                if abs(share - 0.5) < 1e-4:
+                    continue
+                if share < 0.5:
+                    assert np.isnan(found[c, i, j])
+                    continue
+                mean = (weights * ~mask[:, :, c] * array[:, :, c]).sum() / share
+                assert found[c, i, j] == pytest.approx(mean, rel=1e-4, abs=0.5)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_a_flat_image_stays_flat_beside_invalid_pixels(kind):
+    array = np.full((*SIZE, 2), 5000, np.uint16)
+    crop = transform_valid(TRANSFORMS[kind](), tensor(marked(array, clouds(2))), 1, 1)
+    valid = crop[~crop.isnan()]
+    assert len(valid) > 300
+    torch.testing.assert_close(valid, torch.full_like(valid, 5000), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.parametrize("dtype", UNIT)
+def test_images_without_invalid_pixels_give_the_crops_of_a_run_without_flags(tmp_path, dtype, kind):
+    array = pixels(5, dtype)
+    array[array == CODES[dtype]] += 1
+    folder = save_arrays(tmp_path, array)
+    transform = TRANSFORMS[kind]()
+    plain = AddressedDataset(open_images("folder", folder, in_chans=5), transform)
+    images = open_images("folder", folder, in_chans=5, invalid=InvalidPixels(CODES[dtype]))
+    declared = AddressedDataset(images, transform)
+    for index in range(3):
+        expected, *_ = plain[index, 0]
+        found, *_ = declared[index, 0]
+        assert found.dtype == torch.float32 and torch.equal(found, expected.float())
+
+
+# ------------------------------------------------------------------------------------------- normalisation, statistics
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_the_model_gets_the_mean_in_place_of_invalid_pixels(dtype):
+    mean = [0.1, 0.3, 0.5, 0.7, 0.9]
+    std = [0.05, 0.1, 0.2, 0.3, 0.4]
+    mask = clouds(5)
+    array = pixels(5, dtype)
+    imgs = tensor(marked(array, mask))[None]
+    normalize = Normalize(mean, std, PixelFormat(5, dtype, has_invalid=True))
+    expected = Normalize(mean, std, PixelFormat(5, dtype))(tensor(array)[None])
+    invalid = tensor(mask)[None]
+    assert torch.equal(normalize(imgs), torch.where(invalid, 0, expected))
+    assert torch.equal(normalize(imgs, fill=False).isnan(), invalid)
+    assert torch.equal(normalize(imgs, fill=False).nan_to_num(0), normalize(imgs))
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_statistics_equal_a_loop_over_valid_pixels(tmp_path, dtype):
+    arrays = [pixels(3, dtype, size=(44, 52 + i), seed=i) for i in range(5)]
+    masks = [clouds(3, seed=i, size=(44, 52 + i)) for i in range(5)]
+    masks[3][:, :, 1] = True  # a band without valid pixels
+    masks[4][:] = False
+    for array, mask in zip(arrays, masks, strict=True):
+        array[array == CODES[dtype]] += 1
+        array[mask] = CODES[dtype]
+    images = open_images("folder", save_arrays(tmp_path, *arrays), in_chans=3, invalid=InvalidPixels(CODES[dtype]))
+    measured = measure_statistics(images)
+    assert measured.num_images == 5 and measured.fill_values == []
+    for c in range(3):
+        values = []
+        for array, mask in zip(arrays, masks, strict=True):
+            for value, is_invalid in zip(array[:, :, c].flat, mask[:, :, c].flat, strict=True):
+                if not is_invalid:
+                    values.append(float(value) / UNIT[dtype])
+        assert measured.statistics[0][c] == pytest.approx(np.mean(values), rel=1e-12)
+        assert measured.statistics[1][c] == pytest.approx(np.std(values), rel=1e-9)
+
+
+def test_a_band_without_valid_pixels_has_no_statistics(tmp_path):
+    arrays = [pixels(3, "uint16", seed=i) for i in range(3)]
+    for array in arrays:
+        array[:, :, 2] = 0
+    images = open_images("folder", save_arrays(tmp_path, *arrays), invalid=InvalidPixels(0.0))
+    with pytest.raises(ValueError, match="channel 2 .counted from 0. has no valid pixel in 3 images"):
+        measure_statistics(images)
+
+
+def test_rgb_with_invalid_pixels_has_imagenets_statistics(tmp_path):
+    images = open_images("folder", save_arrays(tmp_path, pixels(3, "uint8")), invalid=InvalidPixels(0.0))
+    assert choose_statistics((None, None), images, None, {}) == (IMAGENET, [])
+
+
+def test_a_batch_holds_nan(tmp_path):
+    folder = save_arrays(tmp_path, pixels(5, "uint8"), np.full((*SIZE, 5), 9, np.uint8))
+    images = open_images("folder", folder, in_chans=5, invalid=InvalidPixels(9.0))
+    dataset = AddressedDataset(images, ResizeCenterCrop(16))
+    assert images.pixel_format.pixel_bytes == 20
+    assert dataset[0, 1][0].isnan().all()
+    assert 0 <= dataset[0, 0][0].isnan().float().mean() < 0.2

@@ -1,0 +1,182 @@
+"""Invalid pixels: clouds, borders of a scan, dead detectors, and bands that a file lacks.
+
+NaN marks them from the file to the loss. An image that has some is float32 in the unit of its file, because no integer
+could be kept free for them: a crop interpolates, and may return any.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from util.data.pixel_format import FormatError, PixelFormat, read_format, read_pixels, refuse_not_finite
+from util.text import count_of
+
+VALID_SHARE = 0.5  # of the weights that make a pixel of a crop: with less on valid pixels it is invalid
+
+
+@dataclass(frozen=True)
+class InvalidPixels:
+    """What marks pixels of files as invalid. By default nothing does.
+
+    nodata: value of invalid pixels of a band, in the unit of the files. If anything is declared, NaN is another one.
+    mask_band: number of the band, from 0, that is 0 at invalid pixels; -1 is the last one. It is no channel of images.
+    bands: the channels that files hold which lack some, one tuple for each number of bands.
+    """
+
+    nodata: float | None = None
+    mask_band: int | None = None
+    bands: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "InvalidPixels":
+        """Returns what flags or the settings of a run declare. Settings of earlier commits declare nothing."""
+        nodata = settings.get("nodata")
+        if nodata is not None:
+            nodata = float(nodata)
+        bands = tuple(tuple(channels) for channels in settings.get("bands") or ())
+        return cls(nodata, settings.get("mask_band"), bands)
+
+    @property
+    def is_declared(self) -> bool:
+        return self != ALL_VALID
+
+    def check(self, in_chans: int) -> None:
+        """ValueError if the flags do not go with images of `in_chans` channels, or with each other."""
+        lengths = set()
+        for channels in self.bands:
+            listed = " ".join(map(str, channels))
+            if len(set(channels)) != len(channels) or min(channels) < 0 or max(channels) >= in_chans:
+                raise ValueError(f"--bands {listed}: give different channels from 0 to {in_chans - 1}")
+            if len(channels) == in_chans or len(channels) in lengths:
+                raise ValueError(
+                    f"--bands {listed}: files of {count_of(len(channels), 'band')} hold other channels already, and "
+                    "the number of bands is what tells files apart"
+                )
+            lengths.add(len(channels))
+        if self.mask_band is None:
+            return
+        if self.bands and self.mask_band not in (0, -1):
+            raise ValueError(f"--mask_band must be 0 or -1 with --bands, as files differ, got {self.mask_band}")
+        if not -in_chans - 1 <= self.mask_band <= in_chans:
+            raise ValueError(
+                f"--mask_band must lie between 0 and {in_chans}, or be -1: files have {in_chans} channels and the "
+                f"mask, got {self.mask_band}"
+            )
+
+    def check_type(self, pixels: PixelFormat) -> None:
+        """ValueError if no pixel of this type can have the value `nodata`."""
+        if self.nodata is None or pixels.is_float:
+            return
+        highest = int(pixels.full_range)
+        if not (0 <= self.nodata <= highest and self.nodata == int(self.nodata)):
+            raise ValueError(f"--nodata {self.nodata:g} is no value of {pixels.dtype}: give an integer up to {highest}")
+
+    def band_counts(self, in_chans: int) -> list[int]:
+        """Returns how many bands files may have, those of complete ones first."""
+        counts = [in_chans]
+        for channels in self.bands:
+            counts.append(len(channels))
+        if self.mask_band is not None:
+            return [count + 1 for count in counts]
+        return counts
+
+    def read_format(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> PixelFormat:
+        """Reads the format of a file's image. The errors are those of `pixel_format.read_format`."""
+        return PixelFormat(in_chans, self._read_file_format(source, in_chans).dtype, has_invalid=True)
+
+    def _read_file_format(self, source: str | os.PathLike[str] | BytesIO, in_chans: int) -> PixelFormat:
+        """Reads the format of a file, with all its bands; FormatError if it has another number of them.
+
+        Which axis of an array has the bands depends on the number that is expected, so each one is tried.
+        """
+        counts = self.band_counts(in_chans)
+        problem = ""
+        for count in counts:
+            try:
+                file_format = read_format(source, count)
+            except FormatError as error:
+                problem = problem or str(error)
+                continue
+            if file_format.channels == count:
+                return file_format
+            problem = problem or f"it has {file_format}"
+        expected = " or ".join(map(str, counts))
+        raise FormatError(f"{problem}; --in_chans, --mask_band and --bands expect files of {expected} bands")
+
+    def read_pixels(self, data: bytes, expected: PixelFormat, reference: bool = False) -> np.ndarray:
+        """Decodes a file to [H, W, C]: in the type of the file if all pixels are valid, else float32 with NaN.
+
+        expected, reference, errors: see `pixel_format.read_pixels`.
+        """
+        file_format = self._read_file_format(BytesIO(data), expected.channels)
+        if file_format.dtype != expected.dtype:
+            raise ValueError(f"it has {file_format}, other images have {expected}")
+        array = read_pixels(data, file_format, reference, may_hold_nan=True)
+        return self.mark(array, expected.channels)
+
+    def mark(self, array: np.ndarray, in_chans: int) -> np.ndarray:
+        """Returns the image [H, W, in_chans] of a file's bands [H, W, K], see `read_pixels`.
+
+        ValueError for infinite values that nothing declares invalid.
+        """
+        is_masked: np.ndarray | None = None
+        if self.mask_band is not None:
+            is_masked = array[:, :, self.mask_band] == 0
+            array = np.delete(array, self.mask_band, axis=2)
+        invalid = np.zeros(array.shape, bool)
+        if array.dtype.kind == "f":
+            invalid = np.isnan(array)
+        if self.nodata is not None:
+            invalid |= array == array.dtype.type(self.nodata)
+        if is_masked is not None:
+            invalid |= is_masked[:, :, None]
+        if array.dtype.kind == "f":
+            refuse_not_finite(np.where(invalid, 0, array))
+        channels: Sequence[int] = range(in_chans)
+        for held in self.bands:
+            if len(held) == array.shape[2]:
+                channels = held
+        if len(channels) == in_chans and not invalid.any():
+            return np.ascontiguousarray(array)
+        marked = np.full((*array.shape[:2], in_chans), np.nan, np.float32)
+        marked[:, :, channels] = np.where(invalid, np.nan, array)
+        return marked
+
+
+ALL_VALID = InvalidPixels()  # nothing is declared
+
+
+def nodata_value(text: str) -> float | str:
+    """Returns the value of --nodata. NaN stays a word, because settings are compared, and NaN equals nothing."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(text)
+    if math.isnan(value):
+        return "nan"
+    return value
+
+
+def transform_valid(transform: Callable[[Tensor, int, int], Tensor], img: Tensor, epoch: int, index: int) -> Tensor:
+    """Applies a crop to an image [C, H, W] whose invalid pixels are NaN. Returns float32 [C, h, w].
+
+    Each pixel of the result is the weighted mean of valid pixels, by the weights of the interpolation. It is invalid
+    if less than half of their sum lies on valid ones. An image without invalid pixels is transformed in its own type.
+    """
+    if not img.is_floating_point():
+        return transform(img, epoch, index).float()
+    valid = ~img.isnan()
+    if valid.all():
+        return transform(img, epoch, index)
+    if (valid == valid[:1]).all():  # as for clouds
+        valid = valid[:1]
+    values = img.nan_to_num(0.0)
+    transformed = transform(torch.cat([values, valid.float()]), epoch, index)
+    total, share = transformed.split([len(values), len(valid)])
+    return torch.where(share >= VALID_SHARE, total / share, torch.nan)
