@@ -22,7 +22,7 @@ def train_one_epoch(model: nn.Module, batches: Iterator[Sequence[torch.Tensor]],
             imgs, _, *orders = loop.next_batch(batches, micro)
             with loop.no_sync_before_last(model, micro):
                 with loop.autocast():
-                    losses = model(loop.normalize(imgs), *orders)
+                    losses = model(loop.normalize(imgs, fill=False), *orders)  # invalid pixels are NaN
                 del imgs, orders  # frees their memory for the backward pass
                 loop.scaled_loss(losses, micro).backward()
         grad_norm = loop.update_weights()
@@ -35,6 +35,6 @@ def compile_shapes(model: nn.Module, batch: Sequence[torch.Tensor], loop: TrainL
     """Runs forward and backward on a batch so that its shapes are compiled. Weights stay as they are."""
     imgs, _, *orders = loop.next_batch(iter([batch]), 0)
     with loop.autocast():
-        losses = model(loop.normalize(imgs), *orders)
+        losses = model(loop.normalize(imgs, fill=False), *orders)
     loop.scaled_loss(losses, 0).backward()
     loop.optimizer.zero_grad(set_to_none=True)

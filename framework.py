@@ -20,6 +20,7 @@ from prmim import (
     TokenOrderSampler,
     count_visible,
 )
+from util.invalid import counted_tokens, fill_invalid
 
 if TYPE_CHECKING:
     from util.run.cli import Change
@@ -71,6 +72,8 @@ class Framework(nn.Module):
 
     norm_pix_loss: normalise the targets of each token, in a `PixelFramework`.
     mask_unit: side, in tokens, of the units, the squares that are masked as a whole. Throwing stays per token.
+    has_invalid: pixels may be NaN, that is, invalid: they are 0 for the encoder, and have no loss. For frameworks on
+        pixels only.
     arguments: those of `prmim.Method`, and the sizes of the encoder, the next class in the order of inheritance.
     """
 
@@ -101,6 +104,7 @@ class Framework(nn.Module):
         self,
         norm_pix_loss: bool = False,
         mask_unit: int = 1,
+        has_invalid: bool = False,
         **arguments: Any,
     ) -> None:
         method = {}
@@ -111,6 +115,7 @@ class Framework(nn.Module):
         self.method = replace(self.method, **method)
         self.norm_pix_loss = norm_pix_loss
         self.mask_unit = mask_unit
+        self.has_invalid = has_invalid
         self.counts = self.count_tokens()
         num_cls_tokens = getattr(self, "num_cls_tokens", 1)
         if num_cls_tokens > 1 and not set(TOKEN_FLAGS) <= set(self.flags):
@@ -194,7 +199,7 @@ class Framework(nn.Module):
         sampling: name in `prmim.SAMPLING` of the function that picks the retained tokens. seed: of the token orders.
         token_weights: for sampling by attention, see `MaskCollator`. By default all tokens have the same weight.
         """
-        return MaskCollator(self.sampler(sampling), seed, self.shared_visible, token_weights)
+        return MaskCollator(self.sampler(sampling), seed, self.shared_visible, token_weights, self.has_invalid)
 
     def reconstruct(self, imgs: Tensor, ids_shuffle: Tensor) -> tuple[Any, Tensor]:
         """Returns (the framework's predictions in raster order, mask of the predicted tokens, bool [B, N]).
@@ -277,7 +282,7 @@ def check_blocks(name: str, numbers: Sequence[int], depth: int) -> tuple[int, ..
 class PixelFramework(Framework):
     """What frameworks share that predict the pixels of each token, or other values of it.
 
-    A subclass implements `predict_all`, and a `forward` that calls `forward_loss`.
+    A subclass implements `predict_all`, and a `forward` that reads `token_pixels` and calls `forward_loss`.
 
     Below, P is the number of target values of a token. Of pixels it is p*p*C for a token of side p, in the layout of
     `patchify`.
@@ -286,9 +291,19 @@ class PixelFramework(Framework):
     parts: ClassVar[tuple[str, ...]] = ("embed_visible", "forward_loss")
 
     def token_pixels(self, imgs: Tensor) -> Tensor:
-        """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches."""
+        """Returns the pixels of each token [B, N, p*p*C]. GreenMIM's tokens are larger than its patches.
+
+        Invalid pixels are 0, the mean.
+        """
         check_image_size(imgs, self.img_size)
-        return patchify(imgs, self.token_side)
+        pixels = patchify(imgs, self.token_side)
+        if self.has_invalid:
+            return fill_invalid(pixels)
+        return pixels
+
+    def valid_pixels(self, imgs: Tensor) -> Tensor:
+        """Returns which pixels of each token are valid, bool [B, N, p*p*C]."""
+        return ~patchify(imgs, self.token_side).isnan()
 
     @property
     def token_side(self) -> int:
@@ -324,18 +339,22 @@ class PixelFramework(Framework):
         pixels: Tensor,
         order: TokenOrder,
         num_tokens: int,
+        valid: Tensor | None = None,
     ) -> Tensor:
         """Returns the targets of the first `num_tokens` masked tokens in token order, [B, num_tokens, P].
 
-        They are normalised if `norm_pix_loss`.
+        They are normalised if `norm_pix_loss`. valid: which of them are valid, by default all.
         """
-        first = self.counts.num_visible
-        ids_supervised = order.ids_shuffle[:, first : first + num_tokens]
-        targets = order.take(self.target_tokens(imgs, pixels), ids_supervised)
+        targets = order.take(self.target_tokens(imgs, pixels), self.ids_supervised(order, num_tokens))
         if not self.norm_pix_loss:
             return targets
-        mean, std = patch_statistics(targets)
+        mean, std = patch_statistics(targets, valid)
         return (targets - mean) / std
+
+    def ids_supervised(self, order: TokenOrder, num_tokens: int) -> Tensor:
+        """Returns the raster ids of the first `num_tokens` masked tokens in token order, [B, num_tokens]."""
+        first = self.counts.num_visible
+        return order.ids_shuffle[:, first : first + num_tokens]
 
     def error(
         self,
@@ -350,9 +369,20 @@ class PixelFramework(Framework):
 
         The error is float32 or float64. Every image supervises the same number of tokens, so a plain mean of a loss
         over all values equals MAE's sum over masked tokens divided by their number.
+
+        It is 0 at invalid pixels, and in tokens that do not count because most of their pixels are invalid. They still
+        count in the plain mean. So every valid pixel has the same weight, in whichever micro-batch it is.
         """
-        targets = self.supervised_targets(imgs, pixels, order, pred.shape[1])
-        return pred.to(torch.promote_types(pred.dtype, torch.float32)) - targets
+        num_tokens = pred.shape[1]
+        valid: Tensor | None = None
+        if self.has_invalid:
+            valid = order.take(self.valid_pixels(imgs), self.ids_supervised(order, num_tokens))
+        targets = self.supervised_targets(imgs, pixels, order, num_tokens, valid)
+        error = pred.to(torch.promote_types(pred.dtype, torch.float32)) - targets
+        if valid is None:
+            return error
+        supervised = valid & counted_tokens(valid).unsqueeze(-1)
+        return torch.where(supervised, error, 0.0)
 
     def forward_loss(
         self,
@@ -383,6 +413,8 @@ class PixelFramework(Framework):
     ) -> list[View]:
         """Returns one view. Its errors are squared errors of pixels in [0, 1], averaged over each token.
 
+        With invalid pixels they are averaged over the valid ones.
+
         The normalisation of targets is undone with the mean and variance of the true patch, which no model predicts.
         NoPixels for other targets.
         """
@@ -393,24 +425,45 @@ class PixelFramework(Framework):
             )
         pred, _ = self.reconstruct(imgs, ids_shuffle)
         pixels = self.token_pixels(imgs)
+        valid: Tensor | None = None
+        if self.has_invalid:
+            valid = self.valid_pixels(imgs)
         if self.norm_pix_loss:
-            mean, std = patch_statistics(pixels)
+            mean, std = patch_statistics(pixels, valid)
             pred = pred * std + mean
-        truth = undo(imgs)
         prediction = undo(unpatchify(pred.to(pixels.dtype), self.token_side, self.grid_size))
-        error = (truth - prediction).square().mean(dim=1, keepdim=True)
-        errors = nn.functional.adaptive_avg_pool2d(error, self.grid_size).flatten(1)
+        if valid is None:
+            truth = undo(imgs)
+            error = (truth - prediction).square().mean(dim=1, keepdim=True)
+            errors = nn.functional.adaptive_avg_pool2d(error, self.grid_size).flatten(1)
+        else:
+            truth = undo(fill_invalid(imgs))
+            error = patchify((truth - prediction).square(), self.token_side)
+            errors = valid_mean(error, valid).squeeze(-1)
         return [View("reconstruction", None, truth, prediction, "masked MSE", errors)]
 
 
-def patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
+def patch_statistics(patches: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns mean and standard deviation of each patch of [B, n, P], two of [B, n, 1].
 
-    They are those of `norm_pix_loss`: the variance is unbiased, and 1e-6 is added to it.
+    They are those of `norm_pix_loss`: the variance is unbiased, and 1e-6 is added to it. valid: the values that count,
+    bool [B, n, P]; by default all. The statistics of a patch whose values all count are the same with and without it.
     """
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
+    if valid is not None:
+        number = valid.sum(-1, keepdim=True)
+        is_whole = number == patches.shape[-1]
+        mean = torch.where(is_whole, mean, valid_mean(patches, valid))
+        squares = valid_mean((patches - mean).square(), valid) * number
+        variance = torch.where(is_whole, variance, squares / (number - 1).clamp(min=1))
     return mean, (variance + 1e-6).sqrt()
+
+
+def valid_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """Returns the mean of the `valid` values of each row of [B, n, P], [B, n, 1]; 0 if none is."""
+    number = valid.sum(-1, keepdim=True)
+    return torch.where(valid, x, 0.0).sum(-1, keepdim=True) / number.clamp(min=1)
 
 
 def rename_prefixes(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:

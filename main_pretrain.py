@@ -36,6 +36,7 @@ from util.run.cli import FlagGroup, Parser, parse_with_recipe, run_program
 from util.run.flags import (
     Plan,
     add_data_flags,
+    add_invalid_flags,
     add_optimisation_flags,
     add_pixel_flags,
     add_run_flags,
@@ -135,6 +136,7 @@ def add_image_flags(data: FlagGroup) -> None:
     """Adds data source, channels and augmentation."""
     add_data_flags(data)
     add_pixel_flags(data)
+    add_invalid_flags(data)
     data.add_argument(
         "--crop",
         default="resized",
@@ -268,7 +270,7 @@ class CompiledShapes:
         self.is_compiled = True
         loop = self.training.loop
         pixels = loop.normalize.pixels
-        blank = torch.zeros(pixels.channels, *self.model.img_size, dtype=getattr(torch, pixels.dtype))
+        blank = torch.zeros(pixels.channels, *self.model.img_size, dtype=getattr(torch, pixels.batch_dtype))
         samples = [(blank, 0, (0, i)) for i in range(self.training.plan.batch_size)]
         examples = self.collator.examples(samples)
         if len(examples) == 1:  # a single shape is compiled by the first step

@@ -84,7 +84,7 @@ class MaskedAutoencoderViT(PixelFramework, ViTEncoder):
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.patchify(imgs)  # [B, N, p*p*C]
+        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
         latent = self.forward_encoder(patches, order)  # [B, P + num_visible, D]
         pred = self.decoder(latent, order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}

@@ -30,9 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_vit import Block, init_weights, layer_norm
+from models_vit import Block, init_weights, layer_norm, patchify
 from peer_sampling import attention_sampling, check_num_retained, random_sampling, running_cell_sampling
 from util.addressed import MASK, addressed_uniform
+from util.invalid import counted_tokens
 from util.pos_embed import height_and_width, position_table, sincos_pos_embed, table_for_grid
 from util.tokens import put_tokens, take_tokens
 
@@ -527,10 +528,13 @@ class TokenOrderSampler:
         noise: np.ndarray,
         visible: np.ndarray | None = None,
         weights: np.ndarray | None = None,
+        counted: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns ids_shuffle [B, N] for noise [B, N]. `visible`, bool [B or 1, N], overrides the noise's choice.
 
         weights: of the tokens, [B, N], for sampling by attention. By default all tokens have the same weight.
+        counted: bool [B, N], False for tokens that count in no loss, because most of their pixels are invalid. Of the
+        masked tokens these are thrown first. By default all tokens count.
         """
         counts = self.counts
         noise = np.asarray(noise)
@@ -544,7 +548,9 @@ class TokenOrderSampler:
         shuffled = keys.argsort(axis=1)
         masked = shuffled[:, counts.num_visible :]  # [B, num_masked]
         retained = masked
-        if counts.num_thrown:
+        if counts.num_thrown and counted is not None:
+            retained = self.choose_counted(masked, noise, weights, counted)
+        elif counts.num_thrown:
             retained = self.choose_retained(masked, noise, weights)
         state = np.full(noise.shape, THROWN, np.int8)
         np.put_along_axis(state, shuffled[:, : counts.num_visible], VISIBLE, axis=1)
@@ -568,6 +574,28 @@ class TokenOrderSampler:
             picks = choose(coords, self.counts.num_retained, weights, noise)
         return np.take_along_axis(masked, picks, axis=1)
 
+    def choose_counted(
+        self,
+        masked: np.ndarray,
+        noise: np.ndarray,
+        weights: np.ndarray | None,
+        counted: np.ndarray,
+    ) -> np.ndarray:
+        """Like `choose_retained`, of the masked tokens that are `counted` [B, N]; others where these are too few."""
+        is_counted = np.take_along_axis(counted, masked, axis=1)
+        counted_first = (~is_counted).argsort(axis=1, kind="stable")
+        masked = np.take_along_axis(masked, counted_first, axis=1)
+        num_retained = self.counts.num_retained
+        retained = masked[:, :num_retained].copy()
+        num_counted = is_counted.sum(axis=1)
+        for number in np.unique(num_counted[num_counted > num_retained]):  # images with as many have one shape
+            images = np.flatnonzero(num_counted == number)
+            weights_of_images = None
+            if weights is not None:
+                weights_of_images = weights[images]
+            retained[images] = self.choose_retained(masked[images, :number], noise[images], weights_of_images)
+        return retained
+
 
 def sort_by_state(state: np.ndarray) -> np.ndarray:
     """Returns ids_shuffle [B, N] of tokens whose state [B, N] is VISIBLE, RETAINED or THROWN."""
@@ -580,9 +608,10 @@ class MaskCollator:
     A sample is `(img [C, H, W], label, (epoch, index))`, with its crop's box if `token_weights` needs it. A batch is
     `(imgs [B, C, H, W] as stored: uint8, uint16 or float32, labels [B], ids_shuffle int64 [B, N])`.
 
-    sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone.
+    sampler, seed: the token order of a sample depends on `(seed, epoch, index)` alone, unless pixels are invalid.
     shared_visible: all images share the visible tokens of the first one (GreenMIM), but throw tokens of their own.
     token_weights: turns the crops' boxes of a batch into the sampler's `weights`, for sampling by attention.
+    has_invalid: pixels of the images may be NaN, that is, invalid. The order then depends on which ones are.
     """
 
     def __init__(
@@ -591,14 +620,17 @@ class MaskCollator:
         seed: int,
         shared_visible: bool = False,
         token_weights: Callable[[Sequence], np.ndarray] | None = None,
+        has_invalid: bool = False,
     ) -> None:
         self.sampler = sampler
         self.seed = seed
         self.shared_visible = shared_visible
         self.token_weights = token_weights
+        self.has_invalid = has_invalid
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
         imgs, labels, addresses, *boxes = zip(*samples, strict=True)
+        imgs = torch.utils.data.default_collate(imgs)  # in a worker it stacks them straight into shared memory
         epochs, indices = np.asarray(addresses).T
         counts = self.sampler.counts
         noise = addressed_noise(self.seed, epochs, indices, counts.num_tokens)
@@ -608,12 +640,20 @@ class MaskCollator:
         weights = None
         if self.token_weights is not None:
             weights = self.token_weights(*boxes)
-        ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights))
+        counted = None
+        if self.has_invalid:
+            counted = self.find_counted(imgs)
+        ids_shuffle = torch.from_numpy(self.sampler(noise, visible, weights, counted))
         if self.shared_visible:  # the set is shared; GreenMIM's sampler may order it by noise, so share the order, too
             ids_visible = ids_shuffle[:, : counts.num_visible]
             ids_visible[:] = ids_visible[:1].clone()
-        imgs = torch.utils.data.default_collate(imgs)  # in a worker it stacks them straight into shared memory
         return imgs, torch.as_tensor(labels), ids_shuffle
+
+    def find_counted(self, imgs: Tensor) -> np.ndarray:
+        """Returns which tokens of images [B, C, H, W] count in losses, bool [B, N]."""
+        token_side = imgs.shape[2] // self.sampler.grid_size[0]
+        valid = patchify(~imgs.isnan(), token_side)
+        return counted_tokens(valid).numpy()
 
     def examples(self, samples: Sequence[tuple]) -> list[tuple[Tensor, ...]]:
         """Returns a batch of each combination of shapes that batches of this size can have, to compile for."""

@@ -89,11 +89,12 @@ class AMTOrderSampler(TokenOrderSampler):
         noise: np.ndarray,
         visible: np.ndarray | None = None,
         weights: np.ndarray | None = None,
+        counted: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns ids_shuffle [B, N] for noise [B, N]. weights: of the tokens [B, N], by default all the same.
 
-        The weight of a unit is the mean of its tokens' weights. Its noise is that of its first token. `visible` is not
-        used.
+        The weight of a unit is the mean of its tokens' weights. Its noise is that of its first token. `visible` and
+        `counted` are not used: attention alone decides.
         """
         noise_of_first = self.split_units(noise)[:, :, 0, :, 0]
         unit_noise = noise_of_first.reshape(len(noise), -1)  # [B, units]

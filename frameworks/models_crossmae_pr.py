@@ -117,7 +117,7 @@ class CrossMaskedAutoencoderViT(PixelFramework, ViTEncoder):
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.patchify(imgs)  # [B, N, p*p*C]
+        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
         levels = self.forward_encoder(patches, order)  # [k, B, 1 + num_visible, D]
         pred = self.decoder(levels, order)  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}

@@ -45,8 +45,9 @@ class NoiseOrderSampler(TokenOrderSampler):
         noise: np.ndarray,
         visible: np.ndarray | None = None,
         weights: np.ndarray | None = None,
+        counted: np.ndarray | None = None,
     ) -> np.ndarray:
-        ids_shuffle = super().__call__(noise, visible, weights)
+        ids_shuffle = super().__call__(noise, visible, weights, counted)
         num_visible = self.counts.num_visible
         ids_visible = ids_shuffle[:, :num_visible]
         noise_of_visible = np.take_along_axis(noise, ids_visible, axis=1)
@@ -58,8 +59,10 @@ class NoiseOrderSampler(TokenOrderSampler):
 class GroupCollator(MaskCollator):
     """A `MaskCollator` that also groups the windows of the batch's visible units."""
 
-    def __init__(self, sampler: TokenOrderSampler, seed: int, grouper: WindowGrouper) -> None:
-        super().__init__(sampler, seed, shared_visible=True)
+    def __init__(
+        self, sampler: TokenOrderSampler, seed: int, grouper: WindowGrouper, has_invalid: bool = False
+    ) -> None:
+        super().__init__(sampler, seed, shared_visible=True, has_invalid=has_invalid)
         self.grouper = grouper
 
     def __call__(self, samples: Iterable[tuple]) -> tuple[Tensor, ...]:
@@ -143,7 +146,7 @@ class GreenMIMSwin(PixelFramework, SwinEncoder):
         seed: int,
         token_weights: Callable | None = None,
     ) -> MaskCollator:
-        return GroupCollator(self.sampler(sampling), seed, self.grouper)
+        return GroupCollator(self.sampler(sampling), seed, self.grouper, self.has_invalid)
 
     def forward(
         self,

@@ -72,7 +72,7 @@ class SimMIMOnViT(SimMIM):
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.patchify(imgs)  # [B, N, p*p*C]
+        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
         x = self.forward_encoder(patches, order)
         pred = self.predict(x[:, self.counts.num_visible :])  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}
@@ -143,7 +143,7 @@ class SimMIMSwin(SimMIM, SwinEncoder):
     def forward(self, imgs: Tensor, ids_shuffle: Tensor) -> dict[str, Tensor]:
         """Returns {"pixel": scalar loss} of normalised images [B, C, H, W] with ids_shuffle int64 [B, N]."""
         order = TokenOrder(ids_shuffle, self.counts)
-        patches = self.patchify(imgs)  # [B, N, p*p*C]
+        patches = self.token_pixels(imgs)  # [B, N, p*p*C]
         pred = self.predict_all(patches, order)
         pred = pred[:, self.counts.num_visible :]  # [B, num_supervised, p*p*C]
         return {"pixel": self.forward_loss(pred, imgs, patches, order)}

@@ -14,6 +14,7 @@ from util.data.datasets import AddressedDataset
 from util.data.images import Images
 from util.data.statistics import normalizer
 from util.data.transforms import Normalize, ResizeCenterCrop
+from util.invalid import counted_tokens, fill_invalid
 from util.pictures import panel_grid
 
 Indices = Sequence[int] | np.ndarray
@@ -56,12 +57,15 @@ def measure(
     counts: dict[str, dict[str, int]] = {}
     for imgs, ids_shuffle in crops(model, settings, images, indices):
         order = TokenOrder(ids_shuffle, model.counts)
+        normalized = normalize(imgs, fill=False)
         predicted = model.supervised(order)
+        if model.has_invalid:
+            predicted = predicted & counted_tokens(model.valid_pixels(normalized))
         tokens_of_kind = {
             "retained": predicted & ~order.thrown,
             "thrown": predicted & order.thrown,
         }
-        for view in model.views(normalize(imgs), ids_shuffle, normalize.undo):
+        for view in model.views(normalized, ids_shuffle, normalize.undo):
             sums.setdefault(view.measure, {"retained": 0.0, "thrown": 0.0})
             counts.setdefault(view.measure, {"retained": 0, "thrown": 0})
             for kind, tokens in tokens_of_kind.items():
@@ -110,10 +114,13 @@ def reconstruction_picture(
     """Draw each image, its tokens, and what the framework predicts side by side.
 
     imgs: [B, C, H, W]; ids_shuffle: [B, N]. Returns uint8 [H', W', 3]. For other pixels than uint8, black and white are
-    the mean -+ 2 standard deviations. NoPixels if the predictions cannot be drawn.
+    the mean -+ 2 standard deviations. Invalid pixels have a flat colour. NoPixels if the predictions cannot be drawn.
     """
     device = normalize.mean.device
-    normalized = normalize(imgs.to(device))
+    normalized = normalize(imgs.to(device), fill=False)
+    invalid: Tensor | None = None
+    if model.has_invalid:
+        invalid = normalized.isnan()
     order = TokenOrder(ids_shuffle.to(device), model.counts)
     was_training = model.training
     model.eval()
@@ -128,6 +135,6 @@ def reconstruction_picture(
             panels[view.truth_title] = view.truth
         panels[view.title] = compose(view, ~order.mask, predicted, model.grid_size)
     if imgs.dtype != torch.uint8:
-        imgs = (normalize.undo(normalized) * 255).round().byte()
+        imgs = (normalize.undo(fill_invalid(normalized)) * 255).round().byte()
     states = order.mask.int() + order.thrown.int()  # 0 visible, 1 retained, 2 thrown
-    return panel_grid(imgs, states.unflatten(1, model.grid_size), panels)
+    return panel_grid(imgs, states.unflatten(1, model.grid_size), panels, invalid)

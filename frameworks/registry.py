@@ -20,6 +20,7 @@ from frameworks import (
     models_tec_pr,
 )
 from prmim import METHOD_ARGUMENTS
+from util.data.invalid_pixels import InvalidPixels
 from util.run.checkpoint import CheckpointError, CheckpointInfo
 from util.text import count_of
 
@@ -73,6 +74,9 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
     options = {argument: settings[argument] for argument in METHOD_ARGUMENTS}
     options["norm_pix_loss"] = settings["norm_pix_loss"]
     options["in_chans"] = settings.get("in_chans", 3)
+    has_invalid = InvalidPixels.from_settings(settings).is_declared
+    if has_invalid:
+        options["has_invalid"] = True
     for flag, families in own_flags().items():
         if settings.get(flag.name) is not None:
             if flag not in CLASS_OF[name].flags:
@@ -87,6 +91,11 @@ def build_model(settings: Mapping[str, Any], read_files: bool = True) -> Framewo
             raise ValueError(f"--input_size takes one or two numbers, got {settings['input_size']}")
         options["img_size"] = (settings["input_size"][0], settings["input_size"][-1])
     model = MODELS[name](**options)
+    if has_invalid and not model.predicts_pixels():
+        raise ValueError(
+            f"--nodata, --mask_band and --bands keep invalid pixels out of losses on pixels, but {name} predicts other "
+            "targets: leave them out, with invalid pixels replaced in the files, or choose a model that predicts pixels"
+        )
     if model.counts.num_visible == 0:
         tokens = count_of(model.counts.num_tokens, "token")
         raise ValueError(

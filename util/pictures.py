@@ -18,6 +18,7 @@ RETAINED = 1
 THROWN = 2
 # Paul Tol's high-contrast blue and yellow, which colour-blind readers and grey prints distinguish, too.
 COLORS = {RETAINED: (68, 119, 170), THROWN: (221, 170, 51)}
+INVALID_COLOR = (187, 85, 102)  # the red of the same palette
 _INK = (40, 40, 40)
 _PAPER = (255, 255, 255)
 _GAP = 6  # pixels between the panels of a table
@@ -35,13 +36,19 @@ def check_suffix(path: Path) -> None:
         raise ValueError(f"no picture can be written to {str(path)!r}: the name must end in .png, .jpg or the like")
 
 
-def panel_grid(imgs: torch.Tensor, states: torch.Tensor, panels: dict[str, torch.Tensor]) -> np.ndarray:
+def panel_grid(
+    imgs: torch.Tensor,
+    states: torch.Tensor,
+    panels: dict[str, torch.Tensor],
+    invalid: torch.Tensor | None = None,
+) -> np.ndarray:
     """Draws one row per image: the image, its tokens, its panels. Returns uint8 [H', W', 3].
 
     If there are four or more images with one panel each, a row holds two of them.
 
     imgs: uint8 [B, C, H, W]. states: int [B, rows, columns] of VISIBLE, RETAINED, THROWN. panels: {title: float
-    [B, C, H, W] in [0, 1]}. See `as_rgb` for other channels than 3.
+    [B, C, H, W] in [0, 1]}. See `as_rgb` for other channels than 3. invalid: bool [B, C, H, W], which pixels have
+    INVALID_COLOR in all columns, if one of the channels that are shown is invalid.
     """
     pixels = _channels_last(imgs)
     grids = states.cpu().numpy()
@@ -49,6 +56,10 @@ def panel_grid(imgs: torch.Tensor, states: torch.Tensor, panels: dict[str, torch
     columns = [pixels, np.stack(painted)]
     for panel in panels.values():
         columns.append((_channels_last(panel.float()) * 255).round().astype(np.uint8))
+    if invalid is not None:
+        is_invalid = _channels_last(invalid).any(axis=-1)
+        for column in columns:
+            column[is_invalid] = INVALID_COLOR
     scale = max(1, math.ceil(112 / pixels.shape[1]))  # small images are enlarged by whole pixels
     columns = [column.repeat(scale, axis=1).repeat(scale, axis=2) for column in columns]
     rows = [list(row) for row in zip(*columns, strict=True)]

@@ -14,6 +14,7 @@ from util import collectives
 from util.attention import KERNELS
 from util.cores import cores_per_process
 from util.data.folders import DEFAULT_PATH
+from util.data.invalid_pixels import nodata_value
 from util.data.open import DATASETS
 from util.lr_sched import SCHEDULES, Schedule
 from util.run.cli import Change, FlagGroup, Parser
@@ -154,6 +155,30 @@ def add_pixel_flags(group: FlagGroup) -> None:
         type=float,
         nargs="+",
         help="deviation of each channel, in the unit of --mean (default: as --mean)",
+    )
+
+
+def add_invalid_flags(group: FlagGroup) -> None:
+    """Adds what marks invalid pixels, see `util.data.invalid_pixels`."""
+    flag = group.add_argument
+    flag(
+        "--nodata",
+        type=nodata_value,
+        metavar="VALUE",
+        help="value of invalid pixels of a band, or nan; they count neither in mean and deviation nor in the loss "
+        "(write --nodata=-1e30 for a negative number with an exponent; default: all pixels are valid)",
+    )
+    flag(
+        "--mask_band",
+        type=int,
+        help="band of the files, from 0 or -1 for the last, that is 0 at invalid pixels and no channel of --in_chans",
+    )
+    flag(
+        "--bands",
+        type=int,
+        nargs="+",
+        action="append",
+        help="channels, from 0, that files with as many bands hold; the others are invalid; may be repeated",
     )
 
 

@@ -36,12 +36,14 @@ TEN_BANDS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 12)
 def clouds(channels=1, seed=0, size=SIZE):
     """A mask [H, W, C], True in a third of the pixels: a large cloud, the border of a scan, and a dead column."""
     rng = np.random.default_rng(seed)
+    height, width = size
     mask = np.zeros((*size, channels), bool)
     for c in range(channels):
-        top, left = rng.integers(0, 12, 2)
-        mask[top : top + 24, left : left + 20, c] = True
+        top = rng.integers(0, height // 4)
+        left = rng.integers(0, width // 4)
+        mask[top : top + int(0.6 * height), left : left + int(0.45 * width), c] = True
         mask[:, -2 - c :, c] = True
-        mask[:, 30, c] = True
+        mask[:, int(0.8 * width), c] = True
     assert 0.25 < mask.mean() < 0.4
     return mask
 

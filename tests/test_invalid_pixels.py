@@ -1,0 +1,440 @@
+"""Invalid pixels in pre-training: they have no part in targets, losses and gradients, and are thrown first."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from framework import PixelFramework
+from frameworks import registry
+from frameworks.reconstruction import crops, measure, reconstruction_picture
+from models_mae_pr import MaskedAutoencoderViT
+from prmim import SAMPLING, MaskCollator, TokenCounts, TokenOrder, TokenOrderSampler, addressed_noise
+from scripts import visualize
+from tests import runs
+from tests.runs import reports, state
+from tests.test_framework_contract import CLASSES, build
+from tests.test_models_mae_pr import perturbed, segments
+from tests.util.data.test_invalid_pixels import clouds
+from util.data.datasets import AddressedDataset
+from util.data.invalid_pixels import InvalidPixels
+from util.data.open import open_images
+from util.data.pixel_format import PixelFormat
+from util.data.statistics import normalizer
+from util.data.transforms import Normalize, RandomResizedCropFlip, ResizeCenterCrop
+from util.pictures import INVALID_COLOR
+
+PIXEL_CLASSES = [name for name, kind in CLASSES.items() if issubclass(kind, PixelFramework)]
+OTHER_CLASSES = [name for name in CLASSES if name not in PIXEL_CLASSES]
+SIDE = 32
+
+pretrain = runs.pretrain
+
+
+@pytest.fixture(scope="module")
+def imgs(photos):
+    """Four normalised photographs, float32 [4, 3, 32, 32], with a third of their pixels NaN.
+
+    One channel has a cloud of its own, as where a detector is dead.
+    """
+    dataset = AddressedDataset(open_images("folder", photos), ResizeCenterCrop(SIDE))
+    whole = Normalize()(torch.stack([dataset[0, 5 * i][0] for i in range(4)]))
+    for i in range(4):
+        mask = torch.from_numpy(clouds(seed=i, size=(SIDE, SIDE))[:, :, 0])
+        whole[i, :, mask] = torch.nan
+    whole[1, 2, :9] = torch.nan
+    assert 0.25 < whole.isnan().float().mean() < 0.5
+    return whole
+
+
+def batch_of(model, imgs, sampling="furthest"):
+    """Returns the images and token orders of a batch of the model's collator."""
+    samples = [(img, 0, (0, i)) for i, img in enumerate(imgs)]
+    batch, _, *orders = model.collator(sampling, 0)(samples)
+    assert torch.equal(batch.isnan(), imgs.isnan())
+    return batch, *orders
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------------------------------------------------------- the loss
+
+
+def slow_targets(values, valid, norm_pix_loss):
+    """Returns the targets of one token, from its values and which of them are valid, value by value."""
+    if not norm_pix_loss:
+        return list(values)
+    chosen = [x for x, is_valid in zip(values, valid, strict=True) if is_valid]
+    mean = math.fsum(chosen) / len(chosen)
+    variance = math.fsum((x - mean) ** 2 for x in chosen) / (len(chosen) - 1)
+    return [(x - mean) / math.sqrt(variance + 1e-6) for x in values]
+
+
+def slow_loss(model, pred, imgs, ids_shuffle):
+    """Returns the sum of losses of valid values in tokens that count, over the number of all supervised values.
+
+    pred: [B, n, P] in token order, visible tokens included.
+    """
+    side = model.token_side
+    columns = SIDE // side
+    total = 0.0
+    number = 0
+    for b, img in enumerate(imgs):
+        for place in range(model.counts.num_visible, pred.shape[1]):
+            row, column = divmod(int(ids_shuffle[b, place]), columns)
+            token = img[:, row * side : (row + 1) * side, column * side : (column + 1) * side]
+            values = [float(x) for x in token.permute(1, 2, 0).flatten()]
+            valid = [not math.isnan(x) for x in values]
+            number += len(values)
+            if 4 * sum(valid) < len(values):
+                continue
+            targets = slow_targets(values, valid, model.norm_pix_loss)
+            for k, is_valid in enumerate(valid):
+                if not is_valid:
+                    continue
+                error = pred[b, place, k] - targets[k]
+                if "SimMIM" in type(model).__name__:
+                    total = total + abs(error)
+                else:
+                    total = total + error * error
+    return total / number
+
+
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+@pytest.mark.parametrize("name", PIXEL_CLASSES)
+def test_loss_and_gradients_equal_a_slow_derivation(name, norm_pix_loss, imgs):
+    """The slow one sees images with 0 at invalid pixels, and a model that knows of none."""
+    imgs = imgs[:2].double()
+    model = perturbed(build(name, has_invalid=True, norm_pix_loss=norm_pix_loss, shallow=True))
+    twin = build(name, norm_pix_loss=norm_pix_loss, shallow=True).double()
+    twin.load_state_dict(model.state_dict())
+    batch, ids_shuffle, *_ = batch_of(model, imgs)
+    (loss,) = model(batch, ids_shuffle).values()
+    loss.backward()
+
+    filled = batch.clone()
+    filled[batch != batch] = 0
+    pred = twin.predict_all(twin.token_pixels(filled), TokenOrder(ids_shuffle, twin.counts))
+    expected = slow_loss(model, pred, batch, ids_shuffle)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    found = gradients(model)
+    assert found.keys() == gradients(twin).keys() and found
+    for parameter, gradient in gradients(twin).items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+@pytest.mark.parametrize("throws", [True, False])
+@pytest.mark.parametrize("name", PIXEL_CLASSES)
+def test_without_invalid_pixels_nothing_changes(name, throws, norm_pix_loss, imgs):
+    """Orders, losses and gradients are those of a model that knows of no invalid pixels, bit for bit."""
+    whole = torch.where(imgs.isnan(), 0.5 * imgs.nan_to_num(0.1), imgs)
+    results = []
+    throw_ratio = None if throws else 0.0
+    for has_invalid in (False, True):
+        model = build(name, throw_ratio=throw_ratio, has_invalid=has_invalid, norm_pix_loss=norm_pix_loss, shallow=True)
+        batch, *orders = batch_of(model, whole)
+        (loss,) = model(batch, *orders).values()
+        loss.backward()
+        results.append([loss, *orders, *gradients(model).values()])
+    assert len(results[0]) == len(results[1]) > 5
+    for plain, declared in zip(*results, strict=True):
+        assert torch.equal(plain, declared)
+
+
+def test_loss_and_gradients_are_finite_where_nothing_is_valid(imgs):
+    model = build("MaskedAutoencoderViT", has_invalid=True)
+    batch = imgs.clone()
+    batch[0] = torch.nan
+    losses = model(*batch_of(model, batch))
+    losses["pixel"].backward()
+    assert losses["pixel"] > 0 and all(g.isfinite().all() for g in gradients(model).values())
+    nothing = model(*batch_of(model, torch.full_like(imgs, torch.nan)))
+    assert nothing["pixel"] == 0
+
+
+@pytest.mark.parametrize(("num_valid", "counts"), [(11, False), (12, True)])
+def test_a_token_counts_if_a_quarter_of_its_values_are_valid(num_valid, counts):
+    """Tokens of 4 x 4 pixels and three channels have 48 values."""
+    model = MaskedAutoencoderViT(32, 1, img_size=8, patch_size=4, embed_dim=32, depth=1, num_heads=2, has_invalid=True)
+    imgs = torch.full((1, 3, 8, 8), torch.nan)
+    token = torch.full((48,), torch.nan)
+    token[:num_valid] = torch.rand(num_valid)
+    imgs[0, :, :4, :4] = token.view(4, 4, 3).permute(2, 0, 1)
+    ids_shuffle = torch.tensor([[3, 0, 1, 2]])
+    assert (model(imgs, ids_shuffle)["pixel"] > 0) == counts
+    collator = model.collator("furthest", 0)
+    assert collator.find_counted(imgs).tolist() == [[counts, False, False, False]]
+
+
+def test_values_under_invalid_pixels_change_no_bit(tmp_path, photos):
+    """From files to the gradients: two folders whose images differ at invalid pixels alone."""
+    source = open_images("folder", photos)
+    found = []
+    for other in (False, True):
+        folder = tmp_path / str(other)
+        folder.mkdir()
+        for i in range(4):
+            array = source.load(i)[0].copy()
+            mask = clouds(seed=i, size=array.shape[:2])
+            if other:
+                array[mask[:, :, 0]] = 255 - array[mask[:, :, 0]]
+            np.save(folder / f"{i}.npy", np.concatenate([array, np.where(mask, 0, 9).astype(np.uint8)], axis=2))
+        images = open_images("folder", folder, invalid=InvalidPixels(mask_band=-1))
+        dataset = AddressedDataset(images, RandomResizedCropFlip(SIDE, 0))
+        model = build("MaskedAutoencoderViT", has_invalid=True)
+        batch, _, ids_shuffle = model.collator("furthest", 0)([dataset[1, i] for i in range(4)])
+        assert 0.1 < batch.isnan().float().mean() < 0.7
+        normalized = Normalize(pixels=images.pixel_format)(batch, fill=False)
+        loss = model(normalized, ids_shuffle)["pixel"]
+        loss.backward()
+        found.append([loss, ids_shuffle, *gradients(model).values()])
+    for one, another in zip(*found, strict=True):
+        assert torch.equal(one, another)
+
+
+def test_two_micro_batches_give_the_gradient_of_one(imgs):
+    """Each valid pixel has one weight, however many are valid in its micro-batch."""
+    imgs = imgs.double()
+    imgs[0, :, 3:] = torch.nan
+    model = perturbed(build("MaskedAutoencoderViT", has_invalid=True))
+    batch, ids_shuffle = batch_of(model, imgs)
+    model(batch, ids_shuffle)["pixel"].backward()
+    expected = gradients(model)
+    model.zero_grad()
+    for part in (slice(0, 2), slice(2, 4)):
+        (model(batch[part], ids_shuffle[part])["pixel"] / 2).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", PIXEL_CLASSES)
+def test_no_value_decides_a_shape(name, imgs):
+    """On the meta device, where tensors have no values, nothing can be read back."""
+    model = build(name, has_invalid=True).to("meta")
+    batch, *orders = batch_of(model, imgs)
+    losses = model(batch.to("meta"), *[order.to("meta") for order in orders])
+    sum(losses.values()).backward()
+
+
+# ------------------------------------------------------------------------------------------------------------- throwing
+
+
+def slow_order(sampler, noise, counted):
+    """Returns the segments of one image: MAE's visible tokens, then those that count and are furthest apart."""
+    counts = sampler.counts
+    shuffled = sorted(range(len(noise)), key=lambda t: noise[t])
+    masked = shuffled[counts.num_visible :]
+    candidates = [t for t in masked if counted[t]]
+    others = [t for t in masked if not counted[t]]
+    if len(candidates) <= counts.num_retained:
+        retained = candidates + others[: counts.num_retained - len(candidates)]
+    else:
+        retained = [candidates[0]]
+        while len(retained) < counts.num_retained:
+            best = None
+            for t in candidates:
+                distance = min(((sampler.coords[t].astype(int) - sampler.coords[r]) ** 2).sum() for r in retained)
+                if t not in retained and (best is None or distance > best[0]):
+                    best = (distance, t)
+            retained.append(best[1])
+    thrown = set(masked) - set(retained)
+    return sorted(shuffled[: counts.num_visible]), sorted(retained), sorted(thrown)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.2, 0.0])
+def test_tokens_that_do_not_count_are_thrown_first(share):
+    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
+    sampler = TokenOrderSampler(8, counts)
+    noise = addressed_noise(0, 0, np.arange(20), 64)
+    counted = addressed_noise(1, 0, np.arange(20), 64) < share
+    counted[3] = True
+    ids_shuffle = sampler(noise, counted=counted)
+    for b in range(20):
+        assert segments(torch.from_numpy(ids_shuffle[b]), counts) == slow_order(sampler, noise[b], counted[b])
+        alone = sampler(noise[b : b + 1], counted=counted[b : b + 1])  # a function of the image alone
+        assert np.array_equal(alone[0], ids_shuffle[b])
+    assert np.array_equal(ids_shuffle[3], sampler(noise)[3])
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("mask_unit", [1, 2])
+def test_every_sampling_throws_them_first(sampling, mask_unit):
+    counts = TokenCounts.from_ratios(64, 0.75, 0.5)
+    sampler = TokenOrderSampler(8, counts, sampling, mask_unit)
+    noise = addressed_noise(0, 0, np.arange(16), 64)
+    counted = addressed_noise(1, 0, np.arange(16), 64) < 0.6
+    weights = addressed_noise(2, 0, np.arange(16), 64)
+    if sampling != "attention":
+        weights = None
+    ids_shuffle = sampler(noise, weights=weights, counted=counted)
+    plain = sampler(noise, weights=weights)
+    assert np.array_equal(np.sort(ids_shuffle, axis=1), np.sort(plain, axis=1))
+    assert np.array_equal(ids_shuffle[:, :16], plain[:, :16])  # what is visible does not depend on it
+    for b in range(16):
+        _, retained, thrown = segments(torch.from_numpy(ids_shuffle[b]), counts)
+        assert counted[b][retained].all() or not counted[b][thrown].any()
+    assert np.array_equal(sampler(noise, weights=weights, counted=np.ones_like(counted)), plain)
+
+
+def test_a_collator_without_the_flag_does_not_look_at_pixels():
+    sampler = TokenOrderSampler(8, TokenCounts.from_ratios(64, 0.75, 0.5))
+    samples = [(torch.full((3, 32, 32), torch.nan), 0, (0, i)) for i in range(2)]
+    plain = [(torch.zeros(3, 32, 32, dtype=torch.uint8), 0, (0, i)) for i in range(2)]
+    assert torch.equal(MaskCollator(sampler, 0)(samples)[2], MaskCollator(sampler, 0)(plain)[2])
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def scans(photos, tmp_path_factory):
+    """`photos` as PNGs whose alpha is 0 where they are invalid, and the same as floats with NaN."""
+    root = tmp_path_factory.mktemp("scans")
+    source = open_images("folder", photos)
+    for i in range(len(source)):
+        array, label = source.load(i)
+        mask = clouds(seed=i, size=array.shape[:2])
+        for kind in ("alpha", "nan"):
+            folder = root / kind / "train" / source.classes[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            if kind == "alpha":
+                band = np.where(mask, 0, 255).astype(np.uint8)
+                np.save(folder / f"{i}.npy", np.concatenate([array, band], axis=2))
+            else:
+                np.save(folder / f"{i}.npy", np.where(mask, np.nan, array.astype(np.float32)))
+    return root
+
+
+ALPHA = ["--mask_band", 3]
+NAN = ["--nodata", "nan"]
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(scans, tmp_path, undisturbed_run):
+    flags = [*ALPHA, "--num_workers", 1, "--knn_every", 2]
+    expected = undisturbed_run(pretrain, scans / "alpha", *flags)
+    pretrain(scans / "alpha", tmp_path / "run", *flags, "--max_steps", 2)
+    resumed = pretrain(scans / "alpha", tmp_path / "run", *flags, "--num_workers", 0)
+    assert state(expected)["meta"]["settings"]["mask_band"] == 3
+    for name, value in state(expected)["model"].items():
+        assert torch.equal(value, resumed["model"][name]), name
+    losses = [report["loss"] for report in reports(expected) if "loss" in report]
+    assert len(losses) > 3 and all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_resumed_run_refuses_other_marks(scans, tmp_path, capsys):
+    pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 1)
+    said = pretrain.refused(capsys, scans / "nan", tmp_path / "run", "--nodata", 0)
+    assert "nodata" in said and "nan" in said
+    pretrain(scans / "nan", tmp_path / "run", *NAN, "--max_steps", 2)  # NaN equals NaN here
+
+
+def test_nan_without_a_flag_is_refused(scans, tmp_path, capsys):
+    said = pretrain.refused(capsys, scans / "nan", tmp_path / "run")
+    assert "NaN or infinite values are in band 0, 1, 2 (counted from 0): replace them, or see --nodata" in said
+
+
+@pytest.mark.parametrize("flags", [ALPHA, NAN])
+def test_a_flag_that_marks_nothing_changes_no_bit_of_a_run(flags, scans, photos, tmp_path):
+    """Images whose pixels are all valid, with and without the flag: not one weight differs."""
+    source = open_images("folder", photos)
+    plain = tmp_path / "plain" / "train"
+    declared = tmp_path / "declared" / "train"
+    for folder in (plain, declared):
+        folder.mkdir(parents=True)
+    for i in range(16):
+        array = source.load(i)[0]
+        if flags is NAN:
+            array = array.astype(np.float32)
+        np.save(plain / f"{i}.npy", array)
+        if flags is ALPHA:
+            array = np.concatenate([array, np.full_like(array[:, :, :1], 7)], axis=2)
+        np.save(declared / f"{i}.npy", array)
+    expected = pretrain(plain.parent, tmp_path / "a", "--throw_ratio", 0)
+    found = pretrain(declared.parent, tmp_path / "b", "--throw_ratio", 0, *flags)
+    for name, value in expected["model"].items():
+        assert torch.equal(value, found["model"][name]), name
+
+
+@pytest.mark.parametrize("model", ["localmim_vit_micro_patch4", "tec_vit_micro_patch4"])
+def test_frameworks_with_other_targets_refuse_the_flags(model, scans, tmp_path, capsys):
+    flags = ["--model", model]
+    if model.startswith("tec"):
+        flags += ["--teacher", "nowhere"]
+    said = pretrain.refused(capsys, scans / "alpha", tmp_path / "run", *flags, *ALPHA)
+    assert f"keep invalid pixels out of losses on pixels, but {model} predicts other targets" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_the_frameworks_with_other_targets_are_known(name):
+    assert name in ("LocalMIMViT", "TECViT")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nodata", "cloud"], "argument --nodata: invalid nodata_value value: 'cloud'"),
+        (["--nodata", "inf"], "argument --nodata: invalid nodata_value value: 'inf'"),
+        (["--nodata", 256], "--nodata 256 is no value of uint8"),
+        (["--mask_band", 4], "--mask_band must lie between 0 and 3, or be -1"),
+        (["--bands", 0, 3], "--bands 0 3: give different channels from 0 to 2"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(flags, message, photos, tmp_path, capsys):
+    assert message in pretrain.refused(capsys, photos, tmp_path / "run", *flags)
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures_and_errors_of_a_run(scans, tmp_path, capsys):
+    """Invalid pixels have one colour in all columns, and no part in the errors."""
+    pretrain(scans / "alpha", tmp_path / "run", *ALPHA, "--max_steps", 2, "--picture_every", 1)
+    visualize.main([str(tmp_path / "run"), "--out", str(tmp_path / "p.png"), "--rows", "2"])
+    assert "masked MSE" in capsys.readouterr().out
+    model, settings = registry.load_run(tmp_path / "run")
+    assert model.has_invalid
+    images = open_images("folder", scans / "alpha", invalid=InvalidPixels.from_settings(settings))
+    normalize = normalizer(settings, images.pixel_format)
+    ((imgs, ids_shuffle),) = crops(model, settings, images, range(2))
+    picture = reconstruction_picture(model, normalize, imgs, ids_shuffle)
+    shown = (picture == INVALID_COLOR).all(axis=-1).sum()
+    invalid = imgs.isnan().any(dim=1).sum()
+    assert shown == 3 * 4 * 4 * invalid  # three columns, pixels of 4 x 4
+
+    normalized = normalize(imgs, fill=False)
+    (view,) = model.views(normalized, ids_shuffle, normalize.undo)
+    sums = {"retained": [], "thrown": []}
+    for b in range(2):
+        _, *kinds = segments(ids_shuffle[b], model.counts)
+        for kind, tokens in zip(sums, kinds, strict=True):
+            for token in tokens:
+                row, column = divmod(token, 8)
+                box = (b, slice(None), slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4))
+                squares = (imgs[box] / 255 - view.prediction[box]) ** 2
+                squares = squares[~squares.isnan()]
+                if 4 * len(squares) >= 48:
+                    sums[kind].append(squares.mean().item())
+    found = measure(model, settings, images, range(2))["masked MSE"]
+    assert found == pytest.approx({kind: np.mean(values) for kind, values in sums.items()}, rel=1e-4)
+
+
+def test_views_undo_the_target_normalisation_of_valid_pixels(imgs):
+    model = build("MaskedAutoencoderViT", has_invalid=True)
+    valid = model.valid_pixels(imgs)
+    targets = model.token_pixels(imgs).double()
+    for b in range(len(imgs)):
+        for t in range(64):
+            if valid[b, t].sum() > 1:
+                targets[b, t] = torch.tensor(slow_targets(targets[b, t].tolist(), valid[b, t].tolist(), True))
+    model.reconstruct = lambda imgs, ids: (targets.float(), None)
+    (view,) = model.views(imgs, None, lambda imgs: imgs)
+    whole = ~imgs.isnan()
+    torch.testing.assert_close(view.prediction[whole], imgs[whole], rtol=1e-4, atol=1e-4)
+    assert view.errors.max() < 1e-6
+    assert PixelFormat(3, "uint8", has_invalid=True).batch_dtype == "float32"
