@@ -6,7 +6,7 @@ could be kept free for them: a crop interpolates, and may return any.
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -126,28 +126,29 @@ class InvalidPixels:
 
         ValueError for infinite values that nothing declares invalid.
         """
-        is_masked: np.ndarray | None = None
+        invalid = np.zeros((), bool)
         if self.mask_band is not None:
-            is_masked = array[:, :, self.mask_band] == 0
+            invalid = array[:, :, [self.mask_band]] == 0
             array = np.delete(array, self.mask_band, axis=2)
-        invalid = np.zeros(array.shape, bool)
         if array.dtype.kind == "f":
-            invalid = np.isnan(array)
+            invalid = invalid | np.isnan(array)
         if self.nodata is not None:
-            invalid |= array == array.dtype.type(self.nodata)
-        if is_masked is not None:
-            invalid |= is_masked[:, :, None]
+            invalid = invalid | (array == array.dtype.type(self.nodata))
         if array.dtype.kind == "f":
             refuse_not_finite(np.where(invalid, 0, array))
-        channels: Sequence[int] = range(in_chans)
-        for held in self.bands:
-            if len(held) == array.shape[2]:
-                channels = held
-        if len(channels) == in_chans and not invalid.any():
+        held: tuple[int, ...] | None = None
+        for channels in self.bands:
+            if len(channels) == array.shape[2]:
+                held = channels
+        if held is None and not invalid.any():
             return np.ascontiguousarray(array)
-        marked = np.full((*array.shape[:2], in_chans), np.nan, np.float32)
-        marked[:, :, channels] = np.where(invalid, np.nan, array)
-        return marked
+        image = array.astype(np.float32)
+        np.copyto(image, np.nan, where=invalid)
+        if held is None:
+            return image
+        complete = np.full((*image.shape[:2], in_chans), np.nan, np.float32)
+        complete[:, :, held] = image
+        return complete
 
 
 ALL_VALID = InvalidPixels()  # nothing is declared
